@@ -8,6 +8,16 @@ import torch.multiprocessing as mp
 
 PATIENCE_S = 120
 NUMBERS = 8 << 20
+# Memory of each process that it shares with no other process or GPU.
+OWN_NUMBERS = 512 << 20
+
+
+def own_memory(seed, device="cuda"):
+    return torch.full((OWN_NUMBERS,), float(seed), device=device)
+
+
+def has_changed(memory):
+    return float(memory.min()), float(memory.max())
 
 
 class Together:
@@ -30,13 +40,14 @@ class Together:
 def adds(commands, answers):
     """Has a tensor that the first process reads. Adds the first process's tensor to another one of its own."""
     first, second = commands.get(timeout=PATIENCE_S)
+    unshared = own_memory(2)
     own = torch.zeros(NUMBERS, device="cuda")
     answers.put(own)
     while commands.get() == "step":
         second.add_(first, alpha=2)
         own.copy_(second).sub_(first)
         torch.cuda.synchronize()
-        answers.put("done")
+        answers.put(("done", *has_changed(unshared)))
 
 
 class Sharing(Together):
@@ -44,6 +55,7 @@ class Sharing(Together):
 
     def __init__(self, seed):
         self.begin(adds)
+        self.unshared = own_memory(seed)
         self.first = torch.arange(NUMBERS, device="cuda", dtype=torch.float32) + seed
         self.second = torch.zeros(NUMBERS, device="cuda")
         self.commands.put((self.first, self.second))
@@ -53,10 +65,11 @@ class Sharing(Together):
         self.first.mul_(0.5).add_(1)
         torch.cuda.synchronize()
         self.commands.put("step")
-        self.hear()
+        self.unshared_of_both = (self.hear(), has_changed(self.unshared))
 
     def results(self):
-        return [tensor.cpu().numpy().tobytes() for tensor in (self.first, self.second, self.theirs)]
+        tensors = [tensor.cpu().numpy().tobytes() for tensor in (self.first, self.second, self.theirs)]
+        return [*tensors, repr(self.unshared_of_both).encode()]
 
 
 def join(rank, place):
@@ -73,9 +86,10 @@ def reduce(tensor):
 
 def serves(place, commands, answers):
     tensor = join(1, place)
+    unshared = own_memory(2)
     while commands.get() == "step":
         reduce(tensor)
-        answers.put(float(tensor.sum()))
+        answers.put((float(tensor.sum()), *has_changed(unshared)))
 
 
 class Ranks(Together):
@@ -85,7 +99,8 @@ class Ranks(Together):
         place = f"/tmp/affinode-ranks-{os.getpid()}-{seed}"
         self.begin(serves, place)
         self.tensor = join(0, place)
-        self.theirs = 0.0
+        self.unshared = own_memory(seed)
+        self.theirs = ()
 
     def step(self):
         self.commands.put("step")
@@ -93,13 +108,15 @@ class Ranks(Together):
         self.theirs = self.hear()
 
     def results(self):
-        return [self.tensor.cpu().numpy().tobytes(), repr(self.theirs).encode()]
+        others = (self.theirs, has_changed(self.unshared))
+        return [self.tensor.cpu().numpy().tobytes(), repr(others).encode()]
 
 
 class Peers:
     """One process with tensors on both GPUs, which copies from one GPU to the other."""
 
     def __init__(self, seed):
+        self.unshared = [own_memory(seed, "cuda:0"), own_memory(2, "cuda:1")]
         self.near = torch.arange(NUMBERS, device="cuda:0", dtype=torch.float32) + seed
         self.far = torch.zeros(NUMBERS, device="cuda:1")
 
@@ -112,4 +129,5 @@ class Peers:
         torch.cuda.synchronize(1)
 
     def results(self):
-        return [tensor.cpu().numpy().tobytes() for tensor in (self.near, self.far)]
+        tensors = [tensor.cpu().numpy().tobytes() for tensor in (self.near, self.far)]
+        return [*tensors, repr([has_changed(memory) for memory in self.unshared]).encode()]

@@ -69,6 +69,9 @@ pub struct Options {
     pub gpu: Gpu,
     /// Number of environments that run rounds in parallel; 1 on a real GPU.
     pub worlds: usize,
+    /// Number of GPUs over which the containers are distributed, 1 or 2. On a real machine it must
+    /// have at least this many.
+    pub gpus: usize,
 }
 
 /// Runs a campaign in testbeds of this configuration. `tell` receives lines about its progress.
@@ -117,7 +120,7 @@ impl<'a> Campaign<'a> {
     /// Runs rounds, with a new testbed after each block and each finding. Returns when all rounds
     /// have run or the campaign has enough findings.
     fn play_rounds(&self) -> Result<()> {
-        let Options { seed, first, rounds, gpu, .. } = self.options;
+        let Options { seed, first, rounds, gpu, gpus, .. } = self.options;
         let mut env: Option<ChaosEnv> = None;
         let mut block = 0..0;
         loop {
@@ -132,7 +135,7 @@ impl<'a> Campaign<'a> {
             let setup = Setup::of(round, gpu);
             let on = match env.take().filter(|env| env.setup == setup) {
                 Some(env) => env,
-                None => ChaosEnv::build((self.recipe)(), gpu, setup)?,
+                None => ChaosEnv::build((self.recipe)(), gpu, *gpus, setup)?,
             };
             let on = env.insert(on);
             let plan = Plan::draw(*seed, round);

@@ -52,7 +52,16 @@ impl Gpu {
     /// Whether the machine has an NVIDIA driver and a GPU.
     #[must_use]
     pub fn real_is_there() -> bool {
-        Path::new("/dev/nvidiactl").exists() && Path::new("/dev/nvidia0").exists()
+        Path::new("/dev/nvidiactl").exists() && device_node(0).exists()
+    }
+
+    /// Number of GPUs. A simulated machine has one unless its options say otherwise.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        match self {
+            Gpu::Simulated { .. } => 1,
+            Gpu::Real => (0..).take_while(|n| device_node(*n).exists()).count(),
+        }
     }
 
     /// Name of the kind of GPU in outputs.
@@ -120,7 +129,11 @@ impl Gpu {
     }
 }
 
-/// VRAM in use on the first GPU, in total and by process.
+fn device_node(index: usize) -> PathBuf {
+    format!("/dev/nvidia{index}").into()
+}
+
+/// VRAM in use on all GPUs, in total and by process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
     /// VRAM in use by all processes and by the driver itself, in bytes.
@@ -130,7 +143,7 @@ pub struct Holders {
 }
 
 impl Gpu {
-    /// VRAM in use on the first GPU. The figures come from the driver, not from the controller:
+    /// VRAM in use on all GPUs. The figures come from the driver, not from the controller:
     /// from the simulated driver's daemon, or from `nvidia-smi`.
     ///
     /// # Errors
@@ -148,14 +161,16 @@ fn simulated_holders(socket: &Path) -> Result<Holders> {
     packet.send(&Request::Snapshot, None)?;
     match packet.receive()?.context("the simulated driver did not reply")?.0 {
         Reply::Snapshot(gpus) => {
-            let gpu = gpus.into_iter().next().context("the simulated driver shows no GPU")?;
-            let by_pid = gpu.processes.iter().map(|process| {
-                Ok((
-                    i32::try_from(process.pid).context("the process id is out of range")?,
-                    process.used_bytes,
-                ))
-            });
-            Ok(Holders { used_bytes: gpu.used_bytes, by_pid: by_pid.collect::<Result<_>>()? })
+            let mut holders = Holders::default();
+            for gpu in &gpus {
+                holders.used_bytes += gpu.used_bytes;
+                for process in &gpu.processes {
+                    let pid =
+                        i32::try_from(process.pid).context("the process id is out of range")?;
+                    *holders.by_pid.entry(pid).or_default() += process.used_bytes;
+                }
+            }
+            Ok(holders)
         }
         other => bail!("unexpected reply of the simulated driver: {other:?}"),
     }
@@ -163,15 +178,16 @@ fn simulated_holders(socket: &Path) -> Result<Holders> {
 
 fn real_holders() -> Result<Holders> {
     let query = ["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"];
-    let output = std::process::Command::new(nvidia_smi()?).args(query).arg("--id=0").output();
+    let output = std::process::Command::new(nvidia_smi()?).args(query).output();
     let text = String::from_utf8(output.context("cannot run nvidia-smi")?.stdout)?;
-    Ok(Holders { used_bytes: nvidia_smi_used_bytes()?, by_pid: listed_holders(&text)? })
+    Ok(Holders { used_bytes: used_mib(&[])? << 20, by_pid: listed_holders(&text)? })
 }
 
-/// Parses lines with a process id and a number of MiB.
+/// Parses lines with a process id and a number of MiB. A process has one line for each GPU that it
+/// uses.
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
-    let lines = text.lines().filter(|line| !line.trim().is_empty());
-    let holder = |line: &str| -> Result<(i32, u64)> {
+    let mut by_pid = BTreeMap::new();
+    for line in text.lines().filter(|line| !line.trim().is_empty()) {
         let (pid, mib) = line
             .split_once(',')
             .with_context(|| format!("cannot parse a line of nvidia-smi: {line}"))?;
@@ -179,9 +195,9 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
             .trim()
             .parse()
             .with_context(|| format!("cannot parse a line of nvidia-smi: {line}"))?;
-        Ok((pid.trim().parse()?, mib << 20))
-    };
-    lines.map(holder).collect()
+        *by_pid.entry(pid.trim().parse()?).or_default() += mib << 20;
+    }
+    Ok(by_pid)
 }
 
 /// Environment variables, mounts and devices that make a container a GPU container.
@@ -283,17 +299,23 @@ fn nvidia_smi() -> Result<PathBuf> {
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.
 pub fn nvidia_smi_used_bytes() -> Result<u64> {
-    let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"];
-    let output = std::process::Command::new(nvidia_smi()?)
-        .args(query)
-        .output()
-        .context("cannot run nvidia-smi")?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let mib: u64 = text
-        .trim()
-        .parse()
+    Ok(used_mib(&["--id=0"])? << 20)
+}
+
+/// Sum of the VRAM in use on the GPUs that these options of `nvidia-smi` select, in MiB.
+fn used_mib(options: &[&str]) -> Result<u64> {
+    let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
+    let output = std::process::Command::new(nvidia_smi()?).args(query).args(options).output();
+    let text =
+        String::from_utf8_lossy(&output.context("cannot run nvidia-smi")?.stdout).into_owned();
+    let figures = text.split_whitespace().map(str::parse::<u64>);
+    let mib: Vec<u64> = figures
+        .collect::<Result<_, _>>()
         .with_context(|| format!("cannot parse the output of nvidia-smi: {text}"))?;
-    Ok(mib << 20)
+    if mib.is_empty() {
+        bail!("nvidia-smi reports no GPU");
+    }
+    Ok(mib.iter().sum())
 }
 
 #[cfg(test)]
@@ -305,6 +327,8 @@ mod tests {
         assert_eq!(listed_holders("\n")?, BTreeMap::new());
         let two = listed_holders("4711, 530\n4712, 24\n")?;
         assert_eq!(two, BTreeMap::from([(4711, 530 << 20), (4712, 24 << 20)]));
+        let on_both = listed_holders("4711, 530\n4711, 24\n")?;
+        assert_eq!(on_both, BTreeMap::from([(4711, 554 << 20)]), "one line for each GPU");
         assert!(listed_holders("4711, [N/A]\n").is_err(), "not known is not nothing");
         Ok(())
     }

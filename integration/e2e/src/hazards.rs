@@ -37,7 +37,7 @@ mod wake_race;
 
 use anyhow::{Context, Result};
 
-pub(crate) use manual_ops::ballast;
+pub(crate) use manual_ops::{ballast, ballast_on};
 pub use report::{Report, Row};
 
 use crate::{

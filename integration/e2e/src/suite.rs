@@ -71,6 +71,7 @@ use crate::{
 pub use calibration::{Calibration, measure as calibrate};
 pub use connection::connect;
 pub use cost::wake_ms;
+pub use gpus::{links::without_affinode as measure_links, together::wakes as woken_together};
 pub use host_memory::oversubscribed as host_memory;
 pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
 pub use no_checkpoint::default_makes_no_call;

@@ -25,6 +25,9 @@ pub struct Options {
     /// Number of environments that play at the same time.
     #[arg(long, default_value_t = 2)]
     worlds: usize,
+    /// Number of simulated GPUs of each environment.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
+    gpus: u8,
     /// Print JSON on standard output.
     #[arg(long)]
     json: bool,
@@ -45,7 +48,8 @@ pub fn run(options: &Options) -> Result<()> {
         None => (0, options.rounds),
     };
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let campaign = chaos::Options { seed, first, rounds, gpu, worlds: options.worlds };
+    let (worlds, gpus) = (options.worlds, usize::from(options.gpus));
+    let campaign = chaos::Options { seed, first, rounds, gpu, worlds, gpus };
     let report = chaos::run(&recipe, &campaign, &mut output::note)?;
     if options.json {
         output::out(&serde_json::to_string_pretty(&report)?);

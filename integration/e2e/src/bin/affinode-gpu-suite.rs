@@ -131,7 +131,8 @@ fn run() -> Result<bool> {
         whole.insert("hazards".into(), to_value(&report)?);
     }
     if wanted("chaos") {
-        let campaign = chaos::Options { seed: 1, first: 0, rounds: ROUNDS, gpu, worlds: 1 };
+        let gpus = gpu.count().clamp(1, 2);
+        let campaign = chaos::Options { seed: 1, first: 0, rounds: ROUNDS, gpu, worlds: 1, gpus };
         let report = chaos::run(&recipe, &campaign, &mut say)?;
         print(&report.table());
         good &= !report.failed();

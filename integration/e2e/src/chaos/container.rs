@@ -83,11 +83,14 @@ pub struct Way {
     /// Whether the container's memory has the same contents as other containers' memory, so that
     /// dedup can store them once.
     pub shares: bool,
+    /// Index of the GPU that the container sees. `None`: it sees all.
+    pub gpu: Option<usize>,
 }
 
 impl Way {
     /// The engine `full` without further settings.
-    pub const FAST: Way = Way { engine: "full", keeps: false, prepares: false, shares: false };
+    pub const FAST: Way =
+        Way { engine: "full", keeps: false, prepares: false, shares: false, gpu: None };
     /// The driver's checkpoint without copies of the library.
     pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
 }
@@ -118,6 +121,9 @@ impl ChaosContainer {
             .annotation("affinode.io/checksum", "true")
             .annotation("affinode.io/retain-host-copy", if way.keeps { "true" } else { "false" })
             .annotation("affinode.io/dedup", if way.shares { "true" } else { "false" });
+        if let Some(gpu) = way.gpu {
+            spec = spec.env("CUDA_VISIBLE_DEVICES", &gpu.to_string());
+        }
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     cli::ContainerRow,
     gpu::Gpu,
-    hazards::ballast,
+    hazards::ballast_on,
     memory_cgroup, oom, processes,
     supervisor::cgroup_folders,
     testbed::{MIB, Testbed, TestbedConfig},
@@ -126,6 +126,9 @@ const SOON: Duration = Duration::from_millis(500);
 /// VRAM left for the containers on a real GPU. It is larger than on the simulated GPU because a
 /// real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
+/// VRAM left on the first of two real GPUs, which only the twins use. It suffices for the copier's
+/// context and one twin, not for both.
+const REAL_ROOM_FOR_TWINS_BYTES: u64 = 1_536 * MIB;
 /// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// VRAM of a context of the simulated driver. It includes the digest table, and for the copier its
@@ -157,8 +160,10 @@ pub struct ChaosEnv {
     pub cast: Vec<ChaosContainer>,
     /// Conditions of this environment.
     pub setup: Setup,
-    /// Unmanaged program that occupies the surplus VRAM of a large GPU, and its process id.
-    ballast: Option<(Worker, i32)>,
+    /// Number of GPUs. With two, the twins use the first and the other containers the second.
+    gpus: usize,
+    /// Unmanaged programs that occupy the surplus VRAM of large GPUs, and their process ids.
+    ballast: Vec<(Worker, i32)>,
     /// Containers that were not offloaded automatically and needed a manual offload, each with the
     /// reason.
     stayed: BTreeSet<String>,
@@ -174,7 +179,7 @@ impl ChaosEnv {
     ///
     /// # Errors
     /// When the testbed or a container does not start.
-    pub fn build(recipe: TestbedConfig, gpu: &Gpu, setup: Setup) -> Result<Self> {
+    pub fn build(recipe: TestbedConfig, gpu: &Gpu, gpus: usize, setup: Setup) -> Result<Self> {
         let gpu = match gpu {
             Gpu::Simulated { .. } if setup == Setup::Squeezed => {
                 Gpu::Simulated { vram_bytes: SQUEEZED_BYTES }
@@ -193,6 +198,8 @@ impl ChaosEnv {
             setup.move_ms(),
             "--restore-fixed-ms",
             setup.move_ms(),
+            "--gpus",
+            &gpus.to_string(),
         ]);
         let world = recipe.world()?;
         let watch = Watch::start(world.cli());
@@ -200,7 +207,8 @@ impl ChaosEnv {
             watch,
             cast: Vec::new(),
             setup,
-            ballast: None,
+            gpus,
+            ballast: Vec::new(),
             stayed: BTreeSet::new(),
             world,
             quiet: None,
@@ -270,26 +278,34 @@ impl ChaosEnv {
             && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
-    /// Starts an unmanaged process that occupies the surplus VRAM of a large GPU.
+    /// Starts unmanaged processes that occupy the surplus VRAM of large GPUs.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
-        let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
-        let pid = worker.running.pid(&self.world)?;
-        self.ballast = Some((worker, pid));
-        until("NVML to show the ballast", || {
-            let gpus = self.world.cli().ps()?.gpus;
-            let gpu = gpus.first().context("the controller lists no GPU")?;
-            let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
-            Ok(taken.then_some(()))
-        })
+        for index in 0..self.gpus {
+            let room = match (self.gpus, index) {
+                (2, 0) => REAL_ROOM_FOR_TWINS_BYTES,
+                _ => REAL_ROOM_BYTES,
+            };
+            let worker = ballast_on(&self.world, index, room)?;
+            let pid = worker.running.pid(&self.world)?;
+            self.ballast.push((worker, pid));
+            until("NVML to show the ballast", || {
+                let gpus = self.world.cli().ps()?.gpus;
+                let gpu = gpus.get(index).context("the controller does not list the GPU")?;
+                let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
+                Ok(taken.then_some(()))
+            })?;
+        }
+        Ok(())
     }
 
     /// Lists processes that use VRAM without being allowed to, from the driver's figures. All
     /// containers must be offloaded except those in `resident`.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
+        let gpus = self.gpus as u64;
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
-            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, DRIVER_BYTES),
+            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, gpus * DRIVER_BYTES),
         };
         let mut allowed = Allowed { unnamed_bytes, ..Allowed::default() };
         allowed.ballast = self.ballast.iter().map(|(_, pid)| *pid).collect();
@@ -404,7 +420,8 @@ impl ChaosEnv {
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
         };
         let ways: Vec<Way> = WAYS.into_iter().filter(fits).collect();
-        let way = Way { shares, ..ways[(role + turn) % ways.len()] };
+        let gpu = (self.gpus == 2).then(|| usize::from(!TWINS.contains(&role)));
+        let way = Way { shares, gpu, ..ways[(role + turn) % ways.len()] };
         ChaosContainer::start(&self.world, &id, processes, self.mib(role), way)
             .with_context(|| format!("cannot start {id}"))
     }
@@ -487,7 +504,7 @@ impl ChaosEnv {
             let staying: Vec<_> = node
                 .containers
                 .iter()
-                .filter(|row| row.state != "Offloaded" && row.id != "ballast")
+                .filter(|row| row.state != "Offloaded" && !row.id.starts_with("ballast"))
                 .filter(|row| row.state != "Unregistered")
                 .filter(|row| !self.may_stay(row))
                 .collect();

@@ -64,10 +64,11 @@ impl LeakCheck {
         let own = descriptors(controller.pid.as_raw());
         let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
-        // The controller has at most one copier, which starts and ends on demand. Each copier costs
-        // the controller a pidfd and three more descriptors.
+        // The controller has at most one copier for each GPU, which starts and ends on demand. Each
+        // copier costs the controller a pidfd and three more descriptors.
         let copiers = world.processes(COPIER)?.len();
-        counts.insert("copiers too many", copiers.saturating_sub(1));
+        let gpus: BTreeSet<_> = cast.iter().map(|actor| actor.way.gpu).collect();
+        counts.insert("copiers too many", copiers.saturating_sub(gpus.len().max(1)));
         counts.insert("pidfds in the controller", of("pidfd").saturating_sub(copiers));
         let controller_descriptors = own.len().saturating_sub(4 * copiers);
         let known = world.cli().ps()?;

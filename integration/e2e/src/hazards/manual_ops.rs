@@ -198,7 +198,16 @@ const OUT_OF_MEMORY: i32 = 2;
 
 /// Starts an unmanaged program that allocates all VRAM of the first GPU except `leave_bytes`.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
-    let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
+    ballast_on(world, 0, leave_bytes)
+}
+
+/// As [`ballast`], on the GPU with this index. The worker's name ends with the index.
+///
+/// # Errors
+/// As [`ballast`].
+pub fn ballast_on(world: &Testbed, gpu: usize, leave_bytes: u64) -> Result<Worker> {
+    let spec = usual(&format!("ballast-{gpu}"), 1).annotation("affinode.io/inject", "false");
+    let spec = spec.env("CUDA_VISIBLE_DEVICES", &gpu.to_string());
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     let free = worker

@@ -56,7 +56,7 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
 /// Time after which released memory counts as scrubbed. Copies are slower while the device scrubs:
 /// bare programs measured 49.7 GB/s for 60 GiB directly after the release, and 54.8 GB/s from 0.2 s
 /// on.
-const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
+pub const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
 /// Delay between an offload and a call that comes early: the copier has not registered all memory
 /// yet, and the device still scrubs.

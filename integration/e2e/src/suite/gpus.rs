@@ -1,8 +1,10 @@
 //! Tests that need two GPUs of one model. Some restore a container on the second GPU when its own
-//! GPU is full. The others run programs that share memory between processes or GPUs: shared memory
-//! must stay on its GPU, and the results must be as without Affinode.
+//! GPU is full. Others run programs that share memory between processes or GPUs: shared memory must
+//! stay on its GPU, and the results must be as without Affinode. [`together`] wakes containers on
+//! both GPUs at the same time. [`links`] measures what two GPUs can do without Affinode.
 
-use std::path::Path;
+pub mod links;
+pub mod together;
 
 use anyhow::{Context, Result, ensure};
 
@@ -22,6 +24,8 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
+/// The engines with which the programs run that share memory. The first is the default.
+const ENGINES: [&str; 3] = ["auto", "checkpoint", "full"];
 /// Number of migrations of each program.
 const HOPS: usize = 4;
 /// VRAM left free on a filled GPU, in MiB. It is less than any program here needs.
@@ -85,15 +89,19 @@ const TORCH: &str = "gpus, another one, torch";
 
 /// Runs all of these parts, if there are two GPUs.
 pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
-    let parts = SHARING.iter().map(|sharing| sharing.part).chain([PLAIN, TORCH]);
+    let parts = SHARING.iter().map(|sharing| sharing.part);
+    let parts = parts.chain([PLAIN, TORCH, together::PART, links::PART]);
     if !parts.into_iter().any(|part| report.wants(part)) {
         return;
     }
-    match real_gpus() {
-        2 => report.part(world, PLAIN, plain_hops),
+    match world.gpu().count() {
+        2 => {}
         // With more than two GPUs, the target of a migration would not be known.
         many => return report.skip("gpus", &format!("takes two GPUs, not {many}")),
     }
+    report.part(world, links::PART, links::without_affinode);
+    report.part(world, together::PART, together::wakes);
+    report.part(world, PLAIN, plain_hops);
     let Some(python) = python else { return };
     report.part(world, TORCH, |_, rows| torch_hops(python, rows));
     for sharing in &SHARING {
@@ -101,13 +109,8 @@ pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     }
 }
 
-/// Number of GPUs of the machine.
-fn real_gpus() -> usize {
-    (0..).take_while(|n| Path::new(&format!("/dev/nvidia{n}")).exists()).count()
-}
-
 fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
-    for engine in ["checkpoint", "full"] {
+    for engine in ENGINES {
         let id = format!("hops-{engine}");
         let spec = movable(Worker::spec(&id, USUAL, PLAIN_MIB), engine);
         let mut worker = Worker::start_as(world, spec)?;
@@ -139,7 +142,7 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
     let mut digests = Vec::new();
-    for engine in ["off", "checkpoint", "full"] {
+    for engine in ["off"].into_iter().chain(ENGINES) {
         let id = format!("torch-hops-{engine}");
         let mut worker =
             Worker::start_as(world, movable(python.spec(&id, "root", PROGRAM)?, engine))?;
@@ -244,11 +247,32 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
+    /// Reports how much VRAM an offload has given back.
+    fn given_back(
+        &self,
+        world: &Testbed,
+        rows: &mut Rows,
+        engine: &str,
+        id: &str,
+        before_bytes: u64,
+    ) -> Result<()> {
+        const GIB: f64 = (1_u64 << 30) as f64;
+        let row = world.cli().known(id)?;
+        rows.tell(
+            &format!("{engine}: in use before the offload"),
+            before_bytes as f64 / GIB,
+            "GiB",
+        );
+        let given_bytes = if row.state == "Offloaded" { row.offloaded_bytes } else { 0 };
+        rows.tell(&format!("{engine}: given back"), given_bytes as f64 / GIB, "GiB");
+        Ok(())
+    }
+
     /// Requires the same results with each engine as with the stock runtime.
     fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let world = python.world;
         let mut first = String::new();
-        for engine in [STOCK, "checkpoint", "full"] {
+        for engine in [STOCK].into_iter().chain(ENGINES) {
             let program = ["programs.py", self.kind];
             let name = if engine == STOCK { "stock" } else { engine };
             let id = format!("{}-{name}", self.part.replace(", ", "-").replace([' ', '.'], "-"));
@@ -267,6 +291,7 @@ impl Sharing {
             match self.stays {
                 _ if engine == STOCK => {}
                 Some(reasons) => {
+                    let before = world.cli().known(&id)?.vram_bytes;
                     let said = world.cli().offload(&id)?;
                     let known = !said.done && reasons.contains(&&*said.reason);
                     // With an engine that copies, memory that is not shared is offloaded.
@@ -274,10 +299,15 @@ impl Sharing {
                     ensure!(known || in_part, "expected a refusal for {reasons:?}, got {said:?}");
                     let how = if in_part { "shared memory stays" } else { "stays, and says why" };
                     rows.count(&format!("{engine}: {how}"), 1, 1);
+                    self.given_back(world, rows, engine, &id, before)?;
                 }
                 None => {
-                    for _ in 0..2 {
+                    for turn in 0..2 {
+                        let before = world.cli().known(&id)?.vram_bytes;
                         world.cli().move_out(&id)?;
+                        if turn == 0 {
+                            self.given_back(world, rows, engine, &id, before)?;
+                        }
                         step(&mut worker, 1)?;
                         world.cli().wait_resident(&id)?;
                     }

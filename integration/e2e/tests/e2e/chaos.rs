@@ -10,7 +10,7 @@ use anyhow::Result;
 #[test]
 fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1 };
+    let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1, gpus: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);
@@ -28,7 +28,7 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     // Host memory is short in block number 7 of ten (rounds 70 to 79).
-    let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1 };
+    let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1, gpus: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);
@@ -44,7 +44,22 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     // Moves are slow in block number 4 of ten (rounds 40 to 49).
-    let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1 };
+    let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1, gpus: 1 };
+    let mut said = String::new();
+    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
+        said.push_str(text);
+        said.push('\n');
+    })?;
+    assert!(!report.failed(), "{said}{}", report.table());
+    assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
+    Ok(())
+}
+
+/// Two containers use one GPU, the others use another one. Each GPU has a copier of its own.
+#[test]
+fn rounds_on_two_gpus_lose_no_process() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    let options = Options { seed: 2, first: 0, rounds: 5, gpu, worlds: 1, gpus: 2 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);

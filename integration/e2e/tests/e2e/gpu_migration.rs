@@ -5,6 +5,7 @@ use std::path::Path;
 use affinode_e2e::{
     cli::GpuRow,
     gpu::Gpu,
+    suite::{Rows, measure_links, woken_together},
     testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
     worker::{USUAL, Worker},
@@ -131,5 +132,24 @@ fn controller_death_in_migration_is_recovered() -> Result<()> {
     wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
     world.cli().move_out("moves")?;
     assert!(worker.verify()?, "and again");
+    Ok(())
+}
+
+#[test]
+fn containers_of_two_gpus_are_woken_at_the_same_time() -> Result<()> {
+    let world = two_gpus(&[])?;
+    let mut rows = Rows::default();
+    woken_together(&world, &mut rows)?;
+    assert_eq!(rows.missed(), Vec::<String>::new());
+    Ok(())
+}
+
+/// The program that measures two GPUs runs on the simulated ones, except for what these lack.
+#[test]
+fn links_of_two_gpus_are_measured() -> Result<()> {
+    let world = two_gpus(&[])?;
+    let mut rows = Rows::default();
+    measure_links(&world, &mut rows)?;
+    assert_eq!(rows.missed(), Vec::<String>::new());
     Ok(())
 }

@@ -1,0 +1,46 @@
+//! Runs the program `links` with the stock runtime: copies over the links of one and of both GPUs,
+//! and memory that both GPUs or two processes map, released and made again at the same address.
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::super::{Rows, Testbed};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    gpu::Gpu,
+};
+
+pub const PART: &str = "gpus, links";
+
+/// A line of the program's output.
+#[derive(Deserialize)]
+struct Figure {
+    what: String,
+    value: f64,
+    unit: String,
+}
+
+/// Measures two GPUs without Affinode.
+///
+/// # Errors
+/// When the program fails.
+pub fn without_affinode(world: &Testbed, rows: &mut Rows) -> Result<()> {
+    let (copied_mib, shared_mib) = match world.gpu() {
+        Gpu::Real => ("24576", "8192"),
+        Gpu::Simulated { .. } => ("64", "64"),
+    };
+    for (action, mib) in [("copy", copied_mib), ("remap", shared_mib), ("import", shared_mib)] {
+        let id = format!("links-{action}");
+        let spec = Spec::gpu(&id, &[&format!("{CLIENTS}/links"), action, mib]);
+        let text = spec.runtime(STOCK).run(world)?;
+        for line in text.lines() {
+            let figure: Figure = serde_json::from_str(line)
+                .with_context(|| format!("cannot parse the output of links: {line}"))?;
+            let what = format!("{action}, {mib} MiB: {}", figure.what);
+            let unit = ["ms", "GB/s", "MiB"].into_iter().find(|unit| *unit == figure.unit);
+            rows.tell(&what, figure.value, unit.unwrap_or_default());
+        }
+    }
+    Ok(())
+}
