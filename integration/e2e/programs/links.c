@@ -91,8 +91,9 @@ static void use(int index)
     OK(gpus[index].cuda.ctx_set(gpus[index].context));
 }
 
-/* Pinned host memory, filled with a word that depends on its position. */
-static void make_host(size_t bytes)
+/* Pinned host memory, filled with a word that depends on its position. A single copy must stay within a part: the
+ * driver refuses copies across registrations. */
+static void make_host(size_t bytes, size_t part)
 {
     host = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (host == MAP_FAILED)
@@ -100,8 +101,8 @@ static void make_host(size_t bytes)
     madvise(host, bytes, MADV_HUGEPAGE);
     for (size_t at = 0; at < bytes; at += 4096)
         *(size_t *)(host + at) = at;
-    for (size_t at = 0; at < bytes; at += 4 * PIECE)
-        OK(pin(host + at, bytes - at < 4 * PIECE ? bytes - at : 4 * PIECE, PORTABLE));
+    for (size_t at = 0; at < bytes; at += part)
+        OK(pin(host + at, part, PORTABLE));
 }
 
 static int compare(const void *a, const void *b)
@@ -116,14 +117,14 @@ static double median(double *values)
     return values[ROUNDS / 2];
 }
 
-/* Whether the device's memory has the words of the host's memory. Looks at one word of each 4 MiB. */
-static int arrived(int index, CUdeviceptr at, size_t bytes)
+/* Whether the device's memory has the words of the host's memory from this offset on. Looks at one word of each 4 MiB. */
+static int arrived(int index, CUdeviceptr at, size_t bytes, size_t offset)
 {
     use(index);
     for (size_t done = 0; done < bytes; done += 4 << 20) {
         size_t word = 0;
         OK(copy_out(&word, at + done, sizeof word));
-        if (word != done)
+        if (word != offset + done)
             return 0;
     }
     return 1;
@@ -162,13 +163,14 @@ static double relay_ms(struct relay *relay, CUdeviceptr to, size_t bytes, unsign
     return (double)(now_us() - start) / 1e3;
 }
 
+/* Each GPU copies host memory of its own: with the same memory, the second copy would read the processor's cache. */
 static double both_ms(const CUdeviceptr to[2], const CUstream streams[2], size_t bytes, int first, int last)
 {
     uint64_t start = now_us();
     for (size_t done = 0; done < bytes; done += PIECE)
         for (int gpu = first; gpu <= last; gpu++) {
             use(gpu);
-            OK(copy_in(to[gpu] + done, host + done, PIECE, streams[gpu]));
+            OK(copy_in(to[gpu] + done, host + (size_t)gpu * bytes + done, PIECE, streams[gpu]));
         }
     for (int gpu = first; gpu <= last; gpu++) {
         use(gpu);
@@ -195,7 +197,7 @@ static void copies(size_t bytes)
     OK(gpus[0].cuda.ctx_enable_peer(gpus[1].context, 0));
     use(1);
     OK(gpus[1].cuda.ctx_enable_peer(gpus[0].context, 0));
-    make_host(bytes);
+    make_host(2 * bytes, PIECE);
     for (int gpu = 0; gpu < 2; gpu++) {
         use(gpu);
         OK(gpus[gpu].cuda.mem_alloc(&to[gpu], bytes));
@@ -217,7 +219,8 @@ static void copies(size_t bytes)
         say(ways[way].what, ms, "ms");
         snprintf(what, sizeof what, "%s, rate", ways[way].what);
         say(what, (double)bytes / ms / 1e6, "GB/s");
-        say("the words have arrived", arrived(ways[way].last, to[ways[way].last], bytes), "");
+        int last = ways[way].last;
+        say("the words have arrived", arrived(last, to[last], bytes, (size_t)last * bytes), "");
     }
     for (unsigned relayed = 2; relayed <= 8; relayed += relayed == 4 ? 4 : 1) {
         relay_ms(&relay, to[0], bytes, relayed);
@@ -233,7 +236,7 @@ static void copies(size_t bytes)
         say(what, ms, "ms");
         snprintf(what, sizeof what, "to the first GPU, %u of 8 through the second, rate", relayed);
         say(what, (double)bytes / ms / 1e6, "GB/s");
-        say("the words have arrived", arrived(0, to[0], bytes), "");
+        say("the words have arrived", arrived(0, to[0], bytes, 0), "");
     }
 }
 
@@ -307,7 +310,7 @@ static void remap(size_t bytes)
     use(1);
     OK(gpus[1].cuda.ctx_enable_peer(gpus[0].context, 0));
     use(0);
-    make_host(bytes);
+    make_host(bytes, bytes);
     OK(reserve(&piece.at, bytes, 0, 0, 0));
     make(&piece, 0, 1);
     write_by(0, &piece, 7);
@@ -420,7 +423,7 @@ static void owner(int socket, size_t bytes)
     struct piece piece = {0, 0, bytes};
     int handle;
     open_gpu(0);
-    make_host(bytes);
+    make_host(bytes, bytes);
     OK(reserve(&piece.at, bytes, 0, 0, 0));
     make(&piece, FILE_DESCRIPTOR, 0);
     write_by(0, &piece, 7);

@@ -156,11 +156,20 @@ impl<'a> Campaign<'a> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Number of rounds between two lines about the progress. Rounds on a real GPU take longer, and
+    /// the campaign may be cut.
+    fn tell_each(&self) -> u64 {
+        match self.options.gpu {
+            Gpu::Simulated { .. } => 25,
+            Gpu::Real => 5,
+        }
+    }
+
     fn add(&self, seen: Report) {
         let mut told = self.lock();
         let (report, tell) = &mut *told;
         report.add(seen);
-        if report.rounds.is_multiple_of(25) {
+        if report.rounds.is_multiple_of(self.tell_each()) {
             tell(&format!(
                 "{} rounds in {:.0} s, {} findings",
                 report.rounds,

@@ -150,6 +150,9 @@ pub fn run(
         for case in chosen {
             tell(&case.name);
             play(&world, case, &mut report);
+            if let Some(row) = report.rows.last() {
+                tell(&format!("  without: {}; with: {}", row.without, row.with));
+            }
         }
         if report.failed() {
             world.show_logs();

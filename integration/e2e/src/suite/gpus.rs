@@ -44,6 +44,9 @@ struct Sharing {
     stays: Option<&'static [&'static str]>,
 }
 
+/// VRAM in bytes that the programs allocate on all GPUs and do not share: two times 2 GiB.
+const UNSHARED_BYTES: u64 = 4096 * MIB;
+
 const SHARED_ALONE: &[&str] = &["shared-memory"];
 const SHARED: Option<&[&str]> = Some(SHARED_ALONE);
 /// Environment that both ranks need if there is no network except loopback.
@@ -64,7 +67,7 @@ const SHARING: [Sharing; 5] = [
         part: "gpus, NCCL, legacy IPC",
         kind: "ranks",
         settings: &[("NCCL_CUMEM_ENABLE", "0"), ("NCCL_CUMEM_HOST_ENABLE", "0")],
-        stays: Some(&["shared-memory", "peer-access"]),
+        stays: SHARED,
     },
     Sharing {
         part: "gpus, NCCL through host memory",
@@ -247,6 +250,14 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
+    /// VRAM in use, once the controller has read that the program has allocated all of it.
+    fn in_use(world: &Testbed, id: &str) -> Result<u64> {
+        let row = world
+            .cli()
+            .wait_for(id, "its own memory to be read", |row| row.vram_bytes >= UNSHARED_BYTES)?;
+        Ok(row.vram_bytes)
+    }
+
     /// Reports how much VRAM an offload has given back.
     fn given_back(
         &self,
@@ -291,7 +302,7 @@ impl Sharing {
             match self.stays {
                 _ if engine == STOCK => {}
                 Some(reasons) => {
-                    let before = world.cli().known(&id)?.vram_bytes;
+                    let before = Sharing::in_use(world, &id)?;
                     let said = world.cli().offload(&id)?;
                     let known = !said.done && reasons.contains(&&*said.reason);
                     // With an engine that copies, memory that is not shared is offloaded.
@@ -303,7 +314,7 @@ impl Sharing {
                 }
                 None => {
                     for turn in 0..2 {
-                        let before = world.cli().known(&id)?.vram_bytes;
+                        let before = Sharing::in_use(world, &id)?;
                         world.cli().move_out(&id)?;
                         if turn == 0 {
                             self.given_back(world, rows, engine, &id, before)?;
