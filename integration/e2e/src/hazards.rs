@@ -121,8 +121,8 @@ fn cases() -> Vec<Case> {
 pub struct Options {
     /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Runs only hazards whose name contains this text.
-    pub filter: String,
+    /// Runs only hazards whose name contains one of these texts; all if it is empty.
+    pub filters: Vec<String>,
     /// Number of times that two containers are woken at the same time.
     pub turns: usize,
 }
@@ -137,10 +137,11 @@ pub fn run(
     options: &Options,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Report> {
-    let Options { gpu, filter, turns } = options;
+    let Options { gpu, filters, turns } = options;
+    let is_wanted =
+        |name: &str| filters.is_empty() || filters.iter().any(|text| name.contains(text.as_str()));
     let mut report = Report::new(gpu.as_str());
-    let chosen: Vec<Case> =
-        cases().into_iter().filter(|case| case.name.contains(filter.as_str())).collect();
+    let chosen: Vec<Case> = cases().into_iter().filter(|case| is_wanted(&case.name)).collect();
     if !chosen.is_empty() {
         let gpu = match gpu {
             Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: SIMULATED_BYTES },
@@ -149,8 +150,10 @@ pub fn run(
         let world = recipe().gpu(gpu).config(CONFIG).sim_options(&SIMULATED).world()?;
         for case in chosen {
             tell(&case.name);
+            let before = report.rows.len();
             play(&world, case, &mut report);
-            if let Some(row) = report.rows.last() {
+            // A hazard that cannot be run here adds no row.
+            for row in report.rows.iter().skip(before) {
                 tell(&format!("  without: {}; with: {}", row.without, row.with));
             }
         }
@@ -158,7 +161,7 @@ pub fn run(
             world.show_logs();
         }
     }
-    if wake_race::NAME.contains(filter.as_str()) {
+    if is_wanted(wake_race::NAME) {
         tell(wake_race::NAME);
         let found = wake_race::play(recipe(), gpu, *turns);
         report.add(wake_race::NAME, found);

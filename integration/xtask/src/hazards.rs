@@ -35,7 +35,8 @@ pub fn run(options: &Options) -> Result<()> {
     let recipe = || TestbedConfig::default().artifacts(artifacts.clone()).release(&release);
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     output::step("Hazards, on the simulated GPU");
-    let chosen = hazards::Options { gpu, filter: options.filter.clone(), turns: options.turns };
+    let filters = vec![options.filter.clone()];
+    let chosen = hazards::Options { gpu, filters, turns: options.turns };
     let report = hazards::run(&recipe, &chosen, &mut output::note)?;
     if options.json {
         output::out(&serde_json::to_string_pretty(&report)?);

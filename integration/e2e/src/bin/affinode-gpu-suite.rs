@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines: `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated]
-//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|chaos]...`;
+//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`;
 //! If the arguments name no part, all parts run.
 
 use std::{
@@ -64,14 +64,24 @@ fn run() -> Result<bool> {
         arguments.map(|word| word.to_string_lossy().into_owned()).collect();
     let simulated = words.iter().any(|word| word == "simulated");
     words.retain(|word| word != "simulated");
-    // `suite:WORD` selects only the parts of the suite whose names contain WORD.
-    let narrow = |word: &str| word.strip_prefix("suite:").map(str::to_owned);
-    let mut only: Vec<String> = words.iter().filter_map(|word| narrow(word)).collect();
-    // `host-memory:WORD` selects parts of the host memory load in the same way.
-    let narrow_load = |word: &str| word.strip_prefix("host-memory:").map(str::to_owned);
-    let loads: Vec<String> = words.iter().filter_map(|word| narrow_load(word)).collect();
-    let is_whole = |word: &&String| narrow(word).is_none() && narrow_load(word).is_none();
-    for word in words.iter().filter(is_whole) {
+    // `suite:WORD` selects only the parts of the suite whose names contain WORD. `host-memory:WORD`
+    // and `hazards:WORD` select in the same way; `chaos:ROUND` begins at that round.
+    let narrowed = |part: &str| -> Vec<String> {
+        let prefix = format!("{part}:");
+        words.iter().filter_map(|word| word.strip_prefix(&prefix).map(str::to_owned)).collect()
+    };
+    let mut only = narrowed("suite");
+    let loads = narrowed(HOST_MEMORY);
+    let hazards = narrowed("hazards");
+    let first_round: Option<u64> = match narrowed("chaos").first() {
+        Some(round) => Some(round.parse().context("chaos:ROUND needs the number of a round")?),
+        None => None,
+    };
+    let is_narrowed = |word: &str| {
+        let part = word.split_once(':').map(|(part, _)| part);
+        part.is_some_and(|part| ["suite", HOST_MEMORY, "hazards", "chaos"].contains(&part))
+    };
+    for word in words.iter().filter(|word| !is_narrowed(word)) {
         ensure!(
             PARTS.contains(&word.as_str()),
             "unknown part {word:?}; parts: {}",
@@ -123,16 +133,18 @@ fn run() -> Result<bool> {
             say(&format!("{}: for cargo xtask browser --recorded", made.display()));
         }
     }
-    if wanted("hazards") {
-        let options = hazards::Options { gpu: gpu.clone(), filter: String::new(), turns: TURNS };
+    if wanted("hazards") || !hazards.is_empty() {
+        let options = hazards::Options { gpu: gpu.clone(), filters: hazards, turns: TURNS };
         let report = hazards::run(&recipe, &options, &mut say)?;
         print(&report.table());
         good &= !report.failed();
         whole.insert("hazards".into(), to_value(&report)?);
     }
-    if wanted("chaos") {
+    if wanted("chaos") || first_round.is_some() {
         let gpus = gpu.count().clamp(1, 2);
-        let campaign = chaos::Options { seed: 1, first: 0, rounds: ROUNDS, gpu, worlds: 1, gpus };
+        let first = first_round.unwrap_or(0);
+        let rounds = ROUNDS.saturating_sub(first);
+        let campaign = chaos::Options { seed: 1, first, rounds, gpu, worlds: 1, gpus };
         let report = chaos::run(&recipe, &campaign, &mut say)?;
         print(&report.table());
         good &= !report.failed();

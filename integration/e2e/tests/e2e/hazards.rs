@@ -10,7 +10,7 @@ use anyhow::Result;
 #[test]
 fn every_hazard_is_survived() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let options = Options { gpu, filter: String::new(), turns: 10 };
+    let options = Options { gpu, filters: Vec::new(), turns: 10 };
     let report = hazards::run(&TestbedConfig::default, &options, &mut |_| {})?;
     assert!(!report.failed(), "{}", report.table());
     // Without Affinode these hazards kill or lose a process.

@@ -2,7 +2,7 @@
 # Runs Affinode's suite for GPU machines. Needs an NVIDIA driver (570 or newer) and root. If python3
 # with torch is installed, it is tested as well. Installs nothing and needs no network.
 #
-#   run.sh [REPORT.json [suite|suite:WORD|engines|programs|gpus|steps|host-memory|calibration|dashboard|hazards|chaos]...]
+#   run.sh [REPORT.json [suite|suite:WORD|engines|programs|gpus|steps|host-memory|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...]
 #
 # Without a part, all parts run:
 #
@@ -18,8 +18,8 @@
 #   steps         the time of steps with an engine and without Affinode
 #   calibration   the costs of moves, written next to the report as files for `affinode simulate --calibration`
 #   dashboard     records the dashboard's stream, for a replay by `cargo xtask browser --recorded`
-#   hazards       each hazard with and without Affinode
-#   chaos         thirty rounds of random kills
+#   hazards       each hazard with and without Affinode. hazards:WORD runs only those with WORD in their names.
+#   chaos         thirty rounds of random kills, on both GPUs if there are two. chaos:ROUND begins at that round.
 #
 # Prints tables, and writes the same data as JSON. Exit status 0 if every goal was met, every hazard was survived and no
 # process was lost.
