@@ -421,6 +421,17 @@ pub struct ReportRow {
     pub calls: u64,
 }
 
+impl ReportRow {
+    /// Adds the figures of another row.
+    pub fn add(&mut self, other: &ReportRow) {
+        self.used_gpu_seconds += other.used_gpu_seconds;
+        self.idle_gpu_seconds += other.idle_gpu_seconds;
+        self.returned_gpu_seconds += other.returned_gpu_seconds;
+        self.offloads = self.offloads.saturating_add(other.offloads);
+        self.calls = self.calls.saturating_add(other.calls);
+    }
+}
+
 impl Report {
     /// A report with the configured prices.
     #[must_use]

@@ -19,6 +19,7 @@ mod progress;
 mod ps;
 pub mod reference;
 mod report;
+pub mod report_table;
 mod run;
 mod simulate;
 pub mod table;

@@ -22,6 +22,7 @@ mod moves;
 mod node;
 mod output;
 mod ps;
+mod report;
 mod select;
 mod status;
 
@@ -64,6 +65,7 @@ enum Command {
     Offload(moves::MoveArgs),
     /// Restore containers now: move their offloaded memory back to the GPU.
     Restore(moves::MoveArgs),
+    Report(report::ReportArgs),
     Node(node::NodeArgs),
     /// Print as JSON what the reference page of the documentation is made of.
     #[command(hide = true)]
@@ -77,6 +79,7 @@ impl Command {
             Command::Status(asked) => asked.output,
             Command::Offload(asked) | Command::Restore(asked) => asked.output,
             Command::Check(asked) => asked.output,
+            Command::Report(asked) => asked.errors(),
             Command::Node(_) => OutputFormat::Table,
             Command::Reference => OutputFormat::Json,
         }
@@ -116,6 +119,7 @@ async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
         Command::Offload(asked) => moves::run(&access, MoveVerb::Offload, &asked, &mut out).await,
         Command::Restore(asked) => moves::run(&access, MoveVerb::Restore, &asked, &mut out).await,
         Command::Check(asked) => check::run(&access, &asked, &mut out).await,
+        Command::Report(asked) => report::run(&access, &asked, &mut out).await,
         Command::Node(asked) => node::run(&access, &asked, &mut out).await,
         // Handled above.
         Command::Reference => Ok(ExitStatus::Done),

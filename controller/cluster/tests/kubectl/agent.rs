@@ -29,6 +29,8 @@ pub struct Agent {
     shown: ServedCertificate,
     /// What the controller shows; `None`: none runs.
     pub node: Mutex<Option<schema::Node>>,
+    /// The controller's report.
+    pub report: Mutex<schema::Report>,
     /// Path of a request that the user may not make.
     pub forbidden: Mutex<Vec<String>>,
     /// Tokens that the agent received.
@@ -47,6 +49,7 @@ impl Agent {
         let agent = Arc::new(Agent {
             shown,
             node: Mutex::new(node),
+            report: Mutex::default(),
             forbidden: Mutex::default(),
             tokens: Mutex::default(),
             asked: Mutex::default(),
@@ -72,6 +75,9 @@ impl Agent {
         match (&*node, line) {
             (None, _) => (503, json!({ "error": "no controller runs on this node" })),
             (Some(node), "GET /api/v1/node") => (200, serde_json::to_value(node).unwrap()),
+            (Some(_), "GET /api/v1/report") => {
+                (200, serde_json::to_value(&*self.report.lock().unwrap()).unwrap())
+            }
             (Some(node), _) if path.starts_with("/api/v1/containers/") => moved(node, path),
             _ => (404, json!({ "error": "no such path" })),
         }

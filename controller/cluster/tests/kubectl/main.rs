@@ -8,6 +8,7 @@ mod api;
 mod look;
 mod moves;
 mod nodes;
+mod report;
 
 use std::sync::Arc;
 

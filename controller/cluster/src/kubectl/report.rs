@@ -1,0 +1,262 @@
+//! `kubectl affinode report`: use of the GPUs of all nodes over time.
+
+use std::{
+    io::Write,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use affinode_controller::{
+    cli::{
+        format,
+        report_table::{Price, ReportTable, field},
+    },
+    schema::{self, ReportRow},
+};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::{
+    access::ClusterAccess,
+    agents::ClusterAgents,
+    error::{ExitStatus, PluginError},
+    output::{self, NodeOutcome, OutputFormat},
+};
+
+/// Print how the GPUs of all nodes were used: how much VRAM was in use, was held by idle containers,
+/// and was freed by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour,
+/// or half of it for two hours.
+#[derive(Args, Clone, Debug)]
+pub struct ReportArgs {
+    /// Length of the time range, which ends now: for example 90m, 24h or 7d.
+    #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
+    since: Duration,
+    /// Whether each line is a container, a pod, a namespace or a node.
+    #[arg(long, default_value = "container")]
+    by: Grouping,
+    /// Include pods of all namespaces, and containers without a pod.
+    #[arg(short = 'A', long)]
+    all_namespaces: bool,
+    /// Only containers of this node. No request goes to other nodes.
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// Format of the output.
+    #[arg(short, long, default_value = "table")]
+    output: ReportFormat,
+    /// Do not print the header line.
+    #[arg(long)]
+    no_headers: bool,
+}
+
+impl ReportArgs {
+    /// How an error is printed.
+    pub fn errors(&self) -> OutputFormat {
+        match self.output {
+            ReportFormat::Json => OutputFormat::Json,
+            _ => OutputFormat::Table,
+        }
+    }
+}
+
+/// What a line of a report is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Grouping {
+    /// One line per container and node.
+    Container,
+    /// One line per pod and node.
+    Pod,
+    /// One line per namespace, over all nodes.
+    Namespace,
+    /// One line per node.
+    Node,
+}
+
+/// Format of a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ReportFormat {
+    /// Aligned columns for a terminal.
+    Table,
+    /// Further columns: CUDA calls, the idle share of the time VRAM was held, and all prices.
+    Wide,
+    /// Comma-separated values, in GPU seconds.
+    Csv,
+    /// JSON with the names of a node's report, and the node of each row.
+    Json,
+}
+
+/// Report of a cluster.
+#[derive(Debug, Serialize)]
+struct ClusterReport {
+    /// Start of the range, milliseconds since 1970.
+    since_unix_ms: i64,
+    /// End of the range, milliseconds since 1970.
+    until_unix_ms: i64,
+    /// The price, if all nodes have the same one.
+    price_per_gpu_hour: Option<f64>,
+    /// Currency of the price.
+    currency: String,
+    rows: Vec<NodeReportRow>,
+    /// Outcome of each node.
+    nodes: Vec<NodeOutcome>,
+}
+
+/// A row of a cluster's report.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct NodeReportRow {
+    /// Name of the node; empty if the row is a sum over several nodes.
+    node: String,
+    #[serde(flatten)]
+    row: ReportRow,
+}
+
+/// Prints the report.
+///
+/// # Errors
+/// [`PluginError`]: no report could be made.
+pub async fn run(
+    access: &ClusterAccess,
+    asked: &ReportArgs,
+    out: &mut dyn Write,
+) -> Result<ExitStatus, PluginError> {
+    let agents = ClusterAgents::find(access, asked.node.as_deref()).await?;
+    let until_ms = now_ms();
+    let back_ms = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
+    let since_ms = until_ms.saturating_sub(back_ms).max(0);
+    let path = format!("/api/v1/report?since_ms={since_ms}&until_ms={until_ms}");
+    let (mut rows, mut reports, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
+    for (node, answer) in agents.get_each(&path).await {
+        let read = answer.and_then(|body| read(body.as_deref()));
+        nodes.push(NodeOutcome::new(&node.name, &read));
+        if let Ok(mut report) = read {
+            let all = std::mem::take(&mut report.rows).into_iter();
+            let kept = all.filter(|row| asked.all_namespaces || row.namespace == access.namespace);
+            rows.extend(kept.map(|row| NodeReportRow { node: node.name.clone(), row }));
+            reports.push(report);
+        }
+    }
+    let price = one_price(&reports);
+    let report = ClusterReport {
+        since_unix_ms: since_ms,
+        until_unix_ms: until_ms,
+        price_per_gpu_hour: price.map(|price| price.per_gpu_hour),
+        currency: price.map(|price| price.currency.to_owned()).unwrap_or_default(),
+        rows: merge(rows, asked.by),
+        nodes,
+    };
+    match asked.output {
+        ReportFormat::Json => output::json(out, &report)?,
+        ReportFormat::Csv => csv(out, &report, !asked.no_headers)?,
+        ReportFormat::Table | ReportFormat::Wide => {
+            let table = ReportTable {
+                names: names(asked.by),
+                price,
+                wide: asked.output == ReportFormat::Wide,
+                headers: !asked.no_headers,
+            };
+            let rows: Vec<_> =
+                report.rows.iter().map(|found| (cells(found, asked.by), &found.row)).collect();
+            table.print(out, &rows)?;
+        }
+    }
+    Ok(output::outcome(&report.nodes))
+}
+
+/// Reads a node's reply. Without a controller nothing is known of the node's past.
+fn read(body: Option<&[u8]>) -> Result<schema::Report, PluginError> {
+    let body = body.ok_or_else(|| {
+        PluginError::Reply("no controller runs on the node, so its part is missing".to_owned())
+    })?;
+    serde_json::from_slice(body).map_err(|error| {
+        PluginError::Reply(format!("the reply does not have the form of a report: {error}"))
+    })
+}
+
+fn now_ms() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// The price of all nodes. `None` if none is configured, or the nodes have different prices: a sum
+/// over them would then be in no currency.
+fn one_price(reports: &[schema::Report]) -> Option<Price<'_>> {
+    let mut prices = reports.iter().map(Price::of);
+    let first = prices.next()??;
+    prices.all(|price| price == Some(first)).then_some(first)
+}
+
+/// Sums the rows of one group. The groups that freed the most are first.
+fn merge(rows: Vec<NodeReportRow>, by: Grouping) -> Vec<NodeReportRow> {
+    let mut merged: Vec<NodeReportRow> = Vec::new();
+    for mut found in rows {
+        let ReportRow { namespace, pod, container, .. } = &mut found.row;
+        match by {
+            Grouping::Container => {}
+            Grouping::Pod => container.clear(),
+            Grouping::Namespace => {
+                [&mut found.node, pod, container].into_iter().for_each(String::clear);
+            }
+            Grouping::Node => [namespace, pod, container].into_iter().for_each(String::clear),
+        }
+        let group = |found: &NodeReportRow| {
+            let row = &found.row;
+            [&found.node, &row.namespace, &row.pod, &row.container].map(String::clone)
+        };
+        match merged.iter_mut().find(|known| group(known) == group(&found)) {
+            Some(known) => known.row.add(&found.row),
+            None => merged.push(found),
+        }
+    }
+    merged.sort_by(|a, b| b.row.returned_gpu_seconds.total_cmp(&a.row.returned_gpu_seconds));
+    merged
+}
+
+fn names(by: Grouping) -> &'static [&'static str] {
+    match by {
+        Grouping::Container => &["NODE", "CONTAINER"],
+        Grouping::Pod => &["NODE", "POD"],
+        Grouping::Namespace => &["NAMESPACE"],
+        Grouping::Node => &["NODE"],
+    }
+}
+
+fn cells(found: &NodeReportRow, by: Grouping) -> Vec<String> {
+    let row = &found.row;
+    let path = [&row.namespace, &row.pod, &row.container];
+    let path: Vec<&str> = path.into_iter().map(String::as_str).filter(|p| !p.is_empty()).collect();
+    let name = format::safe(&path.join("/"));
+    match by {
+        Grouping::Container | Grouping::Pod => vec![found.node.clone(), name],
+        Grouping::Namespace if name.is_empty() => vec!["(no pod)".to_owned()],
+        Grouping::Namespace => vec![name],
+        Grouping::Node => vec![found.node.clone()],
+    }
+}
+
+fn csv(out: &mut dyn Write, report: &ClusterReport, headers: bool) -> Result<(), PluginError> {
+    if headers {
+        writeln!(
+            out,
+            "node,namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency"
+        )?;
+    }
+    for NodeReportRow { node, row } in &report.rows {
+        let price = report
+            .price_per_gpu_hour
+            .map(|price| format!("{:.4}", row.returned_gpu_seconds / 3600.0 * price));
+        writeln!(
+            out,
+            "{},{},{},{},{:.3},{:.3},{:.3},{},{},{},{}",
+            field(node),
+            field(&row.namespace),
+            field(&row.pod),
+            field(&row.container),
+            row.used_gpu_seconds,
+            row.idle_gpu_seconds,
+            row.returned_gpu_seconds,
+            row.offloads,
+            row.calls,
+            price.unwrap_or_default(),
+            field(&report.currency),
+        )?;
+    }
+    Ok(())
+}

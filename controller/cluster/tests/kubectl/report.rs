@@ -1,0 +1,92 @@
+//! Tests of `report`.
+
+use affinode_controller::schema::{Report, ReportRow};
+
+use crate::{Stage, agent::node};
+
+fn row(namespace: &str, pod: &str, idle_s: f64, returned_s: f64) -> ReportRow {
+    ReportRow {
+        namespace: namespace.into(),
+        pod: pod.into(),
+        container: "main".into(),
+        used_gpu_seconds: 3600.0,
+        idle_gpu_seconds: idle_s,
+        returned_gpu_seconds: returned_s,
+        offloads: 3,
+        calls: 7,
+    }
+}
+
+fn report(price: f64, rows: Vec<ReportRow>) -> Report {
+    Report { price_per_gpu_hour: price, currency: "EUR".into(), rows, ..Report::default() }
+}
+
+/// Two nodes with the same price, and containers of two namespaces.
+async fn stage() -> Stage {
+    let stage = Stage::new().await;
+    let one = vec![row("ml", "notebook", 0.0, 7200.0), row("web", "server", 1800.0, 0.0)];
+    let two = vec![row("ml", "agent", 0.0, 36000.0)];
+    for (name, rows) in [("one", one), ("two", two)] {
+        let agent = stage.node(name, Some(node(Vec::new()))).await;
+        *agent.report.lock().unwrap() = report(2.0, rows);
+    }
+    stage
+}
+
+#[tokio::test]
+async fn a_namespace_of_all_nodes_is_reported() {
+    let printed = stage().await.run("report").await;
+    let rows = printed.rows();
+    assert_eq!(printed.status, 0, "{printed}");
+    assert_eq!(rows[1], ["two", "ml/agent/main", "1.00", "0.00", "10.00", "3", "20.00"]);
+    assert_eq!(rows[2], ["one", "ml/notebook/main", "1.00", "0.00", "2.00", "3", "4.00"]);
+    assert_eq!(rows[3], ["all", "2.00", "0.00", "12.00", "6", "24.00"], "{printed}");
+    assert!(printed.out.lines().next().unwrap().ends_with("FREED, EUR"), "{printed}");
+}
+
+#[tokio::test]
+async fn rows_are_summed_by_namespace_or_node() {
+    let stage = stage().await;
+    let namespaces = stage.run("report -A --by namespace --no-headers").await;
+    let rows = namespaces.rows();
+    assert_eq!(rows[0], ["ml", "2.00", "0.00", "12.00", "6", "24.00"], "{namespaces}");
+    assert_eq!(rows[1], ["web", "1.00", "0.50", "0.00", "3", "0.00"], "{namespaces}");
+    let nodes = stage.run("report -A --by node -o csv").await;
+    let lines: Vec<&str> = nodes.out.lines().collect();
+    assert_eq!(lines[1], "two,,,,3600.000,0.000,36000.000,3,7,20.0000,EUR", "{nodes}");
+    assert_eq!(lines[2], "one,,,,7200.000,1800.000,7200.000,6,14,4.0000,EUR", "{nodes}");
+}
+
+#[tokio::test]
+async fn different_prices_are_not_summed() {
+    let stage = stage().await;
+    let agent = stage.node("three", Some(node(Vec::new()))).await;
+    *agent.report.lock().unwrap() = report(3.0, vec![row("ml", "other", 0.0, 0.0)]);
+    let printed = stage.run("report").await;
+    assert_eq!(printed.status, 0, "{printed}");
+    assert!(!printed.out.contains("EUR"), "{printed}");
+    let json = stage.run("report -o json").await.json();
+    assert!(json["price_per_gpu_hour"].is_null(), "{json}");
+    assert_eq!(json["rows"][0]["node"], "two", "{json}");
+}
+
+/// A report without one of the nodes would show too little, so it is said.
+#[tokio::test]
+async fn a_node_without_a_controller_is_named() {
+    let stage = stage().await;
+    stage.node("empty", None).await;
+    let printed = stage.run("report").await;
+    assert_eq!((printed.status, printed.rows().len()), (1, 4), "{printed}");
+    assert!(printed.err.contains("node empty: no controller runs"), "{printed}");
+    let one = stage.run("report --node one -o json").await;
+    assert_eq!((one.status, one.json()["nodes"].as_array().unwrap().len()), (0, 1), "{one}");
+}
+
+#[tokio::test]
+async fn the_time_range_is_asked() {
+    let stage = stage().await;
+    let json = stage.run("report --since 90m -o json").await.json();
+    let range = json["until_unix_ms"].as_i64().unwrap() - json["since_unix_ms"].as_i64().unwrap();
+    assert_eq!(range, 90 * 60 * 1000, "{json}");
+    assert_eq!(stage.run("report --since never").await.status, 2);
+}
