@@ -36,7 +36,7 @@ pub struct Options {
     #[arg(long)]
     keep: bool,
     /// Number of nodes in the cluster.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=9))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=9))]
     nodes: u8,
 }
 

@@ -6,11 +6,11 @@
 mod cluster;
 mod containerd;
 mod docker;
-mod document;
-mod jupyterhub;
+pub mod document;
+pub mod jupyterhub;
 mod machine;
 mod plays;
-mod shell;
+pub mod shell;
 
 use affinode_e2e::{artifacts::Artifacts, release::Release};
 use anyhow::{Context, Result, bail, ensure};
@@ -86,7 +86,8 @@ impl Persona {
         }
     }
 
-    fn lines(self) -> Result<Vec<DocLine>> {
+    /// The lines of its documents.
+    pub fn lines(self) -> Result<Vec<DocLine>> {
         let mut lines = self.begins_as().map_or(Ok(Vec::new()), Persona::lines)?;
         for document in self.documents() {
             lines.extend(document::read(document, self.name())?);

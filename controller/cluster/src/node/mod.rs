@@ -254,7 +254,10 @@ impl NodeAgent<'_> {
                 let most = self.options.rollout_leases.len();
                 self.say(
                     &node,
-                    &format!("waits: {most} other nodes, the maximum, are being installed"),
+                    &format!(
+                        "waits for its turn: the first installation runs on at most {most} nodes \
+                         at the same time"
+                    ),
                 )
                 .await?;
                 Ok(LOOK_EVERY)

@@ -60,6 +60,11 @@ impl Programs {
         self.folder.join("bin").join(name)
     }
 
+    /// The folder of the programs that were built.
+    pub fn bin_dir(&self) -> PathBuf {
+        self.folder.join("bin")
+    }
+
     pub fn etcd(&self) -> PathBuf {
         self.folder.join(PACKAGES[0].1)
     }

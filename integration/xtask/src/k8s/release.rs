@@ -92,9 +92,15 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
     }))
 }
 
-/// Runs helm with the chart and its values.
-pub fn helm(plane: &Plane<'_>, words: &[&str]) -> Result<String> {
+/// Writes the values for this cluster into a file, and returns its path.
+pub fn values_file(plane: &Plane<'_>) -> Result<PathBuf> {
     let file = plane.world().dir().join("values.json");
     fs::write(&file, values(plane)?.to_string())?;
+    Ok(file)
+}
+
+/// Runs helm with the chart and its values.
+pub fn helm(plane: &Plane<'_>, words: &[&str]) -> Result<String> {
+    let file = values_file(plane)?;
     containerd::run(plane.helm().args(words).arg(chart()).arg("--values").arg(file))
 }

@@ -6,6 +6,7 @@ mod fleet;
 mod inject;
 mod install;
 mod nodes;
+mod persona;
 mod plugin;
 mod pods;
 mod systemd;
@@ -67,6 +68,8 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     ended.says_nothing()?;
     uninstall::left_nothing(plane, &before)?;
     systemd::restarts(plane)?;
+    uninstall::left_nothing(plane, &before)?;
+    persona::platform_engineer(plane)?;
     uninstall::left_nothing(plane, &before)
 }
 

@@ -70,6 +70,11 @@ fn is_managed(pod: &Value) -> Result<()> {
     Ok(())
 }
 
+/// The pods that KubeSpawner makes of the repository's values, by profile.
+pub fn pods_of_the_repository(artifacts: &Artifacts) -> Result<BTreeMap<String, Value>> {
+    pods(&python(artifacts)?, &workspace_dir().join("config/jupyterhub/values.yaml"))
+}
+
 fn pods(python: &PathBuf, values: &PathBuf) -> Result<BTreeMap<String, Value>> {
     let mut program = Command::new(python);
     program.arg(workspace_dir().join(PROGRAM)).arg(values);

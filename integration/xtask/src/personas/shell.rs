@@ -31,6 +31,8 @@ pub struct Shell<'a> {
     world: &'a Testbed,
     folder: PathBuf,
     path: String,
+    /// Further variables, each as NAME=VALUE.
+    variables: Vec<String>,
     substitutions: Vec<Substitution>,
 }
 
@@ -55,7 +57,8 @@ impl<'a> Shell<'a> {
         let inherited = std::env::var("PATH").unwrap_or_default();
         let tools: String = tools.iter().map(|tool| format!("{}:", tool.display())).collect();
         let path = format!("{}:/usr/local/bin:{tools}{inherited}", own.display());
-        let mut shell = Self { world, folder, path, substitutions: Vec::new() };
+        let (variables, substitutions) = (Vec::new(), Vec::new());
+        let mut shell = Self { world, folder, path, variables, substitutions };
         let checkout = workspace_dir().display().to_string();
         shell.substitute("<this repository>", &checkout, "it is cloned from this checkout");
         Ok(shell)
@@ -64,6 +67,11 @@ impl<'a> Shell<'a> {
     /// Runs `to` wherever a document has `from`.
     pub fn substitute(&mut self, from: &str, to: &str, why: &'static str) {
         self.substitutions.push(Substitution { from: from.into(), to: to.into(), why });
+    }
+
+    /// Sets a variable for all lines.
+    pub fn set(&mut self, name: &str, value: &Path) {
+        self.variables.push(format!("{name}={}", value.display()));
     }
 
     /// The substitutions of this shell.
@@ -78,7 +86,8 @@ impl<'a> Shell<'a> {
 
     fn command(&self, program: &str) -> Command {
         let mut command = self.world.keeper().command(Path::new("env"));
-        command.arg("-C").arg(&self.folder).arg(format!("PATH={}", self.path)).arg(program);
+        command.arg("-C").arg(&self.folder).arg(format!("PATH={}", self.path));
+        command.args(&self.variables).arg(program);
         command
     }
 

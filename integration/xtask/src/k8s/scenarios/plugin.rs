@@ -44,6 +44,7 @@ pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
         "expected exit status 0 and a row `all`, got {status}: {table} {said}"
     );
     output::out(&table);
+    every_pod_is_reported(plane)?;
     let (status, _, said) = run(plane, &["offload", &pod])?;
     ensure!(status == 3 && said.contains("may not post"), "a viewer moved a pod: {status} {said}");
     output::note(&format!("a viewer may not move: {}", said.trim()));
@@ -100,6 +101,25 @@ fn until(plane: &Plane<'_>, words: &[&str], wanted: i32) -> Result<String> {
 
 fn containers(list: &Value) -> impl Iterator<Item = &Value> {
     list["containers"].as_array().into_iter().flatten()
+}
+
+/// The report of all nodes has every pod, with GPU hours that its offload freed, and on its node.
+fn every_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
+    let report: Value = serde_json::from_str(&until(plane, &["report", "-A", "-o", "json"], 0)?)?;
+    let pods = plane.get(&["pods", "-l", GPU_STATE])?;
+    for pod in pods["items"].as_array().context("kubectl printed no list of pods")? {
+        let name = &pod["metadata"]["name"];
+        let mut rows = report["rows"].as_array().into_iter().flatten();
+        let row = rows.find(|row| row["pod"] == *name);
+        let row = row.with_context(|| format!("{name} is not in the report {report}"))?;
+        ensure!(row["node"] == pod["spec"]["nodeName"], "{name} is on another node: {row}");
+        let freed = row["returned_gpu_seconds"].as_f64().unwrap_or_default();
+        ensure!(freed > 0.0, "{name} was offloaded, but the report shows nothing freed: {row}");
+    }
+    let (status, table, said) = run(plane, &["report", "-A", "--by", "node"])?;
+    ensure!(status == 0, "expected exit status 0, got {status}: {said}");
+    output::out(&table);
+    Ok(())
 }
 
 /// Compares the list with the pods of the cluster. Returns the name of one.

@@ -19,7 +19,17 @@ const LARGE_MIB: u32 = 600;
 /// `kubectl exec` must restore it.
 pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
     step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
-    let mut pod = Pod::start(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)?;
+    gives_back(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)
+}
+
+/// Creates a pod. The pod must be offloaded, and a call through `kubectl exec` must restore it.
+pub fn gives_back<'a>(
+    plane: &'a Plane<'a>,
+    node: &'a Node<'a>,
+    name: &str,
+    manifest: &Value,
+) -> Result<Pod<'a>> {
+    let mut pod = Pod::start(plane, node, name, manifest)?;
     output::note("it runs as a pod of the class, with its overhead and node selector");
     pod.is_moved_out()?;
     let message = pod.stands(&["Offloaded"], "False", "IdleTimeout")?;

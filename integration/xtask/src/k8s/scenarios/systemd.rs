@@ -2,12 +2,7 @@
 //! node has a `systemctl` that sends the request to this program.
 
 use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::PathBuf,
-    process::Command,
-    thread,
-    time::{Duration, Instant},
+    fs, os::unix::fs::PermissionsExt, path::PathBuf, process::Command, thread, time::Duration,
 };
 
 use affinode_e2e::containerd;
@@ -17,30 +12,45 @@ use serde_json::json;
 use super::{NAMESPACE, RELEASE, agent_log, release, step, wait_state};
 use crate::{
     k8s::{
-        control_plane::{Plane, START_TIMEOUT},
+        control_plane::Plane,
         node::{HOME, Node},
     },
     output,
 };
 
+/// Part of the state of a node that waits for other nodes' installations.
+const TURN: &str = "waits for its turn";
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Installs and uninstalls, with exactly two restarts on each node.
+/// Installs one node after the other and uninstalls, with exactly two restarts on each node.
 pub fn restarts(plane: &Plane<'_>) -> Result<()> {
-    step("helm install, with restarts of containerd through systemctl");
+    step("helm install, one node at a time, with restarts of containerd through systemctl");
     plane.nodes().iter().try_for_each(systemctl)?;
-    let path = format!("{HOME}/tools:/usr/local/bin:/usr/bin:/bin");
-    let environment =
-        format!("--set-json=node.extraEnv={}", json!([{"name": "PATH", "value": path}]));
-    let set = ["install", RELEASE, "-n", NAMESPACE, "--set=node.restart=systemd", &environment];
-    release::helm(plane, &set)?;
-    let deadline = Instant::now() + START_TIMEOUT;
-    restart_each_once(plane, || Ok(Instant::now() > deadline))?;
+    let paced = "--set=node.rollout.maxConcurrent=1";
+    let set = ["install", RELEASE, "-n", NAMESPACE, paced];
+    let through_systemd = options();
+    let through_systemd: Vec<&str> = through_systemd.iter().map(String::as_str).collect();
+    release::helm(plane, &[&set[..], &through_systemd].concat())?;
+    restart_one_by_one(plane)?;
     for node in plane.nodes() {
         wait_state(plane, &node.name, |state| state == "served")?;
     }
     output::note("containerd was restarted once on each node, and serves the runtime");
-    step("helm uninstall, likewise");
+    uninstall(plane)
+}
+
+/// Options of helm with which the agents call the `systemctl` of these checks.
+pub fn options() -> [String; 2] {
+    let path = format!("{HOME}/tools:/usr/local/bin:/usr/bin:/bin");
+    [
+        "--set=node.restart=systemd".to_owned(),
+        format!("--set-json=node.extraEnv={}", json!([{"name": "PATH", "value": path}])),
+    ]
+}
+
+/// Uninstalls, with one restart on each node.
+pub fn uninstall(plane: &Plane<'_>) -> Result<()> {
+    step("helm uninstall, with restarts of containerd through systemctl");
     let mut helm = plane.helm();
     helm.args(["uninstall", RELEASE, "-n", NAMESPACE, "--timeout=240s"]);
     let uninstall = thread::spawn(move || run(helm));
@@ -60,7 +70,7 @@ fn signs(node: &Node<'_>) -> [PathBuf; 2] {
 }
 
 /// Writes the script in place of `systemctl`. It sends a request and waits for the reply.
-fn systemctl(node: &Node<'_>) -> Result<()> {
+pub fn systemctl(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
     let tools = node.world.dir().join("tools");
     fs::create_dir_all(&tools)?;
@@ -75,20 +85,52 @@ fn systemctl(node: &Node<'_>) -> Result<()> {
     Ok(fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?)
 }
 
+/// Executes one restart of containerd for each node. Before each, all nodes that are not installed
+/// yet must report that they wait, and only one node may have requested a restart.
+fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
+    let mut waiting: Vec<&Node<'_>> = plane.nodes().iter().collect();
+    while !waiting.is_empty() {
+        let asking = plane
+            .until("an agent to call systemctl", || {
+                Ok(waiting.iter().position(|node| signs(node)[0].exists()))
+            })
+            .with_context(|| agent_log(plane))?;
+        let node = waiting.remove(asking);
+        for other in &waiting {
+            let state = wait_state(plane, &other.name, |state| state.contains(TURN))?;
+            ensure!(
+                !signs(other)[0].exists(),
+                "containerd of {} and {} would be restarted at the same time",
+                node.name,
+                other.name
+            );
+            output::note(&format!("{} is installed; {} says: {state}", node.name, other.name));
+        }
+        restart(node)?;
+        wait_state(plane, &node.name, |state| state == "served")?;
+    }
+    Ok(())
+}
+
+/// Executes the restart that a node's agent requested.
+fn restart(node: &Node<'_>) -> Result<()> {
+    let [asked, done] = signs(node);
+    node.restart_containerd()?;
+    fs::remove_file(&asked)?;
+    Ok(fs::write(&done, "")?)
+}
+
 /// Executes one restart of containerd for each node, as soon as the node's agent requests it.
 /// Returns when all nodes were restarted.
-fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
+pub fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
     let mut restarted = vec![false; plane.nodes().len()];
     while restarted.contains(&false) {
         ensure!(!over()?, "systemctl was not called on every node\n{}", agent_log(plane));
         for (node, restarted) in plane.nodes().iter().zip(&mut restarted) {
-            let [asked, done] = signs(node);
-            if asked.exists() {
+            if signs(node)[0].exists() {
                 ensure!(!*restarted, "containerd of node {} was restarted twice", node.name);
                 *restarted = true;
-                node.restart_containerd()?;
-                fs::remove_file(&asked)?;
-                fs::write(&done, "")?;
+                restart(node)?;
             }
         }
         thread::sleep(LOOK_EVERY);
