@@ -1,11 +1,9 @@
-//! Decides whether a container may be offloaded now, and gives the reason if not.
+//! Decides whether a container may be offloaded now, and gives the reason if not. Pure: the decision
+//! depends only on [`OffloadFacts`], which [`super::offload_check`] collects.
 
-use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazards};
+use affinode_proto::{reason::Reason, wire::Hazards};
 
-use super::{
-    Key, Millis, Node, container::Goal, event::NodeEvent, node::text_of, plan::OffloadMethod,
-    policy::Mode, process::Process,
-};
+use super::{Millis, container::Container, policy::Mode};
 
 const HAZARDS: [(Hazards, Reason); 10] = [
     (Hazards::DAMAGED_MEMORY, Reason::DamagedMemory),
@@ -28,93 +26,138 @@ pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
 /// Time without a call after which running GPU work is shown as the reason for staying resident.
 const QUIET_MS: Millis = 2_000;
 
-impl Node {
-    /// Whether the container may be offloaded now. Otherwise returns the reason. `asked`: an
-    /// operator or a waiter requests the offload, so mode, idleness and minimum residency do not
-    /// matter.
-    pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
-        let refuse = |reason: Reason| Err((reason, String::new()));
-        let Some(c) = self.containers.get(key) else {
-            return refuse(Reason::NotRegistered);
-        };
-        let processes = || self.processes.of(key).map(|(_, p)| p);
-        if processes().next().is_none() {
+/// Why a container is not offloaded: the reason, and a detail for people.
+pub(super) type Refusal = (Reason, String);
+
+/// Facts about a process that an offload depends on.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ProcessFacts<'a> {
+    pub pid: u32,
+    /// All hazards of the process.
+    pub hazards: Hazards,
+    /// Hazards that make this offload unsafe. A copy leaves the context on the GPU, so hazards of a
+    /// checkpoint do not matter for it.
+    pub unsafe_hazards: Hazards,
+    pub keeps_context: bool,
+    /// Index of a GPU in MIG mode on which the process has memory.
+    pub mig_gpu: Option<u32>,
+    pub counter_error: Option<&'a str>,
+    pub connected: bool,
+    pub in_call: bool,
+}
+
+/// Facts that matter only if nobody has requested the offload.
+#[derive(Clone, Debug, Default)]
+pub(super) struct IdleFacts {
+    /// Bytes of an allocation of the container that waits for VRAM.
+    pub waiting_alloc_bytes: Option<u64>,
+    /// A process whose kernels run, and its share of the GPU's time in percent.
+    pub working: Option<(u32, u32)>,
+    /// Whether the container has less VRAM than its policy's minimum.
+    pub is_too_small: bool,
+    /// Whether the policy's window for offloads is open.
+    pub is_window_open: bool,
+    /// Whether the mode offloads the container as soon as it is idle.
+    pub leaves_when_idle: bool,
+}
+
+/// All facts on which the decision depends.
+#[derive(Clone, Debug)]
+pub(super) struct OffloadFacts<'a> {
+    pub now: Millis,
+    pub container: &'a Container,
+    pub processes: Vec<ProcessFacts<'a>>,
+    /// Whether a copy would free nothing.
+    pub nothing_to_copy: bool,
+    /// Whether the engine can checkpoint contexts too.
+    pub has_second_level: bool,
+    /// Whether an operator permits offloads.
+    pub permitted: Result<(), Reason>,
+    /// The error because of which the VRAM in use is unknown.
+    pub gpu_error: Option<&'a str>,
+    /// `None` if an operator or a waiter requests the offload.
+    pub idle: Option<IdleFacts>,
+}
+
+impl OffloadFacts<'_> {
+    /// Whether the container may be offloaded now.
+    pub fn check(&self) -> Result<(), Refusal> {
+        if self.processes.is_empty() {
             return refuse(Reason::NotRegistered);
         }
-        let moves = self.moves(key);
-        for process in processes() {
-            // A copy out leaves the context on the GPU, so hazards of a checkpoint do not matter.
-            let harmless = match moves(process) {
-                OffloadMethod::Copy => process.copyable_hazards(),
-                OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => {
-                    Hazards::default()
-                }
-            };
-            if let Some(reason) = hazard_reason(process.hazards.without(harmless)) {
-                return Err((reason, format!("process {}", process.identity.pid)));
-            }
-            if let Some(gpu) = self.cut_gpu_of(process) {
-                return Err((Reason::Mig, format!("GPU {gpu}")));
-            }
-            if let Some(why) = &process.counter_error {
-                return Err((Reason::BadPeer, format!("process {}: {why}", process.identity.pid)));
-            }
-            if !process.connected {
-                return Err((Reason::AgentSilent, format!("process {}", process.identity.pid)));
-            }
-        }
-        if c.policy.mode == Mode::Off {
+        self.processes.iter().try_for_each(ProcessFacts::is_safe)?;
+        if self.container.policy.mode == Mode::Off {
             return refuse(Reason::ModeOff);
         }
-        let is_void = self.has_nothing_to_copy(key);
-        if is_void && processes().all(|p| p.keeps_context()) {
-            // No memory can be copied, so the reason to show is the hazards because of which the
-            // contexts stay.
-            let kept = processes().next();
-            let reason = kept.and_then(|p| hazard_reason(p.hazards));
-            let detail = kept.map_or(String::new(), |p| format!("process {}", p.identity.pid));
-            return Err((reason.unwrap_or(Reason::NothingToCopy), detail));
+        self.frees_memory()?;
+        self.permitted.or_else(refuse)?;
+        if let Some(error) = self.gpu_error {
+            return Err((Reason::VramUnknown, error.to_owned()));
         }
-        if is_void && !self.has_second_level(key) {
-            return refuse(Reason::NothingToCopy);
-        }
-        self.wished(key, asked).or_else(refuse)?;
-        if self.gpu_error.is_some() {
-            return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
-        }
-        if processes().any(|p| p.counters.as_ref().is_some_and(|page| page.inflight > 0)) {
+        if self.processes.iter().any(|process| process.in_call) {
             return refuse(Reason::CallInProgress);
         }
-        if asked {
+        match &self.idle {
+            None => Ok(()),
+            Some(idle) => {
+                self.is_idle(idle)?;
+                self.is_due(idle)
+            }
+        }
+    }
+
+    /// Whether an offload, or a request for the second level, would free memory.
+    fn frees_memory(&self) -> Result<(), Refusal> {
+        if !self.nothing_to_copy {
             return Ok(());
         }
-        if let Some((_, want)) = self.alloc_wait_of(key) {
-            return Err((Reason::AllocationWaits, super::oom_wait::size(want.need.bytes)));
+        if self.processes.iter().all(|process| process.keeps_context) {
+            // No memory can be copied, so the reason to show is the hazards because of which the
+            // contexts stay.
+            let kept = self.processes.first();
+            let reason = kept.and_then(|process| hazard_reason(process.hazards));
+            let detail = kept.map_or(String::new(), ProcessFacts::name);
+            return Err((reason.unwrap_or(Reason::NothingToCopy), detail));
+        }
+        if self.has_second_level { Ok(()) } else { refuse(Reason::NothingToCopy) }
+    }
+
+    /// Whether the container has been idle for its idle timeout.
+    fn is_idle(&self, idle: &IdleFacts) -> Result<(), Refusal> {
+        let c = self.container;
+        if let Some(bytes) = idle.waiting_alloc_bytes {
+            return Err((Reason::AllocationWaits, super::oom_wait::size(bytes)));
         }
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
         // If the container calls all the time, "recent calls" is the better reason to show.
         let quiet_ms = self.now.saturating_sub(c.last_called);
-        if quiet_ms >= QUIET_MS.min(c.idle_after_ms())
-            && let Some((pid, percent)) = self.working(key)
+        if let Some((pid, percent)) = idle.working
+            && quiet_ms >= QUIET_MS.min(c.idle_after_ms())
         {
             return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
         }
         if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
         }
-        if self.is_too_small(key) {
+        Ok(())
+    }
+
+    /// Whether the policy offloads the idle container now.
+    fn is_due(&self, idle: &IdleFacts) -> Result<(), Refusal> {
+        let c = self.container;
+        if idle.is_too_small {
             return refuse(Reason::TooSmall);
         }
-        if is_void {
+        if self.nothing_to_copy {
             return refuse(Reason::NothingToCopy);
         }
         if c.prewake_hold_until.is_some_and(|until| self.now < until) {
             return refuse(c.prewake_reason);
         }
-        if c.restored_at.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms)
-        {
+        let resident_ms = c.restored_at.map(|at| self.now.saturating_sub(at));
+        if resident_ms.is_some_and(|ms| ms < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);
         }
         if self.now < c.offload_not_before {
@@ -124,73 +167,37 @@ impl Node {
             Mode::Manual => refuse(Reason::ModeManual),
             // A waiter that needs the container's VRAM evicts the container: see `eviction.rs`.
             Mode::Pressure => refuse(Reason::NoPressure),
-            _ if !c.policy.offload_window.is_open(self.week_minute()) => {
-                refuse(Reason::OutsideWindow)
-            }
-            Mode::Auto if !self.leaves_when_idle(key) => refuse(Reason::Oversubscribed),
+            _ if !idle.is_window_open => refuse(Reason::OutsideWindow),
+            Mode::Auto if !idle.leaves_when_idle => refuse(Reason::Oversubscribed),
             _ => Ok(()),
         }
     }
+}
 
-    /// Whether the container must not be offloaded because it holds less VRAM than
-    /// `minimum_vram_bytes`.
-    pub(super) fn is_too_small(&self, key: &Key) -> bool {
-        let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
-        let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
-        least > 0 && (1..least).contains(&held())
-    }
-
-    /// The index of a GPU in MIG mode on which the process holds memory.
-    pub(super) fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
-        let cut = self.gpus.iter().filter(|gpu| gpu.mig);
-        let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
-        cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
-    }
-
-    /// Publishes that the container stays resident, and why. The event is published once per
-    /// reason.
-    pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
-        };
-        if container.refused.replace(reason) != Some(reason) {
-            self.publish_refusal(key, reason, detail);
+impl ProcessFacts<'_> {
+    fn is_safe(&self) -> Result<(), Refusal> {
+        if let Some(reason) = hazard_reason(self.unsafe_hazards) {
+            return Err((reason, self.name()));
         }
+        if let Some(gpu) = self.mig_gpu {
+            return Err((Reason::Mig, format!("GPU {gpu}")));
+        }
+        if let Some(why) = self.counter_error {
+            return Err((Reason::BadPeer, format!("process {}: {why}", self.pid)));
+        }
+        if !self.connected {
+            return Err((Reason::AgentSilent, self.name()));
+        }
+        Ok(())
     }
 
-    /// Publishes the event of a refusal.
-    pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let event = NodeEvent::new(EventKind::Refused, text_of(reason, detail));
-        self.publish(key, event.because(reason));
+    fn name(&self) -> String {
+        format!("process {}", self.pid)
     }
+}
 
-    /// Updates whether the container is idle, and begins an offload if the policy says so.
-    pub(super) fn evaluate(&mut self, key: &Key) {
-        let Some(c) = self.containers.get(key) else {
-            return;
-        };
-        if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
-            return;
-        }
-        self.update_oversubscription();
-        let Some(c) = self.containers.get(key) else { return };
-        let verdict = self.check_offload(key, false);
-        let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
-            && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
-        match verdict {
-            Ok(()) => {
-                self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.begin_offload(key, Reason::IdleTimeout);
-            }
-            Err((reason, detail)) => {
-                let state = if idle { State::Idle } else { State::Active };
-                self.set_state(key, state, reason, &detail, 0, 0);
-                if is_unsafe(reason) {
-                    self.refuse_offload(key, reason, &detail);
-                }
-            }
-        }
-    }
+fn refuse<T>(reason: Reason) -> Result<T, Refusal> {
+    Err((reason, String::new()))
 }
 
 /// Whether the reason is a property of the process or its GPU. Such a reason is permanent, so an

@@ -183,7 +183,7 @@ impl Node {
                 && self.now >= c.offload_not_before
                 && c.busy_until().is_none_or(|until| self.now >= until)
                 && !self.is_too_small(key)
-                && self.wished(key, false).is_ok()
+                && self.permitted(key, false).is_ok()
                 && self.check_offload(key, true).is_ok()
         };
         self.containers.get(key).is_some_and(free)

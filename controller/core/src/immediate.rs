@@ -134,7 +134,7 @@ impl Node {
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
                 && c.policy.priority <= priority
-                && self.wished(key, false).is_ok()
+                && self.permitted(key, false).is_ok()
                 && !self.grants.contains_key(key)
                 && !self.is_too_small(key)
                 && c.restored_at

@@ -38,6 +38,7 @@ mod migration;
 pub mod node;
 mod nvml_readings;
 mod offload;
+mod offload_check;
 mod offload_level;
 mod oom_wait;
 pub mod overrides;

@@ -53,7 +53,7 @@ impl Node {
 
     /// Whether the overrides allow an offload. Otherwise returns the reason. `asked`: an operator
     /// requests the offload.
-    pub(super) fn wished(&self, key: &Key, asked: bool) -> Result<(), Reason> {
+    pub(super) fn permitted(&self, key: &Key, asked: bool) -> Result<(), Reason> {
         if self.overrides.pinned.contains(key) {
             return Err(Reason::Pinned);
         }
