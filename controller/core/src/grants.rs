@@ -33,6 +33,20 @@ const PROOF_MS: Millis = 1_600;
 /// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
+/// GPUs that a waiter cannot have, while the queue is served.
+struct GpuClaims {
+    /// GPUs with a grant, or on which memory is handed over.
+    taken: BTreeSet<String>,
+    /// GPUs that are reserved for a waiter that does not fit yet, with the key of that waiter.
+    kept: Vec<(BTreeSet<String>, Key)>,
+}
+
+impl GpuClaims {
+    fn has(&self, uuid: &str) -> bool {
+        self.taken.contains(uuid) || self.kept.iter().any(|(theirs, _)| theirs.contains(uuid))
+    }
+}
+
 impl Node {
     /// Begins a grant for each waiter that is next on its GPUs and whose VRAM seems free. If a
     /// waiter does not fit, later waiters on its GPUs wait behind it.
@@ -45,6 +59,25 @@ impl Node {
         if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
             return;
         }
+        let mut claims = GpuClaims { taken: self.taken_gpus(), kept: Vec::new() };
+        let mut order = self.serving_order(&claims.taken);
+        let gpus = self.gpus.len();
+        for key in order.drain(..) {
+            if gpus > 0 && claims.taken.len() >= gpus {
+                break;
+            }
+            // This waiter was evicted for an earlier one in this loop, so it no longer waits.
+            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
+                self.queue.leave(&key);
+            } else if !self.grants.contains_key(&key) {
+                self.serve_waiter(key, &mut claims);
+            }
+        }
+        self.queue_scratch = order;
+    }
+
+    /// GPUs whose free VRAM is not granted now.
+    fn taken_gpus(&self) -> BTreeSet<String> {
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
         // A process that exports memory to a copier may need VRAM for a part of it, so the free
@@ -53,18 +86,23 @@ impl Node {
         taken.extend(
             handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
         );
-        let gpus = self.gpus.len();
-        let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
-        // GPUs that are reserved for a waiter that does not fit yet, with the key of that waiter.
-        let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
-        let known = self.gpu_error.is_none() && !self.gpus.is_empty();
+        taken
+    }
+
+    /// Whether the VRAM in use on the GPUs is known.
+    fn knows_gpus(&self) -> bool {
+        self.gpu_error.is_none() && !self.gpus.is_empty()
+    }
+
+    /// The waiters that may be served, in their order. Most waiters of a long queue wait for GPUs
+    /// that are taken. They are left out before the expensive checks.
+    fn serving_order(&mut self, taken: &BTreeSet<String>) -> Vec<Key> {
+        let known = self.knows_gpus();
         let mut order = std::mem::take(&mut self.queue_scratch);
         self.escalates_to_termination(&mut order);
-        // Most waiters of a long queue wait for GPUs that are taken. They are skipped before the
-        // expensive checks.
         if !taken.is_empty() {
             order.retain(|key| {
-                let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
+                let waits = !self.grants.contains_key(key) && self.needs_only(key, taken);
                 if waits {
                     self.show_waiting(key, known);
                 }
@@ -79,53 +117,42 @@ impl Node {
         if !half_way.is_empty() {
             order.sort_by_cached_key(|key| self.turn(key, half_way.contains(key)));
         }
-        for key in order.drain(..) {
-            if all_taken(&taken) {
-                break;
-            }
-            // This waiter was evicted for an earlier one in this loop, so it no longer waits.
-            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
-                self.queue.leave(&key);
-                continue;
-            }
-            if self.grants.contains_key(&key) {
-                continue;
-            }
-            let want = self.alloc_wait_beside_restore(&key);
-            let needs = self.needs_with(&key, want);
-            let margin = self.margin_for(&key);
-            let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-            let fits = known && self.fits(&key, &needs, margin);
-            let mut before = kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
-            let turn = uuids.is_disjoint(&taken);
-            let first = turn && before.clone().next().is_none();
-            let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
-            if fits && (first || passes) {
-                // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
-                // VRAM and prove that it is free.
-                taken.extend(self.promise(&key, needs, want));
-                continue;
-            }
-            let theirs = |uuid: &str| {
-                taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
-            };
-            // The container's own GPU is full: try a GPU of the same model that no earlier waiter
-            // needs.
-            if known && turn && !fits && self.choose_other_gpu(&key, margin, theirs) {
-                let needs = self.needs_with(&key, want);
-                taken.extend(self.promise(&key, needs, want));
-                continue;
-            }
-            // A waiter that may pass the earlier ones also evicts: possibly no other waiter can
-            // evict the containers that block the earlier ones.
-            if known && (first || passes) {
-                self.evict_for(&key, &needs, margin);
-            }
-            self.show_waiting(&key, known);
-            // Later waiters must not take these GPUs.
-            kept.push((uuids, key));
+        order
+    }
+
+    /// Promises VRAM to a waiter, or evicts containers for it, as far as earlier waiters permit it.
+    fn serve_waiter(&mut self, key: Key, claims: &mut GpuClaims) {
+        let known = self.knows_gpus();
+        let want = self.alloc_wait_beside_restore(&key);
+        let needs = self.needs_with(&key, want);
+        let margin = self.margin_for(&key);
+        let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
+        let fits = known && self.fits(&key, &needs, margin);
+        let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
+        let turn = uuids.is_disjoint(&claims.taken);
+        let first = turn && before.clone().next().is_none();
+        let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
+        if fits && (first || passes) {
+            // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
+            // VRAM and prove that it is free.
+            claims.taken.extend(self.promise(&key, needs, want));
+            return;
         }
-        self.queue_scratch = order;
+        // The container's own GPU is full: try a GPU of the same model that no earlier waiter
+        // needs.
+        if known && turn && !fits && self.choose_other_gpu(&key, margin, |gpu| claims.has(gpu)) {
+            let needs = self.needs_with(&key, want);
+            claims.taken.extend(self.promise(&key, needs, want));
+            return;
+        }
+        // A waiter that may pass the earlier ones also evicts: possibly no other waiter can
+        // evict the containers that block the earlier ones.
+        if known && (first || passes) {
+            self.evict_for(&key, &needs, margin);
+        }
+        self.show_waiting(&key, known);
+        // Later waiters must not take these GPUs.
+        claims.kept.push((uuids, key));
     }
 
     fn show_waiting(&mut self, key: &Key, known: bool) {

@@ -41,6 +41,7 @@ mod offload;
 mod offload_check;
 mod offload_level;
 mod oom_wait;
+mod order_report;
 pub mod overrides;
 mod oversubscription;
 pub mod plan;

@@ -25,6 +25,7 @@ use super::{
     host_memory::{HostLedger, MemoryPool},
     input::{GpuSample, Input, SwapStatus},
     ledger::Ledger,
+    order_report::OrderReport,
     plan::OrderDeadlines,
     policy::Policies,
     process::PendingOrder,
@@ -168,6 +169,16 @@ impl Node {
                 | Input::Foreseen(..)
                 | Input::CopierReport(..)
         );
+        self.take(input);
+        if may_serve {
+            self.serve_queue();
+            self.settle_host_memory();
+        }
+        self.prove_when_copiers_rest();
+    }
+
+    /// Passes an input to the part that handles it.
+    fn take(&mut self, input: Input) {
         match input {
             Input::Started(ticks) => self.started_ticks = ticks,
             Input::Clock(unix_ms) => self.set_clock(unix_ms),
@@ -214,11 +225,6 @@ impl Node {
             Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
         }
-        if may_serve {
-            self.serve_queue();
-            self.settle_host_memory();
-        }
-        self.prove_when_copiers_rest();
     }
 
     fn set_clock(&mut self, unix_ms: i64) {
@@ -391,7 +397,7 @@ impl Node {
                     zero_bytes,
                     local_memory_bytes,
                 };
-                self.report(id, order, outcome, phase, cuda_error, swap);
+                self.report(id, OrderReport { order, outcome, phase, cuda_error, swap });
             }
             AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
                 self.alloc_wait_began(id, ticket, bytes, &uuid, attempts);

@@ -13,6 +13,7 @@ use affinode_proto::{
 use super::{
     Effect, JournalStep, Key, Node, ProcessId,
     container::Goal,
+    eligibility::Refusal,
     host_promises::HostVerdict,
     input::{Request, Survey},
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
@@ -70,32 +71,10 @@ impl Node {
         let verdict = match survey.gpus {
             Ok(gpus) => {
                 self.take_survey(key, &gpus);
-                survey.host
+                survey.host.and_then(|pools| self.check_vram(key).map(|()| pools))
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
-        // Without VRAM there is nothing to offload. If NVML shows no VRAM of a process, the VRAM
-        // that its restore needs would be unknown.
-        let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
-        let verdict = verdict.and_then(|pools| {
-            let unseen = |p: &Process| {
-                let claims = p.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
-                !p.phase.is_offloaded() && p.vram.is_empty() && claims
-            };
-            if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
-                let text = format!(
-                    "NVML reports no VRAM of process {}, but the process counts allocations",
-                    p.identity.pid
-                );
-                return Err((Reason::NoVram, text));
-            }
-            // Before this reading of the GPUs, the GPU of the process may have been unknown.
-            if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
-                return Err((Reason::Mig, format!("GPU {gpu}")));
-            }
-            let off = self.processes.of(key).any(|(_, p)| p.phase.is_offloaded());
-            if holds_vram || off { Ok(pools) } else { Err((Reason::NoVram, String::new())) }
-        });
         // The offload was given up while host memory and GPUs were read.
         if goal == Goal::Resident {
             return self.advance(key);
@@ -134,6 +113,31 @@ impl Node {
                 }
                 self.advance(key);
             }
+        }
+    }
+
+    /// Whether NVML shows the VRAM of every process, and there is VRAM to offload. If it shows no
+    /// VRAM of a process, the VRAM that its restore needs would be unknown.
+    fn check_vram(&self, key: &Key) -> Result<(), Refusal> {
+        let unseen = |p: &Process| {
+            let claims = p.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+            !p.phase.is_offloaded() && p.vram.is_empty() && claims
+        };
+        if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
+            let text = format!(
+                "NVML reports no VRAM of process {}, but the process counts allocations",
+                p.identity.pid
+            );
+            return Err((Reason::NoVram, text));
+        }
+        // Before this reading of the GPUs, the GPU of the process may have been unknown.
+        if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
+            return Err((Reason::Mig, format!("GPU {gpu}")));
+        }
+        let has_memory = |p: &Process| p.vram_bytes() > 0 || p.phase.is_offloaded();
+        match self.processes.of(key).any(|(_, p)| has_memory(p)) {
+            true => Ok(()),
+            false => Err((Reason::NoVram, String::new())),
         }
     }
 

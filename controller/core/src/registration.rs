@@ -9,7 +9,7 @@ use affinode_proto::{
 };
 
 use super::{
-    ContainerSpec, Effect, Key, Node, ProcessId,
+    ContainerSpec, DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
     event::NodeEvent,
     input::{Identity, Request, SwapStatus},
@@ -80,9 +80,8 @@ impl Node {
         key: &Key,
         id: ProcessId,
         identity: Identity,
-        standing: RegistrationStatus,
+        mut standing: RegistrationStatus,
     ) {
-        let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
         // If the pid and start time are known, the process lost its connection and registers again.
         let known = self
             .processes
@@ -93,19 +92,65 @@ impl Node {
             .map(|(old, _)| old);
         let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
         known.into_iter().for_each(|old| self.end_alloc_wait(old));
-        let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
+        if full || !self.containers.contains_key(key) {
             self.effects.push(Effect::Send(
                 id,
                 ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
             ));
             self.effects.push(Effect::Drop(id));
             return;
-        };
-        // VRAM and target GPU come from the earlier connection of the process, or from the journal.
+        }
         let before = known.and_then(|old| self.processes.remove(&old));
+        let offloaded = self.recorded_offload(key, &identity, standing.phase, before.as_ref());
+        // The process reports an offloaded phase or copied bytes, but no record shows an offload.
+        // Accepting the report would give the process a claim on VRAM that it never had. Only a
+        // process older than this controller is believed: an earlier controller may have offloaded
+        // it, and the journal may be lost.
+        let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
+        let off = standing.phase.is_offloaded() || standing.swap.copied_out_bytes > 0;
+        let lies = off && offloaded.is_none() && (known.is_some() || younger);
+        if lies {
+            standing.phase = Phase::Open;
+            standing.swap =
+                SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..standing.swap };
+        }
+        let first = self.use_by_newcomer(key, standing.phase);
+        let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
+        let mut process = registered(key, identity, standing, before, first_seen);
+        process.offloaded_vram = offloaded;
+        self.processes.insert(id, process);
+        if lies {
+            self.bad_page(id, NEVER_MOVED.into());
+        }
+        self.recall_settled(key);
+        self.welcome(key, id);
+        if let Some(old) = known {
+            self.forget_holds(old);
+            self.effects.push(Effect::Drop(old));
+        }
+        if first {
+            let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Offloaded);
+            let (state, reason) = match out {
+                true => (State::Offloaded, Reason::IdleTimeout),
+                false => (State::Active, Reason::Called),
+            };
+            self.set_state(key, state, reason, "", 0, 0);
+        }
+        self.advance(key);
+    }
+
+    /// VRAM that the process has to restore, on the GPU on which it will be restored. VRAM and target
+    /// GPU come from the earlier connection of the process, or from the journal.
+    fn recorded_offload(
+        &mut self,
+        key: &Key,
+        identity: &Identity,
+        phase: Phase,
+        before: Option<&Process>,
+    ) -> Option<Vec<DeviceBytes>> {
         let recalled =
             self.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
-        let (left, to) = match (&before, recalled) {
+        let (left, to) = match (before, recalled) {
             (Some(p), _) if p.offloaded_vram.is_some() => {
                 let sent = p.is_migrating() || !p.connected;
                 (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
@@ -115,100 +160,41 @@ impl Node {
         };
         // A process that is no longer checkpointed was restored on its target GPU.
         let to = to.filter(|_| phase != Phase::Checkpointed);
-        let offloaded = left.map(|left| on_gpu(&left, to.as_deref()));
-        // The process reports an offloaded phase or copied bytes, but no record shows an offload.
-        // Accepting the report would give the process a claim on VRAM that it never had. Only a
-        // process older than this controller is believed: an earlier controller may have offloaded
-        // it, and the journal may be lost.
-        let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
-        let off = phase.is_offloaded() || swap.copied_out_bytes > 0;
-        let lies = off && offloaded.is_none() && (known.is_some() || younger);
-        let (phase, swap) = match lies {
-            true => {
-                (Phase::Open, SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..swap })
-            }
-            false => (phase, swap),
-        };
-        if container.state == State::Unregistered {
+        left.map(|left| on_gpu(&left, to.as_deref()))
+    }
+
+    /// Updates the container's goal for a process that registers in this phase. Returns whether the
+    /// container had no process.
+    fn use_by_newcomer(&mut self, key: &Key, phase: Phase) -> bool {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else { return false };
+        let first = container.state == State::Unregistered;
+        if first {
             // The first process of the container, or the first to register again with a new
             // controller.
-            container.last_use = self.now;
+            container.last_use = now;
             container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
         } else if phase == Phase::Open && container.goal != Goal::Resident {
             // An open process registers in a container that is offloaded or about to be: the
             // container is in use.
             container.goal = Goal::Resident;
             container.cause = Reason::Called;
-            container.last_use = self.now;
-            container.has_stayed(self.now, Reason::Called);
+            container.last_use = now;
+            container.has_stayed(now, Reason::Called);
         }
-        let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
-        let came = before.as_ref().map_or(first_seen, |p| p.resident_since);
-        let engine = container.policy.engine;
-        let first = container.state == State::Unregistered;
-        let out = container.goal == Goal::Offloaded;
-        self.processes.insert(
-            id,
-            Process {
-                key: key.clone(),
-                identity,
-                connected: true,
-                phase,
-                generation,
-                hazards,
-                capabilities,
-                pending: None,
-                holds: 0,
-                vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
-                offloaded_vram: offloaded,
-                swap,
-                target_gpu: None,
-                migration_refused: before.as_ref().is_some_and(|p| p.migration_refused),
-                copy_out_incomplete: false,
-                copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
-                prefault_ordered: false,
-                prefault_ordered_for_idle: before
-                    .as_ref()
-                    .and_then(|p| p.prefault_ordered_for_idle),
-                failed_copy_outs: before.as_ref().map_or(0, |p| p.failed_copy_outs),
-                waits_for_siblings: false,
-                hold_record: before.as_ref().map(|p| p.hold_record).unwrap_or_default(),
-                counter_error: before.as_ref().and_then(|p| p.counter_error.clone()),
-                termination: before.as_ref().and_then(|p| p.termination.clone()),
-                resident_since: came,
-                working: None,
-                alloc_wait: None,
-                counters: before.and_then(|p| p.counters),
-            },
-        );
-        if lies {
-            self.bad_page(id, NEVER_MOVED.into());
-        }
-        self.recall_settled(key);
-        // The process allocates nothing until it receives the Welcome, so the orders to hold come
-        // first.
+        first
+    }
+
+    /// Sends the orders to hold and the Welcome. The process allocates nothing until it receives the
+    /// Welcome, so the orders to hold come first.
+    fn welcome(&mut self, key: &Key, id: ProcessId) {
         self.hold_newcomer(id);
         self.hold_for_siblings(id);
-        let wait_for_room_ms =
-            self.containers.get(key).map_or(0, |c| Node::wait_for_room_ms(&c.policy));
+        let Some(container) = self.containers.get(key) else { return };
+        let wait_for_room_ms = Node::wait_for_room_ms(&container.policy);
+        let engine = container.policy.engine;
         let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
         self.effects.push(Effect::Send(id, welcome));
-        if let Some(old) = known {
-            self.forget_holds(old);
-            self.effects.push(Effect::Drop(old));
-        }
-        if first {
-            let state = if out { State::Offloaded } else { State::Active };
-            self.set_state(
-                key,
-                state,
-                if out { Reason::IdleTimeout } else { Reason::Called },
-                "",
-                0,
-                0,
-            );
-        }
-        self.advance(key);
     }
 
     pub(super) fn detached(&mut self, id: ProcessId) {
@@ -258,6 +244,47 @@ impl Node {
         } else {
             self.advance(&key);
         }
+    }
+}
+
+/// The record of a process that registers. What its earlier connection has shown is kept. `first_seen`:
+/// since when it counts as resident if there was none.
+fn registered(
+    key: &Key,
+    identity: Identity,
+    standing: RegistrationStatus,
+    before: Option<Process>,
+    first_seen: Millis,
+) -> Process {
+    let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
+    Process {
+        key: key.clone(),
+        identity,
+        connected: true,
+        phase,
+        generation,
+        hazards,
+        capabilities,
+        pending: None,
+        holds: 0,
+        vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
+        offloaded_vram: None,
+        swap,
+        target_gpu: None,
+        migration_refused: before.as_ref().is_some_and(|p| p.migration_refused),
+        copy_out_incomplete: false,
+        copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
+        prefault_ordered: false,
+        prefault_ordered_for_idle: before.as_ref().and_then(|p| p.prefault_ordered_for_idle),
+        failed_copy_outs: before.as_ref().map_or(0, |p| p.failed_copy_outs),
+        waits_for_siblings: false,
+        hold_record: before.as_ref().map(|p| p.hold_record).unwrap_or_default(),
+        counter_error: before.as_ref().and_then(|p| p.counter_error.clone()),
+        termination: before.as_ref().and_then(|p| p.termination.clone()),
+        resident_since: before.as_ref().map_or(first_seen, |p| p.resident_since),
+        working: None,
+        alloc_wait: None,
+        counters: before.and_then(|p| p.counters),
     }
 }
 
