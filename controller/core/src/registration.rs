@@ -93,12 +93,7 @@ impl Node {
         let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
         known.into_iter().for_each(|old| self.end_alloc_wait(old));
         if full || !self.containers.contains_key(key) {
-            self.effects.push(Effect::Send(
-                id,
-                ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
-            ));
-            self.effects.push(Effect::Drop(id));
-            return;
+            return self.refuse_registration(id, !full);
         }
         let before = known.and_then(|old| self.processes.remove(&old));
         let offloaded = self.recorded_offload(key, &identity, standing.phase, before.as_ref());
@@ -137,6 +132,13 @@ impl Node {
             self.set_state(key, state, reason, "", 0, 0);
         }
         self.advance(key);
+    }
+
+    /// Refuses a process. `retry`: it may register again later.
+    fn refuse_registration(&mut self, id: ProcessId, retry: bool) {
+        let refusal = ControllerMessage::Refuse { version: WIRE_VERSION, retry };
+        self.effects.push(Effect::Send(id, refusal));
+        self.effects.push(Effect::Drop(id));
     }
 
     /// VRAM that the process has to restore, on the GPU on which it will be restored. VRAM and target
