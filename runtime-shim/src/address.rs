@@ -1,7 +1,7 @@
-//! Addresses of shims: `unix://` and a path named by a hash.
+//! Addresses of shims: `unix://` and a path whose file name is a hash.
 //!
-//! The proxy's address is derived from the address of the stock shim. The stock shim therefore
-//! decides which containers form a group.
+//! The proxy's address is derived from the address of the stock shim. The stock shim chooses which
+//! containers share its address, and these containers then share one proxy.
 
 use std::path::{Path, PathBuf};
 
@@ -46,8 +46,8 @@ impl SocketAddress {
         }
     }
 
-    /// The address of the proxy for this stock shim. It is in the same folder, so that the folder's
-    /// permissions and the limit of the length apply to it, too.
+    /// Returns the address of the proxy in front of the stock shim at this address. Both sockets
+    /// are in the same folder, so its permissions and the limit of the path's length apply to both.
     pub fn proxy(&self) -> Result<SocketAddress, AddressError> {
         let name = hex(&Sha256::digest(format!("affinode:{self}")));
         let path = self.path.with_file_name(name);
@@ -71,8 +71,8 @@ impl SocketAddress {
         std::fs::symlink_metadata(&self.path).ok().map(|meta| meta.ino())
     }
 
-    /// Removes the socket if it still has this inode: a successor may have bound the same name
-    /// already.
+    /// Removes the socket file if it still has this inode. A new socket that another process has
+    /// bound at the same path has another inode, and stays.
     pub fn unlink(&self, inode: Option<u64>) {
         if inode.is_some() && self.inode() == inode {
             // The file is to be removed, so it is not an error if it is missing.

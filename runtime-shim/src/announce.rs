@@ -29,10 +29,10 @@ use crate::rpc::{RpcCaller, RpcError};
 
 /// Maximum time between two attempts to connect to the controller.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
-/// Time after the first failed attempt. It doubles with each further failed attempt.
+/// Pause after the first failed attempt to connect. It doubles with each further failed attempt.
 const BACK_OFF: Duration = Duration::from_millis(250);
 /// Maximum delay of a shim's first reconnection. All shims lose the controller at the same moment,
-/// so each delays its reconnection by a time of its own.
+/// so each shim waits for a different time before it reconnects.
 const SPREAD_MS: u32 = 200;
 
 /// Handle of the task that sends announcements to the controller.
@@ -63,7 +63,8 @@ impl Announcer {
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
     }
 
-    /// Withdraws a container and removes its folder. An unknown key has no effect.
+    /// Withdraws a container from the controller and removes the container's folder. An unknown key
+    /// has no effect.
     pub fn remove(&self, key: String) {
         let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
@@ -137,7 +138,7 @@ impl AnnouncerState {
             }
         }
         if let Err(error) = self.launcher.paths.container(key).remove(Some(generation)) {
-            warn!("container {key}: cannot remove its folder: {error}");
+            warn!("container {key}: cannot remove its folder in the run directory: {error}");
         }
         if self.containers.is_empty() {
             self.watch = None;
@@ -156,7 +157,7 @@ impl AnnouncerState {
             Err(error) => {
                 if self.failures == 0 {
                     warn!(
-                        "controller: cannot connect, containers run unmanaged until it answers: {}",
+                        "controller: cannot connect to it, so containers run unmanaged until it replies: {}",
                         report(&error)
                     );
                 }
@@ -186,7 +187,7 @@ impl AnnouncerState {
         self.failures += 1;
     }
 
-    /// Runs one RPC on a connection of its own. [`RpcCaller`] limits its time.
+    /// Runs one RPC to the controller on a new connection. [`RpcCaller`] sets the time limit.
     async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&mut RpcCaller) -> Result<T, RpcError> + Send + 'static,
@@ -204,7 +205,7 @@ pub(crate) fn back_off(failures: u32) -> Duration {
     BACK_OFF.saturating_mul(1 << failures.min(10)).min(BACK_OFF_MAX)
 }
 
-/// Returns when the watched connection ends; never returns if there is none.
+/// Waits until the watched connection ends. If there is no connection, it never returns.
 pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
     let Some(stream) = watch else {
         return std::future::pending().await;
@@ -214,24 +215,24 @@ pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
     while let Ok(1..) = stream.read(&mut bytes).await {}
 }
 
-/// Withdraws a container from the controller, if one runs, and removes the container's folder. Used
-/// by `delete`, which has no announcer.
+/// Withdraws a container from the controller, if a controller runs, and removes the container's
+/// folder. `delete` calls this function, because `delete` has no announcer task.
 pub fn withdraw(paths: &ShimPaths, key: &str) {
     let folder = paths.container(key);
     if !folder.exists() {
         return;
     }
     let generation = folder.generation();
-    // Without a controller there is no list to withdraw the container from.
+    // If no controller runs, no list contains the container, so a failed call is ignored.
     let _ = RpcCaller::control(&paths.control_socket())
         .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
     if let Err(error) = folder.remove(generation) {
-        warn!("container {key}: cannot remove its folder: {error}");
+        warn!("container {key}: cannot remove its folder in the run directory: {error}");
     }
 }
 
 /// A delay below [`SPREAD_MS`] that differs between processes, so that shims do not reconnect at
-/// once.
+/// the same moment.
 pub(crate) fn spread() -> Duration {
     let nanos = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

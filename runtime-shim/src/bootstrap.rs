@@ -1,10 +1,10 @@
 //! Input and output of `start`: what containerd writes to stdin and what it reads from stdout. Both
-//! differ between versions; the reply keeps the form of the stock shim's reply.
+//! forms differ between versions of containerd. The reply has the form of the stock shim's reply.
 //!
 //! | containerd | stdin | stdout |
 //! | --- | --- | --- |
 //! | 1.6, 1.7 | `Any` with options, or nothing | address |
-//! | 2.0-2.2 | the same | JSON with version, address, protocol |
+//! | 2.0-2.2 | `Any` with options, or nothing | JSON with version, address, protocol |
 //! | 2.3 | `BootstrapParams` | `BootstrapResult` |
 
 use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult};
@@ -46,8 +46,9 @@ pub enum BootstrapReply {
 pub struct BootstrapReplyError(String);
 
 impl BootstrapInput {
-    /// Detects the form. An `Any` also decodes as `BootstrapParams`, with its type URL as the id:
-    /// the bytes are `BootstrapParams` only if namespace and id equal those of the command line.
+    /// Detects the form of the input. The bytes of an `Any` also decode as `BootstrapParams`, with
+    /// the type URL as the id. The bytes are therefore taken as `BootstrapParams` only if their
+    /// namespace and id equal those of the command line.
     #[must_use]
     pub fn parse(bytes: &[u8], namespace: &str, id: &str) -> BootstrapInput {
         if bytes.is_empty() {
@@ -217,7 +218,7 @@ mod tests {
     fn any() -> Any {
         let mut any = Any::new();
         any.type_url = "runtimeoptions.v1.Options".to_owned();
-        // Field 3, config_body.
+        // This text is field 3 of the message, `config_body`.
         let body = b"SystemdCgroup = true\nShimCgroup = \"/s\"\n";
         any.value = [&[0x1a, body.len() as u8][..], body].concat();
         any

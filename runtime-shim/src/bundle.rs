@@ -13,11 +13,12 @@ use crate::probe::ShimIdentity;
 
 /// Maximum size of config.json. Most are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
-/// Maximum size of every other file of a bundle.
+/// Maximum size of each file of a bundle other than config.json.
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
-/// The folder that the stock shim passes to runc unless its options name another.
+/// State folder of runc that the stock shim passes to runc, if the runtime options name no other
+/// folder.
 const RUNC_ROOT: &str = "/run/containerd/runc";
 const MEMBERS: &str = "affinode-members";
 
@@ -36,7 +37,7 @@ pub enum BundleError {
         /// Error of the read.
         source: io::Error,
     },
-    /// The file is larger than the shim reads.
+    /// The file is larger than the limit up to which the shim reads it.
     #[error("{path} is larger than {max_bytes} bytes")]
     TooLarge {
         /// Path of the rejected file.
@@ -62,7 +63,7 @@ pub enum BundleError {
     },
 }
 
-/// Note that `start` writes into the bundle for `delete`.
+/// Record that `start` writes into the bundle, and that `delete` reads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BundleNote {
     /// Address that the proxy serves.
@@ -124,7 +125,7 @@ impl Bundle {
         Some(String::from_utf8(bytes).ok()?.trim().to_owned())
     }
 
-    /// Writes the note that `delete` reads.
+    /// Writes the record that `delete` reads.
     pub fn write_note(&self, note: &BundleNote) -> Result<(), BundleError> {
         let path = self.0.join(NOTE);
         let write = || {
@@ -134,23 +135,23 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// The note that `start` wrote. `None` if there is none or it does not parse.
+    /// Reads the record that `start` wrote. `None` if there is none, or if it does not parse.
     #[must_use]
     pub fn note(&self) -> Option<BundleNote> {
         let bytes = read_bounded(&self.0.join(NOTE), NOTE_MAX_BYTES).ok()?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Records the containers that the daemon of this bundle serves. The record is necessary
-    /// because containerd 2.x removes the bundles of a group, with their notes, before it runs
-    /// `delete`, if the group's shim has ended.
+    /// Records the ids of the containers that the daemon of this bundle serves. If the shim of a
+    /// group has ended, containerd 2.x removes the bundles of the group's containers before it runs
+    /// `delete`. `delete` then finds these containers in the record.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
         replace(&path, lines.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The containers in the daemon's last record of this bundle.
+    /// Ids of the containers in the record that the daemon last wrote into this bundle.
     #[must_use]
     pub fn members(&self) -> Vec<String> {
         let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
@@ -165,8 +166,8 @@ impl Bundle {
     /// The folder in which runc keeps the container's state until the container is deleted.
     #[must_use]
     pub fn runc_state(&self, namespace: &str, id: &str) -> PathBuf {
-        // The stock shim's copy of its options. There is no such file if the stock shim got no
-        // options.
+        // `options.json` is the stock shim's copy of its options. There is no such file if the
+        // stock shim got no options.
         let bytes = read_bounded(&self.0.join("options.json"), NOTE_MAX_BYTES).unwrap_or_default();
         let options: Value = serde_json::from_slice(&bytes).unwrap_or_default();
         let root = options["root"].as_str().filter(|root| !root.is_empty());

@@ -1,6 +1,6 @@
-//! The command line as containerd writes it, for Go's `flag` package: one dash or two, `-flag
-//! value` or `-flag=value`, switches without a value. The first word that is neither a flag nor a
-//! flag's value is the action.
+//! Parses the command line that containerd writes for Go's `flag` package. A flag has one dash or
+//! two. Its value follows in the next word or after `=`, and a switch has no value. The first word
+//! that is neither a flag nor a flag's value is the action.
 
 use std::ffi::OsString;
 
@@ -32,9 +32,9 @@ pub struct ShimFlags {
     pub publish_binary: String,
     /// Bundle folder, if it is not the working folder.
     pub bundle: String,
-    /// Socket to serve: accepted and passed on to the stock shim.
+    /// Socket to serve. The shim does not use this flag, and passes it on to the stock shim.
     pub socket: String,
-    /// Debug socket to serve: accepted and passed on to the stock shim.
+    /// Debug socket to serve. The shim does not use this flag, and passes it on to the stock shim.
     pub debug_socket: String,
     /// Log at debug level instead of info.
     pub debug: bool,
@@ -55,12 +55,12 @@ pub struct ShimInvocation {
     pub flags: ShimFlags,
 }
 
-/// The command line is not one that containerd writes.
+/// Reason why the command line cannot have been written by containerd.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// A flag that the stock shim does not have.
     #[error(
-        "flag provided but not defined: -{0}; this is a containerd shim, it is started by containerd"
+        "flag provided but not defined: -{0}; this program is a containerd shim, which only containerd starts"
     )]
     UnknownFlag(String),
     /// A flag without the value that it needs.
@@ -76,7 +76,7 @@ pub enum CliError {
     },
     /// The command line names no action.
     #[error(
-        "no action: expected start or delete, or the flag -info or -v; this is a containerd shim, it is started by containerd"
+        "no action: expected start or delete, or the flag -info or -v; this program is a containerd shim, which only containerd starts"
     )]
     NoAction,
     /// An action that the shim does not have.

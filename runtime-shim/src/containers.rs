@@ -44,7 +44,7 @@ impl Containers {
         }
     }
 
-    /// Withdraws the last containers from the controller. Takes at most `patience`.
+    /// Withdraws the remaining containers from the controller. Takes at most `patience`.
     pub async fn finish(self, patience: Duration) {
         self.announcer.finish(patience).await;
     }

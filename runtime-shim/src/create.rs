@@ -129,7 +129,7 @@ fn manage(
         Err(error) => {
             warn!("container {id}: runs unmanaged: {}", report(&error));
             if let Err(error) = folder.remove(Some(announcement.generation)) {
-                warn!("container {id}: cannot remove its folder: {error}");
+                warn!("container {id}: cannot remove its folder in the run directory: {error}");
             }
             None
         }

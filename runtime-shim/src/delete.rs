@@ -1,9 +1,9 @@
 //! `delete`: the stock clean-up, and the clean-up after a killed shim.
 //!
-//! containerd runs `delete` when a shim's connection has ended; containerd 1.x also after every
-//! ordinary removal. If the group's proxy has ended, `delete` ends the stock shim behind it. It
-//! also deletes the other containers of the group, because containerd 2.x runs `delete` only for
-//! the sandbox. All of this takes less than the 5 s that containerd allows.
+//! containerd runs `delete` when a shim's connection has ended. containerd 1.x also runs it after
+//! every ordinary removal. If the group's proxy has ended, `delete` ends the stock shim behind that
+//! proxy. `delete` also deletes the other containers of the group, because containerd 2.x runs
+//! `delete` only for the sandbox. All of this takes less than the 5 s that containerd allows.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -37,7 +37,7 @@ const END: Duration = Duration::from_secs(1);
 /// Reason why `delete` failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeleteError {
-    /// No bundle is named and there is no working folder.
+    /// The command line names no bundle, and the working folder cannot be determined.
     #[error("cannot find the bundle")]
     Bundle(#[source] std::io::Error),
     /// The stock shim was not found.
@@ -48,7 +48,8 @@ pub enum DeleteError {
     Run(#[source] std::io::Error),
 }
 
-/// Runs `delete`. stdout and stderr are those of the stock shim; returns its exit code.
+/// Runs the command `delete`. The stock shim's `delete` writes to the stdout and stderr of this
+/// process. Returns the exit code of the stock shim's `delete`.
 pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     crate::log::init(LevelFilter::WARN);
     let deadline = Instant::now() + BUDGET;
@@ -76,7 +77,9 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     }
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
-            warn!("container {id}: not deleted in time after its group's shim ended");
+            warn!(
+                "container {id}: the stock shim did not delete it in time after the shim of its pod ended"
+            );
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;
@@ -88,7 +91,8 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
 }
 
 /// Empty folders in place of bundles that containerd has removed. runc writes its log into a
-/// container's bundle, and fails if the bundle is missing. Dropping this removes the folders.
+/// container's bundle, and fails if the bundle is missing. When this value is dropped, it removes
+/// the folders.
 #[derive(Default)]
 struct LentBundles(BTreeSet<PathBuf>);
 
@@ -134,9 +138,12 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     match probe::ask(&listen, PROXY_REPLY_TIMEOUT) {
         ProbedPeer::Dead => {}
         ProbedPeer::Alive(_) => return BTreeSet::new(),
-        // It is better to leak a shim than to kill a running pod.
+        // The proxy may still serve a running pod. It is better to leak the stock shim than to kill
+        // the pod.
         ProbedPeer::Silent(error) => {
-            warn!("proxy {listen}: no reply to the probe, its group is kept: {error}");
+            warn!(
+                "proxy {listen}: no reply to the probe, so its containers and its stock shim are not ended: {error}"
+            );
             return BTreeSet::new();
         }
     }

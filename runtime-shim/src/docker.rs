@@ -22,8 +22,8 @@ const FILE: &str = "config.v2.json";
 /// Files that dockerd mounts from a container's folder. If a container uses the network of another
 /// container, the files come from the folder of that other container.
 const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
-/// Maximum size of a container's file. 10 KiB are usual, but environment, labels and outputs of
-/// health checks are in the file too.
+/// Maximum size of a container's file. Most files have about 10 KiB. The environment, the labels
+/// and the outputs of health checks can make the file larger.
 const MAX_BYTES: u64 = 2 << 20;
 /// Maximum length of a name in bytes. Docker accepts only shorter names.
 const MAX_NAME_BYTES: usize = 128;
@@ -35,7 +35,7 @@ const PROJECT: &str = "com.docker.compose.project";
 /// Names by which a user knows a container of Docker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DockerNames {
-    /// The container's name; in a project of compose `PROJECT/NAME`.
+    /// The container's name. In a project of Docker Compose it is `PROJECT/NAME`.
     pub container: String,
     /// The image as the user named it; empty if unknown.
     pub image: String,
@@ -137,7 +137,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
     let facts = file.metadata()?;
     if !facts.is_file() || facts.len() > MAX_BYTES {
-        return Err(io::Error::other("it is not a file, or too large"));
+        return Err(io::Error::other("it is not a regular file, or it is too large"));
     }
     let mut text = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut text)?;
@@ -148,7 +148,7 @@ fn is_id(text: &str) -> bool {
     text.len() == ID_DIGITS && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Whether Docker accepts the name for a container, or compose for a project.
+/// Whether the name is valid, for a container of Docker or for a project of Docker Compose.
 pub(crate) fn is_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(inner)

@@ -65,7 +65,8 @@ impl FrameHeader {
         [a, b, c, d, e, f, g, h, self.kind, self.flags]
     }
 
-    /// A frame of this header with another payload. `None` if the payload is too long.
+    /// Returns a frame with this header's fields and another payload. `None` if the payload is too
+    /// long.
     #[must_use]
     pub fn with_payload(&self, payload: &[u8]) -> Option<Vec<u8>> {
         let payload_bytes =

@@ -150,7 +150,7 @@ fn installed(exe: Option<PathBuf>) -> PathBuf {
 pub fn launch() -> Result<(), LaunchError> {
     // setsid fails only if this process leads a session already.
     let _ = rustix::process::setsid();
-    // Best effort: otherwise the controller stays in the shim's cgroup.
+    // If this fails, the controller stays in the shim's cgroup.
     let _ = cgroup::make_and_join(CGROUP, std::process::id());
     let program = installed(std::env::current_exe().ok());
     let mut controller = Command::new(program);

@@ -131,7 +131,7 @@ pub fn fail(text: &str) -> ExitCode {
     fail_as(BINARY, text)
 }
 
-/// Like [`fail`], for another program.
+/// Like [`fail`], but with the name of another program.
 fn fail_as(program: &str, text: &str) -> ExitCode {
     // If stderr is closed too, there is no other place for the error.
     let _ = writeln!(std::io::stderr(), "{program}: {text}");

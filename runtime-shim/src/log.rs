@@ -8,14 +8,14 @@ use std::path::Path;
 
 use tracing::level_filters::LevelFilter;
 
-/// stderr, with write errors ignored: the pipe has no reader while containerd is stopped, and a
-/// shim outlives containerd.
+/// Writes to stderr and ignores write errors. The pipe behind stderr has no reader while containerd
+/// is stopped, and a shim must continue to run then.
 #[derive(Clone, Copy, Debug)]
 struct StderrLog;
 
 impl Write for StderrLog {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // A full pipe drops the line.
+        // If the pipe is full, the line is lost.
         let _ = io::stderr().write_all(bytes);
         Ok(bytes.len())
     }

@@ -1,5 +1,5 @@
-//! `containerd-shim-affinode-v1`: parses the command line and runs it. Only this file, and that of
-//! `affinode-runtime`, name the controller and the copier.
+//! `containerd-shim-affinode-v1`: parses the command line and runs it. Only this file and the main
+//! file of `affinode-runtime` use the crates of the controller and the copier.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

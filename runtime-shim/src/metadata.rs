@@ -10,9 +10,10 @@ use crate::paths::container_key;
 use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
-/// Maximum number of a pod's annotations that are read, about three times the number of annotations
-/// that exist. The next constant limits the length of a value; valid values are shorter.
+/// Maximum number of Affinode's annotations that are read from one pod. It is about three times the
+/// number of annotations that Affinode defines.
 const MAX_ANNOTATIONS: usize = 48;
+/// Maximum length of an annotation's value in bytes. Valid values are shorter.
 const MAX_ANNOTATION_BYTES: usize = 512;
 
 /// Returns the announcement of a container that is being created.

@@ -52,8 +52,8 @@ pub const BINARY: &str = "affinode-runtime";
 /// Returns the runtime that the node's configuration names; empty if it names none.
 pub type RuntimeOf = fn(&Path) -> PathBuf;
 
-/// Runs the command in `args` (the program's name first): edits the container if the command
-/// creates one, then becomes the runtime. Returns only if that fails.
+/// Runs the command in `args` (the program's name first). If the command creates a container, edits
+/// it first. Then replaces this process by the runtime, and returns only if that fails.
 pub fn run(
     args: impl Iterator<Item = OsString>,
     engine_of: EngineOf,
@@ -118,7 +118,7 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
         return None;
     }
     let preparing = paths.clone();
-    // A panic in the edit must not make the container fail, as in the shim.
+    // A panic in the edit must not make the container fail, so the edit runs in its own thread.
     let prepared = std::thread::spawn(move || {
         create::prepare(&preparing, namespace, &request, engine_of).container
     });

@@ -6,7 +6,7 @@
 //! | `containerd.runc.v1.Options` | the same bytes |
 //! | `runtimeoptions.v1.Options` with TOML | `containerd.runc.v1.Options` of the same settings |
 //! | `runtimeoptions.v1.Options` without TOML (containerd 1.6) | the systemd cgroup driver, if the spec's cgroups path is systemd's |
-//! | nothing (ctr, nerdctl) | the same; nothing if the path is not systemd's |
+//! | nothing (ctr, nerdctl) | the systemd cgroup driver, if the spec's cgroups path is systemd's; otherwise nothing |
 //! | anything else | the same bytes |
 
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ mod generated {
 pub const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
 
-/// The options of the runtime handler cannot be used.
+/// Reason why the options of the runtime handler cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
     /// The bytes do not decode as their type.
@@ -128,8 +128,9 @@ fn pack(options: &RuncOptions) -> Result<Any, OptionsError> {
     Ok(any)
 }
 
-/// Accepts the names that containerd's TOML decoder accepts: Go field names in any case. Settings
-/// that runc does not have belong to another runtime and are ignored.
+/// Copies the settings of `table` to `options`. The names of settings are Go field names in any
+/// case, as in containerd's TOML decoder. Settings that runc does not have belong to another
+/// runtime and are ignored.
 fn apply(options: &mut RuncOptions, table: &toml::Table) -> Result<(), OptionsError> {
     for (name, value) in table {
         match name.to_ascii_lowercase().as_str() {

@@ -14,7 +14,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 pub fn start_ticks(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The command name may contain blanks and brackets. The fields start after the last closing
-    // bracket, and contain none.
+    // bracket, because no field contains a bracket.
     let fields = &stat[stat.rfind(')')? + 1..];
     fields.split_whitespace().nth(19)?.parse().ok()
 }

@@ -1,4 +1,5 @@
-//! One client's connection, and its own connection to the stock shim.
+//! Serves one client's connection, and forwards its frames on a separate connection to the stock
+//! shim.
 //!
 //! ```text
 //! client ── requests ──> match service and method ──> stock shim
@@ -24,7 +25,7 @@ use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE, rea
 
 /// Chunk size for copying frames that are not decoded.
 const CHUNK_BYTES: usize = 8 << 10;
-/// Read-ahead buffer of a connection.
+/// Size of the read-ahead buffer of a connection.
 const AHEAD_BYTES: usize = 2 << 10;
 
 /// Callbacks for the calls on a connection that concern containers.
@@ -118,7 +119,7 @@ async fn responses(
     Ok(())
 }
 
-/// Decodes a request. Returns the frame to send in its place, if it changes.
+/// Decodes a request. If the request must change, returns the frame that replaces it.
 async fn inspect(
     header: &FrameHeader,
     payload: &[u8],

@@ -51,8 +51,8 @@ pub enum RuncShimError {
 }
 
 impl RuncShim {
-    /// Finds the binary in containerd's order: in PATH, then next to
-    /// containerd (`publish_binary`), then next to this binary.
+    /// Finds the binary in containerd's order: in PATH, then next to containerd (`publish_binary`),
+    /// then next to this binary.
     pub fn find(publish_binary: &str) -> Result<RuncShim, RuncShimError> {
         let own = std::env::current_exe().ok();
         if let Some(path) = std::env::var_os(PATH_ENV).filter(|path| !path.is_empty()) {
@@ -81,7 +81,7 @@ impl RuncShim {
         Ok(RuncShim(path))
     }
 
-    /// A script in place of the stock shim.
+    /// Writes this script to `path`, and uses it in place of the stock shim.
     #[cfg(test)]
     pub fn script(path: &Path, text: &str) -> RuncShim {
         use std::os::unix::fs::PermissionsExt;

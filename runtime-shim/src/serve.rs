@@ -213,8 +213,8 @@ async fn client(
     }
 }
 
-/// Handles signals as the stock shim does. TERM and INT end the daemon. Other signals are ignored,
-/// even if their default action would end it.
+/// Handles signals as the stock shim does. TERM and INT end the daemon. The daemon ignores other
+/// signals, even those whose default action would end it.
 struct SignalStream {
     terminate: Signal,
     interrupt: Signal,

@@ -230,8 +230,8 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this `start` has started it. That is the case if the process that created
-/// the listener is `stock_pid`, the process of the stock start. Such a stock shim has no containers
+/// Ends the stock shim if this run of `start` has started it. It has if the listener was created by
+/// the process `stock_pid`, which ran the stock shim's `start`. Such a stock shim has no containers
 /// yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
@@ -256,7 +256,8 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     if caller.shut_down(id).is_err()
         && let Some((pid, began)) = process
     {
-        // The caller reports the error because of which the stock shim is ended.
+        // An error of this kill is ignored, because the caller reports the error that made it
+        // necessary.
         let _ = process::kill(pid, began, PROXY_REPLY_TIMEOUT);
     }
     address.unlink(inode);

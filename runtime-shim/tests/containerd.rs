@@ -206,7 +206,7 @@ fn gpu_container_gets_library_and_announcement() {
         node.log().contains("a word of warning").then_some(())
     });
 
-    // A new controller in its place learns of the container again.
+    // A new controller receives the announcement of the container again.
     controller.restart();
     eventually("announced again", || controller.told("announce", "gpu"));
 

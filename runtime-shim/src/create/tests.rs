@@ -10,7 +10,7 @@ use crate::paths::container_key;
 
 const ENGINE: Engine = Engine::Copy;
 
-/// Returns the engine as the controller's configuration would.
+/// Returns the engine that the controller's configuration would select for the container.
 fn engine_of(config: &Path, container: &Announcement) -> Engine {
     assert_eq!(config.file_name().unwrap(), "affinode.toml");
     assert_eq!((container.id.as_str(), container.namespace.as_str()), ("box", "ns"));
@@ -136,8 +136,8 @@ fn the_engine_is_left_in_the_container() {
     assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE.as_str());
 }
 
-/// HAMi's device plugin mounts such a list. HAMi's library must be listed before Affinode's, so
-/// that its functions are called first.
+/// HAMi's device plugin mounts a preload list over that of the image. HAMi's library must be listed
+/// before Affinode's, so that HAMi's functions are called first.
 #[test]
 fn a_list_that_the_host_mounts_comes_before_ours() {
     let world = world(&gpu());

@@ -94,5 +94,8 @@ fn only_a_regular_file_of_bounded_size_is_read() {
         0,
     )
     .unwrap();
-    assert!(matches!(names(ID, &spec), Err(NamesError::Read { .. })), "a pipe holds no reader up");
+    assert!(
+        matches!(names(ID, &spec), Err(NamesError::Read { .. })),
+        "a pipe does not block the reader"
+    );
 }

@@ -12,7 +12,7 @@ const GLOBAL_VALUES: [&str; 7] =
 const CREATE_VALUES: [&str; 8] =
     ["bundle", "b", "console-socket", "pid-file", "preserve-fds", "pidfd-socket", "config", "f"];
 
-/// The command of the line, as far as Affinode needs it.
+/// The command that the command line names, with the parts of it that Affinode needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum OciCommand {
     /// Create a container, whose program does not run yet.
@@ -130,8 +130,8 @@ impl OciInvocation {
     }
 }
 
-/// The file that `--log` names; `None` if it names no file. For crun the value can also be a kind
-/// of destination, a colon and a name: then only the kind `file:` names a file.
+/// The file that `--log` names, or `None` if it names no file. For crun the value can also have the
+/// form `KIND:NAME`, and only the kind `file` names a file.
 fn log_file(value: &str) -> Option<PathBuf> {
     let elsewhere = ["journald:", "syslog:"].iter().any(|kind| value.starts_with(kind));
     let path = value.strip_prefix("file:").unwrap_or(value);

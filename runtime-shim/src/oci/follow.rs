@@ -1,5 +1,5 @@
-//! Announces a container after its runtime has created it. A process of its own does this. The
-//! container engine does not wait for that process, and may end before it.
+//! Announces a container after its runtime has created it. A separate process makes the
+//! announcement. The container engine does not wait for that process, and may end before it.
 //!
 //! ```text
 //! create ─> follow: `create` has ended ─┬─ no container ──> folder removed
@@ -157,7 +157,7 @@ async fn announce(paths: &ShimPaths, order: &PassedOrder, announcement: Announce
     if order.stays
         && let Err(error) = launcher.connect().await
     {
-        warn!("container {}: no controller yet: {}", order.id, report(&error));
+        warn!("container {}: runs unmanaged until a controller runs: {}", order.id, report(&error));
     }
     // A controller that starts later finds the announcement in the container's folder.
     if paths.control_socket().exists() {

@@ -38,7 +38,7 @@ pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
     }
 }
 
-/// Runs until there is no announcement to keep. Returns at once if another keeper runs.
+/// Runs until no container's folder has an announcement. Returns at once if another keeper runs.
 pub async fn keep(launcher: &Launcher) {
     // An announcement can be added after the last check in `watch`. The keeper that was started for
     // that announcement ends, because this keeper still holds the lock. So this loop checks again

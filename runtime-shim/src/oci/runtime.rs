@@ -56,7 +56,8 @@ struct StateAnswer {
 }
 
 impl OciRuntime {
-    /// Finds the runtime for a command. `configured` is a name or path; empty: none.
+    /// Finds the runtime for a command. `configured` is a name or a path, or empty if the
+    /// configuration names no runtime.
     pub fn find(configured: &Path, invocation: &OciInvocation) -> Result<OciRuntime, RuntimeError> {
         let own = std::env::current_exe().ok();
         let folders = folders(std::env::var_os("PATH"));

@@ -5,7 +5,7 @@ use ttrpc::proto::Status;
 
 use super::*;
 
-/// Records calls, and replaces options if set to.
+/// Records the calls that it receives. Its `create` returns the options of the field `options`.
 #[derive(Default)]
 struct Recorder {
     told: RefCell<Vec<String>>,
@@ -15,7 +15,8 @@ struct Recorder {
 impl TaskService for Recorder {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         self.told.borrow_mut().push(format!("create {}", request.id));
-        // Lets the other direction run: the order must not depend on it.
+        // Lets the task of the other direction run. The order of the frames must not depend on
+        // that.
         tokio::task::yield_now().await;
         self.options.clone()
     }
@@ -192,7 +193,8 @@ fn any_frame() -> impl Strategy<Value = (u8, u32, Vec<u8>)> {
     (any::<u8>(), 0..0xffff_0000u32, payload)
 }
 
-/// Number of cases: fewer than usual, because a case is slow. PROPTEST_CASES overrides it.
+/// Number of cases, which is lower than proptest's default because a case is slow. PROPTEST_CASES
+/// overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     ProptestConfig::with_cases(asked.unwrap_or(64))

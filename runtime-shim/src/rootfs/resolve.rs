@@ -150,8 +150,8 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
     Ok(if parts.is_empty() { PathEntry::Missing } else { PathEntry::Folder(parts) })
 }
 
-/// Whether an entry hides its name: overlayfs uses a character device 0/0, or an empty file with an
-/// attribute.
+/// Whether an entry is a whiteout, which hides its name in the lower layers. overlayfs writes a
+/// whiteout as a character device 0/0, or as an empty file with an attribute.
 fn is_whiteout(entry: &OwnedFd, stat: &Stat, kind: FileType) -> Result<bool, Errno> {
     match kind {
         FileType::CharacterDevice => Ok(stat.st_rdev == 0),
@@ -164,8 +164,9 @@ fn has_attribute(entry: &OwnedFd, name: &str) -> Result<bool, Errno> {
     Ok(attribute(entry, name)?.is_some())
 }
 
-/// First byte of an overlayfs attribute, with either prefix; 0 for an empty attribute. `None` if
-/// the entry does not have it.
+/// Returns the first byte of an overlayfs attribute, or 0 if its value is empty. The attribute's
+/// name can start with `trusted.overlay.` or `user.overlay.`. `None` if the entry does not have the
+/// attribute.
 fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
     // Attributes cannot be read through an O_PATH descriptor itself.
     let path = format!("/proc/self/fd/{}", entry.as_raw_fd());

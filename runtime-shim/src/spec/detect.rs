@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::{CONTAINER_TYPE, CRIO_CONTAINER_TYPE, annotation, annotations, destinations};
 
-/// Annotation that overrides the signs.
+/// Annotation that overrides all other signs of a GPU.
 const INJECT: &str = "affinode.io/inject";
 
 /// Whether to manage a container, and a warning about its annotation.
@@ -23,7 +23,7 @@ pub struct GpuDecision {
     pub warning: Option<String>,
 }
 
-/// Decides from the spec, without access to files or devices.
+/// Decides from the spec whether the container is to be managed. It accesses no file or device.
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
     // The sandbox has the pod's annotations, but runs no CUDA program.
@@ -80,7 +80,7 @@ fn has_cdi_device(spec: &Value) -> bool {
 
 fn has_visible_devices(spec: &Value) -> bool {
     let env = spec.get("process").and_then(|process| process.get("env")).and_then(Value::as_array);
-    // If a name occurs more than once, the last entry applies, as in the process.
+    // If a variable occurs more than once, the last entry applies, as in the container's process.
     env.into_iter()
         .flatten()
         .filter_map(|entry| entry.as_str()?.strip_prefix("NVIDIA_VISIBLE_DEVICES="))

@@ -68,7 +68,7 @@ impl Controller {
                 server.start().await.unwrap();
                 ready.send(()).unwrap();
                 let _ = stopped.await;
-                // Ends the connections too, as the death of the process would.
+                // Ends the connections too, as the kernel does when a controller's process ends.
                 let _ = server.shutdown().await;
             });
         });
