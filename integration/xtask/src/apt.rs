@@ -1,7 +1,7 @@
 //! Fetches packages from other suites of this machine's distribution into a private folder. Nothing
 //! is installed, and apt verifies every signature and checksum.
 //!
-//! Mirror and keyring are those of apt's configuration on this machine. Only the suite is another.
+//! Mirror and keyring are those of apt's configuration on this machine. Only the suite differs.
 
 use std::{
     collections::BTreeMap,

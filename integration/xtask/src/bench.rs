@@ -38,8 +38,8 @@ pub struct Options {
     /// Number of runs of each container.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// Also compare the engines, with the table of goals (minutes). Without this option, only on a
-    /// machine with a GPU.
+    /// Also compare the engines and print their goals, which takes minutes. Without this option the
+    /// comparison runs only on a machine with a GPU.
     #[arg(long)]
     engines: bool,
     /// Exit with an error if a goal is missed or a part fails.

@@ -36,7 +36,7 @@ pub struct Options {
     /// Folder that gets the screenshots.
     #[arg(long)]
     screenshots: Option<PathBuf>,
-    /// Only replay what part `dashboard` of the GPU kit recorded.
+    /// Only replay the dashboard's stream in FILE, which part `dashboard` of the GPU kit recorded.
     #[arg(long, value_name = "FILE")]
     recorded: Option<PathBuf>,
 }
@@ -44,7 +44,7 @@ pub struct Options {
 /// Builds, starts three containers, and runs the browser test against them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
-    // The same path as in browser.mjs.
+    // browser.mjs uses the same path if CHROMIUM is not set.
     let chromium = std::env::var("CHROMIUM").unwrap_or_else(|_| "/usr/bin/chromium".into());
     for tool in ["node", "npm", &chromium] {
         if sh::read(Command::new(tool).arg("--version")).is_err() {

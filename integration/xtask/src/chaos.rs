@@ -33,7 +33,7 @@ pub struct Options {
     json: bool,
 }
 
-/// Builds, plays, and prints the findings.
+/// Builds the programs, runs the rounds, and prints the findings.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the campaign starts containerd and containers: run as root");

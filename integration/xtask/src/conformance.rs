@@ -44,7 +44,8 @@ pub struct Options {
     /// -ginkgo.focus.
     #[arg(long, value_name = "REGEX", requires = "suite")]
     run: Option<String>,
-    /// Also write the tables to this file, with date and versions; those of other suites stay.
+    /// Also write the tables to this file, with date and versions. Tables of other suites stay in
+    /// the file.
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
 }

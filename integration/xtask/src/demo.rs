@@ -35,7 +35,7 @@ use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
-/// Whether Ctrl-C was pressed. An error after that is a consequence of the clean-up.
+/// Whether Ctrl-C was pressed. An error after Ctrl-C is a consequence of the clean-up.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
@@ -88,8 +88,8 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Prints the logs after an error. After Ctrl-C it only waits, because the signal handler ends the
-/// process.
+/// Prints the logs after an error. After Ctrl-C this function only waits, because the signal
+/// handler ends the process.
 fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();

@@ -20,7 +20,7 @@ use crate::{
     docker, output, packages, podman, runc, sh,
 };
 
-/// Debian's suites in which the lines of containerd are searched.
+/// Debian's suites in which the release lines of containerd are searched.
 const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
 /// The suite whose C library represents old images.
 const OLD_SUITE: &str = "bullseye";

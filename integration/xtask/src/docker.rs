@@ -75,7 +75,7 @@ fn examine(folder: &Path) -> Result<()> {
         let said = sh::read(Command::new(program).arg("--version"))?;
         match major(&said) {
             Some(version) if version >= MIN_VERSION => {}
-            _ => bail!("{}: {MIN_VERSION} or newer is needed", said.trim()),
+            _ => bail!("{}: version {MIN_VERSION} or newer is needed", said.trim()),
         }
     }
     Ok(())

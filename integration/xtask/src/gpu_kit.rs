@@ -73,7 +73,11 @@ pub fn pack(options: &Options) -> Result<()> {
 
     let size_bytes = fs::metadata(&payload)?.len() + fs::metadata(&run)?.len();
     if size_bytes > LIMIT_BYTES {
-        bail!("the kit has {} MiB, {} are allowed", size_bytes >> 20, LIMIT_BYTES >> 20);
+        bail!(
+            "the kit has {} MiB, but at most {} MiB are allowed",
+            size_bytes >> 20,
+            LIMIT_BYTES >> 20
+        );
     }
     output::out(&format!(
         "{}: {:.1} MiB, containerd {}",

@@ -20,7 +20,7 @@ pub struct Options {
     /// Only hazards whose name contains this text.
     #[arg(default_value = "")]
     filter: String,
-    /// Number of times that two containers are woken at once.
+    /// Number of times that two containers are woken at the same time.
     #[arg(long, default_value_t = 200)]
     turns: usize,
 }

@@ -22,7 +22,7 @@ pub fn prepare(artifacts: &Artifacts) -> Option<PathBuf> {
     match folder(artifacts) {
         Ok(folder) => folder,
         Err(error) => {
-            output::note(&format!("no helm: {error:#}"));
+            output::note(&format!("helm is not available: {error:#}"));
             None
         }
     }
@@ -41,7 +41,7 @@ fn folder(artifacts: &Artifacts) -> Result<Option<PathBuf>> {
         return Ok(Some(bin));
     }
     if sh::find("go").is_none() {
-        output::note("no helm: Go is missing");
+        output::note("helm is not available: it is built with Go, which is missing");
         return Ok(None);
     }
     output::step(&format!("Building helm {VERSION} (once; a few minutes)"));

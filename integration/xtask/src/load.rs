@@ -99,7 +99,7 @@ pub fn run(options: &Options) -> Result<()> {
     times.sort_by(f64::total_cmp);
     let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
     tell("a change reaches a watcher, median", at(0.5), "ms", Some(100.0));
-    tell("the slowest of all", at(1.0), "ms", Some(100.0));
+    tell("a change reaches a watcher, slowest", at(1.0), "ms", Some(100.0));
     tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
     drop(watchers);
 

@@ -38,8 +38,8 @@ pub struct Options {
     /// Only releases whose version begins with this text: 1.7.
     #[arg(long, value_name = "VERSION")]
     containerd: Option<String>,
-    /// Only steps, faults and nodes with NVIDIA's toolkit whose name contains this text; the steps of
-    /// a life run if "life" does.
+    /// Run only the faults, and the nodes with NVIDIA's toolkit, whose names contain this text. The
+    /// steps of the installation run only if the word "life" contains this text.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Also write the table to this file, with date and versions.
@@ -54,7 +54,9 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let known = deps::all()?;
     if let Some((line, reason)) = known.unavailable.iter().next() {
-        bail!("no containerd {line} ({reason}): its column would be missing");
+        bail!(
+            "containerd {line} is not available ({reason}), so its column of the table would be missing"
+        );
     }
     let artifacts = build::all(build::Profile::Dev)?;
     let upgrade = tempfile::tempdir()?;

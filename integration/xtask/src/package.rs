@@ -44,7 +44,8 @@ pub struct Options {
     /// Folder to fill; target/packages if omitted.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Pack the output of `cargo xtask build`: quick, for trials.
+    /// Pack the output of `cargo xtask build`, which is quicker than a build for a release. For
+    /// trials only.
     #[arg(long)]
     dev: bool,
     /// Also install the packages in private roots and run the image (needs root).

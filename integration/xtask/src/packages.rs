@@ -39,7 +39,10 @@ pub fn install(needed: &[(&str, &str)]) -> Result<()> {
         );
     }
     if sh::find("apt-get").is_none() {
-        bail!("missing: {}; this machine has no apt: install them", missing.join(" "));
+        bail!(
+            "missing: {}; this machine has no apt, so install them by other means",
+            missing.join(" ")
+        );
     }
     output::step(&format!("Installing {}", missing.join(" ")));
     sh::read(Command::new("apt-get").arg("update"))?;

@@ -13,11 +13,11 @@ const MODULE: &str = "github.com/opencontainers/runc";
 /// Release of runc. It was the newest one at the time of the last update.
 const VERSION: &str = "1.4.3";
 
-/// Builds runc, unless it is built already. If Go is missing or too old, prints that. The tests
+/// Builds runc, unless it is built already. If Go is missing or too old, prints a note. The tests
 /// that need this runc are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
-        output::note(&format!("no runc for user namespaces: {error:#}"));
+        output::note(&format!("runc for user namespaces is not available: {error:#}"));
     }
 }
 
@@ -29,7 +29,9 @@ fn build(artifacts: &Artifacts) -> Result<()> {
         return Ok(());
     }
     if sh::find("go").is_none() {
-        output::note("no runc for user namespaces: Go is missing");
+        output::note(
+            "runc for user namespaces is not available: it is built with Go, which is missing",
+        );
         return Ok(());
     }
     output::step(&format!("Building runc {VERSION} (once; a minute)"));

@@ -20,7 +20,8 @@ pub fn read(command: &mut Command) -> Result<String> {
         let error = String::from_utf8_lossy(&output.stderr);
         bail!("{} failed: {}: {}", line(command), output.status, error.trim());
     }
-    String::from_utf8(output.stdout).with_context(|| format!("{} printed no text", name(command)))
+    String::from_utf8(output.stdout)
+        .with_context(|| format!("{} printed bytes that are not UTF-8", name(command)))
 }
 
 /// Path of a program in PATH or in the usual folders of root's programs.

@@ -1,6 +1,6 @@
-//! The cost of a hooked call against a direct one, with a driver that does nothing.
+//! Measures how much longer a hooked driver call takes than a direct call.
 //!
-//! Runs the preload library's own benchmark. The function in the stand-in for libcuda returns
+//! Runs the preload library's own benchmark. A stand-in replaces libcuda, and its function returns
 //! immediately, so only the hook is measured. No container is needed.
 
 use std::{
@@ -84,7 +84,7 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
         noise,
         goal: "at most 2 ns more",
         met: with - without <= 2.0,
-        method: "the same, recorded as `affinode calls` makes it".into(),
+        method: "as for a hooked call, while a sample of the calls is recorded, as `affinode calls` requests it".into(),
     });
     Ok(figures)
 }
@@ -93,7 +93,8 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
 /// because the speed differs between starts.
 const STARTS: usize = 6;
 
-/// Medians of the starts of both sides, and the noise of the first side.
+/// Runs both sides in turn, `STARTS` times each. Returns the median of each side, and the noise of
+/// the side without the library.
 fn in_turn(
     without: impl Fn() -> Result<f64>,
     with: impl Fn() -> Result<f64>,

@@ -11,21 +11,24 @@ use anyhow::Result;
 
 use crate::output;
 
-/// Runs the comparison on the machine's GPU. Without a GPU it uses the simulated one, whose figures
-/// depend only on this machine's memory. Returns whether every goal was met and no part failed.
+/// Runs the comparison on the machine's GPU, or on the simulated GPU if the machine has none. The
+/// figures of the simulated GPU depend only on this machine's memory. Returns whether every goal
+/// was met and no part failed.
 pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {
     let file = target_dir().join("bench-engines.json");
     let mut suite = Command::new(artifacts.bin("affinode-gpu-suite")?);
     suite.env(ARTIFACTS_ENV, artifacts.root()).arg(&release.bin_dir).arg(&file);
     if !Gpu::real_is_there() {
-        output::out("The GPU is simulated: the results show that it works, not how fast it is.");
+        output::out(
+            "The GPU is simulated. The results show that the engines work, but not how fast they are on a real GPU.",
+        );
         suite.arg("simulated");
     }
     // A missed goal is shown in the table. It is an error only with `--strict`.
     let ended = suite.arg("engines").status()?;
     if !ended.success() {
-        output::out("A goal was missed, or a part failed: see above.");
+        output::out("A goal was missed, or a part failed: see the output above.");
     }
-    output::out(&format!("{}: the same as JSON", file.display()));
+    output::out(&format!("{}: the same results as JSON", file.display()));
     Ok(ended.success())
 }

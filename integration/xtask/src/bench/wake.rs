@@ -1,4 +1,4 @@
-//! The time of a waiting call in addition to the driver's own restore and unlock.
+//! Measures how much longer a waiting CUDA call takes than the driver's own restore and unlock.
 
 use affinode_e2e::{suite, testbed::Testbed};
 use anyhow::Result;
@@ -11,7 +11,8 @@ use super::{
 /// Number of rounds. In each round, ten processes of each kind run on one GPU.
 const GOES: usize = 4;
 
-/// Measures restore and unlock by the driver, and a call that wakes.
+/// Measures the time of the driver's restore and unlock, and the time of a call that wakes a
+/// process.
 pub fn measure(world: &Testbed) -> Result<Vec<Figure>> {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..GOES {

@@ -32,7 +32,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Builds the suite for this release.
+    /// Builds the suite for this release of containerd.
     pub fn prepare(artifacts: &Artifacts, release: &Release) -> Result<Self> {
         let cache = artifacts.cache_dir().join("conformance");
         // Debian appends its own revision to the project's version.
@@ -88,7 +88,11 @@ impl Client {
         if outcomes.len() == 0 {
             bail!("no test ran: see {}", log.display());
         }
-        output::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
+        output::note(&format!(
+            "{} tests; the whole output is in {}",
+            outcomes.len(),
+            log.display()
+        ));
         Ok(outcomes)
     }
 }

@@ -89,7 +89,11 @@ impl Critest {
         let text = fs::read_to_string(&report)
             .with_context(|| format!("no test ran: see {}", log.display()))?;
         let outcomes = Outcomes::of_ginkgo(&text)?;
-        output::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
+        output::note(&format!(
+            "{} tests; the whole output is in {}",
+            outcomes.len(),
+            log.display()
+        ));
         Ok(outcomes)
     }
 

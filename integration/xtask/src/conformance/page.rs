@@ -31,7 +31,7 @@ pub fn machine(release: &Release) -> Result<String> {
     ))
 }
 
-/// Writes a table to the page, in place of an older one of the same suite.
+/// Writes a table to the page, in place of an older table of the same suite.
 pub fn put(file: &Path, table: &str) -> Result<()> {
     let page = if file.exists() { fs::read_to_string(file)? } else { String::new() };
     fs::write(file, with(&page, table)).with_context(|| format!("cannot write {}", file.display()))

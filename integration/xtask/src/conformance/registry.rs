@@ -156,7 +156,7 @@ fn layer() -> Result<Vec<u8>> {
     }
     let busybox = Path::new(BUSYBOX);
     let mut layer = Layer::base()?;
-    // These files replace the files of the same path in the usual layer.
+    // These files replace the files of the same path in the base layer.
     layer.file("etc/passwd", 0o644, PASSWD.as_bytes())?;
     layer.file("etc/group", 0o644, GROUP.as_bytes())?;
     layer.folder("home", 0o777)?;

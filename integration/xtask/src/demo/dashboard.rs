@@ -14,7 +14,7 @@ const REAL_MIB: u64 = 1024;
 /// Pause between two rounds of calls.
 const BEAT: std::time::Duration = std::time::Duration::from_secs(4);
 
-/// Finds a free port, preferably the usual one.
+/// Finds a free port for the dashboard, preferably the usual port.
 pub fn free_address() -> Result<SocketAddr> {
     let usual = SocketAddr::from((Ipv4Addr::LOCALHOST, 9410));
     let socket = TcpListener::bind(usual)
@@ -22,7 +22,7 @@ pub fn free_address() -> Result<SocketAddr> {
     Ok(socket.local_addr()?)
 }
 
-/// The scenario's configuration, with the address of the page.
+/// Returns the scenario's configuration, with the address of the dashboard if there is one.
 pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     let http = address.map_or_else(String::new, |address| {
         // Any user of this machine may offload and restore the demo's containers.

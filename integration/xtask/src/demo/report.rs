@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::scenario::Seen;
 use crate::{output, sh};
 
-/// Sizes in bytes, times in milliseconds.
+/// The report of the demo. Sizes are in bytes, times in milliseconds.
 #[derive(Serialize)]
 pub struct Report {
     gpu: String,
@@ -106,7 +106,9 @@ impl Report {
 fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
     let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
     let event = events.iter().find(moved);
-    event.map(|event| event.elapsed_ms).with_context(|| format!("no event of a move to {to}"))
+    event
+        .map(|event| event.elapsed_ms)
+        .with_context(|| format!("the controller recorded no move to the state {to}"))
 }
 
 #[cfg(test)]

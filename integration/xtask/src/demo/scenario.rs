@@ -87,5 +87,7 @@ fn gpu(world: &Testbed) -> Result<GpuRow> {
 
 /// Waits until `wanted` returns true for the VRAM in use that NVML reports.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
-    until("NVML to show it", || Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used))))
+    until("NVML to report the expected VRAM in use", || {
+        Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used)))
+    })
 }

@@ -67,7 +67,9 @@ impl Watch {
     /// Waits until every event so far was printed, and ends the command. Returns all events.
     pub fn finish(mut self, world: &Testbed) -> Result<Vec<EventRow>> {
         let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
-        until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;
+        until("the last rows of the table", || {
+            Ok((self.shown.load(Ordering::Acquire) >= last).then_some(()))
+        })?;
         self.child.kill()?;
         self.child.wait()?;
         self.reader.join().map_err(|_| anyhow!("the table's thread panicked"))
@@ -77,8 +79,8 @@ impl Watch {
 fn row(event: &EventRow, began_unix_ms: i64, cli: &Cli) -> String {
     let seconds = (event.unix_ms - began_unix_ms) as f64 / 1000.0;
     let name = event.container.rsplit('/').next().unwrap_or_default();
-    // The sum over the containers, because the GPU's own figure is a sample that may be older than
-    // the event.
+    // VRAM in use is the sum over the containers, because the GPU's own figure is a sample that may
+    // be older than the event.
     let used = cli.ps().ok().map(|node| node.containers.iter().map(|c| c.vram_bytes).sum::<u64>());
     let used = used.map_or_else(|| "-".into(), |bytes| format!("{} MiB", bytes / MIB));
     let state = event.to.to_uppercase();

@@ -25,7 +25,7 @@ impl Markdown {
         self.text += &format!("\n### {title}\n");
     }
 
-    /// Adds a paragraph. An empty one is left out.
+    /// Adds a paragraph. An empty paragraph is left out.
     pub fn paragraph(&mut self, text: &str) {
         if !text.is_empty() {
             self.text += &format!("\n{text}\n");

@@ -91,7 +91,7 @@ fn announce(world: &Testbed, keys: &[String]) -> Result<()> {
                 pod: format!("pod-{n}"),
                 container: "main".into(),
                 annotations: HashMap::new(),
-                // Any existing folder will do. It is not changed.
+                // Any existing folder can be named here. It is not changed.
                 bundle: world.dir().display().to_string(),
                 ..Announcement::default()
             };

@@ -77,8 +77,8 @@ impl Toolkit {
         let file = world.containerd().config_file();
         let folder = world.dir().join("tools");
         fs::create_dir_all(&folder)?;
-        // The toolkit runs `containerd config dump`. Without this wrapper it would read the
-        // machine's file.
+        // The toolkit runs `containerd config dump`. Without this wrapper the command would print
+        // the configuration of the machine's own containerd.
         let wrapper = folder.join("containerd-of-the-node");
         let program = world.containerd().release().bin_dir.join("containerd");
         let text =

@@ -92,7 +92,7 @@ fn prepare(world: &Testbed, version: u32) -> Result<()> {
     let old = text.lines().next().context("the configuration is empty")?.to_owned();
     let mut changed = text.replacen(&old, &format!("version = {version}"), 1);
     if version >= 4 {
-        // The sockets are settings of plugins since then.
+        // From version 4 of the configuration on, the sockets are settings of plugins.
         let ttrpc = format!("{}.ttrpc", world.containerd().socket().display());
         changed = changed.replacen("[grpc]", "[plugins.\"io.containerd.server.v1.grpc\"]", 1);
         changed +=
@@ -138,7 +138,8 @@ impl Scene<'_> {
         ensure!(said.contains("2 shims run"), "expected `2 shims run` in: {said}");
         self.end_pods()?;
         let restarts = self.restarts;
-        // containerd 1.6 has no CDI. Its pods need NVIDIA's program as soon as the node has it.
+        // containerd 1.6 has no CDI, so its pods need NVIDIA's program as soon as the toolkit is
+        // installed. If Affinode was installed first, it then restarts containerd once.
         let allowed = usize::from(
             order == Order::OursFirst && world.containerd().release().line == Line::V1_6,
         );

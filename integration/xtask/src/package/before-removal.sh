@@ -4,7 +4,7 @@ set -e
 case "$1" in
 remove | 0)
     if [ -e "${DPKG_ROOT:-}/var/lib/affinode/install.json" ]; then
-        echo "affinode: this node still runs it; /usr/local/bin/affinode uninstall takes it off"
+        echo "affinode: this node still runs Affinode; run /usr/local/bin/affinode uninstall to remove it"
     fi
     ;;
 esac

@@ -40,7 +40,7 @@ pub struct Install<'a> {
 }
 
 impl<'a> Install<'a> {
-    /// A node without Affinode.
+    /// Prepares the steps on a node without Affinode.
     pub fn new(node: &'a Node) -> Result<Self> {
         Ok(Self { node, before: files(node)?, program: None })
     }
@@ -61,7 +61,7 @@ impl<'a> Install<'a> {
     }
 }
 
-/// All folders that an installation may change.
+/// Snapshots of all folders that an installation may change.
 fn files(node: &Node) -> Result<Vec<Snapshot>> {
     ["/etc", "/usr/local"].iter().map(|folder| Snapshot::of(&node.file(folder))).collect()
 }
