@@ -19,7 +19,8 @@ struct cuda {
             return result_;                                                                                           \
     } while (0)
 
-/* Fills the table. One loader is linked into each program. It prints missing functions to stderr. 0: none missing. */
+/* Fills the table of driver functions. Each program is linked with one loader, which defines this function. It prints
+ * missing functions to stderr, and returns 0 if none is missing. */
 int cuda_load(struct cuda *cuda);
 /* Returns a driver function that is not in the table. If there is none, the program ends with status 3. Defined in
  * load_dlsym.c. */
@@ -44,7 +45,7 @@ CUresult client_open(struct client *client, int device);
 CUresult client_fill(struct client *client, size_t mib, uint32_t seed);
 /* Fills the words of the allocation by the seed. */
 CUresult client_write(struct client *client, uint32_t seed);
-/* Calls obey for each line of stdin, until it returns 0 or the input ends. */
+/* Calls obey for each line of stdin, until obey returns 0 or the input ends. */
 void client_listen(int (*obey)(char *command));
 /* Adds 1 to every word with a kernel on the default stream. Does not wait for the kernel. */
 CUresult client_touch(struct client *client);

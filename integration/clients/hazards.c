@@ -168,7 +168,7 @@ static void *call_and_wait(void *unused)
     return unused;
 }
 
-/* An exit handler. It is registered before the driver's own handler, so it runs after that. */
+/* An exit handler. It is registered before the driver's own handler, so it runs after the driver's handler. */
 static void linger(void)
 {
     sleep_ms(1000);

@@ -79,10 +79,11 @@ static uint32_t seed = 1;
 static CUstream streams[2];
 static pool_handle pools[2];
 static int failed_line;
-/* During a capture, a call that makes the driver's own pool grow may be refused. Calls for swappable memory may not. */
+/* During a capture, a call that makes the driver's own pool grow may be refused. Calls for swappable memory may not be
+ * refused. */
 static int may_refuse;
 
-/* Checks a condition. The line of the first one that fails is reported. */
+/* Checks a condition. The program reports the source line of the first condition that fails. */
 #define HOLDS(what)                                                                                                   \
     do {                                                                                                              \
         if (!(what) && failed_line == 0)                                                                              \

@@ -53,7 +53,7 @@ fn corpora_are_small() {
         let bytes: usize = corpus(name).iter().map(Vec::len).sum();
         assert!(
             bytes <= 128 << 10,
-            "{name}: {bytes} bytes; cargo xtask fuzz --keep makes it small"
+            "the corpus of {name} has {bytes} bytes; reduce it with `cargo xtask fuzz --keep`"
         );
     }
 }

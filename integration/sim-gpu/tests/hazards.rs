@@ -110,7 +110,7 @@ fn some_calls_return_while_checkpointed() {
     let mut worker = node.worker(2);
     assert_eq!(node.checkpoint(worker.pid(), &AWAY), [0, 0]);
     worker.expect("meminfo", 304);
-    // `exec-info` queries the device's name.
+    // `exec-info` queries the device's name, which returns the error 304 in this state.
     worker.expect("exec-info", 304);
     worker.expect("version", 0);
     let fork = worker.ask("fork");

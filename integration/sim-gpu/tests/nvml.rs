@@ -20,7 +20,7 @@ fn nvml_shows_what_the_driver_knows() {
     assert!(matches!(init(), Err(NvmlError::DriverNotLoaded)));
 
     let node = Node::start(&["--gpus", "2", "--vram-mib", "256"]);
-    // SAFETY: as above.
+    // SAFETY: no other thread of this test binary reads the environment.
     unsafe { std::env::set_var("AFFINODE_SIM_SOCKET", node.socket()) };
     let nvml = init().unwrap();
     assert_eq!(nvml.device_count().unwrap(), 2);

@@ -42,7 +42,10 @@ pub fn skip(missing: &str, why: &str) {
 /// When `good / of` is below `least`, the share that every machine must reach.
 pub fn share(what: &str, good: u64, of: u64, least: f64) {
     note(&format!("{}: {what}: {good} of {of}", test()));
-    assert!(good as f64 >= of as f64 * least, "{what}: {good} of {of}, wanted are {least} of all");
+    assert!(
+        good as f64 >= of as f64 * least,
+        "{what}: {good} of {of} attempts succeeded, but the required share is {least}"
+    );
 }
 
 /// Name of the running test, which `cargo test` gives to its thread.

@@ -111,7 +111,7 @@ pub fn journal(data: &[u8]) {
             return;
         }
         let (good, bad) = read();
-        assert_eq!(good.len() + bad.len(), 1, "one file is one record, or is named");
+        assert_eq!(good.len() + bad.len(), 1, "a file is read as one record or reported as bad");
         let Ok(record) = serde_json::from_slice::<Record>(data) else { return };
         assert!(journal.write(&key, &record).is_ok());
         let (good, bad) = read();

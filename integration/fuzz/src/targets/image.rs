@@ -29,7 +29,7 @@ pub fn image(data: &[u8]) {
     let Ok(layers) = build(folder.path(), &mut bytes) else { return };
     let mount = mount(&layers);
     let Ok(rootfs) = RootfsLayers::new(&[mount], None, folder.path()) else {
-        panic!("an overlay of absolute folders is understood")
+        panic!("the shim refused an overlay of absolute folders")
     };
     let found = rootfs.find(ASKED, MAX_BYTES);
     if let Ok(ResolvedPath::Regular(content)) = &found {
@@ -40,9 +40,11 @@ pub fn image(data: &[u8]) {
         let theirs = by_the_kernel(layer);
         match (&found, &theirs) {
             (Ok(ResolvedPath::Regular(ours)), Some(theirs)) => assert!(ours == theirs),
-            (Ok(ResolvedPath::Regular(_)), None) => panic!("the kernel finds no file there"),
+            (Ok(ResolvedPath::Regular(_)), None) => {
+                panic!("the shim finds a file where the kernel finds none")
+            }
             (Ok(_), Some(theirs)) if theirs.len() as u64 <= MAX_BYTES => {
-                panic!("the kernel finds a file, and this finds {found:?}")
+                panic!("the kernel finds a file, but the shim finds {found:?}")
             }
             _ => {}
         }
@@ -133,7 +135,7 @@ fn build(folder: &Path, bytes: &mut Unstructured<'_>) -> Result<Vec<PathBuf>> {
     Ok(layers)
 }
 
-/// A path made of a few names. If `is_target`, the bytes may make it very long.
+/// Makes a path of a few names. If `is_target`, the input's bytes can make the path very long.
 fn path(bytes: &mut Unstructured<'_>, is_target: bool) -> Result<PathBuf> {
     let mut path = PathBuf::new();
     if is_target && bytes.ratio(1, 2)? {

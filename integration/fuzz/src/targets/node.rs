@@ -20,7 +20,7 @@ use affinode_proto::{
 };
 use arbitrary::{Result, Unstructured};
 
-/// Key of the hostile container.
+/// Letter of the hostile container's key, which repeats this letter.
 const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
@@ -398,7 +398,7 @@ impl World {
             self.tick(ROUND_MS);
         }
         let left: Vec<Phase> = self.honest.iter().map(|honest| honest.phase).collect();
-        panic!("honest processes are left {left:?} because of what another container says");
+        panic!("the hostile container's messages left honest processes in the phases {left:?}");
     }
 }
 

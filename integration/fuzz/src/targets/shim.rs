@@ -70,8 +70,8 @@ pub fn ttrpc(data: &[u8]) {
         &Untouched,
     );
     let _ = runtime.block_on(run);
-    assert!(client.starts_with(&to_stock), "the stock shim got something else");
-    assert!(stock.starts_with(&to_client), "the client got something else");
+    assert!(client.starts_with(&to_stock), "the stock shim got other bytes");
+    assert!(stock.starts_with(&to_client), "the client got other bytes");
 }
 
 /// Input of `start` from containerd, and the reply of the stock shim's `start`.
@@ -109,14 +109,17 @@ pub fn spec(data: &[u8]) {
     let listed = edited["mounts"].as_array().map_or(0, Vec::len);
     assert!(listed >= mounts.len());
     let mut again = edited.clone();
-    assert!(spec::add_mounts(&mut again, &mounts).is_ok() && again == edited, "twice is not once");
+    assert!(
+        spec::add_mounts(&mut again, &mounts).is_ok() && again == edited,
+        "a second edit changed the spec"
+    );
     let without = |mut value: Value| {
         if let Some(object) = value.as_object_mut() {
             object.shift_remove("mounts");
         }
         value
     };
-    assert_eq!(without(edited), without(before), "something else changed");
+    assert_eq!(without(edited), without(before), "the edit changed more than the mounts");
 }
 
 /// Edits an image's `/etc/ld.so.preload`. Affinode's line must be added once, and the image's own
@@ -151,7 +154,7 @@ pub fn options(data: &[u8]) {
             Ok(Some(given)) => {
                 assert_eq!(given.type_url, options::RUNC_OPTIONS);
                 let again = options::translate(Some(&given), cgroups_path);
-                assert!(matches!(again, Ok(None)), "what runc takes is translated again");
+                assert!(matches!(again, Ok(None)), "options of runc are translated again");
             }
             Err(error) => assert!(!error.to_string().is_empty()),
         }

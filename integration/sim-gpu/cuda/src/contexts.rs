@@ -37,7 +37,7 @@ pub struct Contexts {
     next: u64,
 }
 
-/// The context of a call.
+/// The context in which a call runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Current {
     pub context: u64,

@@ -2,8 +2,8 @@
 //!
 //! As with the real driver, a child that is forked after `cuInit` has no driver, and its calls
 //! return NOT_INITIALIZED. The child closes the parent's connections immediately, so that the
-//! daemon notices the parent's end. After `exit` has begun, every call returns DEINITIALIZED, also
-//! the checkpoint calls.
+//! daemon notices the parent's end. After `exit` has begun, every call returns DEINITIALIZED,
+//! including the checkpoint calls.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};

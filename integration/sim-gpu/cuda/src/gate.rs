@@ -114,8 +114,8 @@ impl Gate {
         self.lock().phase = Phase::Checkpointed;
     }
 
-    /// Simulates a read of the context without a wait at the gate. The read ends the process with
-    /// SIGSEGV if it is checkpointed.
+    /// Simulates a read of the context without a wait at the gate. If the context is checkpointed,
+    /// the read ends the process with SIGSEGV.
     pub fn look(&self) {
         if self.is_offloaded() {
             segfault();

@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// Call by which the driver knows a block of host memory.
+/// Call by which a block of host memory became known to the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Memory that `cuMemHostAlloc` has allocated.

@@ -12,16 +12,17 @@
 //! - The checkpoint calls with their states and failures; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
 //! - The driver's private tables for the runtime and for tools; see [`tables`].
-//! - A faulty bus: of the asynchronous copies of 1 MiB and more to the device, the one with the
-//!   number in `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error. A process with
-//!   `AFFINODE_SIM_NO_CHECKPOINT` is aborted when it calls the checkpoint.
+//! - A faulty bus: the asynchronous copies of 1 MiB and more to the device are counted from 1. The
+//!   copy with the number in `AFFINODE_SIM_SPOIL_COPY` writes wrong contents, without an error.
+//! - A process with `AFFINODE_SIM_NO_CHECKPOINT` in its environment is aborted when it makes a
+//!   checkpoint call.
 //!
 //! # What is not simulated
 //!
 //! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, most of
 //! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC,
 //! clocks, speeds. A process that is checkpointed with memory opened by legacy IPC is assumed to be
-//! lost, like one with imported VMM memory.
+//! lost, like a process with imported VMM memory.
 //!
 //! # Structure
 //!

@@ -5,7 +5,8 @@
 //!                                  └──> copy in host memory, no window         (Checkpointed)
 //! ```
 //! `cuMemAlloc` makes a reservation, a physical object and a mapping in one call. With the VMM
-//! calls, a program makes them one by one. A checkpoint and restore do not change addresses.
+//! calls, a program makes each of the three by a separate call. A checkpoint and restore do not
+//! change addresses.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -241,7 +242,7 @@ impl Memory {
         Some(*address)
     }
 
-    /// Closes imported memory once. Returns the object if it must then be freed.
+    /// Undoes one open of another process's memory. Returns the object if it must then be freed.
     pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
         let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
         let opened = opened.ok_or(INVALID_VALUE)?;
@@ -450,7 +451,8 @@ impl Memory {
             physical.window = None;
         }
         let of = |source| self.physical.values().any(|physical| physical.source == source);
-        // The driver cannot restore either kind, but returns a different error for each.
+        // The driver restores no process that has memory of another process. Its error depends on
+        // how the process got that memory.
         Ok(match (of(Source::LegacyIpc), of(Source::Shared)) {
             (true, _) => INVALID_VALUE,
             (_, true) => NOT_SUPPORTED,

@@ -1,8 +1,8 @@
 //! Streams. Each has a queue and a worker thread, and all work of the GPU is an [`Op`] on a stream.
 //!
-//! Tickets define the order between streams: the operations of a stream are numbered. An operation
-//! may wait for `(stream, ticket)` pairs. All of these were submitted earlier, so there is no
-//! cycle. The legacy default stream of a context waits for the context's blocking streams, and the
+//! The operations of a stream are numbered, and such a number is called a ticket. An operation may
+//! wait for `(stream, ticket)` pairs. All of these were submitted earlier, so there is no cycle.
+//! The legacy default stream of a context waits for the context's blocking streams, and the
 //! blocking streams wait for the legacy default stream. An event refers to a ticket.
 
 use std::collections::{HashMap, VecDeque};

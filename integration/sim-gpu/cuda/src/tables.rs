@@ -99,7 +99,8 @@ fn expected_hash(pid: u32) -> u64 {
     seen.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the storage that the CUDA runtime attached to a context. It works in every state.
+/// Returns the storage that the CUDA runtime attached to a context. It works in every checkpoint
+/// state.
 unsafe extern "C" fn storage(_: u64, _: u64) -> CUresult {
     with(Class::Instant)
 }

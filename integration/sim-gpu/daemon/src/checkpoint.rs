@@ -10,7 +10,7 @@
 //! ```
 //!
 //! An operation is completed even if its caller ends. The next operation on the same process waits
-//! for it. This applies to `GetState` as well.
+//! for that, even a `GetState`.
 
 use std::sync::Arc;
 use std::thread;

@@ -26,24 +26,24 @@ pub struct Config {
     /// Product name of the GPUs. It must say that they are simulated.
     #[arg(long, default_value = "NVIDIA Simulated H200", value_parser = simulated_name)]
     pub name: String,
-    /// VRAM that a process's context takes on each GPU. Half of it is local memory, which depends on
-    /// the context's stack limit.
+    /// VRAM in MiB that a process's context takes on each GPU. Half of it is local memory, which
+    /// depends on the context's stack limit.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub context_mib: u64,
-    /// Host memory that a checkpoint takes from the process, in addition to the contents of its
-    /// VRAM.
+    /// Host memory in MiB that a checkpoint takes from the process, in addition to the contents of
+    /// its VRAM.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub checkpoint_extra_mib: u64,
     /// Minimum duration of a checkpoint, in milliseconds.
     #[arg(long, default_value_t = 0)]
     pub checkpoint_fixed_ms: u64,
-    /// Speed of a checkpoint; 0: as fast as this machine copies.
+    /// Speed of a checkpoint in GiB per second; 0: as fast as this machine copies.
     #[arg(long, default_value_t = 0.0, value_parser = rate)]
     pub checkpoint_gib_per_s: f64,
     /// Minimum duration of a restore, in milliseconds.
     #[arg(long, default_value_t = 0)]
     pub restore_fixed_ms: u64,
-    /// Speed of a restore; 0: as fast as this machine copies.
+    /// Speed of a restore in GiB per second; 0: as fast as this machine copies.
     #[arg(long, default_value_t = 0.0, value_parser = rate)]
     pub restore_gib_per_s: f64,
 }

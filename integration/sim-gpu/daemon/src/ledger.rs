@@ -1,4 +1,4 @@
-//! Accounts VRAM by process. It is pure: its input and output are ids and numbers.
+//! Accounts VRAM by process. The ledger is pure: its input and output are ids and numbers.
 //!
 //! An object exists while a client holds it, or while a descriptor to which it was exported is
 //! open. Its size is counted once for its GPU. In NVML's figures it is counted for the client that

@@ -237,7 +237,7 @@ pub enum Order {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Continue: all objects have their contents again.
+    /// Continue, because all objects have their contents again.
     Resume {
         /// New GPU of each earlier GPU, by index.
         gpu_map: Vec<usize>,

@@ -33,7 +33,7 @@ pub struct Products {
 pub fn products() -> &'static Products {
     static PRODUCTS: OnceLock<Products> = OnceLock::new();
     PRODUCTS.get_or_init(|| {
-        // .../debug/deps/test-binary
+        // The path of the test binary ends with debug/deps/NAME.
         let test = std::env::current_exe().unwrap();
         let debug = test.parent().and_then(Path::parent).unwrap();
         let build = Command::new(env!("CARGO"))

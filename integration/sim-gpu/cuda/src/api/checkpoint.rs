@@ -1,6 +1,6 @@
-//! The checkpoint calls, which do not pass the gate. Their target is another process or the caller
-//! itself. Each call sends a request to the daemon, which sends orders to the checkpoint thread of
-//! the target.
+//! Driver functions for checkpoints. They do not pass the gate, where other calls wait while the
+//! process is locked or checkpointed. Their target is another process or the caller itself. Each
+//! call sends a request to the daemon, which sends orders to the checkpoint thread of the target.
 
 use affinode_sim_protocol::{Operation, Reply};
 

@@ -143,7 +143,7 @@ fn queue(
     driver.streams.submit(stream, Box::new(copy))
 }
 
-/// First byte that a faulty copy writes.
+/// Value that a faulty copy writes to the first byte of its destination.
 const WRONG: [u8; 1] = [0xb5];
 
 /// Whether this copy to the device must write wrong contents. `AFFINODE_SIM_SPOIL_COPY` is the

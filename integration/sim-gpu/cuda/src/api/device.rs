@@ -76,14 +76,14 @@ fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i3
     Ok(match attribute {
         1 => 1024,                         // max threads per block
         2 | 3 => 1024,                     // max block dimensions x, y
-        4 => 64,                           // z
-        5 => i32::MAX,                     // max grid dimensions x
-        6 | 7 => 65535,                    // y, z
+        4 => 64,                           // max block dimension z
+        5 => i32::MAX,                     // max grid dimension x
+        6 | 7 => 65535,                    // max grid dimensions y, z
         8 => 49152,                        // shared memory per block
         9 => 65536,                        // constant memory
         10 => 32,                          // warp size
         12 => 65536,                       // registers per block
-        13 => 1_980_000,                   // clock, kHz
+        13 => 1_980_000,                   // processor clock, kHz
         14 => 512,                         // texture alignment
         15 => 1,                           // can overlap copies
         16 => driver.multiprocessors(gpu), // multiprocessors
@@ -100,7 +100,7 @@ fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i3
         40 => 3,                           // copy engines
         41 => 1,                           // unified addressing
         75 => 9,                           // compute capability major
-        76 => 0,                           // minor
+        76 => 0,                           // compute capability minor
         78 => 1,                           // stream priorities
         81 => 233_472,                     // shared memory per multiprocessor
         82 => 65536,                       // registers per multiprocessor
@@ -109,7 +109,7 @@ fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i3
         91 => 1,                           // host pointers for registered memory
         97 => 232_448,                     // opt-in shared memory per block
         102 | 103 => 1,                    // VMM, POSIX descriptors
-        110 => 1,                          // VMM that others on the bus may reach
+        110 => 1,                          // VMM memory that other PCI devices can access
         115 => 1,                          // memory pools
         _ if (0..=512).contains(&attribute) => 0,
         _ => return Err(INVALID_VALUE),

@@ -17,7 +17,7 @@ cuda_api! {
         for index in 0..count as usize {
             let attribute = attributes.at(index).ok_or(INVALID_VALUE)?;
             let place = data.at(index).ok_or(INVALID_VALUE)?;
-            // For an unknown address, this call writes zeros, but the call above returns an error.
+            // For an unknown address, this function writes zeros, but cuPointerGetAttribute fails.
             Fact::of(d, attribute, address)?.unwrap_or(Fact::zero(attribute)).write(place_for(place))?;
         }
         Ok(())

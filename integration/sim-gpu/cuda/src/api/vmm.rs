@@ -59,8 +59,8 @@ cuda_api! {
         d.memory().map(address, bytes, offset, handle)
     }
     Work 10020 fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |d, _z| {
-        // `cuMemUnmap` does not even wait for work that uses the memory. As with the real driver,
-        // the caller must wait.
+        // `cuMemUnmap` does not wait for work that uses the memory. As with the real driver, the
+        // caller must wait for that work.
         d.streams.spoils_global(is_relaxed())?;
         let freed = d.memory().unmap(address, bytes)?;
         freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
