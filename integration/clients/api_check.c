@@ -533,7 +533,8 @@ int main(int argc, char **argv)
         if (!wanted)
             continue;
         answer("group", 0, 0, "\"name\":\"%s\"", groups[i].name);
-        /* Each group runs in a process of its own, because a driver that was used cannot be used after a fork. */
+        /* Each group runs in its own process, because a child cannot use the driver if its parent used the driver
+         * before the fork. */
         pid_t pid = fork();
         if (pid == 0) {
             if (groups[i].run == NULL)

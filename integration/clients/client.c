@@ -151,7 +151,8 @@ CUresult client_pattern(struct client *client, CUdeviceptr at, size_t words, uin
 
 CUresult client_check(struct client *client, CUdeviceptr at, size_t words, struct content content, uint64_t *wrong)
 {
-    /* The kernel counts in the last two words, so it needs no further memory. These words are compared here. */
+    /* The kernel counts wrong words in the memory's last two words, so it needs no further memory. The host compares
+     * these two words. */
     uint64_t address = at, count = words - 2, counter = at + count * 4, counted = 0;
     uint32_t last[2];
     void *parameters[] = {&address, &count, &content.seed, &content.scale, &content.add, &counter};

@@ -235,7 +235,7 @@ static int attack(const char *hex)
     }
     for (size_t bytes = 0; bytes <= FRAME_BYTES + 1; bytes++)
         ok &= is_given(socket, good, bytes) == (bytes == FRAME_BYTES);
-    /* A correct request without a descriptor for the reply, or with one to which no reply can be sent. */
+    /* Correct requests without a descriptor for the reply, and with descriptors to which no reply can be sent. */
     send_to(socket, good, FRAME_BYTES, -1, 0);
     send_to(socket, good, FRAME_BYTES, pipes[0], 0);
     send_to(socket, good, FRAME_BYTES, pipes[1], 0);

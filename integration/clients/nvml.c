@@ -121,7 +121,7 @@ static int obey(char *command)
         static struct sample samples[4096];
         unsigned count = sizeof samples / sizeof *samples;
         result = CALL(nvmlDeviceGetProcessUtilization)(device, samples, &count, 0);
-        /* 6: no process was busy in the sampled time. */
+        /* The result 6 means that no process was busy in the sampled time. Here it counts as success. */
         result = result == 6 ? 0 : result;
     } else if (sscanf(command, "monitor %u", &pause_ms) == 1) {
         pthread_t thread;

@@ -67,7 +67,7 @@ typedef struct CUpool_st *pool_handle;
 MORE_FUNCTIONS(F)
 #undef F
 
-/* Accepted results of a call during a capture, and of the capture after it. */
+/* Error codes of a call that is refused during a capture, and of a capture that such a call has invalidated. */
 enum { REFUSED = 900, SPOILT = 901 };
 enum { THRESHOLD = 4, RESERVED = 5, USED = 7, USED_HIGH = 8 };
 #define MOST 1024
@@ -399,7 +399,8 @@ static CUresult full(void)
             TRY(cuMemFreeAsync(at[i], streams[1]));
         TRY(client.cuda.ctx_sync());
         HOLDS(free_bytes() < room / 4);
-        /* Requests more than is free: without a stream, in another size in a stream, and from the other pool. */
+        /* Each turn requests more memory than is free: without a stream, in another size in a stream, or from the other
+         * pool. */
         if (turn == 0) {
             TRY(client.cuda.mem_alloc(&address, bytes * (many / 2)));
             TRY(client.cuda.mem_free(address));

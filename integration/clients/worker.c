@@ -439,7 +439,7 @@ int worker_main(int argc, char **argv)
     answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
     if (result != 0)
         return 4;
-    /* No call of the start follows the reply to `fill`, so a freeze after that reply hits no call. */
+    /* All driver calls of the start precede the reply to `fill`, so a freeze after that reply interrupts no call. */
     int from_stdin = script == NULL || period_ms > 0;
     char *save = NULL;
     for (char *command = script ? strtok_r(script, ";", &save) : NULL; command; command = strtok_r(NULL, ";", &save)) {

@@ -71,8 +71,8 @@ impl SocketAddress {
         std::fs::symlink_metadata(&self.path).ok().map(|meta| meta.ino())
     }
 
-    /// Removes the socket file if it still has this inode. A new socket that another process has
-    /// bound at the same path has another inode, and stays.
+    /// Removes the socket file if it still has this inode. If another process has bound a new
+    /// socket at the same path, the inode differs, and the new socket stays.
     pub fn unlink(&self, inode: Option<u64>) {
         if inode.is_some() && self.inode() == inode {
             // The file is to be removed, so it is not an error if it is missing.

@@ -110,7 +110,7 @@ impl AnnouncerState {
                     None => return,
                 },
                 () = ended(&mut self.watch) => {
-                    info!("controller: the connection ended, connecting again");
+                    info!("controller: its connection to this shim ended, so the shim connects again");
                     self.watch = None;
                     self.next_attempt = Instant::now() + spread();
                 }
@@ -132,7 +132,7 @@ impl AnnouncerState {
             let gone = key.to_owned();
             if let Err(error) = self.call(move |caller| caller.withdraw(&gone, generation)).await {
                 warn!(
-                    "container {key}: cannot withdraw it from the controller: {}",
+                    "container {key}: cannot report its end to the controller: {}",
                     report(&error)
                 );
             }

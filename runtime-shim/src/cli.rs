@@ -19,7 +19,7 @@ pub enum ShimAction {
     Serve,
 }
 
-/// The flags of the stock shim, and three internal ones of the daemon.
+/// The flags of the stock shim, and three internal flags of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShimFlags {
     /// containerd namespace that owns the container.

@@ -123,7 +123,7 @@ fn manage(
     let engine = engine_of(&paths.config, &announcement);
     match edit(paths, &folder, &announcement, engine, request, bundle, spec) {
         Ok(()) => {
-            info!(key = announcement.key, "container {id}: managed");
+            info!(key = announcement.key, "container {id}: managed by Affinode");
             Some(announcement)
         }
         Err(error) => {

@@ -38,7 +38,7 @@ const END: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum DeleteError {
     /// The command line names no bundle, and the working folder cannot be determined.
-    #[error("cannot find the bundle")]
+    #[error("cannot determine the container's bundle; pass -bundle")]
     Bundle(#[source] std::io::Error),
     /// The stock shim was not found.
     #[error("cannot run the stock shim")]

@@ -53,7 +53,7 @@ pub enum NamesError {
         source: io::Error,
     },
     /// The content differs from the format of dockerd.
-    #[error("{path} is not a container's configuration of Docker")]
+    #[error("{path} is not the configuration file of a Docker container")]
     Content {
         /// Path of the file.
         path: PathBuf,

@@ -26,7 +26,7 @@ pub struct FrameHeader {
     pub payload_bytes: u32,
     /// Stream that the frame belongs to.
     pub stream: u32,
-    /// Request, response or data.
+    /// Type of the frame: request, response or data.
     pub kind: u8,
     /// Flags, passed on unchanged.
     pub flags: u8,
@@ -36,13 +36,15 @@ pub struct FrameHeader {
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// A payload is longer than ttrpc allows.
-    #[error("a frame has {payload_bytes} bytes, more than the maximum of {PAYLOAD_MAX_BYTES}")]
+    #[error(
+        "the payload of a ttrpc frame has {payload_bytes} bytes, more than the maximum of {PAYLOAD_MAX_BYTES}"
+    )]
     TooLong {
         /// Length that the header gives.
         payload_bytes: u32,
     },
     /// The connection ended within a frame, or failed.
-    #[error("the connection broke within a frame")]
+    #[error("the connection broke within a ttrpc frame")]
     Broken(#[from] io::Error),
 }
 

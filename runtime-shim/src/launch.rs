@@ -42,7 +42,7 @@ pub struct Launcher {
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// A file of the run directory could not be used.
-    #[error("cannot use {path}")]
+    #[error("cannot create, open or lock {path}")]
     Io {
         /// Path of the file.
         path: PathBuf,
@@ -127,7 +127,7 @@ impl Launcher {
             Ok(())
         } else {
             Err(LaunchError::Spawn(io::Error::other(format!(
-                "{} launch: {status}",
+                "{} launch failed: {status}",
                 self.program.display()
             ))))
         }

@@ -13,7 +13,8 @@ const OWN_PREFIX: &str = "affinode.io/";
 /// Maximum number of Affinode's annotations that are read from one pod. It is about three times the
 /// number of annotations that Affinode defines.
 const MAX_ANNOTATIONS: usize = 48;
-/// Maximum length of an annotation's value in bytes. Valid values are shorter.
+/// Maximum length of one annotation in bytes, name and value together. Valid annotations are
+/// shorter.
 const MAX_ANNOTATION_BYTES: usize = 512;
 
 /// Returns the announcement of a container that is being created.
@@ -61,7 +62,7 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
     }
 }
 
-/// Returns Affinode's annotations within the limits above, in the spec's order.
+/// Returns Affinode's annotations of at most [`MAX_ANNOTATION_BYTES`], in the spec's order.
 fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
     spec::annotations(spec)
         .filter(|(name, value)| {

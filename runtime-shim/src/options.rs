@@ -28,7 +28,7 @@ const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
 /// Reason why the options of the runtime handler cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// The bytes do not decode as their type.
+    /// The bytes of the options cannot be decoded as the options' type.
     #[error("cannot decode the runtime options of type {kind}")]
     Decode {
         /// Type URL that the options carry.

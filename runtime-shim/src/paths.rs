@@ -77,8 +77,8 @@ impl ContainerDir {
             make_dir(run_dir)?;
         }
         make_dir(containers)?;
-        // Searchable but not readable: a process that can open this folder could hold its lock, and
-        // no further container could be created.
+        // The folder is searchable but not readable. A process that could open it could hold its
+        // lock, and then no further container could be created.
         fs::set_permissions(containers, Permissions::from_mode(0o711))?;
         let _lock = self.lock()?;
         self.clear()?;
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn keys_are_hashes_of_namespace_and_id() {
-        // printf 'k8s.io/abc' | sha256sum | cut -c1-32
+        // printf 'k8s.io/abc' | sha256sum | cut -c1-32 prints the same key.
         assert_eq!(container_key("k8s.io", "abc"), hex(&Sha256::digest(b"k8s.io/abc"))[..32]);
         assert_ne!(container_key("a", "b/c"), container_key("b", "c"));
         assert_eq!(container_key("a", "../../x").len(), 32);

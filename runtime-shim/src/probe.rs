@@ -57,7 +57,7 @@ pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
         Ok(bytes)
     };
     match ask() {
-        // The listener ended between the connect and its accept.
+        // The listener ended after the connect and before it accepted the connection.
         Ok(bytes) if bytes.is_empty() => ProbedPeer::Dead,
         Ok(bytes) => match serde_json::from_slice(&bytes) {
             Ok(identity) => ProbedPeer::Alive(identity),

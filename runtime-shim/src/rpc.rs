@@ -106,7 +106,7 @@ impl RpcCaller {
         self.call("Shutdown", &request).map(|_: containerd_shim_protos::types::empty::Empty| ())
     }
 
-    /// The underlying connection, to keep it open.
+    /// Returns the underlying connection, so that the caller can keep it open.
     #[must_use]
     pub fn into_stream(self) -> UnixStream {
         self.stream

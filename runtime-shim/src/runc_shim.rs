@@ -19,7 +19,7 @@ pub struct RuncShim(PathBuf);
 pub enum RuncShimError {
     /// No search path has the binary.
     #[error(
-        "{NAME} is not installed: not in PATH, not next to containerd and not next to this binary; install containerd's package, or name the file in {PATH_ENV}"
+        "{NAME} is not installed in PATH, next to containerd or next to this binary; install containerd's package, or name the file in {PATH_ENV}"
     )]
     Missing,
     /// The variable's value is not an executable file.
@@ -27,7 +27,7 @@ pub enum RuncShimError {
     NotAFile(PathBuf),
     /// The file is this binary under the stock shim's name.
     #[error(
-        "{0:?} is this shim itself, under the stock shim's name; install containerd's own, or name it in {PATH_ENV}"
+        "{0:?} is this shim itself, under the stock shim's name; install containerd's own shim, or name its file in {PATH_ENV}"
     )]
     Ourselves(PathBuf),
     /// The stock shim's process could not be started.

@@ -55,7 +55,7 @@ pub enum ServeError {
     #[error("the stock shim exited right after its start")]
     Gone,
     /// A system call of the setup failed.
-    #[error("cannot set up the daemon")]
+    #[error("cannot set up the daemon of the shim")]
     Io(#[from] io::Error),
 }
 
@@ -72,7 +72,8 @@ struct JoinedTask {
 pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
-    // A session of its own: a signal to `start`'s process group does not end the daemon.
+    // The daemon gets its own session, so that a signal to the process group of `start` does not
+    // end the daemon.
     let _ = rustix::process::setsid();
     let joined = match join(flags) {
         Ok(joined) => joined,

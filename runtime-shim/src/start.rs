@@ -57,7 +57,7 @@ pub enum StartError {
     #[error("cannot place the proxy in front of the stock shim")]
     Address(#[from] AddressError),
     /// The proxy's socket could not be bound.
-    #[error("cannot serve {address}")]
+    #[error("cannot listen on {address}")]
     Bind {
         /// Address of the proxy.
         address: String,
@@ -65,7 +65,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// Another proxy listens at this address and does not reply.
-    #[error("the proxy of this group at {address} does not answer")]
+    #[error("the proxy at {address}, which serves this container's group, does not reply")]
     Silent {
         /// Address of that proxy.
         address: String,
@@ -87,7 +87,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// A file of the bundle could not be written.
-    #[error("cannot record the address in the bundle")]
+    #[error("cannot record the proxy's address in the bundle")]
     Bundle(#[from] BundleError),
 }
 
@@ -230,9 +230,9 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this run of `start` has started it. It has if the listener was created by
-/// the process `stock_pid`, which ran the stock shim's `start`. Such a stock shim has no containers
-/// yet.
+/// Ends the stock shim if this run of `start` has started it. This is the case if the process
+/// `stock_pid`, which ran the stock shim's `start`, created the listener. Such a stock shim has no
+/// containers yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {
@@ -256,7 +256,7 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     if caller.shut_down(id).is_err()
         && let Some((pid, began)) = process
     {
-        // An error of this kill is ignored, because the caller reports the error that made it
+        // An error of this kill is ignored, because the caller reports the error that made the kill
         // necessary.
         let _ = process::kill(pid, began, PROXY_REPLY_TIMEOUT);
     }

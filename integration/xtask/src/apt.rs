@@ -58,7 +58,7 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
         sh::read(&mut command)
     };
     if download().is_err() {
-        // The machine's package indexes are outdated or were never fetched.
+        // The usual cause is that the machine's package indexes are outdated or were never fetched.
         sh::read(Command::new("apt-get").arg("update"))?;
         download()?;
     }
@@ -86,7 +86,7 @@ impl Suites {
 
     /// Versions of a package, newest first, each with its suite.
     pub fn versions(&self, package: &str) -> Result<Vec<(String, String)>> {
-        // containerd | 2.1.9+ds1-5 | http://… forky/main amd64 Packages
+        // A line of the table: containerd | 2.1.9+ds1-5 | http://… forky/main amd64 Packages
         let table = sh::read(self.apt("apt-cache").args(["madison", package]))?;
         let rows = table.lines().filter_map(|row| {
             let mut fields = row.split('|').map(str::trim);

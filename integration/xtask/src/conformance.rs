@@ -82,7 +82,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
     match worse {
         0 => Ok(()),
-        worse => bail!("{worse} tests pass with the stock runtime and not with Affinode"),
+        worse => bail!("{worse} tests pass with the stock runtime but not with Affinode"),
     }
 }
 
@@ -125,7 +125,7 @@ fn compare(
     output::step("Running the suite with Affinode");
     let mut comparison = Comparison::new(stock, run(true, only)?);
     for name in comparison.differing() {
-        output::note(&format!("again, alone: {name}"));
+        output::note(&format!("running again, alone: {name}"));
         let only = alone(&name);
         comparison.again(&run(false, Some(&only))?, &run(true, Some(&only))?);
     }

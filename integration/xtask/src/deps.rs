@@ -49,7 +49,7 @@ pub fn all() -> Result<Releases> {
         output::note(&format!("containerd {} in {}", release.version, release.bin_dir.display()));
     }
     for (line, reason) in &releases.unavailable {
-        output::note(&format!("no containerd {line}: {reason}"));
+        output::note(&format!("containerd {line} is not available: {reason}"));
     }
     Ok(releases)
 }

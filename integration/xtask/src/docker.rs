@@ -22,7 +22,7 @@ const MIN_VERSION: u32 = 26;
 /// reason. The tests that need it are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = fetch(artifacts) {
-        output::note(&format!("no dockerd: {error:#}"));
+        output::note(&format!("dockerd is not available: {error:#}"));
     }
 }
 

@@ -16,8 +16,9 @@ pub const MODULE: &str = "helm.sh/helm/v3";
 /// The newest release at the time of the last update.
 pub const VERSION: &str = "v3.22.0";
 
-/// The folder with a helm, either the machine's own or one that is built here once. `None`: Go is
-/// missing or too old. The reason is printed, and the tests that need helm are recorded as skipped.
+/// Returns the folder of a `helm` program: the machine's own, or a program that is built here once.
+/// `None`: Go is missing or too old. The reason is printed, and the tests that need helm are
+/// recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) -> Option<PathBuf> {
     match folder(artifacts) {
         Ok(folder) => folder,

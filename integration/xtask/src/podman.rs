@@ -10,6 +10,6 @@ const NEEDED: [(&str, &str); 3] = [("podman", "podman"), ("conmon", "conmon"), (
 /// tests that need it are then recorded as skipped.
 pub fn prepare() {
     if let Err(error) = packages::install(&NEEDED) {
-        output::note(&format!("no Podman: {error:#}"));
+        output::note(&format!("Podman is not available: {error:#}"));
     }
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
-/// Release of runc. It was the newest one at the time of the last update.
+/// Release of runc. It was the newest release at the time of the last update.
 const VERSION: &str = "1.4.3";
 
 /// Builds runc, unless it is built already. If Go is missing or too old, prints a note. The tests

@@ -80,7 +80,7 @@ impl Fake {
                     let calls = calls.clone();
                     self.connections.spawn(async move {
                         let mut header = [0; HEADER_BYTES];
-                        // A watch connection ends without a call.
+                        // The announcer's watch connection ends without a call.
                         if stream.read_exact(&mut header).await.is_err() {
                             return;
                         }

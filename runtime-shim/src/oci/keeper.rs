@@ -75,12 +75,12 @@ async fn watch(launcher: &Launcher) {
             Ok(stream) => {
                 failures = 0;
                 ended(&mut Some(stream)).await;
-                info!("controller: the connection ended");
+                info!("controller: its connection to the keeper ended");
                 Duration::ZERO
             }
             Err(error) => {
                 if failures == 0 {
-                    warn!("controller: cannot connect: {}", report(&error));
+                    warn!("controller: the keeper cannot connect to it: {}", report(&error));
                 }
                 failures += 1;
                 back_off(failures - 1)

@@ -15,7 +15,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::cli::LogTarget;
 
-/// The lines of a runtime's log.
+/// The format of log lines, as an OCI runtime writes them.
 struct OciFormat {
     json: bool,
 }

@@ -25,7 +25,7 @@ pub enum ResolvedPath {
     /// Content of a regular file.
     Regular(Vec<u8>),
     /// An entry that is not a regular file, such as a folder, a device, a socket or a dangling
-    /// symlink. The text names it.
+    /// symlink. The text names the kind of entry.
     Other(&'static str),
 }
 

@@ -71,7 +71,7 @@ pub fn query(data: &[u8]) {
     }
 }
 
-/// A trace for `affinode simulate`. Accepted events must be in order, and their sum must not
+/// Parses a trace for `affinode simulate`. Accepted events must be in order, and their sum must not
 /// overflow.
 pub fn trace(data: &[u8]) {
     let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
@@ -106,7 +106,11 @@ pub fn journal(data: &[u8]) {
             return;
         };
         let file = folder.path().join(key.as_str());
-        let read = || journal.read_all().unwrap_or_else(|error| panic!("the folder: {error}"));
+        let read = || {
+            journal
+                .read_all()
+                .unwrap_or_else(|error| panic!("cannot read the journal's folder: {error}"))
+        };
         if std::fs::write(&file, data).is_err() {
             return;
         }

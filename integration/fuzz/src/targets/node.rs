@@ -20,7 +20,7 @@ use affinode_proto::{
 };
 use arbitrary::{Result, Unstructured};
 
-/// Letter of the hostile container's key, which repeats this letter.
+/// The key of the hostile container consists of this letter only.
 const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
@@ -83,7 +83,8 @@ pub fn hostile(data: &[u8]) {
 }
 
 fn key(letter: char) -> Key {
-    Key::parse(&letter.to_string().repeat(32)).unwrap_or_else(|text| panic!("{text} is a key"))
+    Key::parse(&letter.to_string().repeat(32))
+        .unwrap_or_else(|text| panic!("cannot parse the key: {text}"))
 }
 
 impl World {
@@ -473,7 +474,7 @@ fn wake(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
 
 fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
     Ok(AgentMessage::AllocWait {
-        // The range is small, so that numbers are used repeatedly.
+        // The range is small, so that ticket numbers are used repeatedly.
         ticket: bytes.int_in_range(0..=3)?,
         bytes: u64::from(bytes.arbitrary::<u16>()?),
         uuid: *bytes.choose(&[[7; 16], [8; 16]])?,

@@ -74,7 +74,7 @@ pub fn ttrpc(data: &[u8]) {
     assert!(stock.starts_with(&to_client), "the client got other bytes");
 }
 
-/// Input of `start` from containerd, and the reply of the stock shim's `start`.
+/// Parses the input that `start` gets from containerd, and the reply of the stock shim's `start`.
 pub fn start(data: &[u8]) {
     let _ = BootstrapInput::parse(data, "default", "id");
     if let Ok(answer) = BootstrapReply::parse(data) {
@@ -87,8 +87,8 @@ pub fn start(data: &[u8]) {
     }
 }
 
-/// Edits a config.json as the shim does. Only mounts may be added. A second edit must change
-/// nothing, and neither must an edit that is refused.
+/// Edits a config.json as the shim does. Only mounts may be added, and a second edit must change
+/// nothing.
 pub fn spec(data: &[u8]) {
     let Ok(before) = serde_json::from_slice::<Value>(data) else { return };
     let _ = (spec::decide(&before), spec::cgroups_path(&before), spec::root_path(&before));
@@ -103,7 +103,7 @@ pub fn spec(data: &[u8]) {
     });
     let mut edited = before.clone();
     if spec::add_mounts(&mut edited, &mounts).is_err() {
-        // Affinode's earlier mounts may have been removed from the spec before the failure.
+        // A refused edit may have removed Affinode's earlier mounts, so the spec is not compared.
         return;
     }
     let listed = edited["mounts"].as_array().map_or(0, Vec::len);
@@ -130,11 +130,12 @@ pub fn preload(data: &[u8]) {
     assert_eq!(merge(&merged), merged);
 }
 
-/// The options that containerd passes to a runtime; the first byte gives their type. The options
-/// must be translated to runc's options, or refused with a reason. A second translation must change
-/// nothing.
+/// Translates the options that containerd passes to a runtime. The first byte of the input gives
+/// their type. The options must be translated to runc's options, or refused with a reason. A second
+/// translation must change nothing.
 pub fn options(data: &[u8]) {
-    /// First byte of the field that names a file of the node, which must not be read here.
+    /// First byte of the field that names a file of the node. This target must not read such a
+    /// file.
     const CONFIG_PATH: u8 = 0x12;
     let Some((kind, value)) = data.split_first() else { return };
     let mut any = Any::new();

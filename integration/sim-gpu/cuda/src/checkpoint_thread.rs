@@ -15,8 +15,8 @@ use crate::abi::{NO_DEVICE, Outcome, status};
 use crate::client;
 use crate::driver::Driver;
 
-/// Starts the thread, and waits until the daemon has registered it. Returns its descriptor, which a
-/// forked child closes.
+/// Starts the thread, and waits until the daemon has registered it. Returns the descriptor of the
+/// thread's connection, which a forked child closes.
 pub fn start(driver: &'static Driver) -> Outcome<RawFd> {
     let packet = client::connect().map_err(|_| NO_DEVICE)?;
     let fd = packet.as_fd().as_raw_fd();

@@ -14,14 +14,15 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// A part of a window. The piece keeps the window mapped.
+    /// Returns a part of a window onto device memory. The piece keeps the window mapped.
     pub fn of(window: Arc<Pages>, offset: usize, bytes: usize) -> Self {
         let bytes = bytes.min(window.bytes().saturating_sub(offset));
         Self { address: window.start() + offset, bytes, _window: Some(window) }
     }
 }
 
-/// Host memory of the application. It is valid because the application passes its address.
+/// Returns a piece of the application's host memory. The memory is valid because the application
+/// passed its address to the driver.
 pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     if address == 0 && bytes > 0 {
         return Err(INVALID_VALUE);

@@ -16,8 +16,7 @@ use crate::streams::{StreamId, StreamKind};
 #[derive(Debug)]
 struct Context {
     device: CUdevice,
-    /// Number of times that the primary context is retained. `None`: the context is not a primary
-    /// one.
+    /// Number of times that the primary context is retained. `None`: this is not a primary context.
     retained: Option<u32>,
     legacy: StreamId,
     flags: u32,

@@ -107,7 +107,8 @@ mod tests {
         }
     }
 
-    /// Compares with values that an H200 computed with the kernel in `digest.ptx`.
+    /// Compares the simulated digests with those that an H200 computed with the kernel in
+    /// `digest.ptx`.
     #[test]
     fn it_is_the_device_s() {
         const WORDS: usize = SLOT_BYTES / 8;

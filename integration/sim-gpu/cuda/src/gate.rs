@@ -109,7 +109,7 @@ impl Gate {
         true
     }
 
-    /// Records that the contents are no longer on the GPU.
+    /// Records that the contents of VRAM are no longer on the GPU.
     pub fn leave(&self) {
         self.lock().phase = Phase::Checkpointed;
     }
@@ -122,12 +122,12 @@ impl Gate {
         }
     }
 
-    /// Whether the contents are in host memory instead of on the GPU.
+    /// Whether the contents of VRAM are in host memory instead of on the GPU.
     pub fn is_offloaded(&self) -> bool {
         self.lock().phase == Phase::Checkpointed
     }
 
-    /// Records that the contents are on the GPU again.
+    /// Records that the contents of VRAM are on the GPU again.
     pub fn back(&self) {
         self.lock().phase = Phase::Closed;
     }

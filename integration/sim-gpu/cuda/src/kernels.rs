@@ -105,7 +105,8 @@ impl Arguments {
             Self::Buffer(start, bytes) if offset + size_of::<T>() <= bytes => Some(start + offset),
             Self::Buffer(..) => None,
         };
-        // SAFETY: each pointer is valid for the kernel's argument by the same promise.
+        // SAFETY: the application promises that each pointer is valid for its argument of the
+        // kernel.
         unsafe { pointer::<T>(address.ok_or(INVALID_VALUE)?) }.get().ok_or(INVALID_VALUE)
     }
 }

@@ -211,7 +211,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// Removes the mapping that starts here. Returns the object if it must be freed.
+    /// Removes the mapping that starts at this address. Returns the object if it must be freed.
     pub fn remove(&mut self, address: CUdeviceptr, origin: Origin) -> Outcome<Option<ObjectId>> {
         self.mappings
             .get(&address)
@@ -451,8 +451,8 @@ impl Memory {
             physical.window = None;
         }
         let of = |source| self.physical.values().any(|physical| physical.source == source);
-        // The driver restores no process that has memory of another process. Its error depends on
-        // how the process got that memory.
+        // The driver cannot restore a process that has memory of another process. The error depends
+        // on how the process got that memory.
         Ok(match (of(Source::LegacyIpc), of(Source::Shared)) {
             (true, _) => INVALID_VALUE,
             (_, true) => NOT_SUPPORTED,

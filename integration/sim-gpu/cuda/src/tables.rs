@@ -79,7 +79,7 @@ static OF_RUNTIME: Table = table([check, storage, settle]);
 static OF_VIDEO: Table = table([settle, settle, settle]);
 static OF_TOOLS: Table = table([attach, detach, look]);
 
-/// Returns the table with this id. Every other id names the table of the tools.
+/// Returns the table with this id. Every unknown id returns the table for tools.
 pub fn find(id: &Uuid) -> &'static Table {
     match id {
         id if *id == RUNTIME => &OF_RUNTIME,
@@ -99,8 +99,8 @@ fn expected_hash(pid: u32) -> u64 {
     seen.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the storage that the CUDA runtime attached to a context. It works in every checkpoint
-/// state.
+/// Returns the storage that the CUDA runtime attached to a context. The function works in every
+/// checkpoint state.
 unsafe extern "C" fn storage(_: u64, _: u64) -> CUresult {
     with(Class::Instant)
 }

@@ -33,7 +33,7 @@ pub enum Stage {
     Checkpointed {
         /// Objects that a restore must put back.
         saved: Saved,
-        /// Result of a restore that cannot succeed; 0 if it can.
+        /// Result of every later restore. 0 if restores can succeed.
         restore_code: i32,
     },
     /// The process is lost: no restore will ever succeed.

@@ -230,8 +230,8 @@ impl Ledger {
         self.exports.len()
     }
 
-    /// Removes an exported descriptor whose last copy was closed. Returns the object if that frees
-    /// it.
+    /// Removes an exported descriptor whose last copy was closed. Returns the object if it must
+    /// then be freed.
     pub fn close_export(&mut self, name: u64) -> Option<ObjectId> {
         let id = self.exports.remove(&name)?;
         self.bury(id).then_some(id)

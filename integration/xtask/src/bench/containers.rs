@@ -15,7 +15,7 @@ use super::{
     stats::{median, noise},
 };
 
-/// Number of pods of each shim whose memory is measured.
+/// Number of pods for each of the two shims. The memory of their shim processes is measured.
 const PODS: usize = 4;
 
 /// Measures the time from start to exit of `/bin/true`, and the memory of the shims of

@@ -196,7 +196,10 @@ fn install_again(course: &mut Course<'_>) -> Result<String> {
         "expected `nothing to do` and no restart, got {restarts} restarts: {said}"
     );
     installed.same_as(&course.snapshot()?)?;
-    ensure!(course.world.containerd().pid() == containerd, "another containerd runs");
+    ensure!(
+        course.world.containerd().pid() == containerd,
+        "containerd was restarted: its pid has changed"
+    );
     Ok("nothing to do; no restart, no file changed".into())
 }
 
@@ -245,7 +248,10 @@ fn upgrade(course: &mut Course<'_>) -> Result<String> {
     let (_, restarts) =
         installation.restarted(|| installation.done("install", &["--from", &from]))?;
     ensure!(restarts == 0, "the upgrade restarted containerd");
-    ensure!(course.world.containerd().pid() == containerd, "another containerd runs");
+    ensure!(
+        course.world.containerd().pid() == containerd,
+        "containerd was restarted: its pid has changed"
+    );
     let built = digest(&course.upgrade.join(SHIM))?;
     ensure!(digest(&installation.shim())? == built, "the shim was not replaced");
     let said = installation.done("status", &[])?;

@@ -77,9 +77,9 @@ fn versions(release: &Release) -> &'static [u32] {
     let minor = release.version.trim_start_matches('v').split('.').nth(1);
     match release.line {
         Line::V1_6 | Line::V1_7 => &[2],
-        // With the toolkit's file in version 3 and a first file in version 2, containerd 2 loses
-        // the setting of the sandbox image. Testbeds have no other sandbox image, so this
-        // combination is left out.
+        // If the toolkit's file has version 3 and the file that containerd reads first has version
+        // 2, containerd 2 loses the setting of the sandbox image. Testbeds have no other sandbox
+        // image, so this combination is left out.
         Line::V2 if minor.and_then(|minor| minor.parse().ok()).unwrap_or(0) < 3 => &[3],
         Line::V2 => &[3, 4],
     }

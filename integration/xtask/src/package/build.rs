@@ -190,7 +190,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Rewrites links to absolute paths, so that their targets are below a root.
+/// Changes links with absolute targets, so that the targets are below `root`.
 fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

@@ -16,8 +16,9 @@ fn order(
     let dir = tempfile::tempdir().unwrap();
     let (text, runtime) = (dir.path().join("text"), dir.path().join("runtime"));
     std::fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
-    // The file is copied by `install`, in another process, for the reason stated in the tests of
-    // `runc_shim`.
+    // The file is copied by `install`, in another process. If this process wrote the file, a child
+    // that another test forks could hold it open for writing, and the kernel would not execute it
+    // (ETXTBSY).
     let copied = Command::new("install").args(["-m", "755"]).arg(&text).arg(&runtime).status();
     assert!(copied.unwrap().success());
     let (key, id, root) = (String::new(), "c1".to_owned(), Some(dir.path().to_owned()));

@@ -52,7 +52,7 @@ cuda_api! {
     Instant 8000 fn cuDeviceGetP2PAttribute(value: Out<i32>, attribute: i32, device: CUdevice, peer: CUdevice) |d, _z| {
         d.gpu(device)?;
         d.gpu(peer)?;
-        // Access is supported; performance rank 0, no native atomics.
+        // Attribute 2 (access is supported) is 1 for another device. All other attributes are 0.
         value.set(i32::from(attribute == 2 && device != peer))
     }
     Always 2000 fn cuGetExportTable(table: Out<*const Table>, id: In<Uuid>) |_d, _z| {

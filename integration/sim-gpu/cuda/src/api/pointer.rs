@@ -28,7 +28,8 @@ cuda_api! {
 }
 
 fn place_for(address: HostAddress) -> Out<c_void> {
-    // SAFETY: Out is a transparent pointer; the application promises that each is valid for its attribute.
+    // SAFETY: Out is a transparent pointer. The application promises that each pointer is valid for
+    // its attribute.
     unsafe { std::mem::transmute::<HostAddress, Out<c_void>>(address) }
 }
 

@@ -61,7 +61,7 @@ cuda_api! {
     Work 11020 fn cuMemPoolDestroy(pool: Handle) |d, _z| { d.destroy_pool(pool) }
     Work 11020 fn cuMemPoolTrimTo(pool: Handle, keep: usize) |d, _z| { d.trim_pool(pool, keep as u64) }
     Work 11020 fn cuMemPoolSetAccess(pool: Handle, access: In<AccessDesc>, count: usize) |d, _z| {
-        // Access rights of single devices are not simulated.
+        // Access rights of single devices are not simulated. Only the arguments are checked.
         d.pools().get(pool)?;
         (0..count).try_for_each(|index| {
             let one = access.at(index).ok_or(INVALID_VALUE)?;

@@ -84,7 +84,7 @@ cuda_api! {
         if kind != HANDLE_POSIX_FD {
             return Err(NOT_SUPPORTED);
         }
-        // Measured: imported memory cannot be exported again.
+        // As on a real driver, imported memory cannot be exported again.
         if !d.memory().owns(handle) {
             return Err(INVALID_VALUE);
         }
