@@ -45,13 +45,13 @@ impl Artifacts {
         Self { root }
     }
 
-    /// Path of the folder itself.
+    /// Path of the folder with all built files.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Folder of the programs.
+    /// Folder of the built programs.
     #[must_use]
     pub fn bin_dir(&self) -> PathBuf {
         self.root.join("bin")

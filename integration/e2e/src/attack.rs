@@ -21,8 +21,8 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("no controller is running")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
-        // The message names another process's pid. The controller must ignore it and use the peer's
-        // credentials.
+        // The message names another process's pid. The controller must ignore this pid and use the
+        // credentials of the socket's peer.
         pid_in_namespace: 1,
         phase: Phase::Checkpointed,
         generation: u64::MAX,

@@ -67,14 +67,15 @@ pub struct Options {
     pub rounds: u64,
     /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Number of environments that run rounds in parallel; 1 on a real GPU.
+    /// Number of environments that run rounds in parallel. It is 1 on a real GPU.
     pub worlds: usize,
-    /// Number of GPUs over which the containers are distributed, 1 or 2. On a real machine it must
-    /// have at least this many.
+    /// Number of GPUs over which the containers are distributed, 1 or 2. A real machine must have
+    /// at least this many GPUs.
     pub gpus: usize,
 }
 
-/// Runs a campaign in testbeds of this configuration. `tell` receives lines about its progress.
+/// Runs a campaign in testbeds of this configuration. `tell` receives lines about the campaign's
+/// progress.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -156,8 +157,8 @@ impl<'a> Campaign<'a> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Number of rounds between two lines about the progress. Rounds on a real GPU take longer, and
-    /// the campaign may be cut.
+    /// Number of rounds between two lines about the progress. It is lower on a real GPU, because
+    /// rounds take longer there and the campaign may be cut short.
     fn tell_each(&self) -> u64 {
         match self.options.gpu {
             Gpu::Simulated { .. } => 25,
@@ -215,7 +216,7 @@ fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec
         outcome = outcome.and_then(|()| play_scene(env, scene, &mut undo, &mut asked, report));
     }
     if squeezed {
-        // After these calls both twins become idle at the same time, but host memory suffices to
+        // After `call_twins`, both twins become idle at the same time. Host memory suffices to
         // offload only one of them.
         outcome = outcome.and_then(|()| call_twins(env));
     }
@@ -303,8 +304,8 @@ fn play_scene(
     }
     let strike = &scene.strike;
     let (watched, step) = strike.at;
-    // Depending on the machine's timing, the step may never occur. The fault is then caused when
-    // the time limit has passed.
+    // The watched container may never enter the state, because timing differs between machines. In
+    // this case the fault is caused when the time limit has passed.
     let patience = env.setup.step_patience();
     let _ = env.watch.wait(&env.cast[watched].name(), step, from, patience);
     std::thread::sleep(Duration::from_micros(strike.after_us));
@@ -319,8 +320,8 @@ fn play_scene(
         .with_context(|| strike.fault.as_str())?;
     if undo.len() > before {
         std::thread::sleep(Duration::from_millis(strike.lasts_ms));
-        // Lasting faults are undone here, except for an ended containerd: it is started again only
-        // after the round, so that the remaining scenes run without it.
+        // Lasting faults are undone here, except for an ended containerd. containerd is started
+        // again only after the round, so that the remaining scenes run without it.
         let last = undo.split_off(before);
         let (later, now): (Vec<_>, Vec<_>) =
             last.into_iter().partition(|undo| matches!(undo, fault::Undo::StartContainerd));

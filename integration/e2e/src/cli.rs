@@ -47,17 +47,17 @@ pub struct GpuRow {
     pub vram_reclaimed_bytes: u64,
     /// Whether NVML is the simulated one.
     pub simulated: bool,
-    /// Pid of its copier; 0 if there is none.
+    /// Process id of the GPU's copier. It is 0 if there is no copier.
     pub copier_pid: i32,
-    /// Number of processes that its copiers have restored.
+    /// Number of processes that the GPU's copiers have restored.
     pub copier_restores: u64,
     /// Number of processes whose memory is registered with the copier.
     pub copier_registered: u32,
-    /// Content that processes share with others, summed over all processes, in bytes.
+    /// Content that processes share with other processes, summed over all processes, in bytes.
     pub copier_shared_bytes: u64,
     /// Size of the files that hold shared content, in bytes.
     pub copier_stored_bytes: u64,
-    /// Number of processes that its copiers have copied out.
+    /// Number of processes that the GPU's copiers have copied out.
     pub copier_offloads: u64,
     /// Number of resident processes whose host memory is prefaulted.
     pub copier_prefaulted: u32,
@@ -95,7 +95,7 @@ pub struct ContainerRow {
     pub reason: String,
     /// VRAM that the container holds, in bytes.
     pub vram_bytes: u64,
-    /// VRAM that its offload has freed, in bytes.
+    /// VRAM that the container's offload has freed, in bytes.
     pub offloaded_bytes: u64,
     /// Idle timeout in effect for the container, in milliseconds.
     pub idle_timeout_ms: u64,
@@ -103,7 +103,7 @@ pub struct ContainerRow {
     pub engine: String,
     /// Fraction of the container's VRAM that the library can copy at bus speed. `None`: unknown.
     pub copyable_share: Option<f64>,
-    /// VRAM that its processes hold while offloaded, in bytes.
+    /// VRAM that the container's processes hold while the container is offloaded, in bytes.
     pub staying_bytes: u64,
     /// Reasons why it is not offloaded.
     pub staying_reasons: Vec<String>,
@@ -137,23 +137,23 @@ impl ContainerRow {
 pub struct ProcessRow {
     /// Process id in the controller's pid namespace.
     pub pid: i32,
-    /// Phase that its agent reports.
+    /// Phase that the process's agent reports.
     pub phase: String,
     /// Number of CUDA calls up to now.
     pub calls: u64,
-    /// VRAM that its agent can copy, in bytes.
+    /// VRAM that the process's agent can copy, in bytes.
     pub swappable_bytes: u64,
     /// VRAM that is copied out now, in bytes.
     pub copied_out_bytes: u64,
-    /// Host memory that it retains while resident, in bytes.
+    /// Host memory that the process retains while it is resident, in bytes.
     pub kept_bytes: u64,
     /// Unchanged content that the last offload did not copy, in bytes.
     pub unchanged_bytes: u64,
     /// Memory full of zeros, which the last offload did not store, in bytes.
     pub zero_bytes: u64,
-    /// Names of its hazards. A hazard makes an offload unsafe.
+    /// Names of the process's hazards. A hazard makes an offload unsafe.
     pub hazards: Vec<String>,
-    /// Name of the last CUDA function that it called.
+    /// Name of the CUDA function that the process called last.
     pub last_call: String,
     /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
@@ -309,19 +309,20 @@ impl Cli {
             .with_context(|| format!("cannot parse the output of `affinode ps -o json`: {text}"))
     }
 
-    /// The first GPU. A controller that has just started has not read the GPU yet; waits until it
-    /// has.
+    /// The first GPU. This function waits until a controller that has just started has read the
+    /// GPU.
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when there is no GPU.
+    /// When [`Cli::ps`] fails, or there is no GPU.
     pub fn gpu(&self) -> Result<GpuRow> {
         until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
     }
 
-    /// The first GPU, as soon as `wanted` returns true for it. `what` completes "waited for …".
+    /// The first GPU, as soon as `wanted` returns true for it. `what` completes the error "waited
+    /// for …".
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when `wanted` stays false.
+    /// When [`Cli::ps`] fails, or `wanted` does not return true in time.
     pub fn wait_gpu(&self, what: &str, wanted: impl Fn(&GpuRow) -> bool) -> Result<GpuRow> {
         let mut last = GpuRow::default();
         until(what, || {
@@ -334,7 +335,7 @@ impl Cli {
     /// The container with this id of containerd, if the controller lists it.
     ///
     /// # Errors
-    /// As [`Cli::ps`].
+    /// When [`Cli::ps`] fails.
     pub fn container(&self, id: &str) -> Result<Option<ContainerRow>> {
         let rows = self.ps()?.containers;
         Ok(rows.into_iter().find(|row| row.id == id))
@@ -343,7 +344,7 @@ impl Cli {
     /// The row of a container. Waits until the controller lists it.
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when the container is not listed in time.
+    /// When [`Cli::ps`] fails, or the container is not listed in time.
     pub fn known(&self, id: &str) -> Result<ContainerRow> {
         until(&format!("{id} to be known"), || self.container(id))
     }
@@ -352,14 +353,14 @@ impl Cli {
     /// reached the controller.
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when no process registers.
+    /// When [`Cli::ps`] fails, or no process registers in time.
     pub fn registered(&self, id: &str) -> Result<ContainerRow> {
         self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
     }
 
-    /// The row of a container, as soon as it matches. `what` completes "waited for the container
-    /// …". A wait is necessary because a program's reply can arrive before the controller has
-    /// recorded the move.
+    /// The row of a container, as soon as it matches. `what` completes the error "waited for the
+    /// container …". A wait is necessary because a program's reply can arrive before the controller
+    /// has recorded the move.
     ///
     /// # Errors
     /// When the row does not match in time.
@@ -387,7 +388,7 @@ impl Cli {
     /// its cause.
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when no event matches in time.
+    /// When [`Cli::ps`] fails, or no event matches in time.
     pub fn wait_for_event(
         &self,
         what: &str,
@@ -404,7 +405,7 @@ impl Cli {
     /// The events since the controller's start, oldest first.
     ///
     /// # Errors
-    /// As [`Cli::ps`].
+    /// When [`Cli::ps`] fails.
     pub fn events(&self) -> Result<Vec<EventRow>> {
         let text = self.run(&["events", "-o", "json"])?;
         text.lines()

@@ -31,7 +31,7 @@ pub struct Spec {
     pub id: String,
     /// Runtime type in containerd.
     pub runtime: String,
-    /// Name of an image of [`image`].
+    /// Name of an image that the module [`image`] writes.
     pub image: String,
     /// An existing root filesystem in place of the image.
     pub rootfs: Option<PathBuf>,
@@ -88,8 +88,8 @@ impl Spec {
         self.annotation("affinode.io/idle-timeout", "1h")
     }
 
-    /// Turns on prefaulting of host memory, with an idle timeout that starts it soon after the last
-    /// call.
+    /// Turns on prefaulting of host memory. The short idle timeout lets the prefault start soon
+    /// after the last call.
     #[must_use]
     pub fn prepared(self) -> Self {
         self.annotation("affinode.io/engine", "full")
@@ -183,13 +183,14 @@ impl Spec {
         Ok(self.running())
     }
 
-    /// A handle for the container of this description, if it was not started with [`Spec::start`].
+    /// A handle for the container of this description, for containers that [`Spec::start`] has not
+    /// started.
     #[must_use]
     pub fn running(&self) -> Running {
         Running { id: self.id.clone() }
     }
 
-    /// Connects the program's standard input and output to pipes in a folder, which is returned.
+    /// Connects the program's standard input and output to pipes. Returns the folder of the pipes.
     ///
     /// # Errors
     /// When the pipes cannot be created.

@@ -117,8 +117,8 @@ impl Containerd {
             let text = REGISTER_V3.replace(INSTALLED, &shim.to_string_lossy());
             return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), text)?);
         }
-        // The file already has a `version` line, and a second one would be invalid, so it is
-        // removed from the snippet.
+        // The file already has a `version` line, and a second `version` line would be invalid. The
+        // line is therefore removed from the snippet.
         let text = std::fs::read_to_string(&file)? + &REGISTER_V2.replace("version = 2", "");
         Ok(std::fs::write(file, text)?)
     }
@@ -150,7 +150,7 @@ impl Containerd {
         self.pid.lock().ok().and_then(|pid| *pid)
     }
 
-    /// Path of its gRPC socket, which also serves CRI.
+    /// Path of containerd's gRPC socket, which also serves CRI.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.dir.join("containerd.sock")
@@ -162,7 +162,7 @@ impl Containerd {
         self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
     }
 
-    /// Path of its log.
+    /// Path of containerd's log file.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.dir.join("containerd.log")
@@ -219,7 +219,7 @@ impl Containerd {
     /// Ends containerd as systemd does when its unit is stopped.
     ///
     /// # Errors
-    /// As [`Containerd::stop`]; also when the unit's settings would end other processes as well.
+    /// When [`Containerd::stop`] fails, or the unit's settings would end other processes as well.
     pub fn stop_unit(&self) -> Result<()> {
         match self.rancher() {
             Some(rancher) => {

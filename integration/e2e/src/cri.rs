@@ -1,5 +1,5 @@
-//! The part of CRI with which a kubelet runs a pod. It has a client of containerd's socket, pods,
-//! and GPU containers whose programs exchange lines with the test.
+//! The part of CRI with which a kubelet runs a pod. The module contains a client of containerd's
+//! socket, pods, and GPU containers whose programs exchange lines with the test.
 
 mod messages;
 

@@ -40,7 +40,7 @@ pub struct DockerPrograms {
 }
 
 impl DockerPrograms {
-    /// The programs in a folder with unpacked packages.
+    /// The programs in a folder with unpacked packages. `None` if a program is missing.
     #[must_use]
     pub fn in_folder(folder: &Path) -> Option<Self> {
         let daemon = [DAEMON, DAEMON_OF_UBUNTU].map(|name| folder.join(name));

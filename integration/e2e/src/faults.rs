@@ -50,9 +50,9 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Creates a mount namespace, runs the commands `mounts` in it, and then an installation.
-    /// Returns the installation's output, and a list of the files in the folder `looked_at`
-    /// afterwards.
+    /// Creates a mount namespace, runs the commands `mounts` in it, and then runs an installation
+    /// in it. Returns the installation's output, and a list of the files that are in the folder
+    /// `looked_at` afterwards.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -111,7 +111,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=256k none {place}");
     let said = scene.with_mounts(&mounts, &place.to_string(), &["--restart-mode", "none"])?;
     tells(&said, &["No space left", "--prefix"])?;
-    // This empty folder was the mount point of the test. It is not left by the installer.
+    // The test used this empty folder as a mount point. The installer has not left it.
     fs::remove_dir(&prefix)?;
     scene.is_as_before()?;
     let state = scene.installation.state("");

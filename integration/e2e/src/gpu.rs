@@ -25,7 +25,7 @@ const SIM_FOLDER: &str = "/run/affinode-sim";
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// Path of `nvidia-smi` in containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
-/// The driver's libraries for compute, the same that the container toolkit mounts for the
+/// The driver's libraries for compute. The container toolkit mounts the same libraries for the
 /// capabilities `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
     "libcuda.so.1",

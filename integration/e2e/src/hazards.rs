@@ -64,7 +64,7 @@ dir = "off"
 /// mode. Moves are slow enough that events can happen during them.
 const SIMULATED: [&str; 8] =
     ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
-/// A GPU with less VRAM in use than this counts as unused, in bytes. The value is more than a
+/// Limit in bytes below which the VRAM in use on a GPU counts as none. The value is more than a
 /// driver keeps for itself and less than any process holds.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
@@ -152,7 +152,7 @@ pub fn run(
             tell(&case.name);
             let before = report.rows.len();
             play(&world, case, &mut report);
-            // A hazard that cannot be run here adds no row.
+            // A hazard that cannot be run on this machine adds no row.
             for row in report.rows.iter().skip(before) {
                 tell(&format!("  without: {}; with: {}", row.without, row.with));
             }

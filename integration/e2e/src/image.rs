@@ -46,7 +46,7 @@ const TOOLS: [&str; 16] = [
     "/usr/bin/tty",
     "/usr/bin/python3",
 ];
-/// Libraries that no tool needs, but programs built on this machine do.
+/// Libraries that programs built on this machine need, in addition to the libraries of the tools.
 const LIBRARIES: [&str; 5] =
     ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
 /// Parts of Python's standard library that no test imports.
@@ -104,7 +104,7 @@ pub fn usual_layer() -> Result<Layer> {
     Ok(layer)
 }
 
-/// Tools, Python's modules, and every library that they need.
+/// Paths of the tools, of Python's modules, and of every library that they need.
 fn files() -> Result<BTreeSet<PathBuf>> {
     let mut files: BTreeSet<PathBuf> =
         TOOLS.iter().map(PathBuf::from).filter(|tool| tool.is_file()).collect();

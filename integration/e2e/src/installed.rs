@@ -1,5 +1,6 @@
 //! An installation in a testbed, created and removed by the command `affinode`. To restart
-//! containerd, a `systemctl` in its PATH sends a request to this program, and waits.
+//! containerd, the command runs a script `systemctl` in its PATH. The script sends a request to the
+//! test, and waits.
 
 use std::{
     fs,
@@ -165,8 +166,8 @@ impl<'a> Installation<'a> {
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }
 
-    /// Runs `work`, and restarts containerd whenever `systemctl` requests that. Returns the result,
-    /// and the number of restarts.
+    /// Runs `work`, and restarts containerd whenever `systemctl` requests a restart. Returns the
+    /// result of `work`, and the number of restarts.
     ///
     /// # Errors
     /// When `work` fails, or containerd does not start again.

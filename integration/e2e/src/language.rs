@@ -103,8 +103,8 @@ pub fn count(root: &Path) -> Result<Counts> {
         }
     }
     let one_word = types.iter().filter(|name| is_one_word(name)).count();
-    // The percentage is rounded up, so that one additional one-word name raises it even if there
-    // are many names.
+    // The percentage is rounded up, so that one additional one-word name raises the percentage even
+    // if there are many names.
     let percent = (one_word * 100).div_ceil(types.len().max(1));
     counts.insert("rust.short-docs".into(), short_docs);
     counts.insert("rust.most-least-longest-constants".into(), bounds);
@@ -228,7 +228,7 @@ fn has_word(line: &str, wanted: &[&str]) -> bool {
     words(line).any(|word| wanted.iter().any(|other| word.eq_ignore_ascii_case(other)))
 }
 
-/// `(?i)(^|[.;:,(]\s*)(who|whoever)\s`
+/// Number of matches of `(?i)(^|[.;:,(]\s*)(who|whoever)\s`.
 fn who_clauses(line: &str) -> usize {
     let lower = line.to_ascii_lowercase();
     let opens = |at: usize| {
@@ -243,7 +243,7 @@ fn who_clauses(line: &str) -> usize {
     found("who") + found("whoever")
 }
 
-/// `\b[Ss]o (many|often|long|soon|much)\b(?! (as|that))`
+/// Whether the line matches `\b[Ss]o (many|often|long|soon|much)\b(?! (as|that))`.
 fn has_so_many(line: &str) -> bool {
     let amounts = ["many", "often", "long", "soon", "much"];
     after_each(line, &["So ", "so "]).any(|rest| {
@@ -254,7 +254,7 @@ fn has_so_many(line: &str) -> bool {
     })
 }
 
-/// `\b[Oo]f (one|those) that\b`
+/// Whether the line matches `\b[Oo]f (one|those) that\b`.
 fn has_of_one_that(line: &str) -> bool {
     after_each(line, &["Of ", "of "]).any(|rest| {
         let mut next = words(rest);
@@ -292,7 +292,7 @@ fn count_short_docs(text: &str) -> u64 {
     short
 }
 
-/// Constants that are named MOST, LEAST or LONGEST instead of MAX or MIN.
+/// Number of constants that are named MOST, LEAST or LONGEST instead of MAX or MIN.
 fn count_bounds(code: &str) -> u64 {
     let named = |line: &str| {
         let name = words(line).skip_while(|word| *word != "const" && *word != "static").nth(1);
@@ -302,7 +302,7 @@ fn count_bounds(code: &str) -> u64 {
     code.lines().filter(|line| named(line)).count() as u64
 }
 
-/// Tests whose name is longer than 45 characters.
+/// Number of tests whose names are longer than 45 characters.
 fn count_long_tests(code: &str) -> u64 {
     let (mut long, mut is_test) = (0, false);
     for line in code.lines().map(str::trim_start) {

@@ -28,7 +28,8 @@ pub(crate) fn show(dir: &Path) {
     }
 }
 
-/// Copies a log of a testbed to the folder in `AFFINODE_E2E_KEEP_LOGS`, if that is set.
+/// Copies a log of a testbed to the folder in the variable `AFFINODE_E2E_KEEP_LOGS`, if the
+/// variable is set.
 pub(crate) fn keep(dir: &Path, log: &Path) {
     let keep = std::env::var_os("AFFINODE_E2E_KEEP_LOGS").map(PathBuf::from);
     if let (Some(keep), Some(name)) = (keep, log.file_name()) {

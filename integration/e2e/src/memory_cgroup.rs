@@ -1,4 +1,5 @@
-//! The memory cgroup above all containers of a testbed, like that of a pod in a cluster.
+//! The memory cgroup above all containers of a testbed. It is like the memory cgroup of a pod in a
+//! cluster.
 
 use std::path::{Path, PathBuf};
 

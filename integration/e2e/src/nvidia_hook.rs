@@ -13,20 +13,21 @@ use anyhow::{Context, Result};
 const HOOK: &str = "nvidia-container-runtime-hook";
 /// Name of the program that `ctr` looks for.
 const CLI: &str = "nvidia-container-cli";
-/// The hook's search for process and root filesystem of the container.
+/// Shell commands with which the hook finds the container's process and root filesystem.
 const BY_STATE: &str = r#"state=$(cat)
 field() { echo "$state" | sed "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/"; }
 pid=$(field pid) bundle=$(field bundle)
 root=$(sed 's/.*"root":{"path":"\([^"]*\)".*/\1/' "$bundle/config.json")
 "#;
-/// The same for the command, whose last argument is the root filesystem.
+/// Shell commands with which `nvidia-container-cli` finds the container's process and root
+/// filesystem in its arguments. The last argument is the root filesystem.
 const BY_ARGUMENTS: &str = r#"for word; do
     case $word in --pid=*) pid=${word#--pid=} ;; esac
     root=$word
 done
 "#;
 /// Mounts files and folders into the root filesystem, in the container's mount namespace. The
-/// container's own mounts exist then.
+/// container's own mounts already exist at that time.
 const MOUNT: &str = r#"export root
 nsenter --mount="/proc/$pid/ns/mnt" sh -e -c 'while read -r host inside; do
     if [ -d "$host" ]; then mkdir -p "$root$inside"
@@ -36,8 +37,8 @@ done' < @DIR@/hook-mounts
 echo "$1" > @DIR@/hook-ran
 "#;
 
-/// Writes the hook into `folder`. It mounts these paths of the host at paths of the container, and
-/// notes its call in `notes`.
+/// Writes the hook into `folder`. The hook mounts these paths of the host at paths of the
+/// container, and records its call in the folder `notes`.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -45,7 +46,7 @@ pub fn place(folder: &Path, notes: &Path, mounts: &[(PathBuf, PathBuf)]) -> Resu
     write(&folder.join(HOOK), BY_STATE, notes, mounts)
 }
 
-/// Like [`place`], for the command of `ctr run --gpus`.
+/// Like [`place`], but writes the program `nvidia-container-cli`, which `ctr run --gpus` calls.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -66,7 +67,7 @@ fn write(program: &Path, find: &str, notes: &Path, mounts: &[(PathBuf, PathBuf)]
 /// The phase in which the hook last ran.
 ///
 /// # Errors
-/// When it has not run.
+/// When the hook has not run.
 pub fn phase(notes: &Path) -> Result<String> {
     let ran = fs::read_to_string(notes.join("hook-ran")).context("NVIDIA's hook has not run")?;
     Ok(ran.trim().to_owned())

@@ -17,10 +17,10 @@ use anyhow::{Context, Result};
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Number of processes that the kernel has killed because of the memory limit of a cgroup or of a
-/// cgroup above it. `None` if the folder does not exist, or its hierarchy does not count memory.
+/// cgroup above it. `None` if the folder does not exist, or the hierarchy does not count memory.
 #[must_use]
 pub fn kills(folder: &Path) -> Option<u64> {
-    // The file of cgroup version 2, then of version 1.
+    // `memory.events` is the file of cgroup version 2, `memory.oom_control` that of version 1.
     let text = ["memory.events", "memory.oom_control"]
         .iter()
         .find_map(|file| std::fs::read_to_string(folder.join(file)).ok())?;
@@ -28,8 +28,8 @@ pub fn kills(folder: &Path) -> Option<u64> {
     count.and_then(|count| count.trim().parse().ok())
 }
 
-/// Host memory that the processes of a cgroup, and of the cgroups below it, need: anonymous and
-/// shared memory, without files that the kernel may drop.
+/// Host memory, in bytes, that is in use in a cgroup and the cgroups below it. Anonymous and shared
+/// memory count. Files that the kernel may drop do not count.
 ///
 /// # Errors
 /// When the cgroup's hierarchy does not count memory.

@@ -1,5 +1,5 @@
-//! Podman in a testbed, with `affinode-runtime` as one of its runtimes. Its files and images are in
-//! the testbed's folder, and its containers have no network.
+//! Podman in a testbed, with `affinode-runtime` as one of its runtimes. Podman's files and images
+//! are in the testbed's folder, and its containers have no network.
 
 use std::{
     fs,
@@ -73,7 +73,7 @@ impl PodmanPrograms {
     }
 }
 
-/// Podman with separate files and images.
+/// Podman with files and images of its own, in a testbed.
 pub struct Podman<'a> {
     world: &'a Testbed,
     programs: PodmanPrograms,
@@ -85,9 +85,9 @@ pub struct Podman<'a> {
 pub struct PodmanOutput {
     /// Exit code of the command.
     pub code: i32,
-    /// Text that it wrote to stdout.
+    /// Text that the command wrote to stdout.
     pub stdout: String,
-    /// Text that it wrote to stderr.
+    /// Text that the command wrote to stderr.
     pub stderr: String,
 }
 

@@ -23,12 +23,13 @@ const BASE: &str = "{{ template \"base\" . }}";
 /// Names of the users' templates, and the configuration version of each. k3s and rke2 read the
 /// first one that exists.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
-/// Name of the program by which k3s and rke2 detect NVIDIA's runtime. Here the program is runc.
+/// Name of the program by which k3s and rke2 detect NVIDIA's runtime. In this simulation the
+/// program is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
 /// A simulated k3s or rke2 in a testbed.
 pub struct Rancher<'a> {
-    /// Release line of the containerd that they run.
+    /// Release line of the containerd that k3s or rke2 runs.
     pub line: Line,
     /// Whether the configuration imports a folder next to it. Newer versions of k3s and rke2 do so
     /// with containerd 2.
@@ -71,7 +72,7 @@ impl Rancher<'_> {
         Ok(fs::write(self.config_file(), template.replace(BASE, &self.base(version)))?)
     }
 
-    /// The content of the built-in template, filled in.
+    /// The content of the built-in template, with all values filled in.
     fn base(&self, version: u8) -> String {
         let [dir, store, folder] =
             [self.dir, self.store, &self.folder()].map(|path| path.display().to_string());
@@ -130,8 +131,8 @@ SystemdCgroup = false
         )
     }
 
-    /// Command line with which k3s or rke2 starts containerd: found in PATH, in the cgroup of the
-    /// unit.
+    /// Command line with which k3s or rke2 starts containerd. containerd is found in PATH, and runs
+    /// in the cgroup of the unit.
     pub fn argv(&self) -> Result<Vec<String>> {
         let unit = self.cgroup();
         fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
@@ -153,8 +154,8 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// Requires that no shim matches rke2's search. When rke2's unit has stopped, rke2 lists the
-    /// processes in the unit's cgroup. It kills a process if its line has a process id before the
+    /// Requires that rke2 would kill no shim. When rke2's unit has stopped, rke2 lists the
+    /// processes in the unit's cgroup. It kills each process whose line has a process id before the
     /// word containerd or kubelet.
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;

@@ -17,10 +17,11 @@ pub enum Line {
     /// containerd 1.6: one `start` per container, which replies with an address as text.
     #[serde(rename = "1.6")]
     V1_6,
-    /// containerd 1.7: as 1.6, with more environment variables.
+    /// containerd 1.7: like 1.6, but a shim gets more environment variables.
     #[serde(rename = "1.7")]
     V1_7,
-    /// containerd 2.x: `start` replies with JSON; sandboxes and `-info`.
+    /// containerd 2.x: `start` replies with JSON. This line also has sandboxes, and runs a shim
+    /// with `-info`.
     #[serde(rename = "2")]
     V2,
 }
@@ -29,7 +30,7 @@ impl Line {
     /// All lines, the oldest first.
     pub const ALL: [Line; 3] = [Line::V1_6, Line::V1_7, Line::V2];
 
-    /// The line of a version such as `1.7.24~ds1`. `None` if the line is unknown.
+    /// The release line of a version such as `1.7.24~ds1`. `None` if the line is unknown.
     #[must_use]
     pub fn of(version: &str) -> Option<Line> {
         let version = version.trim_start_matches('v');
@@ -38,7 +39,7 @@ impl Line {
             .find_map(|(prefix, line)| version.starts_with(prefix).then_some(line))
     }
 
-    /// Usual name of the line.
+    /// Usual name of the release line.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -65,18 +66,18 @@ pub struct Release {
 pub struct Releases {
     /// Releases that can be used.
     pub available: Vec<Release>,
-    /// Lines that cannot be used, with the reason.
+    /// Release lines that cannot be used, each with the reason.
     pub unavailable: BTreeMap<String, String>,
 }
 
 impl Releases {
-    /// Path of the list of releases.
+    /// Path of the file that lists the releases.
     #[must_use]
     pub fn file(artifacts: &Artifacts) -> PathBuf {
         artifacts.cache_dir().join("releases.json")
     }
 
-    /// Reads the list.
+    /// Reads the list of releases.
     ///
     /// # Errors
     /// When the file is missing or invalid.
@@ -122,7 +123,8 @@ impl Release {
             .arg("--version")
             .output()
             .with_context(|| format!("cannot run {}", program.display()))?;
-        // containerd github.com/containerd/containerd/v2 2.1.9+unknown 1234abc
+        // Example of the output: containerd github.com/containerd/containerd/v2 2.1.9+unknown
+        // 1234abc
         let text = String::from_utf8_lossy(&output.stdout);
         let version = text
             .split_whitespace()

@@ -61,7 +61,7 @@ impl Snapshot {
     /// Requires that `after` is equal to this snapshot.
     ///
     /// # Errors
-    /// When they differ. The error lists the differences.
+    /// When the snapshots differ. The error lists the differences.
     pub fn same_as(&self, after: &Snapshot) -> Result<()> {
         let names = self.0.keys().chain(after.0.keys());
         let mut differing: Vec<String> = names

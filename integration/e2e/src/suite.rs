@@ -95,8 +95,9 @@ level = "info,affinode_controller::agents=debug"
 /// Annotation of a container that is offloaded on request only.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
-/// Runs all parts, or those with one of the wanted words in their names, with this containerd and
-/// GPU. A failed part is reported as such, and the others still run.
+/// Runs the parts whose names contain one of the words in `wanted`, with this containerd and GPU.
+/// Runs all parts if `wanted` is empty. A failed part is reported as such, and the other parts
+/// still run.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -222,7 +223,7 @@ fn finish(world: &Testbed, report: &mut Report) {
 }
 
 /// Measures the costs of moves with each engine. Writes a file `calibration-ENGINE.toml` for each
-/// into a folder.
+/// engine into a folder.
 ///
 /// # Errors
 /// When no testbed can be created, or a process does not move.
@@ -249,8 +250,8 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
 }
 
 /// Waits until the copier has registered the memory of offloaded processes and released the memory
-/// of restored processes. The controller no longer counts a container that has kept its state for
-/// some seconds.
+/// of restored processes. A container that has kept its state for some seconds does not delay the
+/// end of the wait, because the controller no longer counts it.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
@@ -258,7 +259,7 @@ fn wait_held(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Waits until the host memory of this many processes is prefaulted for their next offload.
+/// Waits until the host memory of `many` processes is prefaulted for their next offload.
 fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     let mut last = Node::default();
     until_within(Duration::from_secs(30), "prefaulted host memory", || {
@@ -289,7 +290,7 @@ fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     .with_context(|| format!("at last {last} bytes were in use"))
 }
 
-/// The median of the samples; 0 without samples.
+/// The median of the samples. It is 0 if there are no samples.
 fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

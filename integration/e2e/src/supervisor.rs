@@ -1,5 +1,5 @@
-//! The supervisor: a process that owns everything that a testbed starts. Nothing outlives the test,
-//! the demo or the bench, even if these are killed.
+//! The supervisor: a process that owns everything that a testbed starts. No process or mount
+//! outlives the test, the demo or the bench, even if these are killed.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
@@ -38,7 +38,8 @@ pub enum Scope {
     /// Only mounts that the testbed creates.
     #[default]
     Mounts,
-    /// In addition the network, and the fixed folders of a kubelet. This is a node of a cluster.
+    /// In addition the network, and the fixed folders of a kubelet. Such a testbed is a node of a
+    /// cluster.
     Node,
 }
 

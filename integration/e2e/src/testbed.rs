@@ -41,7 +41,7 @@ pub struct TestbedConfig {
     scope: Scope,
     layout: Layout,
     own_users: bool,
-    /// Whether containerd's environment names no folders of Affinode.
+    /// Whether the variables that name Affinode's folders are left out of containerd's environment.
     without_folders: bool,
     name: Option<String>,
 }
@@ -248,7 +248,7 @@ impl TestbedConfig {
     }
 }
 
-/// A running testbed. Dropping it ends and removes everything in it.
+/// A running testbed. Dropping this value ends all its processes, and removes its mounts and files.
 pub struct Testbed {
     // Fields are dropped in this order. The supervisor comes first, because it ends the processes.
     keeper: Keeper,
@@ -264,7 +264,7 @@ impl Testbed {
     /// VRAM.
     ///
     /// # Errors
-    /// As [`TestbedConfig::world`].
+    /// When [`TestbedConfig::world`] fails.
     pub fn new() -> Result<Self> {
         TestbedConfig::default().world()
     }
@@ -332,7 +332,8 @@ impl Testbed {
         cgroup_parent(&self.dir)
     }
 
-    /// Running shims, stock and Affinode's. The controller is the same binary, and is not included.
+    /// The running shims: stock shims and Affinode's. The controller is the same binary as
+    /// Affinode's shim, and is not included.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -379,7 +380,7 @@ impl Testbed {
         Ok(())
     }
 
-    /// Ends everything in the testbed, before it is dropped.
+    /// Ends everything in the testbed, before the testbed is dropped.
     pub fn end(&self) {
         self.keeper.end();
     }
@@ -389,7 +390,8 @@ impl Testbed {
         crate::logs::show(&self.dir);
     }
 
-    /// Copies the logs to the folder in `AFFINODE_E2E_KEEP_LOGS`, if that is set.
+    /// Copies the logs to the folder in the variable `AFFINODE_E2E_KEEP_LOGS`, if the variable is
+    /// set.
     pub fn keep_logs(&self) {
         crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
     }
@@ -435,7 +437,7 @@ fn new_folder(name: Option<&str>) -> Result<PathBuf> {
     let name = name.map_or_else(number, str::to_owned);
     let dir = std::env::temp_dir().join(format!("afn-{:x}-{name}", std::process::id()));
     std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    // Containers run as other users and access it.
+    // Containers run as other users and access this folder.
     std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     Ok(dir)
 }

@@ -31,7 +31,7 @@ pub struct SimulatedSystemd<'a> {
 
 #[derive(Default)]
 struct UnitRun {
-    /// Text of the unit's file when it was last loaded. `None`: never.
+    /// Text of the unit's file when it was last loaded. `None` if it was never loaded.
     loaded: Option<String>,
     enabled: bool,
     pid: Option<i32>,
@@ -84,12 +84,13 @@ impl<'a> SimulatedSystemd<'a> {
         self.state().enabled
     }
 
-    /// Makes `systemctl` fail when it is called with these arguments. `None`: it never fails.
+    /// Makes `systemctl` fail when it is called with these arguments. With `None` it never fails.
     pub fn break_on(&self, arguments: Option<&str>) {
         self.state().broken = arguments.map(str::to_owned);
     }
 
-    /// The arguments of the calls of `systemctl` since the last call, without queries.
+    /// The arguments of each call of `systemctl` since this function was last called. Queries are
+    /// left out.
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         std::mem::take(&mut self.state().calls)
@@ -143,7 +144,7 @@ impl<'a> SimulatedSystemd<'a> {
             "start" => self.start(&mut state)?,
             "stop" => self.stop(&mut state)?,
             // systemd keeps the sockets of a unit that it restarts, so no shim starts a controller
-            // in between. To have the same effect, this simulation starts the next controller
+            // during the restart. For the same effect, this simulation starts the next controller
             // before it ends the earlier controller. The next controller waits for the lock.
             "try-restart" if state.pid.is_some() => {
                 let mut next = UnitRun { loaded: state.loaded.clone(), ..UnitRun::default() };
@@ -191,7 +192,7 @@ impl<'a> SimulatedSystemd<'a> {
         env.extend(values("Environment=").filter_map(|one| {
             one.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()))
         }));
-        // The variable is set as systemd does, but no process reads the notifications.
+        // The variable is set because systemd sets it, but no process reads the notifications.
         env.insert("NOTIFY_SOCKET".into(), self.folder.join("notify").display().to_string());
         let argv = command.split(' ').map(str::to_owned).collect();
         let job = Job { argv, env: BTreeMap::from_iter(env), log: self.folder.join("log") };

@@ -4,20 +4,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Time limit of a wait, far longer than a healthy machine needs. Reaching it is a failure, not a
-/// measurement.
+/// Time limit of a wait, far longer than a healthy machine needs. If a wait reaches this limit, the
+/// test has failed.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Probes until the condition holds, and returns the probe's value.
+/// Calls `probe` until it returns a value, and returns that value.
 ///
 /// # Errors
-/// When the probe fails, or [`WAIT_TIMEOUT`] has passed. `what` completes "waited for …".
+/// When the probe fails, or [`WAIT_TIMEOUT`] has passed. `what` completes the error "waited for …".
 pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     until_within(WAIT_TIMEOUT, what, probe)
 }
 
-/// Like [`until`], with another time limit: a healthy machine may need longer than
-/// [`WAIT_TIMEOUT`].
+/// Like [`until`], but with the caller's time limit, for waits that may take longer than
+/// [`WAIT_TIMEOUT`] on a healthy machine.
 ///
 /// # Errors
 /// When the probe fails, or the time limit has passed.

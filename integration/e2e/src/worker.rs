@@ -47,7 +47,7 @@ impl Lines {
         Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
-    /// Closes the program's standard input. Nothing can be sent after that.
+    /// Closes the program's standard input. Afterwards nothing can be sent to the program.
     ///
     /// # Errors
     /// When `/dev/null` cannot be opened.
@@ -75,7 +75,7 @@ impl Lines {
         })
     }
 
-    /// Waits for the next line until the deadline. `None`: no line has arrived.
+    /// Waits for the next line until the deadline. `None` if no line has arrived.
     ///
     /// # Errors
     /// When the pipe cannot be read.
@@ -97,7 +97,7 @@ impl Lines {
         }
     }
 
-    /// Whether a line, or a part of one, is readable.
+    /// Whether a line, or a part of a line, is readable.
     ///
     /// # Errors
     /// When the pipe cannot be polled.
@@ -117,17 +117,17 @@ pub struct Answer {
     pub result: i32,
     /// Duration of the call, in microseconds.
     pub elapsed_us: u64,
-    /// Whether every word had the expected value.
+    /// Whether every word of the program's VRAM had the expected value.
     pub ok: Option<bool>,
     /// Line of the program's source at which a check failed.
     pub line: Option<u32>,
     /// Description of the failure, if the program provides one.
     pub why: String,
-    /// Number of bytes compared.
+    /// Number of bytes that were compared.
     pub bytes: Option<u64>,
-    /// Checksum over all words.
+    /// Checksum over all words of the program's VRAM.
     pub checksum: Option<String>,
-    /// Number of changes to every word.
+    /// Number of commands that have changed every word of the program's VRAM.
     pub touches: Option<u64>,
     /// User id of the program.
     pub uid: Option<u32>,
@@ -145,13 +145,13 @@ pub struct Answer {
     pub child_result: Option<i32>,
     /// Value that a checkpoint call returned in addition to its result.
     pub value: Option<i32>,
-    /// Handle of legacy IPC, in hexadecimal.
+    /// Handle of CUDA's legacy IPC, in hexadecimal.
     pub handle: Option<String>,
 }
 
 /// A container that runs the CUDA program `worker.c`, and its pipes.
 pub struct Worker {
-    /// The container that runs it.
+    /// The container that runs the program.
     pub running: Running,
     lines: Lines,
 }
@@ -187,7 +187,7 @@ impl Worker {
         Worker::pieces(id, engine, mib, &[])
     }
 
-    /// Like [`Worker::segments`], with more arguments.
+    /// Like [`Worker::segments`], with more arguments for the program.
     #[must_use]
     pub fn pieces(id: &str, engine: &str, mib: u64, more: &[&str]) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/segments"), mib.to_string());
@@ -255,7 +255,7 @@ impl Worker {
         Ok(missing <= DRIVERS_OWN_BYTES + copiers)
     }
 
-    /// Reads the first lines of `worker.c`.
+    /// Reads the first two replies of `worker.c`. After them the program has filled its VRAM.
     ///
     /// # Errors
     /// When a CUDA call fails.
@@ -267,7 +267,7 @@ impl Worker {
     /// Reads the reply to `command`, which must be a success.
     ///
     /// # Errors
-    /// When the reply is an error, or to another command.
+    /// When the reply is an error, or belongs to another command.
     pub fn expect(&mut self, command: &str) -> Result<Answer> {
         let answer = self.receive()?;
         if answer.command != command || answer.result != 0 {

@@ -87,8 +87,8 @@ fn api_and_command_agree() -> Result<()> {
     hook_overhead_is_reported(&world)
 }
 
-/// Requires that the process reports the measured overhead of a hook. The call that caused the wake
-/// waited at the gate.
+/// Requires that the process reports the measured overhead of a hook, and the time that calls
+/// waited for a restore.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be reported", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
@@ -198,7 +198,7 @@ fn start_unit(world: &Testbed) -> Result<()> {
     for (name, value) in [
         ("AFFINODE_RUN_DIR", world.cli().run_dir().display().to_string()),
         ("AFFINODE_CONFIG", path("affinode/config.toml")),
-        // The variable is set as systemd does, but no process reads the notifications.
+        // The variable is set because systemd sets it, but no process reads the notifications.
         ("NOTIFY_SOCKET", path("notify")),
     ] {
         env.insert(name.into(), value);

@@ -66,8 +66,8 @@ fn dropping_it_ends_everything() -> Result<()> {
     Ok(())
 }
 
-/// Kills the parent with SIGKILL, as a test or the demo may be killed. The supervisor notices this
-/// only because its pipe is closed.
+/// Kills the parent with SIGKILL, as a test or the demo may be killed. The supervisor notices the
+/// kill only because its pipe is closed.
 #[test]
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;

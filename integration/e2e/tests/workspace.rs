@@ -29,7 +29,8 @@ const ALLOWED: [(&str, &[&str]); 9] = [
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
-/// What the decisions link. No runtime, no protocol and no system calls are among these.
+/// Dependencies of `controller/core`, which makes the controller's decisions. They include no async
+/// runtime, no network protocol and no system calls.
 const DECISIONS_LINK: [&str; 6] =
     ["affinode-proto", "foldhash", "humantime", "indexmap", "serde", "thiserror"];
 

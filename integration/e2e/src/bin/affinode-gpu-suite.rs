@@ -39,7 +39,7 @@ const HOST_MEMORY: &str = "host-memory";
 /// Parts that belong to `suite` but can also be selected by their own names.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
 
-/// Function that runs a part and returns a separate report for it.
+/// Function that runs one part of the suite and returns a separate report for this part.
 type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
 
 fn main() -> ExitCode {
@@ -94,7 +94,7 @@ fn run() -> Result<bool> {
     let recipe = || TestbedConfig::default().release(&release);
     let mut whole = Map::new();
     let mut good = true;
-    // These parts of the suite can also be selected by their own names.
+    // The parts in `IN_SUITE` can also be selected by their own names.
     only.extend(words.iter().filter(|word| IN_SUITE.contains(&word.as_str())).cloned());
     if wanted("suite") {
         only.clear();

@@ -1,4 +1,5 @@
-//! The supervisor of a testbed: owns its processes and mounts. See `affinode_e2e::supervisor`.
+//! The supervisor of a testbed. It owns the testbed's processes and mounts. See
+//! `affinode_e2e::supervisor`.
 
 use std::{path::PathBuf, process::ExitCode};
 

@@ -46,11 +46,11 @@ pub struct ChaosContainer {
     /// CUDA processes of the container, in the order of their start.
     pub processes: Vec<Process>,
     /// The pipes of the process that was started with exec, and the `ctr` command that started it.
-    /// `None`: no such process.
+    /// `None` if no process was started with exec.
     pub guest: Option<(Lines, Child)>,
     /// Whether a fault was meant to end the whole container.
     pub doomed: bool,
-    /// Settings of its offloads.
+    /// Settings of the container's offloads.
     pub way: Way,
     pipes: std::path::PathBuf,
 }
@@ -91,7 +91,8 @@ impl Way {
     /// The engine `full` without further settings.
     pub const FAST: Way =
         Way { engine: "full", keeps: false, prepares: false, shares: false, gpu: None };
-    /// The driver's checkpoint without copies of the library.
+    /// The engine `checkpoint`, with which the driver moves all memory and the library copies
+    /// nothing.
     pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
 }
 
@@ -111,10 +112,11 @@ impl ChaosContainer {
             script.push_str(&program(suffix, seed, mib));
             script.push_str(" &\n");
         }
-        // The shell waits with `wait`, because a signal interrupts it immediately.
+        // The shell uses `wait`, because a signal interrupts `wait` immediately.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
-        // Prefaulting needs a longer idle timeout, because it runs during the idle time.
+        // Prefaulting runs while the container is idle, so the container needs a longer idle
+        // timeout.
         let spec = if way.prepares { spec.prepared() } else { spec };
         let mut spec = spec
             .annotation("affinode.io/engine", way.engine)
@@ -167,8 +169,8 @@ impl ChaosContainer {
         Ok(())
     }
 
-    /// Orders the process started with exec to verify its memory and then to end. This process may
-    /// never have started, or may have ended because VRAM was short.
+    /// Orders the process started with exec to verify its memory and then to end. It is not an
+    /// error if this process never started, or ended because VRAM was short.
     #[must_use]
     pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
         let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
@@ -235,7 +237,8 @@ impl ChaosContainer {
         format!("default/{}", self.running.id)
     }
 
-    /// Pids on the host of the processes in its cgroup. Empty if the cgroup does not exist.
+    /// Pids on the host of the processes in the container's cgroup. Empty if the cgroup does not
+    /// exist.
     #[must_use]
     pub fn pids(&self, world: &Testbed) -> Vec<i32> {
         let mut found: Vec<i32> = Vec::new();
@@ -322,7 +325,8 @@ fn is_well(asked: &str, line: &str) -> bool {
         "free" => answer.result == 0 || answer.result == 1,
         _ => answer.result == 0,
     };
-    // Only the reply to a verification reports on contents. It must report that they are intact.
+    // Only the reply to `verify` reports on the contents. It must report that the contents are
+    // intact.
     let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
     result && contents && answer.command == command
 }

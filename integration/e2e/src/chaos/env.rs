@@ -47,7 +47,7 @@ dir = "off"
 /// memory is short. The longer a move takes, the more faults can occur during it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
-    /// Moves take the time of the copy, and slightly more.
+    /// A move takes slightly longer than the copy of the memory.
     Quick,
     /// Moves take seconds, as moves of many GiB do. They can exceed time limits that quick moves
     /// never exceed.
@@ -76,7 +76,7 @@ impl Setup {
         }
     }
 
-    /// Time limit for a scene's step to occur.
+    /// Time limit until a scene's watched container enters the state at which the fault is caused.
     #[must_use]
     pub fn step_patience(self) -> Duration {
         match self {
@@ -119,15 +119,15 @@ const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// VRAM of a twin, in MiB. Part of its contents can be shared with the other twin.
 const TWIN_MIB: u64 = 144;
-/// Maximum number of offloads until the twins must share contents.
+/// Maximum number of times that the twins are restored and offloaded so that they share contents.
 const TURNS: usize = 2;
 /// Time limit for the twins to share contents after both are offloaded.
 const SOON: Duration = Duration::from_millis(500);
-/// VRAM left for the containers on a real GPU. It is larger than on the simulated GPU because a
-/// real context takes half a GiB.
+/// VRAM that other programs leave for the containers on a real GPU. It is larger than on the
+/// simulated GPU because a real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// VRAM left on the first of two real GPUs, which only the twins use. It suffices for the copier's
-/// context and one twin, not for both.
+/// VRAM that other programs leave on the first of two real GPUs, which only the twins use. It
+/// suffices for the copier's context and one twin, not for both twins.
 const REAL_ROOM_FOR_TWINS_BYTES: u64 = 1_536 * MIB;
 /// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
@@ -160,7 +160,8 @@ pub struct ChaosEnv {
     pub cast: Vec<ChaosContainer>,
     /// Conditions of this environment.
     pub setup: Setup,
-    /// Number of GPUs. With two, the twins use the first and the other containers the second.
+    /// Number of GPUs. With two GPUs, the twins use the first GPU and the other containers use the
+    /// second GPU.
     gpus: usize,
     /// Unmanaged programs that occupy the surplus VRAM of large GPUs, and their process ids.
     ballast: Vec<(Worker, i32)>,
@@ -299,7 +300,7 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Lists processes that use VRAM without being allowed to, from the driver's figures. All
+    /// Lists processes that use VRAM although they must not. The figures come from the driver. All
     /// containers must be offloaded except those in `resident`.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
         let gpus = self.gpus as u64;
@@ -406,8 +407,8 @@ impl ChaosEnv {
         let id = format!("c{role}-{}", self.started);
         let processes = WORKLOADS.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        // Shared contents are charged to the copier's cgroup. They would reduce the memory shortage
-        // that `Squeezed` is to cause.
+        // Shared contents are charged to the copier's cgroup. In `Squeezed`, sharing would
+        // therefore reduce the memory shortage that this setup must cause.
         let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
@@ -497,8 +498,8 @@ impl ChaosEnv {
         let patience = self.setup.automatic() + self.setup.patience();
         let rested = until_within(patience, "all containers to be offloaded", || {
             let Ok(node) = self.world.cli().ps_now() else {
-                // The command found no controller. If there are no containers, none is needed.
-                // Otherwise a controller is starting.
+                // The command found no controller. If there are no containers, no controller is
+                // needed. Otherwise a controller is starting.
                 return Ok((self.cast.is_empty()).then_some(()));
             };
             let staying: Vec<_> = node
@@ -539,7 +540,7 @@ impl ChaosEnv {
     /// Processes, files and mounts that did not exist when the environment was new.
     ///
     /// # Errors
-    /// When they cannot be counted.
+    /// When the processes, files or mounts cannot be counted.
     pub fn leaks(&self) -> Result<Vec<String>> {
         let Some(first) = &self.quiet else { return Ok(Vec::new()) };
         let deadline = Instant::now() + SETTLED;

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{containerd, processes, supervisor::cgroup_folders, testbed::Testbed, wait::until};
 
-/// Undo steps that must run before the checks of a round.
+/// A step that undoes a lasting fault. All these steps must run before the checks of a round.
 pub enum Undo {
     /// Continue a stopped process.
     Continue(Pid),
@@ -169,7 +169,7 @@ pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
     Ok(())
 }
 
-/// Sends a signal. A process that has ended meanwhile is not an error.
+/// Sends a signal. It is not an error if the process has ended meanwhile.
 fn send(pid: Pid, signal: Signal) {
     let _ = kill(pid, signal);
 }

@@ -11,8 +11,8 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Maximum increase of the controller's open descriptors since the start of the campaign. Readers
-/// that are active during the count cause it.
+/// Maximum increase of the controller's open descriptors since the start of the campaign. Clients
+/// that read from the controller during the count cause this increase.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
@@ -20,7 +20,7 @@ const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 /// Maximum increase of a shim's open descriptors since the start of the campaign.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
 /// Maximum number of descriptors of a copier for each process that it serves. The limit is not
-/// relative to the campaign's start, because no copier may have run then.
+/// relative to the campaign's start, because there may have been no copier at that time.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
@@ -31,14 +31,14 @@ pub struct LeakCheck {
     controller_descriptors: usize,
     /// Highest number of open descriptors of any shim.
     shim_descriptors: usize,
-    /// Descriptors of copiers above their maximum.
+    /// Descriptions of the copiers' descriptors that exceed the maximum.
     copier_excess: Vec<String>,
     strangers: Vec<String>,
 }
 
 impl LeakCheck {
-    /// Counts processes, files and mounts. `scenery`: number of the test's own processes that exist
-    /// during the whole campaign.
+    /// Counts processes, files and mounts. `scenery` contains the pids of the test's own processes
+    /// that exist during the whole campaign.
     ///
     /// # Errors
     /// When there is no controller, or it does not reply.
@@ -53,7 +53,8 @@ impl LeakCheck {
         let groups = cgroup_folders(world.dir());
         let cgroups = groups.iter().flat_map(|group| entries(group)).filter(|path| path.is_dir());
         counts.insert("cgroups", cgroups.count());
-        // The supervisor's mount namespace, which contains these folders.
+        // Root folder of the supervisor's mount namespace. Only this namespace contains the
+        // following folders.
         let inside = PathBuf::from(format!("/proc/{}/root", world.keeper().pid()));
         counts.insert("shim sockets", entries(&inside.join("run/containerd/s")).len());
         let states = inside.join("run/containerd/runc/default");

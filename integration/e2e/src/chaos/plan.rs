@@ -18,7 +18,7 @@ const STEPS: [&str; 7] =
 /// A process of the campaign, or a container if `process` does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
-    /// Index into [`WORKLOADS`], for a container.
+    /// Index of the container in [`WORKLOADS`].
     pub container: usize,
     /// Index of the process in its container.
     pub process: usize,
@@ -132,7 +132,7 @@ impl Fault {
 pub struct Strike {
     /// The fault to inject.
     pub fault: Fault,
-    /// The container or process that it hits.
+    /// The container or process that the fault hits.
     pub on: Target,
     /// The container that is watched, and the state that triggers the fault.
     pub at: (usize, &'static str),
@@ -154,7 +154,7 @@ pub struct Scene {
 /// The plan of a round: its scenes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether the round begins only when the twins share contents, or a time limit has passed.
+    /// Whether the round waits at its start until the twins share contents. The wait is limited.
     pub together: bool,
     /// Scenes in order. The next scene starts without waiting until the containers are at rest.
     pub scenes: Vec<Scene>,

@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// State that the report shows for a fault that should have hit a copier when no copier ran.
+/// Text in place of a container's state, for a fault that should have hit a copier when no copier
+/// ran.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// A violated invariant, with the round that found it.

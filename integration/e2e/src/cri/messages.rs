@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use prost::Message;
 
-/// Value of CRI's `NamespaceMode.NODE`. With the host's network no CNI plugin is needed.
+/// Value of CRI's `NamespaceMode.NODE`. The tests' pods use the host's network, so they need no CNI
+/// plugin.
 pub(super) const NODE: i32 = 2;
 /// The value of CRI's `NamespaceMode.POD`.
 pub(super) const POD: i32 = 0;

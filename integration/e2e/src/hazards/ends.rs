@@ -83,8 +83,8 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "ends as it would; nothing is left".into() })
 }
 
-/// Uses up the container's memory limit. The kernel's first choice to kill is the process whose GPU
-/// state is offloaded.
+/// Uses up the container's memory limit. The kernel then first kills the process whose GPU state is
+/// offloaded, because this process has the highest `oom_score_adj`.
 fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;

@@ -58,8 +58,8 @@ fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// Requires that events after the sequence number `since` name the container only for the expected
-/// moves.
+/// Requires that no event after the sequence number `since` reports a refused move of the
+/// container, or one of its states Queued, Restoring and Lost that is not in `allowed`.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {

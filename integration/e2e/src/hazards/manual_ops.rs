@@ -111,8 +111,8 @@ impl Held {
     }
 }
 
-/// Requests an offload and returns the reply. The request is repeated only while a call is in
-/// progress, or if the controller has counted a call just before.
+/// Requests an offload and returns the reply. Repeats the request only if it is refused because a
+/// call is in progress or has just been made.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -168,7 +168,7 @@ impl Offload {
         Ok(Self { answer })
     }
 
-    /// Waits for the reply to the request. Its content is not checked.
+    /// Waits for the reply to the request. The content of the reply is not checked.
     pub fn end(self) -> Result<()> {
         let ended = self
             .answer
@@ -181,19 +181,19 @@ impl Offload {
     }
 }
 
-/// The usual CUDA program with this much VRAM, in MiB.
+/// A container that runs the usual CUDA program with `mib` MiB of VRAM.
 pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }
 
-/// The program for this kind of hazard.
+/// A container that runs the program for this kind of hazard.
 pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
-/// Amount by which an allocation is reduced until it fits, in MiB.
+/// Amount in MiB by which the size of an allocation is reduced until the allocation fits.
 const LESS_MIB: u64 = 4;
-/// `CUDA_ERROR_OUT_OF_MEMORY`.
+/// The driver's result `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i32 = 2;
 
 /// Starts an unmanaged program that allocates all VRAM of the first GPU except `leave_bytes`.
@@ -201,10 +201,10 @@ pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     ballast_on(world, 0, leave_bytes)
 }
 
-/// As [`ballast`], on the GPU with this index. The worker's name ends with the index.
+/// Like [`ballast`], but on the GPU with this index. The worker's name ends with the index.
 ///
 /// # Errors
-/// As [`ballast`].
+/// When the program cannot be started, or less VRAM than `leave_bytes` is free.
 pub fn ballast_on(world: &Testbed, gpu: usize, leave_bytes: u64) -> Result<Worker> {
     let spec = usual(&format!("ballast-{gpu}"), 1).annotation("affinode.io/inject", "false");
     let spec = spec.env("CUDA_VISIBLE_DEVICES", &gpu.to_string());
@@ -217,8 +217,8 @@ pub fn ballast_on(world: &Testbed, gpu: usize, leave_bytes: u64) -> Result<Worke
     let Some(more) = free.checked_sub(leave_bytes) else {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };
-    // A real driver reports some VRAM as free that it needs for itself, so the first allocations
-    // may fail.
+    // A real driver reports VRAM as free that it needs for itself. The first allocations may
+    // therefore fail.
     let mut mib = more / MIB;
     while mib > 0 {
         match worker.ask(&format!("alloc {mib} -"))?.result {

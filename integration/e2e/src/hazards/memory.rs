@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// Name of the case, kind of `hazards.c`, and reason of the refusal. `None`: the container is
-/// offloaded.
+/// Name of the case, argument of `hazards.c` that selects the kind of memory, and reason why the
+/// offload is refused. `None`: the container is offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),

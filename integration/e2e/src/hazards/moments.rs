@@ -95,8 +95,8 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// An offloaded process exits. In its `exit`, the CUDA driver has already shut down, another thread
-/// waits at the gate, and an exit handler still runs.
+/// An offloaded process calls `exit`. At that time the CUDA driver has already shut down, another
+/// thread waits in a CUDA call, and an exit handler still runs.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;

@@ -60,12 +60,12 @@ fn play(world: &Testbed, program: &str) -> Result<Found> {
         let mut worker = Worker::start_as(world, spec)?;
         worker.expect("ready")?;
         world.cli().move_out(&id)?;
-        // NVML is initialised for the first time in this process. If the process is offloaded, this
-        // causes a restore.
+        // NVML is initialised for the first time in this process. If the process is offloaded, the
+        // initialisation causes a restore.
         worker.call("init")?;
         worker.call("ask")?;
         // With the engine `copy` the context stays on the GPU, so the NVML calls may not have
-        // caused a restore. The verification causes one.
+        // caused a restore. In this case the verification causes the restore.
         intact(&mut worker)?;
         world.cli().move_out(&id)?;
         for command in ["ask", "init", "ask", "shutdown"] {

@@ -16,7 +16,7 @@ pub struct Row {
     pub without: String,
     /// The result with Affinode.
     pub with: String,
-    /// Whether all processes that must survive did so, with their memory intact.
+    /// Whether all processes that must survive have survived, with their memory intact.
     pub survived: bool,
 }
 

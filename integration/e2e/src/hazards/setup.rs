@@ -45,7 +45,7 @@ fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
 }
 
 fn mps(world: &Testbed) -> Result<Found> {
-    // libcuda looks for the control pipe of MPS in this place. Affinode must detect the pipe even
+    // libcuda looks for the control pipe of MPS in this folder. Affinode must detect the pipe even
     // if no MPS server runs.
     let host = world.dir().join("mps");
     std::fs::create_dir_all(&host)?;
@@ -72,8 +72,8 @@ fn old_driver(world: &Testbed) -> Result<Found> {
     stays(world, spec.flags(&["--mount", &mount]), "driver-too-old")
 }
 
-/// Makes every dynamic symbol with this prefix undefined and weak, as if the library did not have
-/// it.
+/// Makes every dynamic symbol with this prefix undefined and weak, as if the library did not define
+/// these symbols.
 fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
     const DYNSYM: u64 = 11;
     const SYMBOL_BYTES: u64 = 24;

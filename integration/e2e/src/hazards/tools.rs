@@ -1,6 +1,6 @@
 //! Profilers in the process, and video. Both call the driver without its public functions.
-//! `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU it hangs and loses
-//! its process as CUPTI does on a real one.
+//! `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU, this replacement
+//! makes its process hang or end, as CUPTI does on a real GPU.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,9 +15,9 @@ use crate::{
     worker::Worker,
 };
 
-/// Number of the system call `futex`. The program is in this call while it hangs.
+/// Number of the system call `futex`. A program that hangs is in this call.
 const FUTEX: u32 = 202;
-/// Number of the system call `clock_nanosleep`. The program is in this call while it sleeps.
+/// Number of the system call `clock_nanosleep`. A program that sleeps is in this call.
 const CLOCK_NANOSLEEP: u32 = 230;
 
 pub fn cases() -> Vec<Case> {
@@ -130,11 +130,11 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
 }
 
-/// Requires that an offload of the container only copies its memory out, and its context stays on
-/// the GPU.
+/// Requires that an offload of the container copies only its memory out, and that its context stays
+/// on the GPU.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
-    // The controller reads the amount of copyable memory together with the counters, so it is 0 at
-    // first.
+    // The controller reads the amount of copyable memory together with the counters, so this amount
+    // is 0 at first.
     world.cli().wait_for(id, "to have swappable memory", |row| {
         row.processes.iter().any(|process| process.swappable_bytes > 0)
     })?;

@@ -29,7 +29,7 @@ sample_interval = "20ms"
 dir = "off"
 "#;
 const NAMES: [&str; 2] = ["alpha", "beta"];
-/// Maximum VRAM that the controller never grants on a device, because the driver may need it.
+/// Maximum amount of VRAM that the controller keeps free on a device for the driver.
 const MARGIN_BYTES: u64 = 512 * MIB;
 
 pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
@@ -37,8 +37,8 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
         Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: 128 * MIB },
         Gpu::Real => Gpu::Real,
     };
-    // On a real GPU each container is larger than the VRAM that the controller does not grant, so
-    // that two containers never fit.
+    // On a real GPU each container takes more VRAM than the controller keeps free for the driver,
+    // so two containers never fit.
     let each_mib = if matches!(gpu, Gpu::Real) { 1024 } else { 64 };
     let world = recipe.config(CONFIG).gpu(gpu).world()?;
     let watch = Watch::start(world.cli());
@@ -57,7 +57,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             world.cli().wait_for_state(name, "Offloaded")?;
         }
         watch.clear();
-        // The containers alternate in being first.
+        // In turn, each container makes its call first.
         let first = round % 2;
         workers[first].send("verify")?;
         workers[1 - first].send("verify")?;

@@ -37,7 +37,8 @@ impl Archive {
         found.map(|(_, content)| content.as_slice())
     }
 
-    /// Adds an image of one layer; `process` is the `config` of its configuration.
+    /// Adds an image of one layer. `process` becomes the field `config` in the image's
+    /// configuration.
     ///
     /// # Errors
     /// When memory is short.

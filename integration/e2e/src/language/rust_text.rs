@@ -59,7 +59,7 @@ impl RustText {
         }
     }
 
-    /// Reads a literal whose opening quote was removed. Returns the text after its end.
+    /// Reads a literal whose opening quote was removed. Returns the text after the literal's end.
     fn string<'a>(&mut self, text: &'a str, ending: &str, escapes: bool) -> &'a str {
         let mut at = 0;
         while at < text.len() && !text[at..].starts_with(ending) {

@@ -101,9 +101,9 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
     Ok((took(&out), took(&back)))
 }
 
-/// Fits a straight line through both points. Returns the milliseconds at 0 bytes, and the bytes per
-/// second. If noise makes the large move as fast as the small one, the whole duration counts as
-/// copying.
+/// Fits a straight line through the durations of both moves. Returns the milliseconds at 0 bytes,
+/// and the bytes per second. If noise makes the large move as fast as the small move, the whole
+/// duration counts as copying.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };

@@ -1,4 +1,5 @@
-//! The cost of a hooked call and of a wake, compared with the driver's own.
+//! Compares the cost of a hooked call and of a wake with the cost of the driver's own call and
+//! restore.
 
 use std::fs::File;
 
@@ -29,7 +30,7 @@ struct CallCost {
     ns_median: f64,
 }
 
-/// Compares hooked and direct calls of the driver, in containers of both runtimes in turn.
+/// Compares hooked and direct calls of the driver, alternately in containers of both runtimes.
 pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
         let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
@@ -59,7 +60,8 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let what = format!("{call}, hooked: more by");
         match world.gpu() {
             Gpu::Real => rows.want(&what, more, "ns", "at most 10 ns", more <= 10.0),
-            // Calls of the simulated driver depend on the machine's other work, so no goal applies.
+            // The duration of a call of the simulated driver depends on the machine's other work,
+            // so no goal applies.
             Gpu::Simulated { .. } => rows.tell(&what, more, "ns"),
         }
     }
@@ -96,7 +98,8 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a call that wakes with the driver's restore and unlock, called from another process.
+/// Compares a call that wakes the container with the driver's restore and unlock, called from
+/// another process.
 pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (driver, felt) = wake_ms(world)?;
     rows.tell("restore and unlock by the driver alone", driver, "ms");
@@ -106,7 +109,8 @@ pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Medians in milliseconds: restore and unlock by the driver, and a call that wakes.
+/// Median durations in milliseconds: of the driver's restore and unlock, and of a call that wakes
+/// the container.
 ///
 /// # Errors
 /// When a container or a cycle fails.
@@ -120,8 +124,8 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     Ok((median(&driver), median(&felt)))
 }
 
-/// Measures a call that wakes, first without other load, then while another container makes all
-/// attacks on the controller.
+/// Measures a call that wakes the container, first without other load. Then another container makes
+/// all attacks on the controller during the call.
 pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
@@ -143,7 +147,7 @@ pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Starts a container that moves on request only.
+/// Starts a container that is offloaded only on request.
 fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     let (name, value) = BY_ORDER;
     let spec = Worker::spec(id, USUAL, SMALL_MIB).annotation(name, value);
@@ -152,7 +156,7 @@ fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Durations of calls that wake the container, measured by the calling program.
+/// Durations in milliseconds of calls that wake the container, measured by the calling program.
 fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     let id = worker.running.id.clone();
     let mut felt = Vec::new();
@@ -163,7 +167,7 @@ fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     Ok(felt)
 }
 
-/// Durations of restore plus unlock of an unmanaged process of the same size.
+/// Durations in milliseconds of restore plus unlock of an unmanaged process of the same size.
 fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
     #[derive(Deserialize)]
     struct Step {

@@ -11,7 +11,7 @@ use crate::{
 
 /// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 1024;
-/// VRAM in use up to which a device counts as unused, in bytes. The driver keeps a little for
+/// VRAM in use up to which a device counts as unused, in bytes. The driver keeps a little VRAM for
 /// itself.
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
@@ -41,8 +41,8 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Whether three kernels give the same results without offloads as with an offload and restore
-/// after each kernel.
+/// Whether three kernels give the same results in both cases: without an offload, and with an
+/// offload and restore after each kernel.
 fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
     for offloaded in [false, true] {

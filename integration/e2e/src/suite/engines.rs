@@ -24,7 +24,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// The engines. The first is the driver's checkpoint.
+/// The engines that are compared. The first engine uses only the driver's checkpoint.
 pub const ENGINES: [&str; 3] = ["checkpoint", "auto", "full"];
 /// The annotation that selects an engine.
 pub const ENGINE: &str = "affinode.io/engine";
@@ -53,17 +53,18 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// Time after which released memory counts as scrubbed. Copies are slower while the device scrubs:
-/// bare programs measured 49.7 GB/s for 60 GiB directly after the release, and 54.8 GB/s from 0.2 s
-/// on.
+/// Time after which released memory counts as scrubbed. Copies are slower while the device scrubs.
+/// Programs without Affinode copied 60 GiB at 49.7 GB/s directly after the release, and at 54.8
+/// GB/s from 0.2 s on.
 pub const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
-/// Delay between an offload and a call that comes early: the copier has not registered all memory
-/// yet, and the device still scrubs.
+/// Delay between an offload and an early call. At the time of this call, the copier has not
+/// registered all memory yet, and the device still scrubs.
 const SOON: Duration = Duration::from_millis(300);
 
-/// Size of a process, and number of its moves. Its memory is filled with a pattern in which each
-/// word depends on its position. The memory is compared with the pattern after every restore.
+/// Size of a process, and number of its moves. The process's memory is filled with a pattern in
+/// which each word depends on its position. The memory is compared with the pattern after every
+/// restore.
 struct Load {
     filled_mib: u64,
     /// Number of further allocations of the same size.
@@ -77,8 +78,8 @@ impl Load {
     }
 }
 
-/// Compares the engines with a small process. The copy of little memory is fast, so its moves show
-/// the other costs. [`super::torch`] uses a larger process.
+/// Compares the engines with a small process. The copy of little memory is fast, so the moves of
+/// this process show the other costs. [`super::torch`] uses a larger process.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -130,7 +131,8 @@ pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
         Gpu::Simulated { .. } => (64, 2),
     };
     let one = format!("{CLIENTS}/{USUAL} --mib {mib}");
-    // `sleep` keeps the standard input of each process open, because a process ends with its input.
+    // `sleep` keeps the standard input of each process open, because a process ends when its input
+    // ends.
     let script = format!("for n in 1 2 3 4; do sleep 600 | {one} --seed $n & done; wait");
     let id = "four";
     let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]).annotation(ENGINE, "auto");
@@ -173,7 +175,8 @@ pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
 }
 
 /// Waits until the process has freed the host memory of its last restore, which takes seconds for
-/// 60 GiB. On a node with little more host memory than that, an offload is refused until then.
+/// 60 GiB. If the node has little more host memory than the process needs, an offload is refused
+/// until then.
 fn wait_host_memory(world: &Testbed, bytes: u64) -> Result<()> {
     if matches!(world.gpu(), Gpu::Simulated { .. }) {
         return Ok(());
@@ -476,9 +479,9 @@ struct Check {
     ok: Option<bool>,
 }
 
-/// Lines of output in which swappable memory is known to differ from the driver's own. Swappable
-/// memory ends at a multiple of 2 MiB, so a copy is refused only beyond that end. The summary line
-/// `done` then differs as well.
+/// Names of the output lines that are known to differ between swappable memory and the driver's own
+/// memory. Swappable memory ends at a multiple of 2 MiB, so a copy is refused only beyond that end.
+/// The summary line `done` then differs as well.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Requires that each call on swappable memory has the same result as on the driver's own memory.

@@ -24,11 +24,11 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// The engines with which the programs run that share memory. The first is the default.
+/// The engines of the programs that share memory. The first engine is the default.
 const ENGINES: [&str; 3] = ["auto", "checkpoint", "full"];
 /// Number of migrations of each program.
 const HOPS: usize = 4;
-/// VRAM left free on a filled GPU, in MiB. It is less than any program here needs.
+/// VRAM left free on a filled GPU, in MiB. It is less than any program of these tests needs.
 const LEFT_MIB: u64 = 2048;
 const PLAIN_MIB: u64 = 4096;
 /// Memory that torch allocates but does not use, in GiB.
@@ -40,7 +40,7 @@ struct Sharing {
     part: &'static str,
     kind: &'static str,
     settings: &'static [(&'static str, &'static str)],
-    /// Reasons for which the container is not offloaded. `None`: it is offloaded.
+    /// Reasons for which the container is not offloaded. `None` if it is offloaded.
     stays: Option<&'static [&'static str]>,
 }
 
@@ -49,9 +49,9 @@ const UNSHARED_BYTES: u64 = 4096 * MIB;
 
 const SHARED_ALONE: &[&str] = &["shared-memory"];
 const SHARED: Option<&[&str]> = Some(SHARED_ALONE);
-/// Environment that both ranks need if there is no network except loopback.
+/// Environment variables that both ranks of NCCL need if there is no network except loopback.
 const LOCAL: [(&str, &str); 1] = [("NCCL_SOCKET_IFNAME", "lo")];
-/// Flags for more shared memory: `ctr`'s containers have 64 MiB.
+/// Flags of `ctr` that give a container more shared memory than the default of 64 MiB.
 const SHARED_MEMORY: [&str; 2] =
     ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"];
 
@@ -140,7 +140,8 @@ fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a training loop that migrates after each turn with one that stays on its GPU.
+/// Compares a training loop that migrates after each turn with a training loop that stays on its
+/// GPU.
 fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
@@ -189,9 +190,9 @@ fn movable(spec: Spec, engine: &str) -> Spec {
 struct Hops<'w> {
     world: &'w Testbed,
     id: &'w str,
-    /// Index of the GPU on which it runs.
+    /// Index of the GPU on which the container runs.
     on: usize,
-    /// Program that fills its GPU while the container is offloaded.
+    /// Program that fills the container's GPU while the container is offloaded.
     filler: Option<Worker>,
     fillers: usize,
 }
@@ -230,7 +231,7 @@ impl<'w> Hops<'w> {
         Ok((gpu.vram_total_bytes, gpu.vram_used_bytes))
     }
 
-    /// Calls the container, and requires that it is on the other GPU.
+    /// Waits until the container is resident, and requires that it is on the other GPU.
     fn arrived(&mut self) -> Result<()> {
         self.on = 1 - self.on;
         self.world.cli().wait_resident(self.id)?;
@@ -250,7 +251,8 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
-    /// VRAM in use, once the controller has read that the program has allocated all of it.
+    /// VRAM of the container in bytes, once the controller has read that the program has allocated
+    /// all of it.
     fn in_use(world: &Testbed, id: &str) -> Result<u64> {
         let row = world
             .cli()

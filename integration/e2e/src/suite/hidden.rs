@@ -1,5 +1,5 @@
-//! NVML is called in a way that bypasses the hooks, while the context is checkpointed. The call
-//! blocks until the process is restored.
+//! A program calls NVML without passing Affinode's hooks, while its context is checkpointed. The
+//! call blocks until the process is restored.
 
 use anyhow::Result;
 

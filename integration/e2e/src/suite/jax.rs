@@ -18,7 +18,7 @@ const JAX: &[&str] = &["jax_worker.py"];
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
 /// Restricts JAX to one GPU. With several GPUs, JAX enables peer access between them.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
-/// JAX with each engine.
+/// The settings for JAX with each engine.
 pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
 /// Time for which calls are watched, in seconds. An idle JAX makes calls every five seconds.
 const SECONDS: &str = "12";

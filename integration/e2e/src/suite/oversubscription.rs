@@ -30,7 +30,8 @@ const PIECES: u64 = 12;
 /// VRAM of the scenario. An unmanaged program allocates the other VRAM of the device.
 struct Sizes {
     room_mib: u64,
-    /// VRAM that a worker uses, in MiB. The next field is VRAM that it allocates but does not use.
+    /// VRAM that a worker uses, in MiB. The next field is VRAM that the worker allocates but does
+    /// not use.
     works_on_mib: u64,
     holds_more_mib: u64,
     piece_mib: u64,

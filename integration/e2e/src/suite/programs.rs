@@ -4,7 +4,7 @@
 use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
-/// Program that runs the program named by its argument.
+/// Script that runs the program named by its argument.
 const PROGRAM: &str = "programs.py";
 /// Names of the programs in the report, and their settings.
 const PROGRAMS: [(&str, Flavour); 7] = [

@@ -26,7 +26,7 @@ const IMPORTS: Duration = Duration::from_secs(180);
 
 /// A Python, and a root filesystem that contains it.
 pub struct Python<'w> {
-    /// Testbed in which its containers run.
+    /// Testbed in which the Python containers run.
     pub world: &'w Testbed,
     path: PathBuf,
     root: PathBuf,
@@ -41,9 +41,9 @@ pub struct Answer {
     /// Reason why the program cannot run here.
     why: String,
     digest: String,
-    /// Median duration of a step.
+    /// Median duration of a step, in milliseconds.
     pub step_ms: f64,
-    /// Shortest duration of a step.
+    /// Shortest duration of a step, in milliseconds.
     pub best_ms: f64,
     /// Duration of a call that waits for the device, in milliseconds.
     pub sync_ms: f64,
@@ -142,7 +142,7 @@ impl<'w> Python<'w> {
     }
 }
 
-/// Orders a program to run this many steps.
+/// Orders a program to run `count` steps.
 ///
 /// # Errors
 /// When a step fails.

@@ -24,7 +24,7 @@ use crate::{
 const SECONDS: u64 = 45;
 /// Maximum size of a recording in bytes.
 const MAX_BYTES: u64 = 8 << 20;
-/// Name of the offloaded container. The next one is resident and idle.
+/// Name of the offloaded container. The next constant names a container that is resident and idle.
 const OFFLOADED: &str = "notebook";
 const WAITING: &str = "model-server";
 const AT_WORK: &str = "training";

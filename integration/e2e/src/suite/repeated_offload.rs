@@ -25,7 +25,7 @@ const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 
 /// A program, and the settings of its offloads.
 pub struct Flavour {
-    /// Prefix of its containers' names.
+    /// Prefix of the names of the program's containers.
     pub name: &'static str,
     /// File name of the program below the clients folder, and its arguments.
     pub program: &'static [&'static str],
@@ -45,7 +45,8 @@ pub struct Flavour {
 }
 
 impl Flavour {
-    /// A program that is large enough to make all costs except the copy negligible. Takes minutes.
+    /// A program that is large enough to make all costs except the copy negligible. Its run takes
+    /// minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -59,7 +60,7 @@ impl Flavour {
         }
     }
 
-    /// A small program, but large enough that the library copies its memory. Takes seconds.
+    /// A small program, but large enough that the library copies its memory. Its run takes seconds.
     pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
         Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
     }
@@ -173,8 +174,8 @@ impl Flavour {
         let digest = before.digest()?;
         let (mut together, mut copied_out, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
-        // Memory that can be exported is not prefaulted. For such a program this wait fails, and
-        // the failure is ignored.
+        // Memory that can be exported is not prefaulted. For a program with such memory this wait
+        // fails, and the failure is ignored.
         let mut prepares = engine == PREPARED;
         for _ in 0..self.rounds {
             wait_held(python.world)?;
@@ -206,9 +207,9 @@ impl Flavour {
         let whole = cli.known(id)?.copyable_share.unwrap_or(0.0) * 100.0;
         rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
         if engine != "checkpoint" {
-            // The context is a large part of a small program's VRAM. The copied bytes are therefore
-            // compared with the memory of the program's allocators at the first offload, if it is
-            // known.
+            // The context is a large part of a small program's VRAM. The bytes copied at the first
+            // offload are therefore compared with the memory of the program's allocators, if that
+            // amount is known.
             let own = before.held_bytes.zip(copied_out.first());
             let share =
                 own.map(|(held, &copied_out)| copied_out as f64 / held.max(1) as f64 * 100.0);
@@ -246,12 +247,12 @@ fn panicked(_: Box<dyn Any + Send>) -> Finished {
 #[derive(Default)]
 struct Lane {
     engine: &'static str,
-    /// Digest of its results at the end.
+    /// Digest of the container's results at the end.
     digest: String,
-    /// Durations of its offloads, in milliseconds.
+    /// Durations of the container's offloads, in milliseconds.
     out: Vec<f64>,
     back: Vec<f64>,
-    /// VRAM in use on the device while the container was offloaded, in bytes. `None`: the
+    /// VRAM in use on the device while the container was offloaded, in bytes. `None` if other
     /// containers ran at the same time.
     left: Option<u64>,
 }

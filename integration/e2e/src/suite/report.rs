@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// Error: a part of the suite needs software that is not installed. Contains the reason.
+/// Error of a part that needs software that is not installed. Contains the reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 
@@ -27,7 +27,7 @@ pub struct Row {
     what: String,
     value: f64,
     unit: &'static str,
-    /// Goal of the figure; empty for a figure without a goal.
+    /// Goal of the figure. Empty for a figure without a goal.
     goal: String,
     met: bool,
 }
@@ -69,7 +69,7 @@ impl Rows {
         self.rows.iter().map(|row| row.1)
     }
 
-    /// Prints an intermediate result, in case the run is interrupted.
+    /// Prints an intermediate result, so that it is not lost if the run is interrupted.
     #[expect(clippy::print_stderr, reason = "what is being done now")]
     fn say(&self, part: &str) {
         for (what, value, unit, ..) in &self.rows {
@@ -117,7 +117,8 @@ impl Report {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Runs a part. After an error, its results so far are kept and its containers are removed.
+    /// Runs a part. After an error, the part's results so far are kept and its containers are
+    /// removed.
     pub(super) fn part(
         &mut self,
         world: &Testbed,
@@ -145,7 +146,7 @@ impl Report {
         }
     }
 
-    /// Records that a part cannot run here.
+    /// Records that a part cannot run on this machine.
     pub(super) fn skip(&mut self, part: &str, why: &str) {
         self.skipped.push((part.into(), why.into()));
     }

@@ -84,7 +84,7 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     let (without, with) = (medians(&stock), medians(&ours));
     compared(rows, "middle median step", median, &without, &with, false);
 
-    // The measured program is then offloaded, and must be as fast afterwards.
+    // The measured program is then offloaded, and must be as fast after its restore as before.
     if let Some(moved) = ours.first_mut() {
         python.world.cli().move_out(&moved.worker.running.id)?;
         let step = ask(&mut moved.worker, "bench")?;
@@ -176,7 +176,8 @@ mod tests {
     fn noise_is_the_largest_half_difference() {
         let noise_of = |starts: &[f64]| noise(starts, fastest).round();
         assert_eq!(noise_of(&[10.0, 10.0, 10.0, 10.0]), 0.0);
-        // 10 and 11 in one half, 12 and 13 in the other.
+        // The halves with the largest difference are 10 and 11, and 12 and 13. Their fastest steps
+        // are 10 and 12.
         assert_eq!(noise_of(&[12.0, 10.0, 13.0, 11.0]), 20.0);
         assert_eq!(noise(&[10.0, 12.0, 10.0, 12.0], median).round(), 20.0);
     }

@@ -11,8 +11,8 @@
 //!
 //! Each process is one repetition. A container has several processes, which are forked before they
 //! use CUDA and do the same at the same time. Orders in which a process was once seen to hang or to
-//! be lost are repeated `AFFINODE_TOOL_ROUNDS` times (default 20). The others are repeated four
-//! times.
+//! be lost are repeated `AFFINODE_TOOL_ROUNDS` times (default 20). The other orders are repeated
+//! four times.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -104,7 +104,8 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// Requires that the use of NVTX ranges does not count as a profiler: the context is checkpointed.
+/// Requires that the use of NVTX ranges does not count as a profiler, so that the context is
+/// checkpointed.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -239,7 +240,8 @@ impl<'w> Subject<'w> {
         ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
     }
 
-    /// Requests the offload. If the container is not offloaded, it must show the reason.
+    /// Requests the offload. Records its result: the phase of the process, or the reason for the
+    /// refusal.
     fn leave(&mut self) -> Result<()> {
         if self.engine == STILL {
             return Ok(());
@@ -344,7 +346,7 @@ fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     subject.end()
 }
 
-/// Runs compute-sanitizer and ncu, one after the other, because they exclude each other.
+/// Runs compute-sanitizer and ncu, one after the other, because they cannot run at the same time.
 pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
     const TOOLS: [(&str, &[&str]); 2] = [
         ("compute-sanitizer", &["--log-file", "/tmp/sanitizer.log"]),

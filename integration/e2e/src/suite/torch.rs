@@ -1,5 +1,5 @@
-//! A training loop of torch: idle, offloaded and restored, with the same weights. Also the cost of
-//! a step.
+//! A training loop of torch: idle, offloaded and restored, with the same weights. The module also
+//! measures the cost of a step.
 
 use anyhow::Result;
 
@@ -36,8 +36,8 @@ pub const POOLS: Flavour = Flavour {
     ..Flavour::large("pools", TORCH)
 };
 
-/// Trains, becomes idle, is offloaded, and continues to train. Also runs the same without an
-/// offload.
+/// Trains, becomes idle, is offloaded, and continues to train. Also runs the same steps without an
+/// offload, and compares the results.
 pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let mut digests = Vec::new();
@@ -73,8 +73,8 @@ pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Measures a step under Affinode's runtime and under the stock one, alternating, and compares the
-/// times.
+/// Measures a step alternately under Affinode's runtime and under the stock runtime, and compares
+/// the times.
 pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let (mut with, mut without) = (Vec::new(), Vec::new());

@@ -41,8 +41,8 @@ pub(super) fn remove_cgroups(world: &Path) {
     }
 }
 
-/// Removes a cgroup and all cgroups below it. Only folders can be removed in cgroupfs, from the
-/// bottom up.
+/// Removes a cgroup and all cgroups below it. In cgroupfs only folders can be removed, the
+/// innermost first.
 fn remove_tree(folder: &Path) {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return;

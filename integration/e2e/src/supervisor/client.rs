@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{Job, Reply, Scope};
 
-/// A running supervisor. Dropping it ends everything that it started.
+/// A running supervisor. Dropping this value ends everything that the supervisor started.
 pub struct Keeper {
     pid: u32,
     pipes: Mutex<Option<Pipes>>,
@@ -74,8 +74,8 @@ impl Keeper {
         command
     }
 
-    /// Ends everything and waits for the end. A concurrent call waits as well. Further calls have
-    /// no effect.
+    /// Ends the supervisor with all its processes, and waits for its end. A concurrent call waits
+    /// as well. Further calls have no effect.
     pub fn end(&self) {
         let mut pipes = self.lock();
         if let Some(Pipes { mut child, requests, replies }) = pipes.take() {

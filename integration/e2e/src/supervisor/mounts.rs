@@ -20,8 +20,8 @@ const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log
 /// Folders that dockerd uses with any configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
-/// Enters a mount namespace, so that changes to mounts are private. A node also gets a network
-/// namespace.
+/// Enters a mount namespace, so that changes to mounts are private. The testbed of a node also gets
+/// a network namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();

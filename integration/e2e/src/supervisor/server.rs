@@ -23,7 +23,7 @@ use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 /// Serves requests from standard input until its end, then cleans up.
 ///
 /// # Errors
-/// When the namespace cannot be created, or something cannot be cleaned up.
+/// When the namespace cannot be created, or a process, mount or folder cannot be removed.
 pub fn serve(world: &Path, scope: Scope) -> Result<()> {
     // A session of its own makes Ctrl-C on the terminal reach only the parent, which then ends the
     // testbed. `setsid` fails only if the process already leads a session.
@@ -99,8 +99,8 @@ impl Reaper {
             loop {
                 match waitid(Id::All, WaitPidFlag::WEXITED) {
                     Ok(_) | Err(Errno::EINTR) => {}
-                    // Without a child there is no descendant either. The reaper waits for the next
-                    // start.
+                    // A process without children has no descendants either. The reaper waits until
+                    // a child is started.
                     Err(_) => {
                         let guard = count.lock().unwrap_or_else(PoisonError::into_inner);
                         let guard = changed

@@ -37,8 +37,8 @@ struct Recorded {
     name: String,
 }
 
-/// `affinode calls` in the background. It writes to a file, because it would block on a pipe that
-/// the test does not read yet.
+/// `affinode calls` in the background. The command writes to a file, because it would block on a
+/// pipe that the test does not read yet.
 struct Watch {
     child: Child,
     output: PathBuf,

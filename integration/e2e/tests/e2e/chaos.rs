@@ -1,4 +1,4 @@
-//! A short crash campaign. `cargo xtask chaos` runs long ones.
+//! A short crash campaign. `cargo xtask chaos` runs long campaigns.
 
 use affinode_e2e::{
     chaos::{self, Options},
@@ -39,7 +39,8 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Each move takes seconds. That is longer than the time limits of holds, proofs and agents.
+/// Each move takes seconds. This is longer than the controller's time limits for an agent's report,
+/// for a pause of allocations and for a reading of NVML.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
@@ -55,7 +56,8 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Two containers use one GPU, the others use another one. Each GPU has a copier of its own.
+/// Two containers use one GPU, and the other containers use another GPU. Each GPU has a copier of
+/// its own.
 #[test]
 fn rounds_on_two_gpus_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };

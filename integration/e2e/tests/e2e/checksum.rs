@@ -58,7 +58,7 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
 
 /// Spoils the first large copy to the device, which belongs to the restore, because the program
 /// computes its contents on the device. With `checksum`, the restore must repeat the copy. Without
-/// it, the contents are wrong.
+/// `checksum`, the contents are wrong.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;

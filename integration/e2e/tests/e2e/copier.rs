@@ -134,7 +134,7 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
 }
 
 /// After its first offload, a process reports that no copier can restore its memory. The controller
-/// must then not start another copier for it.
+/// must then not start another copier for this process.
 #[test]
 fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -177,7 +177,7 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
         world.cli().move_out("shared")?;
         let copied_out = world.cli().known("shared")?.process()?.copied_out_bytes;
         assert_eq!(copied_out, WORKER_MIB * MIB);
-        // A copier that accepts the memory has registered it by now.
+        // If the copier accepted the memory, it has registered the memory at the end of this wait.
         until("no process to be registering with the copier", || {
             Ok((world.cli().gpu()?.copier_registering == 0).then_some(()))
         })?;
@@ -214,8 +214,8 @@ fn the_copier_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = move_out(&world, "worker")?;
     let total = world.cli().gpu()?.vram_total_bytes / MIB;
-    // The container allocates the whole device except for 20 MiB: its own context takes 16 MiB, so
-    // 4 MiB are left, which is not enough for a copier's context.
+    // The container allocates the whole device except for 20 MiB. Its own context takes 16 MiB of
+    // them. The remaining 4 MiB are not enough for a copier's context.
     let spec = Worker::spec("other", USUAL, total - 20)
         .annotation("affinode.io/engine", "checkpoint")
         .annotation("affinode.io/on-oom", "wait");

@@ -150,7 +150,7 @@ fn killed_member_keeps_shared_contents() -> Result<()> {
 fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // This container's contents differ only after the samples that are compared first.
+    // This container's contents differ in one byte, behind the samples that dedup compares first.
     let mut odd = start(&world, spec("odd", 7, "true"))?;
     odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
     world.cli().move_out("odd")?;
@@ -164,7 +164,7 @@ fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
 }
 
 /// Checks that retained copies, prefaulted memory and checksums work with dedup as they do without
-/// it.
+/// dedup.
 #[test]
 fn dedup_with_retained_copies_and_digests() -> Result<()> {
     let world = world()?;
@@ -199,8 +199,8 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         for id in ["one", "other"] {
             world.cli().move_out(id)?;
         }
-        // A copier that ends during a registration is restarted only after a while, so this step
-        // waits until the copier has registered memory.
+        // A copier that ends during a registration is restarted only after a while. This step
+        // therefore waits until the copier has registered memory.
         until("a copier that holds it, or a part that is held together", || {
             let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();

@@ -19,7 +19,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Docker's programs. `None`: this machine cannot have them. The skip is recorded.
+/// Docker's programs. `None` if this machine cannot have them. The test is then recorded as
+/// skipped.
 pub fn programs() -> Result<Option<DockerPrograms>> {
     let found = DockerPrograms::find(&Artifacts::find()?);
     if found.is_none() {
@@ -168,8 +169,9 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
     })
 }
 
-/// `--gpus all` with NVIDIA's hook: at Create, only the environment names a GPU. The hook mounts
-/// the driver's libraries into the new root after Affinode's mounts are made.
+/// Runs a container with `--gpus all` and NVIDIA's hook. When the shim creates the container, only
+/// the environment names a GPU. The hook mounts the driver's libraries into the new root after
+/// Affinode's mounts are made.
 #[test]
 fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
     with_docker("{}", |world, docker| {

@@ -153,7 +153,7 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
 fn failed_docker_install_changes_nothing() -> Result<()> {
     with_place(|_, place| {
         let file = place.docker.config_file();
-        // The operator's later mistake is found only by dockerd's reload. dockerd keeps its earlier
+        // An operator's later mistake is found only by dockerd's reload. dockerd keeps its earlier
         // configuration.
         fs::write(&file, CONFIG.replace("{\"path\": \"runc\"}", "{\"runtimeType\": \"\"}"))?;
         place.refused("did not load its new configuration")?;
@@ -181,8 +181,8 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
     })
 }
 
-/// Checks that changes that an operator made to Docker's file are kept, and that an installation is
-/// possible after an installer was killed before it wrote the file.
+/// An operator's changes to Docker's file must be kept. After an installer was killed before it
+/// wrote the file, an installation must still be possible.
 #[test]
 fn docker_config_changes_of_others_are_kept() -> Result<()> {
     with_place(|_, place| {
@@ -226,8 +226,8 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
 }
 
 /// CRI is enabled in containerd, so the installer must change both Docker and containerd, or
-/// neither. Docker's file has no list of runtimes before. After the uninstallation, dockerd must
-/// not have Affinode's runtime.
+/// neither of them. Before the installation, Docker's file has no list of runtimes. After the
+/// uninstallation, dockerd must not have Affinode's runtime.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";

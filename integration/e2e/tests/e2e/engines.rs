@@ -36,7 +36,7 @@ fn row(world: &Testbed, id: &str) -> Result<ContainerRow> {
     world.cli().known(id)
 }
 
-/// Waits until NVML reports only the memory that the engine leaves.
+/// Waits until NVML reports only the memory that the engine leaves on the GPU.
 fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
     if engine == "copy" {
         wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
@@ -144,7 +144,7 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     let large = Worker::spec("large", USUAL, SECOND_MIB);
     let mut large = Worker::start_as(&world, large.annotation("affinode.io/on-oom", "wait"))?;
     large.wait_filled()?;
-    // No more contexts than necessary must be checkpointed.
+    // Only as many contexts as necessary may be checkpointed.
     let mut gone = 0;
     for id in IDLE {
         let row = world.cli().wait_for_state(id, "Offloaded")?;
@@ -383,8 +383,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     until("the wake to wait for VRAM", || {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
-    // Until now, the controller made the restore wait for a proof of free VRAM. The restore must
-    // wait as well when no controller runs.
+    // Until now, the controller delayed the restore until NVML reported enough free VRAM. The
+    // restore must wait as well when no controller runs.
     let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     assert!(!copied_out.has_answer()?);

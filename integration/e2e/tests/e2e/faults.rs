@@ -1,5 +1,5 @@
-//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` runs them
-//! on every containerd.
+//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` causes
+//! the same faults on every containerd.
 
 use affinode_e2e::{
     faults,

@@ -29,7 +29,7 @@ fn two_gpus(options: &[&str]) -> Result<Testbed> {
         .world()
 }
 
-/// A worker that can open the device files of these GPUs, with an engine.
+/// Starts a worker with this engine that can open the device files of these GPUs.
 fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Worker> {
     let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
@@ -47,8 +47,8 @@ fn fill_first(world: &Testbed) -> Result<Worker> {
     Worker::start(world, "filler", FILLER_MIB)
 }
 
-/// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB and without that of
-/// copiers.
+/// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB. The copiers' VRAM
+/// does not count.
 fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
     until("the expected VRAM use of both GPUs", || {
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
@@ -144,7 +144,8 @@ fn containers_of_two_gpus_are_woken_at_the_same_time() -> Result<()> {
     Ok(())
 }
 
-/// The program that measures two GPUs runs on the simulated ones, except for what these lack.
+/// The program that measures two GPUs must also run on simulated GPUs, except for functions that
+/// these lack.
 #[test]
 fn links_of_two_gpus_are_measured() -> Result<()> {
     let world = two_gpus(&[])?;

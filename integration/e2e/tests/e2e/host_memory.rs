@@ -84,7 +84,8 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     // Both processes must continue, with unchanged contents.
     assert!(pod.workers[stays].verify()?, "{engine}");
     assert!(pod.workers[out].verify()?, "{engine}");
-    // The end of the offloaded container frees its host memory and its reservation.
+    // The end of the offloaded container frees its host memory, and the controller's reservation
+    // for it.
     pod.workers[out].running.kill(&pod.world)?;
     until("the other container to be offloaded", || {
         let said = pod.world.cli().offload(NAMES[stays])?;
@@ -119,8 +120,8 @@ impl PodNeighbour {
     fn start(pod: &Path) -> Result<PodNeighbour> {
         let folder = pod.join("neighbour");
         std::fs::create_dir_all(&folder)?;
-        // `tail` keeps reading to find the last line, but the input has no line end, so it stores
-        // all of it.
+        // The input has no line end, so `tail` stores the whole input while it searches for the
+        // last line.
         let script = format!(
             "echo $$ > {}/cgroup.procs && echo ready && read mib && \
              (head -c ${{mib}}M /dev/zero; exec sleep 1000) | tail",
@@ -206,8 +207,8 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     let before_bytes = used_bytes()?;
     let limit_bytes = before_bytes + ROOM_MIB * MIB;
     memory_cgroup::set_limit(&folder, Some(limit_bytes))?;
-    // The CPU limit makes the copy take seconds instead of a fraction of one. The neighbour can then
-    // act during it.
+    // The CPU limit makes the copy take seconds instead of a fraction of a second. The neighbour
+    // can then act during the copy.
     let pid = worker.running.pid(&world)?;
     cpu_cgroup::set_percent(pid, Some(5))?;
     let cli = world.cli();

@@ -60,7 +60,8 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     })
 }
 
-/// Number of connections that a container opens, more than the controller serves at a time.
+/// Number of connections that a container opens. It is more than the controller serves at the same
+/// time.
 const FLOOD: usize = 2000;
 const MAX_OPEN: usize = 512;
 

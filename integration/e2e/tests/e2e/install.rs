@@ -92,7 +92,7 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
 }
 
 /// The installer must also add the handler to a file that overrides the main file. NVIDIA's toolkit
-/// writes such a file. With containerd 1.x, it replaces the whole section of the main file.
+/// writes such a file. With containerd 1.x, this file replaces the whole section of the main file.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -322,7 +322,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
         Ok(fs::read_to_string(place.config())?.contains(&format!("runtimes.\"{name}\"]")))
     };
     place.done("install", &["--restart-mode", "none"])?;
-    // The installed file runs in place of a shim, and waits for its options.
+    // The installed shim runs without a pod. It waits for its options on standard input.
     let mut running =
         Command::new(place.shim()).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
     until("the shim to run", || {
@@ -354,7 +354,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
     let shim = place.shim();
-    // The installed file runs in place of a shim, and waits for its options.
+    // The installed shim runs without a pod. It waits for its options on standard input.
     let mut running =
         Command::new(&shim).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
     until("the shim to run", || {
@@ -391,8 +391,8 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     Ok(())
 }
 
-/// Upgrades while containers run. They must keep their shim and library, but the new controller
-/// must replace the old controller.
+/// Upgrades while containers run. These containers must keep their shim and library, but the new
+/// controller must replace the old controller.
 #[test]
 fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;

@@ -1,4 +1,5 @@
-//! An installation with all folders moved, under a containerd whose environment does not name them.
+//! An installation in which all folders are moved, under a containerd whose environment does not
+//! name them.
 
 use std::{fs, process::Command};
 
@@ -23,7 +24,7 @@ fn programs_find_moved_folders() -> Result<()> {
     let run_dir = world.cli().run_dir().display().to_string();
     let moved = [&NO_RESTART[..], &["--run-dir", &run_dir, "--config", &config]].concat();
     place.done("install", &moved)?;
-    // The installed command finds the controller by itself.
+    // The installed command must find the controller without any option or variable.
     let ps = || -> Result<String> {
         let output =
             Command::new(place.file("bin/affinode")).args(["ps", "-o", "wide"]).output()?;
@@ -33,12 +34,13 @@ fn programs_find_moved_folders() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().registered("worker")?;
     let said = ps()?;
-    // The mode is from the moved configuration; the default is auto.
+    // The mode `manual` comes from the moved configuration. The default mode is `auto`.
     ensure!(said.contains("default/worker") && said.contains(" manual "), "{said}");
     world.cli().move_out("worker")?;
     ensure!(worker.verify()?);
 
-    // A second controller in another run directory would promise the same VRAM.
+    // A second controller in another run directory would grant the same VRAM again, so the
+    // installer must refuse.
     let other = world.dir().join("other-run").display().to_string();
     let elsewhere = [&NO_RESTART[..], &["--run-dir", &other]].concat();
     let written = fs::read_to_string(place.file(PATHS))?;

@@ -72,8 +72,8 @@ fn python_with_ctypes() -> Result<()> {
     cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
 }
 
-/// Eight threads repeatedly make calls at the same time. All threads must wait at the gate, and no
-/// thread may compute with wrong contents.
+/// Eight threads repeatedly make calls at the same time. All threads must wait while the process is
+/// offloaded, and no thread may compute with wrong contents.
 #[test]
 fn many_threads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -127,8 +127,8 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The engine `checkpoint` comes first. It uses the driver's own memory, and therefore shows the
-/// behaviour that the other engines must match.
+/// Runs with each engine. The engine `checkpoint` comes first. It uses the driver's own memory, and
+/// therefore shows the behaviour that the other engines must match.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

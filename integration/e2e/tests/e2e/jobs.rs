@@ -212,7 +212,8 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     Ok(())
 }
 
-/// A job preloads another library. That library must work, and its calls must pass Affinode's gate.
+/// A job preloads another library that hooks the driver. That library must work, and its calls must
+/// wait while the job is offloaded.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let node = Node::new("enabled = true")?;

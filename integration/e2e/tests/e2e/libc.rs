@@ -1,4 +1,4 @@
-//! Images with other C libraries: the library either works in them or has no effect.
+//! Images with other C libraries. Affinode's library either works in them or has no effect.
 
 use std::{path::Path, process::Command};
 
@@ -40,7 +40,7 @@ fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The image has the programs and the C library of an older Debian.
+/// Affinode's library must load in an image with the programs and the C library of an older Debian.
 #[test]
 fn an_old_glibc_loads_it() -> Result<()> {
     let tree = Artifacts::find()?.cache_dir().join("libc-old");
@@ -66,7 +66,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
     Ok(())
 }
 
-/// musl ignores /etc/ld.so.preload, but loads the library with LD_PRELOAD.
+/// musl ignores /etc/ld.so.preload, but loads Affinode's library with LD_PRELOAD.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
     let world = TestbedConfig::default().world()?;

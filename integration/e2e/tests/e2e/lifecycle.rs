@@ -112,7 +112,7 @@ fn reports_a_program_that_is_not_there(world: &Testbed) -> Result<()> {
         let spec = Spec::plain("absent", &["/bin/no-such-program"]).runtime(runtime);
         let output = spec.command(world, &["--rm"])?.output()?;
         assert!(!output.status.success(), "{runtime}");
-        // Log lines of ctr contain the time.
+        // Log lines of ctr contain the time, so they are left out.
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines: Vec<String> =
             said.lines().filter(|line| !line.starts_with("time=")).map(str::to_owned).collect();

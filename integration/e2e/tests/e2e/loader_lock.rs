@@ -1,5 +1,6 @@
-//! A thread holds the dynamic loader's lock while its CUDA call waits for the agent. The agent
-//! needs the same lock, because it loads a module for the first time.
+//! A thread holds the dynamic loader's lock while its CUDA call waits for the agent (Affinode's
+//! thread in the process). The agent needs the same lock, because it loads a module for the first
+//! time.
 
 use std::{
     fs::File,

@@ -7,8 +7,8 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// A testbed with a containerd of this line. `None`: the machine cannot have one, and `cargo xtask
-/// deps` has printed the reason.
+/// A testbed with a containerd of this release line. `None`: the machine cannot have such a
+/// containerd, and `cargo xtask deps` has printed the reason.
 pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
     match releases.get(line)? {
@@ -21,7 +21,8 @@ pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     }
 }
 
-/// Makes a test per line of containerd from each function `fn(&Testbed) -> Result<()>`.
+/// Defines a test for each function `fn(&Testbed) -> Result<()>` and each release line of
+/// containerd.
 macro_rules! on_every_containerd {
     ($recipe:expr; $($case:ident),* $(,)?) => {
         on_every_containerd!(@line containerd_1_6, V1_6, $recipe; $($case),*);

@@ -35,7 +35,8 @@ fn asked(worker: &mut Worker) -> Result<u32> {
 }
 
 /// The monitor queries NVML ten times a second, first while its container becomes idle, then while
-/// the container is offloaded. It must prevent neither.
+/// the container is offloaded. The queries must not keep the container in use, and must not restore
+/// it.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

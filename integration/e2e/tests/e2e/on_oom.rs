@@ -56,7 +56,8 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
 fn idle_neighbour_is_evicted_for_allocation() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
-    // The creation of the container's context waits for VRAM, and then its first allocation.
+    // First the creation of the container's context waits for VRAM, then the container's first
+    // allocation.
     let mut newcomer = start(&world, waiting("newcomer", 300))?;
     world.cli().wait_for_state("idle", "Offloaded")?;
     assert!(newcomer.verify()?);

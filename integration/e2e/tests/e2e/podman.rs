@@ -23,7 +23,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Podman's programs. `None`: this machine cannot have them. The skip is recorded.
+/// Podman's programs. `None` if this machine cannot have them. The test is then recorded as
+/// skipped.
 fn programs() -> Option<PodmanPrograms> {
     let found = PodmanPrograms::find();
     if found.is_none() {
@@ -45,7 +46,8 @@ fn with_podman(
 
 fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
     let mut found = processes::named(program, world.keeper().pid())?;
-    // conmon's command line names the runtime, too.
+    // conmon's command line contains the name of the runtime, too. Only the first word is therefore
+    // compared.
     found.retain(|process| {
         let first = process.command.split(' ').next().unwrap_or_default();
         first.rsplit('/').next() == Some(program)
@@ -59,7 +61,7 @@ fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
     })
 }
 
-/// Names in the folder of all containers.
+/// Number of entries in the folder that has one folder for each container.
 fn folders(world: &Testbed) -> Result<usize> {
     let folder = world.cli().run_dir().join("containers");
     Ok(if folder.exists() { fs::read_dir(folder)?.count() } else { 0 })
@@ -114,7 +116,8 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// Kills the controller, then the keeper as well. The next container starts both again.
+/// Kills the controller, then also the keeper, which starts controllers. The next container starts
+/// both again.
 #[test]
 fn podman_container_outlives_the_controller() -> Result<()> {
     with_podman(|world, podman, _| {

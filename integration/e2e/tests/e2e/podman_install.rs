@@ -1,5 +1,5 @@
-//! `affinode install` on a machine with Podman. It installs a program and a file of Podman's
-//! configuration.
+//! `affinode install` on a machine with Podman. The command installs a program and a file of
+//! Podman's configuration.
 
 use std::{fs, path::PathBuf, process::Output};
 
@@ -34,8 +34,8 @@ impl Installation<'_> {
         let name = |flag: &str, path: PathBuf| format!("--{flag}={}", path.display());
         command.arg(verb).arg(name("prefix", self.path("prefix")));
         command.arg(name("state-dir", self.path("state-affinode")));
-        // The testbed's containerd has started a controller. It does not belong to this
-        // installation.
+        // The testbed's containerd has started a controller. This controller does not belong to the
+        // tested installation.
         command.env("AFFINODE_RUN_DIR", self.path("other-run"));
         if verb == "install" {
             command.args(["--no-docker", "--restart-mode=none"]);

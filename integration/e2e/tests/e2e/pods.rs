@@ -69,8 +69,8 @@ fn a_pod_survives_a_restart_of_containerd(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// containerd notices the end of the connection and runs Affinode's `delete`. Then the pod can be
-/// removed.
+/// Kills a shim. containerd must notice the end of the connection and run Affinode's `delete`. Then
+/// the pod can be removed.
 fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("shot", &world.cgroup_parent(), world.dir());

@@ -98,8 +98,8 @@ fn disabled_library_runs_unmanaged() -> Result<()> {
     Ok(())
 }
 
-/// Operator overrides must also apply after a restart of the controller, and events must report
-/// them.
+/// Operator overrides must also apply after a restart of the controller, and events must report the
+/// overrides.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -11,7 +11,7 @@ use anyhow::Result;
 use crate::offload::EAGER;
 
 const VRAM_MIB: u64 = 512;
-/// VRAM of a container. Two of them do not fit on the GPU.
+/// VRAM of a container. Two such containers do not fit on the GPU.
 const EACH_MIB: u64 = 320;
 
 fn small_world(config: &str) -> Result<Testbed> {
@@ -36,7 +36,7 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A container that waits for VRAM must show that as its reason, and must be restored when the
+/// A container that waits for VRAM must show this wait as its reason, and must be restored when the
 /// other container becomes idle. No process may be lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
@@ -47,7 +47,8 @@ fn a_return_waits_for_room() -> Result<()> {
     let mut busy = Worker::start_as(&world, spec)?;
     busy.wait_filled()?;
     alpha.send("verify")?;
-    // While the proof of the free VRAM is made, the shown reason is still the call.
+    // While the controller checks with NVML that the VRAM is free, the shown reason is still the
+    // call.
     until("alpha to wait for VRAM", || {
         let row = world.cli().container("alpha")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
@@ -69,8 +70,8 @@ fn a_return_waits_for_room() -> Result<()> {
     Ok(())
 }
 
-/// In mode `pressure`, an idle container must stay resident while no other container needs VRAM,
-/// and must be offloaded when a container needs it.
+/// In mode `pressure`, an idle container must stay resident while no other container needs VRAM. It
+/// must be offloaded when another container needs VRAM.
 #[test]
 fn an_idle_neighbour_makes_room() -> Result<()> {
     let world = small_world(&EAGER.replace("eager", "pressure"))?;

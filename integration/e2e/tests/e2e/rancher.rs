@@ -1,4 +1,4 @@
-//! Tests `affinode install` on nodes of k3s and rke2. They write containerd's configuration again
+//! Tests `affinode install` on nodes of k3s and rke2. Both write containerd's configuration again
 //! at each start, so the handler is added to the source of that configuration.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};

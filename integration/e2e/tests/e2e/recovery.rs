@@ -114,7 +114,7 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
     nothing_is_left(&world)
 }
 
-/// Sends a signal to a process with a thread that waits at the gate. The signal must end the
+/// Sends a signal to a process in which a thread waits for a restore. The signal must end the
 /// process as usual.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {

@@ -1,4 +1,5 @@
-//! Restore policy `immediate`: a call does not wait for containers in use.
+//! With the restore policy `immediate`, a call does not wait until the containers in use become
+//! idle.
 
 use affinode_e2e::{
     gpu::Gpu,

@@ -1,6 +1,6 @@
-//! Tests of device memory that a move releases. The driver notices the end of the scrub only during
-//! the next allocation, which takes longer for that reason. This allocation must not belong to a
-//! restore.
+//! Tests of device memory that a move releases and that the GPU then scrubs (clears). The driver
+//! notices the end of the scrub only during the next allocation, so that allocation takes longer.
+//! It must not be an allocation of a restore.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -13,7 +13,8 @@ use anyhow::{Context, Result, bail};
 use crate::offload::MANUAL;
 
 const WORKER_MIB: u64 = 64;
-/// Size in bytes of the small allocation that absorbs the wait. It is released as well.
+/// Size in bytes of the small allocation that absorbs the wait for the scrub. This allocation is
+/// released as well.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
 /// VRAM whose release the driver has not noticed yet, in bytes, summed over all GPUs.
@@ -26,8 +27,8 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     }
 }
 
-/// After an offload, the small allocation must be made: by the agent if the context stays,
-/// otherwise by the copier.
+/// After an offload, the small allocation must be made. The agent makes it if the context stays,
+/// otherwise the copier makes it.
 #[test]
 fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -114,7 +114,7 @@ impl Supervisor {
         Ok(Cli::new(self.artifacts.bin("affinode")?, self.path("run")))
     }
 
-    /// Starts `affinode run` of a program that waits for the end of its input.
+    /// Starts `affinode run` with a program that waits for the end of its input.
     fn job(&self, name: &str) -> Result<Child> {
         let mut command = self.cli()?.command(&["run", "--name", name, "--", "cat"]);
         command.env("AFFINODE_LIB_DIR", self.artifacts.lib_dir());

@@ -18,8 +18,8 @@ fn start(world: &Testbed, program: &str, id: &str, engine: &str) -> Result<Worke
     Ok(worker)
 }
 
-/// The runtime makes hundreds of look-ups in both variants, and checks that its private table is
-/// the driver's own.
+/// The program calls the driver as CUDA's runtime does. It makes hundreds of look-ups in both
+/// variants, and checks that the private table is the driver's own.
 #[test]
 fn runtime_with_private_table_is_moved() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

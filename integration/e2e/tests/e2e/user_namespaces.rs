@@ -85,7 +85,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
     cri.remove_pod(&pod_id)
 }
 
-/// Installs the plugin: pods with a user namespace also have a network namespace.
+/// Installs the network plugin, because pods with a user namespace also have a network namespace.
 fn network(world: &Testbed) -> Result<()> {
     let cni = world.dir().join("cni");
     let plugin = |name: &str| {

@@ -92,13 +92,13 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
 }
 
 /// The process has few zeros, so a restore by the copier saves more time than skipping the zeros.
-/// They must be stored, so that the copier can be used: it cannot restore a process that skips
-/// pages, because earlier contents of these pages would appear again.
+/// The zeros must therefore be stored. The copier cannot restore a process that skips pages,
+/// because earlier contents of these pages would appear again.
 #[test]
 fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "full", "false")?;
-    // One chunk of the pool contains data since the program's start, so it is never empty.
+    // One chunk of the pool contains data since the program's start, so the pool is never empty.
     for mib in [32, 32, 32] {
         worker.call(&format!("alloc {mib}"))?;
     }

@@ -1,5 +1,6 @@
-//! Runs the program `links` with the stock runtime: copies over the links of one and of both GPUs,
-//! and memory that both GPUs or two processes map, released and made again at the same address.
+//! Runs the program `links` with the stock runtime. It measures copies over the links of one GPU
+//! and of both GPUs. It also checks memory that both GPUs or two processes map, and that is
+//! released and created again at the same address.
 
 use anyhow::{Context, Result};
 use serde::Deserialize;

@@ -1,5 +1,6 @@
-//! Two containers on two GPUs that are woken at the same time. Each must return as fast as alone,
-//! unless they share a link, a memory controller or the controller's threads.
+//! Two containers on two GPUs are woken at the same time. Each container must be restored as fast
+//! as if it were woken alone. It may be slower only if both share a link, a memory controller or
+//! the controller's threads.
 
 use std::{thread, time::Duration};
 
@@ -48,7 +49,8 @@ pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
             for _ in 0..ROUNDS {
                 offload(world, &workers)?;
                 took_ms.push(wake(&mut workers[gpu])?);
-                // The other container returns too, so that each round begins in the same state.
+                // The other container is restored, too, so that each round begins in the same
+                // state.
                 wake(&mut workers[1 - gpu])?;
             }
             rows.tell(&format!("{size}: wake alone, GPU {gpu}"), median(&took_ms), "ms");
