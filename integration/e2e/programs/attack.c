@@ -1,7 +1,7 @@
-/* Makes all attacks that a hostile container can make on its agent socket, at the same
- * time: valid registrations with pages of faked counters, endless messages without a read,
- * noise, wrong descriptors, and more connections than the controller accepts. Arguments: a
- * Hello and any other message, in hex, and the size of a page. Prints "ready", never ends. */
+/* Makes all attacks that a hostile container can make on its agent socket, at the same time: valid registrations with
+ * faked counters, endless messages whose replies are not read, meaningless bytes, wrong descriptors, and more
+ * connections than the controller accepts. The arguments are a Hello message in hex, any other message in hex, and the
+ * size of the counters in bytes. The program prints "ready" and never ends. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -16,9 +16,9 @@
 
 #define SOCKET "/.affinode/run/agent.sock"
 #define TALKERS 16
-/* Number of threads that only hold connections. They connect before all others, because 512 connections are accepted at
- * once, then 50 a second, from a backlog of thousands. Connections that noise closes fill that backlog for more than a
- * minute. */
+/* Number of threads that only hold connections. They connect before all other threads. The controller accepts 512
+ * connections at once and then 50 a second, from a backlog of thousands. The connections that the thread `noise` opens
+ * and closes fill this backlog for more than a minute. */
 #define HOLDERS 12
 #define HELD_BY_EACH 75
 
@@ -61,7 +61,7 @@ static void say_hello(int fd, int page)
     sendmsg(fd, &header, MSG_NOSIGNAL);
 }
 
-/* Registers with a page that begins like a real one and contains noise after that. */
+/* Registers with a page of counters that begins like the library's own page and then contains random values. */
 static void *talk(void *argument)
 {
     unsigned seed = (unsigned)(uintptr_t)argument;
@@ -69,7 +69,7 @@ static void *talk(void *argument)
     if (ftruncate(page, (off_t)page_bytes) != 0)
         return NULL;
     unsigned char *bytes = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, page, 0);
-    /* Magic word, version and number of slots, as in the library's own page. */
+    /* Magic word, version and number of slots, as in the library's own page of counters. */
     memcpy(bytes, "AFNPAGE\0", 8);
     memcpy(bytes + 8, hello + 8, 4);
     uint32_t slots = (uint32_t)((page_bytes - 4096) / 64);
@@ -100,7 +100,7 @@ static void *noise(void *argument)
     return argument;
 }
 
-/* Holds as many connections as possible and sends nothing. Opens a new connection only when one is closed. */
+/* Holds as many connections as possible and sends nothing. Opens a new connection only when a held one is closed. */
 static void *hold(void *argument)
 {
     int held[HELD_BY_EACH];

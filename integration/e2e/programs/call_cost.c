@@ -1,8 +1,8 @@
 /* Measures the cost of driver calls, for a few functions that return immediately.
  *
  * In each round, one loop makes many calls between two readings of the clock. Prints a line of
- * JSON per function: the median over rounds, in nanoseconds per call. Run it with and without
- * the preload library: the difference is the library's cost.
+ * JSON per function: the median over rounds, in nanoseconds per call. Run this program with and
+ * without the preload library. The difference is the library's cost.
  *
  *   call_cost loop SECONDS   a typical program's loop, for SECONDS: steps of 20 launches, 20
  *                            queries and a synchronisation; the median of the steps */

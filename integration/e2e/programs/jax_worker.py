@@ -3,7 +3,7 @@ except `bench`.
 
     step N     runs N training steps: "digest" over all parameters afterwards
     hold N     allocates N GiB more, filled with random values
-    check      "digest" over that memory
+    check      "digest" over the memory that `hold` has allocated
     sync       "sync_ms": duration of a small piece of work
 """
 
@@ -14,7 +14,7 @@ import sys
 import time
 
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-import jax  # noqa: E402  (after the variable that it reads)
+import jax  # noqa: E402  (after the variable that JAX reads)
 import jax.numpy as jnp  # noqa: E402
 
 WIDTH = 2048

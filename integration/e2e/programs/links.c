@@ -1,8 +1,8 @@
 /* Measures what two GPUs can do together, without Affinode. Prints a line of JSON per figure: "what", and "value" with
  * its "unit". A value with the unit "" is 1 for yes and 0 for no.
  *
- * "links copy N"     copies of N MiB of pinned host memory: to the first GPU over its own link, to the second, to both at
- *                    the same time, and to the first with a part relayed through the second
+ * "links copy N"     copies of N MiB of pinned host memory: to the first GPU over its own link, to the second GPU, to
+ *                    both at the same time, and to the first GPU with a part relayed through the second GPU
  * "links remap N"    N MiB of mapped memory of the first GPU that both GPUs may access: released, then made again at the
  *                    same address, with access for both
  * "links import N"   as "remap", with memory that another process has imported: on the first GPU, then on the second
@@ -20,7 +20,7 @@
 
 #define ROUNDS 5
 #define PIECE ((size_t)32 << 20)
-/* Buffers of the second GPU for pieces that are on their way to the first. */
+/* Number of buffers of the second GPU through which pieces are relayed to the first GPU. */
 #define SLOTS 4
 /* CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts. */
 #define PORTABLE 1
@@ -163,7 +163,8 @@ static double relay_ms(struct relay *relay, CUdeviceptr to, size_t bytes, unsign
     return (double)(now_us() - start) / 1e3;
 }
 
-/* Each GPU copies host memory of its own: with the same memory, the second copy would read the processor's cache. */
+/* Copies host memory to both GPUs at the same time. Each GPU copies different host memory, because a second copy of the
+ * same memory would read the processor's cache. */
 static double both_ms(const CUdeviceptr to[2], const CUstream streams[2], size_t bytes, int first, int last)
 {
     uint64_t start = now_us();
@@ -226,7 +227,7 @@ static void copies(size_t bytes)
         relay_ms(&relay, to[0], bytes, relayed);
         for (int round = 0; round < ROUNDS; round++) {
             use(0);
-            /* Old words would hide a piece that was not copied. */
+            /* The memory is overwritten first, because old words would hide a piece that was not copied. */
             OK(client_pattern(&gpus[0], to[0], bytes / 4, 1));
             OK(gpus[0].cuda.ctx_sync());
             took[round] = relay_ms(&relay, to[0], bytes, relayed);
@@ -321,7 +322,7 @@ static void remap(size_t bytes)
     double before = free_mib(0);
     give_up(&piece);
     say("released memory", free_mib(0) - before, "MiB");
-    /* Other memory takes the place, so that old words cannot be read by chance. */
+    /* Other memory takes the place of the released memory, so that old words cannot be read by chance. */
     CUdeviceptr other;
     OK(gpus[0].cuda.mem_alloc(&other, bytes));
     OK(client_pattern(&gpus[0], other, bytes / 4, 9));
@@ -395,7 +396,7 @@ static void import_from(struct piece *piece, int socket, int gpu)
     close(handle);
 }
 
-/* The process that imports, on this GPU. */
+/* The process that imports the memory, on this GPU. */
 static int importer(int socket, size_t bytes, int gpu)
 {
     struct piece piece = {0, 0, bytes};
@@ -405,7 +406,7 @@ static int importer(int socket, size_t bytes, int gpu)
     say("importer: reads", is_right(gpu, &piece, 7), "");
     write_by(gpu, &piece, 8);
     pass(socket);
-    /* The owner has released its memory. */
+    /* Waits until the owner has released its memory. */
     wait_for(socket);
     say("importer: still reads after the owner's release", is_right(gpu, &piece, 8), "");
     give_up(&piece);

@@ -11,7 +11,7 @@
  *
  *   large     bytes per second, the median of several copies
  *
- * Run it with and without the preload library: the difference is the library's cost. */
+ * Run this program with and without the preload library. The difference is the library's cost. */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -73,7 +73,7 @@ static int copies(struct cuda *cuda)
     return 0;
 }
 
-/* Measures copies of this much host memory to the device. The memory is on huge pages, if they are available. */
+/* Measures copies of `mib` MiB of host memory to the device. The memory is on huge pages, if they are available. */
 static int large(struct cuda *cuda, size_t mib)
 {
     enum { PIECE = 128 << 20 };

@@ -5,7 +5,8 @@ Commands on stdin, one JSON object per line on stdout:
     step N     runs N steps: "digest" over all results afterwards
     bench      runs 30 steps after 5 for warm-up: median "step_ms", fastest "best_ms"
     hold N     allocates N GiB more, filled with random values
-    check      "digest" over that memory, and "held_bytes": device memory that all allocators of the program hold
+    check      "digest" over the memory that `hold` has allocated, and "held_bytes": device memory that all allocators
+               of the program hold
     sync       "sync_ms": duration of a wait for the device
 
 The first line is "ready", or "absent" if required software is not installed ("why" names it). If "result" is not 0,

@@ -1,6 +1,7 @@
 /* A CUDA program that overwrites every page that it shares with other processes, as a hostile
  * container can do with the preload library's page of counters. It does so after it has
- * registered, and then continues to make calls. Prints "ready" before and "scribbled" after. */
+ * registered, and then continues to make calls. It prints "ready" before it overwrites the pages,
+ * and "scribbled" afterwards. */
 #include "client.h"
 
 #include <stdio.h>

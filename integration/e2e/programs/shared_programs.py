@@ -1,4 +1,4 @@
-"""Two processes of one container for programs.py that share memory, by legacy IPC and by NCCL."""
+"""Programs for programs.py in which two processes of one container share memory, by legacy IPC or by NCCL."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 PATIENCE_S = 120
 NUMBERS = 8 << 20
-# Memory of each process that it shares with no other process or GPU.
+# Number of floats that each process allocates and shares with no other process or GPU.
 OWN_NUMBERS = 512 << 20
 
 
@@ -21,7 +21,7 @@ def has_changed(memory):
 
 
 class Together:
-    """This process, and another one that executes the requests in a queue."""
+    """This process, and a second process that executes the requests in a queue."""
 
     def begin(self, serve, *arguments):
         spawn = mp.get_context("spawn")
@@ -38,7 +38,8 @@ class Together:
 
 
 def adds(commands, answers):
-    """Has a tensor that the first process reads. Adds the first process's tensor to another one of its own."""
+    """Runs in the second process. Allocates a tensor that the first process reads. Adds one tensor of the first process
+    to another tensor of the first process."""
     first, second = commands.get(timeout=PATIENCE_S)
     unshared = own_memory(2)
     own = torch.zeros(NUMBERS, device="cuda")
@@ -93,7 +94,7 @@ def serves(place, commands, answers):
 
 
 class Ranks(Together):
-    """NCCL: two processes on one GPU each. Both get the sum of their tensors."""
+    """NCCL: two processes, each on a GPU of its own. Both get the sum of their tensors."""
 
     def __init__(self, seed):
         place = f"/tmp/affinode-ranks-{os.getpid()}-{seed}"

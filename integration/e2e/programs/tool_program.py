@@ -1,7 +1,7 @@
 """CUDA processes that use tools: tool_program.py PROCESSES [nvtx].
 
-It imports torch once and forks PROCESSES processes, each with its own context, memory and profiler. All of them
-execute each command at the same time. Commands on stdin, one JSON object per line on stdout:
+The program imports torch once and forks PROCESSES processes, each with its own context, memory and profiler. All
+processes execute each command at the same time. Commands on stdin, one JSON object per line on stdout:
 
     step       runs a few steps, with nvtx inside NVTX ranges: "digest" over the results of all processes
     begin      starts torch.profiler
@@ -39,7 +39,7 @@ class Rectangle(ctypes.Structure):
 
 
 class DecoderRequest(ctypes.Structure):
-    """CUVIDDECODECREATEINFO"""
+    """The structure CUVIDDECODECREATEINFO of NVDEC's interface."""
 
     _fields_ = [
         ("width", ctypes.c_ulong),
@@ -158,7 +158,7 @@ def live(torch, seed, ranges, pipe):
 
 
 def answers(pipes, within_s=PATIENCE_S):
-    """Returns a reply for each process; None if the process hangs or has ended."""
+    """Returns a reply for each process, or None for a process that hangs or has ended."""
     end = time.monotonic() + within_s
     found = []
     for pipe in pipes:
@@ -201,7 +201,7 @@ def main():
     for line in sys.stdin:
         command = line.strip()
         for pipe in pipes:
-            # The reply of an ended process reports its end.
+            # A process that has ended is reported when its reply is read.
             with contextlib.suppress(OSError):
                 pipe.send(command)
         tell(command, answers(pipes))
@@ -210,7 +210,7 @@ def main():
 
 if __name__ == "__main__":
     status = main()
-    # Does not wait for processes that hang.
+    # The program does not wait for processes that hang.
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)

@@ -4,7 +4,7 @@ import torch
 
 DEVICE = torch.device("cuda")
 WIDTH = 2048
-# Large enough that a step takes at least 10 ms on a large GPU, so that the time of launches is hidden.
+# Large enough that a step takes at least 10 ms on a large GPU. The time of the launches is then negligible.
 BATCH = 4096
 LAYERS = 6
 # Number of 8-byte words in a GiB.
@@ -80,7 +80,7 @@ class Training(TorchProgram):
 
 
 class Graph(Training):
-    """Runs the same step as a CUDA graph. It is captured once and replayed for each batch, which is copied in."""
+    """Runs the same step as a CUDA graph. The graph is captured once and replayed for each batch."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -104,7 +104,7 @@ class Graph(Training):
 
 
 class Convolutions(TorchProgram):
-    """Trains a convolutional network with running statistics and AdamW. cuDNN computes it."""
+    """Trains a convolutional network with running statistics and AdamW. cuDNN computes the convolutions."""
 
     IMAGES = 128
     SIDE = 64
@@ -136,8 +136,8 @@ class Convolutions(TorchProgram):
 
 
 class Streams(TorchProgram):
-    """Works in four concurrent streams. Each reads its neighbour's result once per step. Copies from and to pinned
-    memory."""
+    """Works in four concurrent streams. Each stream reads its neighbour's result once per step, and copies from and to
+    pinned memory."""
 
     COUNT = 4
 
@@ -158,7 +158,7 @@ class Streams(TorchProgram):
     def step(self):
         for n, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
-                # The next stream has read the earlier contents.
+                # Waits until the next stream has read the earlier contents.
                 stream.wait_event(self.seen[(n + 1) % self.COUNT])
                 self.arrived[n].copy_(self.inputs[n], non_blocking=True)
                 torch.addmm(self.arrived[n], self.mixed[n], self.weights[n], out=self.own[n])

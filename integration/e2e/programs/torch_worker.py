@@ -5,7 +5,7 @@ Commands on stdin, one JSON object per line on stdout:
     step N     runs N training steps: "digest" over all parameters afterwards; for inference, over the last pass
     bench      runs 300 steps after 100 for warm-up: median "step_ms", fastest "best_ms"
     hold N     allocates N GiB more, filled with random values
-    check      "digest" over that memory
+    check      "digest" over the memory that `hold` has allocated
     sync       "sync_ms": duration of torch.cuda.synchronize
 """
 
@@ -17,7 +17,7 @@ import sys
 import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-import torch  # noqa: E402  (after the variable that it reads)
+import torch  # noqa: E402  (after the variable that cuBLAS reads)
 
 torch.manual_seed(1)
 torch.use_deterministic_algorithms(True)

@@ -15,7 +15,7 @@ def shuffle(to, words, others, count, turn, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     x = tl.load(words + places, mask=inside, other=0)
-    # Reads the neighbour's words in reverse order, so every block depends on another one.
+    # Reads the neighbour's words in reverse order, so every block depends on another block.
     y = tl.load(others + (count - 1 - places), mask=inside, other=0)
     x = x * 6364136223846793005 + y + turn
     x = x ^ (x >> 29)
