@@ -231,7 +231,7 @@ fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec
     found.extend(env.verify(round, &mut report.verified));
     let killed = env.oom_kills();
     if killed > 0 {
-        let text = format!("{killed} processes were killed by the kernel for want of host memory");
+        let text = format!("the kernel killed {killed} processes because host memory was short");
         found.push(Finding { round, kind: "lost", text });
     }
     for child in asked {

@@ -50,7 +50,7 @@ impl Cri {
         let channel = runtime.block_on(async { endpoint.connect_lazy() });
         let cri = Self { runtime, channel };
         let mut last = None;
-        until("CRI to serve", || {
+        until("containerd to serve CRI", || {
             match cri.call::<Nothing, Nothing>("ListPodSandbox", Nothing {}) {
                 Ok(Nothing {}) => Ok(Some(())),
                 Err(error) => {
@@ -59,7 +59,7 @@ impl Cri {
                 }
             }
         })
-        .with_context(|| format!("CRI does not serve; last error: {last:?}"))?;
+        .with_context(|| format!("containerd does not serve CRI: the last error is {last:?}"))?;
         Ok(cri)
     }
 
@@ -71,7 +71,9 @@ impl Cri {
     pub fn features(&self, handler: &str) -> Result<Features> {
         let answer: StatusResponse = self.call("Status", Nothing {})?;
         let found = answer.runtime_handlers.iter().find(|known| known.name == handler);
-        found.and_then(|known| known.features).context("CRI has no such handler")
+        found
+            .and_then(|known| known.features)
+            .context("containerd reports no such runtime handler to CRI")
     }
 
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.

@@ -67,8 +67,8 @@ impl Snapshot {
         let mut differing: Vec<String> = names
             .filter(|name| self.0.get(*name) != after.0.get(*name))
             .map(|name| match (self.0.contains_key(name), after.0.contains_key(name)) {
-                (true, false) => format!("{} is gone", name.display()),
-                (false, true) => format!("{} is left", name.display()),
+                (true, false) => format!("{} was removed", name.display()),
+                (false, true) => format!("{} was added", name.display()),
                 _ => format!("{} has changed", name.display()),
             })
             .collect();

@@ -361,7 +361,7 @@ impl Worker {
         let answer = self.call("check")?;
         let compared = answer.bytes.context("the reply to `check` has no number of bytes")?;
         if compared != bytes {
-            bail!("{}: {compared} bytes were compared, not {bytes}", self.running.id);
+            bail!("{}: the program compared {compared} bytes, expected {bytes}", self.running.id);
         }
         answer.ok.context("the reply to `check` has no field `ok`")
     }

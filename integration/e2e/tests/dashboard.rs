@@ -71,7 +71,7 @@ fn api_and_command_agree() -> Result<()> {
     until("the content to count as host memory", || {
         Ok((node(&world)?["host_used_bytes"].as_u64() > Some(0)).then_some(()))
     })?;
-    assert!(worker.verify()?, "it comes back as it was");
+    assert!(worker.verify()?, "the memory of the program has changed");
     until("the wake to be counted", || {
         let metrics = ask(&world, "GET", "/metrics")?.1;
         Ok(metrics.contains("affinode_wake_latency_seconds_count 1").then_some(()))
@@ -128,7 +128,10 @@ fn the_history_outlives_the_controller() -> Result<()> {
         Ok(world.controller()?.filter(|next| next.pid != controller.pid))
     })?;
     let after = until("the report of the next controller", || returned(&world))?;
-    assert!(after >= before, "{after} is less than {before}");
+    assert!(
+        after >= before,
+        "the report shows {after} freed GPU seconds after the restart, {before} before"
+    );
     Ok(())
 }
 

@@ -114,7 +114,7 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
     assert!(worker.verify()?);
     world.cli().run(&["pin", "worker"])?;
     let refused = world.cli().output(&["offload", "worker"])?;
-    assert_eq!(refused.status.code(), Some(1), "a pinned one stays");
+    assert_eq!(refused.status.code(), Some(1), "the offload of a pinned container was not refused");
     assert_eq!(ask(node, "GET", "/metrics", "stranger.example")?.0, 421);
 
     let mut left = queries()?;
@@ -137,5 +137,5 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
         last = format!("{left:#?}");
         Ok(left.is_empty().then_some(()))
     })
-    .with_context(|| format!("nothing is found by {last}"))
+    .with_context(|| format!("the query finds no data: {last}"))
 }

@@ -12,12 +12,19 @@ fn declared_rust_version_is_the_tested_one() -> Result<()> {
     let channel = value(&read("rust-toolchain.toml")?, "channel")?;
     let tested = channel.rsplit_once('.').map_or(channel.as_str(), |(minor, _)| minor);
     let declared = value(&read("Cargo.toml")?, "rust-version")?;
-    assert_eq!(declared, tested, "rust-version of Cargo.toml, channel of rust-toolchain.toml");
+    assert_eq!(
+        declared, tested,
+        "rust-version in Cargo.toml differs from channel in rust-toolchain.toml"
+    );
     let metadata = metadata()?;
     for package in metadata["packages"].as_array().context("no packages")? {
         if package["source"].is_null() {
             let own = package["rust_version"].as_str().unwrap_or("none");
-            assert_eq!(own, declared, "rust-version of {}", package["name"]);
+            assert_eq!(
+                own, declared,
+                "rust-version of package {} differs from that of the workspace",
+                package["name"]
+            );
         }
     }
     Ok(())
@@ -33,7 +40,7 @@ fn value(toml: &str, key: &str) -> Result<String> {
             .strip_prefix('"')?
             .strip_suffix('"')
     });
-    Ok(text.with_context(|| format!("there is no {key}"))?.to_owned())
+    Ok(text.with_context(|| format!("the file has no line `{key} = …`"))?.to_owned())
 }
 
 fn read(path: &str) -> Result<String> {

@@ -111,7 +111,7 @@ fn decisions_link_no_runtime_and_no_protocol() -> Result<()> {
     let metadata = metadata()?;
     let packages = metadata["packages"].as_array().context("cargo's metadata has no packages")?;
     let core = packages.iter().find(|package| package["name"] == "affinode-core");
-    let dependencies = core.context("there is no crate of the decisions")?["dependencies"]
+    let dependencies = core.context("the workspace has no crate affinode-core")?["dependencies"]
         .as_array()
         .context("a package has no list of dependencies")?;
     let linked = || dependencies.iter().filter(|dependency| dependency["kind"].is_null());
@@ -119,7 +119,7 @@ fn decisions_link_no_runtime_and_no_protocol() -> Result<()> {
     assert_eq!(names, BTreeSet::from(DECISIONS_LINK));
     // With its feature `api`, this crate contains the generated protocol and an async runtime.
     let proto = linked().find(|dependency| dependency["name"] == "affinode-proto");
-    let proto = proto.context("the decisions do not use proto")?;
+    let proto = proto.context("affinode-core does not use affinode-proto")?;
     assert_eq!(proto["uses_default_features"], false);
     assert_eq!(proto["features"].as_array().map(Vec::len), Some(0));
     Ok(())

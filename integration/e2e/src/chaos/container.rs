@@ -215,7 +215,9 @@ impl ChaosContainer {
                     return if started { Verdict::Lost(text) } else { Verdict::Well };
                 }
                 if Instant::now() >= deadline {
-                    return Verdict::Stuck(format!("exec: {command} is owed, lives: {lives}"));
+                    return Verdict::Stuck(format!(
+                        "exec: no reply to {command} (process is running: {lives})"
+                    ));
                 }
             }
         }
@@ -292,10 +294,16 @@ impl Process {
             let line = match self.lines.receive_before(deadline) {
                 Ok(Some(line)) => line,
                 Ok(None) if has_ended(self.pid) => {
-                    return Verdict::Lost(format!("process {} ended; owed {asked}", self.pid));
+                    return Verdict::Lost(format!(
+                        "process {} ended without a reply to {asked}",
+                        self.pid
+                    ));
                 }
                 Ok(None) => {
-                    return Verdict::Stuck(format!("process {} owes {asked}", self.pid));
+                    return Verdict::Stuck(format!(
+                        "process {} has not replied to {asked}",
+                        self.pid
+                    ));
                 }
                 Err(error) => return Verdict::Lost(format!("process {}: {error:#}", self.pid)),
             };

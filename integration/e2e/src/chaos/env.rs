@@ -248,10 +248,10 @@ impl ChaosEnv {
         let limit = all_offloaded - SQUEEZED_BY_BYTES;
         // The kernel rejects the limit while more memory is in use, and freed memory still counts
         // for a moment.
-        until("the limit to be set", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
+        until("the kernel to accept the memory limit", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
             .with_context(|| {
                 let now = oom::spent_bytes(&folder).unwrap_or(0);
-                format!("{limit} bytes, of {all_offloaded} with all offloaded, {now} now")
+                format!("limit {limit} bytes, in use {now}, in use with all containers offloaded {all_offloaded}")
             })?;
         for role in TWINS {
             self.world.cli().run(&["unpin", &self.cast[role].running.id])?;
@@ -522,7 +522,7 @@ impl ChaosEnv {
                     // The failed offload is a finding. The round continues, because it may show
                     // further findings.
                     let why = format!("{} ({})", row.state, row.reason);
-                    stayed.insert(format!("{} did not leave by itself: {why}", row.id));
+                    stayed.insert(format!("{} was not offloaded automatically: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
                 }
             }

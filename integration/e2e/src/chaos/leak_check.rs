@@ -99,7 +99,9 @@ impl LeakCheck {
             .filter(|kind| count(self, kind) != count(first, kind))
             .map(|kind| format!("{kind}: {}, were {}", count(self, kind), count(first, kind)))
             .collect();
-        found.extend(self.strangers.iter().map(|command| format!("left running: {command}")));
+        found.extend(
+            self.strangers.iter().map(|command| format!("a process still runs: {command}")),
+        );
         if self.controller_descriptors > first.controller_descriptors + PASSING_DESCRIPTORS {
             found.push(format!(
                 "descriptors of the controller: {}, were {}",

@@ -123,10 +123,10 @@ fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let mut reply = BufReader::new(stream);
     let mut line = String::new();
     reply.read_line(&mut line)?;
-    ensure!(line.contains(" 200 "), "{path}: expected status 200, got {line}");
+    ensure!(line.contains(" 200 "), "GET {path}: expected status 200, got {line}");
     while line != "\r\n" {
         line.clear();
-        ensure!(reply.read_line(&mut line)? > 0, "{path}: the response has no body");
+        ensure!(reply.read_line(&mut line)? > 0, "GET {path}: the response has no body");
     }
     Ok(reply)
 }

@@ -17,7 +17,7 @@ use crate::{processes::descendants, wait::until};
 /// Kills every descendant of this process, until none is left. The kill is repeated, because a
 /// process may fork while it is killed. The new process then becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
-    until("the processes of the world to end", || {
+    until("the processes of the testbed to end", || {
         let pids = descendants(std::process::id() as i32)?;
         for pid in &pids {
             // The signal fails if the process has ended by itself, which is the desired result.

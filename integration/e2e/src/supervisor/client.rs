@@ -100,7 +100,7 @@ impl Pipes {
     fn reply(&mut self) -> Result<u32> {
         let mut line = String::new();
         if self.replies.read_line(&mut line)? == 0 {
-            bail!("the supervisor closed its pipe; it must run as root");
+            bail!("the supervisor closed its pipe: run this program as root");
         }
         match serde_json::from_str(&line)? {
             Reply::Pid(pid) => Ok(pid),

@@ -50,8 +50,11 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     let said = world.cli().offload("checked")?;
     assert_eq!((said.done, said.reason.as_str()), (false, "damaged-memory"), "{said:?}");
 
-    assert!(!trusting.verify()?, "the overwritten byte is content of its own");
-    assert!(checked.ends(&world)?, "it can end by itself");
+    assert!(
+        !trusting.verify()?,
+        "without `checksum`, the restored memory does not contain the damage"
+    );
+    assert!(checked.ends(&world)?, "the program did not end after its standard input was closed");
     trusting.running.kill(&world)?;
     Ok(())
 }
@@ -74,7 +77,7 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
         let id = format!("{engine}-trusting");
         let mut trusting = start(&world, &id, engine, "false", "1")?;
         world.cli().move_out(&id)?;
-        assert!(!trusting.verify()?, "{engine}: nothing was wrong to begin with");
+        assert!(!trusting.verify()?, "{engine}: without `checksum`, the copy was not damaged");
         for worker in [checked, trusting] {
             worker.running.kill(&world)?;
             worker.running.delete(&world)?;

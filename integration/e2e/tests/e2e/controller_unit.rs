@@ -120,7 +120,10 @@ fn installed_unit_keeps_a_controller() -> Result<()> {
             "expected `systemctl disable --now affinode-controller` in: {said}"
         );
         ensure!(place.systemd.pid().is_none() && !place.systemd.is_enabled());
-        ensure!(!place.systemd.units().exists(), "the folder of the unit is left");
+        ensure!(
+            !place.systemd.units().exists(),
+            "the uninstallation did not remove the folder of the unit"
+        );
         ensure!(!place.world.prefix().exists() && !place.installation.state("").exists());
         Ok(())
     })
@@ -203,8 +206,11 @@ fn unit_of_an_operator_stays() -> Result<()> {
             said.contains("shims start the controller") && said.contains("journalctl"),
             "{said}"
         );
-        ensure!(place.installation.shim().exists(), "the rest is not installed");
-        ensure!(place.done("status", &[]).is_err(), "an incomplete installation is not in place");
+        ensure!(place.installation.shim().exists(), "the shim was not installed");
+        ensure!(
+            place.done("status", &[]).is_err(),
+            "`affinode status` accepts an incomplete installation"
+        );
         place.systemd.break_on(None);
         place.done("install", &[])?;
         place.unit_serves()?;

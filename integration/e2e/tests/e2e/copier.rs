@@ -27,7 +27,7 @@ fn config() -> String {
 /// Offloads a container, and waits until a copier has registered its memory.
 fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     world.cli().move_out(id)?;
-    until("a copier that holds its memory", || {
+    until("a copier to register the memory of the container", || {
         let gpu = world.cli().gpu()?;
         Ok((gpu.copier_pid != 0 && gpu.copier_registered > 0).then_some(gpu.copier_pid))
     })
@@ -128,7 +128,11 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     world.cli().move_out("worker")?;
     let row = world.cli().known("worker")?;
     assert_eq!(row.engine, "checkpoint");
-    assert_eq!(row.process()?.copied_out_bytes, WORKER_MIB * MIB, "copied all the same: {row:?}");
+    assert_eq!(
+        row.process()?.copied_out_bytes,
+        WORKER_MIB * MIB,
+        "the process with exported memory was not copied out: {row:?}"
+    );
     assert!(worker.verify()?);
     Ok(())
 }

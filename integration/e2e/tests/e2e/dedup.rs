@@ -124,7 +124,11 @@ fn equal_contents_are_stored_once() -> Result<()> {
         one.call("touch")?;
         assert!(one.verify()?, "round {round}");
         let inodes = sealed_files(pid(&world, "other")?)?;
-        assert_eq!(inodes.len() as u64 * CHUNK_MIB, SHARED_MIB, "it is offloaded still");
+        assert_eq!(
+            inodes.len() as u64 * CHUNK_MIB,
+            SHARED_MIB,
+            "the other container no longer shares the contents"
+        );
         other.call("touch")?;
         assert!(other.verify()? && one.verify()?, "round {round}");
     }
@@ -159,7 +163,7 @@ fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
         Ok((sealed_files(pid(&world, "odd")?)?.len() == 1).then_some(()))
     })?;
     assert!(one.verify()? && other.verify()?);
-    assert!(!odd.verify()?, "its byte is as it has written it");
+    assert!(!odd.verify()?, "the byte that the program has changed was lost");
     Ok(())
 }
 
@@ -201,7 +205,7 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         }
         // A copier that ends during a registration is restarted only after a while. This step
         // therefore waits until the copier has registered memory.
-        until("a copier that holds it, or a part that is held together", || {
+        until("a copier to register the memory, or the containers to share a part of it", || {
             let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();
             Ok((if round % 2 == 0 { held } else { together }).then_some(()))

@@ -87,7 +87,7 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         }
         docker.run(&["restart", "--time=1", "trainer"])?;
         worker.wait_filled()?;
-        ensure!(world.cli().registered(&id)?.restores == 0, "it is another process now");
+        ensure!(world.cli().registered(&id)?.restores == 0, "the new process already has restores");
         docker.run(&["kill", "trainer"])?;
         let state = docker.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
         ensure!(state == "exited 137", "expected `exited 137`, got `{state}`");
@@ -189,7 +189,10 @@ fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
                 .map(|(name, value)| format!("--env={name}={value}")),
         );
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
-        ensure!(nvidia_hook::phase(world.dir())? == "prestart", "the hook ran in another phase");
+        ensure!(
+            nvidia_hook::phase(world.dir())? == "prestart",
+            "NVIDIA's hook did not run as a prestart hook"
+        );
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
         ensure!(worker.verify()?, "the memory of the program has changed");

@@ -45,7 +45,7 @@ impl Place<'_> {
     fn refused(&self, why: &str) -> Result<()> {
         let before = self.text()?;
         let said = self.installation.refused("install", &[&self.flag])?;
-        ensure!(said.contains(why), "{said} does not tell of {why}");
+        ensure!(said.contains(why), "expected `{why}` in: {said}");
         ensure!(self.text()? == before, "{why}: the configuration has changed");
         ensure!(!self.docker.serves(RUNTIME)?, "{why}: the runtime is served");
         ensure!(!self.installation.file("bin/affinode").exists(), "{why}: a file was left behind");
@@ -100,7 +100,10 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
         said.contains("+ runtime affinode") && said.contains("reload dockerd"),
         "expected `+ runtime affinode` and `reload dockerd` in: {said}"
     );
-    ensure!(place.text()? == CONFIG && !place.docker.serves(RUNTIME)?, "a dry run did more");
+    ensure!(
+        place.text()? == CONFIG && !place.docker.serves(RUNTIME)?,
+        "the dry run has changed the configuration"
+    );
 
     place.install()?;
     ensure!(place.docker.serves(RUNTIME)? && place.docker.serves("another")?);

@@ -51,7 +51,10 @@ fn driver_root_appears_and_is_replaced() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", 320)?;
     assert!(worker.verify()?);
     world.cli().registered("worker")?;
-    assert!(world.cli().ps_now()?.gpus.is_empty(), "NVML is not there");
+    assert!(
+        world.cli().ps_now()?.gpus.is_empty(),
+        "the controller lists GPUs although it cannot find NVML"
+    );
 
     install(&world, &root, "usr/lib/x86_64-linux-gnu")?;
     world.cli().wait_gpu("NVML", |_| true)?;

@@ -211,7 +211,7 @@ fn application_mapped_memory_is_copied() -> Result<()> {
 /// copyable afterwards.
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
-    assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
+    assert!(worker.ends_with_nothing_left(world)?, "{id}: VRAM of the program is still in use");
     world.cli().wait_for(&id, "to have no copied allocation", |row| {
         row.processes.first().is_some_and(|process| process.swappable_bytes == 0)
     })?;

@@ -74,7 +74,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         let filler = fill_first(&world)?;
         wait_until_used(&world, |[first, second]| first > FILLER_MIB && second == 0)?;
 
-        assert!(worker.verify()?, "{engine}: on the other");
+        assert!(worker.verify()?, "{engine}: the memory has changed on the second GPU");
         world.cli().wait_resident("moves")?;
         wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
         until("an event about the restore on another GPU", || {
@@ -86,7 +86,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         world.cli().move_out("moves")?;
         wait_until_used(&world, |[_, second]| second == 0)?;
         filler.running.kill(&world)?;
-        assert!(worker.verify()?, "{engine}: there again, with room on both");
+        assert!(worker.verify()?, "{engine}: the memory has changed after the second restore");
         wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
         assert!(worker.ends(&world)?, "{engine}");
         drop(filler);

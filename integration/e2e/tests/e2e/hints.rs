@@ -49,7 +49,7 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), eager)?;
     world.cli().run(&["reload"])?;
-    until("the reason busy", || {
+    until("the container to show the hint busy as its reason", || {
         let row = world.cli().container("thinker")?;
         Ok(row.filter(|row| row.reason == "hinted-busy" && row.offloads == 0))
     })?;

@@ -93,11 +93,14 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
             most = most.max(descriptors(controller)?.len());
         }
     }
-    until("all beyond the limit to be ended", || {
+    until("the controller to close all connections beyond the limit", || {
         most = most.max(descriptors(controller)?.len());
         Ok((open.iter().filter(|stream| is_open(stream)).count() <= MAX_OPEN).then_some(()))
     })?;
-    assert!(most <= before + MAX_OPEN + 50, "{most} descriptors, {before} before");
+    assert!(
+        most <= before + MAX_OPEN + 50,
+        "the controller has {most} open descriptors, {before} before the attack"
+    );
     world.cli().wait_for_state("good", "Offloaded")?;
     assert!(good.verify()?);
     drop(open);
@@ -119,14 +122,14 @@ fn combined_attack_harms_no_other_container() -> Result<()> {
         assert!(good.verify()?);
         let (open, resident) =
             (descriptors(controller.pid.as_raw())?.len(), resident_bytes(controller.pid.as_raw())?);
-        assert!(open < 3 * 512 + 100, "{open} descriptors");
-        assert!(resident < 100 * MIB, "{resident} bytes");
+        assert!(open < 3 * 512 + 100, "the controller has {open} open descriptors");
+        assert!(resident < 100 * MIB, "the controller has {resident} bytes of resident memory");
     }
     let row = world.cli().known("bad")?;
-    assert!(row.processes.len() <= 1, "one process, whatever it says: {row:?}");
+    assert!(row.processes.len() <= 1, "the attacker is listed with more than one process: {row:?}");
     bad.running.kill(&world)?;
     bad.running.delete(&world)?;
-    until("all descriptors to be back", || {
+    until("the controller to close the descriptors of the attacker", || {
         Ok((descriptors(controller.pid.as_raw())?.len() < 100).then_some(()))
     })?;
     world.cli().wait_for_state("good", "Offloaded")?;

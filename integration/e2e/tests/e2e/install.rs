@@ -48,7 +48,7 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
         said.contains("runtimes.\"test-idle\"]") && said.contains("systemctl"),
         "expected `runtimes.\"test-idle\"]` and `systemctl` in: {said}"
     );
-    ensure!(unchanged()? && !shim.exists(), "a dry run changed something");
+    ensure!(unchanged()? && !shim.exists(), "the dry run has changed the node");
 
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
@@ -77,10 +77,13 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
         "a dry run must print the restore and keep the shim: {said}"
     );
     place.restarted(|| place.done("uninstall", &[]))?;
-    ensure!(unchanged()?, "the configuration is not as it was");
-    ensure!(!own || !place.handler_file().exists(), "a file of its own is left");
+    ensure!(unchanged()?, "the uninstallation did not restore the configuration");
+    ensure!(
+        !own || !place.handler_file().exists(),
+        "the uninstallation did not remove the file of the handler"
+    );
     let left = [place.file(""), place.state("")].into_iter().filter(|folder| folder.exists());
-    ensure!(left.count() == 0, "folders are left");
+    ensure!(left.count() == 0, "the uninstallation did not remove its folders");
     let said = place.refused("uninstall", &[])?;
     ensure!(
         said.contains("no record of an installation"),
@@ -149,7 +152,10 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         place.restarted(|| place.done("install", &[]))?;
         place.done("status", &[])?;
         place.restarted(|| place.done("uninstall", &[]))?;
-        ensure!((fs::read(place.config())?, fs::read(&covering)?) == before, "not as it was");
+        ensure!(
+            (fs::read(place.config())?, fs::read(&covering)?) == before,
+            "the uninstallation did not restore both files"
+        );
     }
     Ok(())
 }
@@ -200,7 +206,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     let original = fs::read(place.config())?;
     let refused = |more: &[&str], why: &str| -> Result<()> {
         let said = place.refused("install", more)?;
-        ensure!(said.contains(why), "{said} does not tell of {why}");
+        ensure!(said.contains(why), "expected `{why}` in: {said}");
         ensure!(fs::read(place.config())? == original, "{why}: the configuration has changed");
         ensure!(!place.file("bin/affinode").exists(), "{why}: a file was left behind");
         ensure!(!place.state("install.json").exists(), "{why}: a record was left behind");
@@ -372,7 +378,10 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
         let lock = fs::File::create(place.state("install.lock"))?;
         Ok(Flock::lock(lock, FlockArg::LockExclusiveNonblock).is_err().then_some(()))
     })?;
-    ensure!(waiting.try_wait()?.is_none() && shim.exists(), "it did not wait");
+    ensure!(
+        waiting.try_wait()?.is_none() && shim.exists(),
+        "the uninstallation did not wait for the running shim"
+    );
     running.kill()?;
     running.wait()?;
     ensure!(waiting.wait()?.success());

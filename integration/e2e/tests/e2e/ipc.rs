@@ -104,13 +104,24 @@ fn sharing_processes_leave_in_part() -> Result<()> {
             taker.call("sync")?;
             assert!(taker.verify()?, "{out}, {back}, {round}");
             assert_eq!(result(&mut taker, "close")?, 0);
-            assert_eq!(open(&mut taker, &shared)?.0, 0, "{out}, {back}: of an offloaded exporter");
+            assert_eq!(
+                open(&mut taker, &shared)?.0,
+                0,
+                "{out}, {back}: the memory of an offloaded exporter cannot be opened"
+            );
             assert!(taker.verify()?, "{out}, {back}, {round}");
             leaves_in_part(&world, "taker")?;
-            assert_eq!(world.cli().known("giver")?.state, "Offloaded", "it was not woken");
-            assert_eq!(handle(&mut giver)?, shared, "{out}: its own call restores it");
+            assert_eq!(world.cli().known("giver")?.state, "Offloaded", "the exporter was woken");
+            assert_eq!(
+                handle(&mut giver)?,
+                shared,
+                "{out}: the handle of the restored exporter has changed"
+            );
             giver.call("touched")?;
-            assert!(giver.verify()?, "{out}, {back}: what the importer wrote");
+            assert!(
+                giver.verify()?,
+                "{out}, {back}: the exporter does not read what the importer wrote"
+            );
             for worker in [&mut giver, &mut taker] {
                 assert_eq!(worker.call("verifymore")?.ok, Some(true), "{out}, {back}, {round}");
             }
@@ -127,8 +138,9 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Runs with each engine. The engine `checkpoint` comes first. It uses the driver's own memory, and
-/// therefore shows the behaviour that the other engines must match.
+/// Runs with several pairs of engines: of the exporter and of the importer. The engine `checkpoint`
+/// comes first. It uses the driver's own memory, and therefore shows the behaviour that the other
+/// engines must match.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -145,57 +157,85 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
             let row = world.cli().known("giver")?;
             Ok(row.processes.first().filter(|row| row.swappable_bytes == swappable).map(drop))
         })?;
-        assert_eq!(giver.call("capable")?.ok, Some(true), "{out}: it says so");
+        assert_eq!(
+            giver.call("capable")?.ok,
+            Some(true),
+            "{out}: the memory is not reported as capable of legacy IPC"
+        );
         let shared = handle(&mut giver)?;
-        assert_eq!(handle(&mut giver)?, shared, "{out}: the same each time");
+        assert_eq!(handle(&mut giver)?, shared, "{out}: a second call returns another handle");
         let inside = giver.call(&format!("handle {}", 3 * MIB + 5))?.handle;
-        assert_eq!(inside.as_deref(), Some(&*shared), "{out}: from anywhere inside");
+        assert_eq!(
+            inside.as_deref(),
+            Some(&*shared),
+            "{out}: an address inside the memory has another handle"
+        );
         until("shared memory not to count as copyable", || {
             let row = world.cli().known("giver")?;
             Ok(row.processes.first().filter(|row| row.swappable_bytes == 0).map(drop))
         })?;
-        assert_eq!(
-            open(&mut giver, &shared)?.0,
-            201,
-            "{out}: a process cannot open its own handle"
-        );
+        assert_eq!(open(&mut giver, &shared)?.0, 201, "{out}: a process opened its own handle");
 
         let free = free_bytes(&mut taker)?;
         for time in 0..2 {
             assert_eq!(open(&mut taker, &shared)?, (0, true), "{out}, {back}, {time}");
         }
-        assert!(free - free_bytes(&mut taker)? < MIB, "{out}, {back}: it takes no other memory");
+        assert!(
+            free - free_bytes(&mut taker)? < MIB,
+            "{out}, {back}: the import takes VRAM of its own"
+        );
         assert!(taker.verify()? && taker.call("facts")?.ok == Some(true), "{out}, {back}");
         taker.call("touch")?;
         taker.call("sync")?;
         giver.call("touched")?;
-        assert!(giver.verify()?, "{out}, {back}: what one writes the other reads");
+        assert!(
+            giver.verify()?,
+            "{out}, {back}: the exporter does not read what the importer wrote"
+        );
         giver.call("touch")?;
         giver.call("sync")?;
         taker.call("touched")?;
-        assert!(taker.verify()?, "{out}, {back}: and the other way round");
+        assert!(
+            taker.verify()?,
+            "{out}, {back}: the importer does not read what the exporter wrote"
+        );
 
         for command in ["handle 0", "free", "inner"] {
-            assert_eq!(result(&mut taker, command)?, 1, "{out}, {back}: {command} of it");
+            assert_eq!(
+                result(&mut taker, command)?,
+                1,
+                "{out}, {back}: the command `{command}` succeeded on imported memory"
+            );
         }
         assert_eq!(
             result(&mut giver, "close")?,
             1,
-            "{out}: a process without the import cannot close it"
+            "{out}: a process closed memory that it had not imported"
         );
         stays(&world, "giver")?;
         stays(&world, "taker")?;
         taker.call("close")?;
-        assert!(taker.verify()?, "{out}, {back}: it was opened twice");
-        assert_eq!(taker.call("busyclose")?.ok, Some(true), "{out}, {back}: work is waited for");
-        assert_eq!(result(&mut taker, "close")?, 1, "{out}, {back}: closed once too often");
-        assert!(result(&mut taker, "verify")? != 0, "{out}, {back}: it is there still");
+        assert!(taker.verify()?, "{out}, {back}: the first of two closes has ended the import");
+        assert_eq!(
+            taker.call("busyclose")?.ok,
+            Some(true),
+            "{out}, {back}: the close did not wait for running work"
+        );
+        assert_eq!(result(&mut taker, "close")?, 1, "{out}, {back}: a third close succeeded");
+        assert!(
+            result(&mut taker, "verify")? != 0,
+            "{out}, {back}: closed memory can still be read"
+        );
         giver.call("free")?;
         assert!(
             free_bytes(&mut taker)? >= free + (SHARED_MIB - 1) * MIB,
-            "{out}, {back}: left over"
+            "{out}, {back}: the shared memory was not freed"
         );
-        assert_eq!(open(&mut taker, &shared)?.0, 1, "{out}, {back}: freed");
+        assert_eq!(
+            open(&mut taker, &shared)?.0,
+            1,
+            "{out}, {back}: the handle of freed memory can be opened"
+        );
         remove(&world, &taker)?;
         remove(&world, &giver)?;
     }
@@ -266,11 +306,15 @@ fn imported_memory_outlives_its_exporter() -> Result<()> {
     let mut other = importer(&world, "other", "full", &giver)?;
     let mut taker = importer(&world, "taker", "checkpoint", &other)?;
     let shared = handle(&mut giver)?;
-    assert_eq!(result(&mut giver, "fork")?, 3, "a child has no driver, and takes nothing along");
+    assert_eq!(
+        result(&mut giver, "fork")?,
+        3,
+        "the forked child did not get the result CUDA_ERROR_NOT_INITIALIZED"
+    );
     assert_eq!(open(&mut taker, &shared)?, (0, true));
     remove(&world, &giver)?;
     assert!(taker.verify()?);
-    assert_eq!(open(&mut other, &shared)?.0, 1, "the exporter no longer exists");
+    assert_eq!(open(&mut other, &shared)?.0, 1, "the handle of an ended exporter can be opened");
     stays(&world, "taker")?;
     taker.call("close")?;
     Ok(())

@@ -225,10 +225,16 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     node.wait_offloaded("limited")?;
     worker.lines.send("alloc 8")?;
     let line = worker.lines.receive()?;
-    assert!(line.contains("\"result\":0"), "it waited for the return: {line}");
+    assert!(
+        line.contains("\"result\":0"),
+        "the allocation did not succeed after the restore: {line}"
+    );
     worker.lines.send("alloc 32")?;
     let line = worker.lines.receive()?;
-    assert!(line.contains("\"result\":2"), "the other library's limit: {line}");
+    assert!(
+        line.contains("\"result\":2"),
+        "the allocation beyond the other library's limit was not refused: {line}"
+    );
     assert!(worker.verify()?);
     until("the restore to be counted", || Ok(node.job("limited")?.filter(|row| row.restores > 0)))?;
     Ok(())

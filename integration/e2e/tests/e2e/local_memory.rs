@@ -35,7 +35,9 @@ fn local_memory_leaves_with_the_copy() -> Result<()> {
             assert_eq!(sizes, expected, "{engine}, {round}: {offloaded:?}");
             assert_eq!(worker.call("limit")?.value, Some(STACK_BYTES), "{engine}, {round}");
             assert!(worker.verify()?, "{engine}, {round}");
-            world.cli().wait_for(engine, "to hold it again", |row| row.vram_bytes == resident)?;
+            world.cli().wait_for(engine, "to hold all of its VRAM again", |row| {
+                row.vram_bytes == resident
+            })?;
         }
         worker.running.kill(&world)?;
     }

@@ -229,7 +229,10 @@ fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
         node.place.restarted(|| node.place.done("install", &[]))?;
         node.place.restarted(|| node.place.done("uninstall", &[]))?;
         let after = (fs::read(node.place.config())?, fs::read(node.drop_in())?);
-        ensure!(before == after, "a file that the toolkit did not change is not as it was");
+        ensure!(
+            before == after,
+            "the uninstallation did not restore a file that the toolkit did not change"
+        );
         node.place.restarted(|| node.place.done("install", &[]))?;
         for _ in 0..3 {
             node.toolkit(source, false)?;
@@ -250,7 +253,10 @@ fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
         ensure!(Node::handlers(&node.dump()?)?.contains_key(HANDLER));
         node.uninstall()?;
         node.toolkit(source, false)?;
-        ensure!(!Node::handlers(&node.dump()?)?.contains_key(HANDLER), "it is there again");
+        ensure!(
+            !Node::handlers(&node.dump()?)?.contains_key(HANDLER),
+            "the toolkit has copied the handler again"
+        );
         node.pod("nvidia")
     })
 }

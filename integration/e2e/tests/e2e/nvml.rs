@@ -90,7 +90,7 @@ fn figures_while_offloaded_are_current() -> Result<()> {
         Ok((last + 128 * MIB <= offloaded).then_some(()))
     })
     .with_context(|| {
-        format!("{offloaded} bytes were free while offloaded, and {last} bytes later")
+        format!("NVML reported {offloaded} bytes free before the start of the neighbour, and {last} bytes afterwards")
     })?;
     assert_eq!(world.cli().known("full")?.state, "Offloaded");
     assert!(worker.verify()? && neighbour.verify()?);

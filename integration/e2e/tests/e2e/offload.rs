@@ -141,7 +141,7 @@ fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
         worker.call("poll 5")?;
         world.cli().wait_for_state(engine, "Offloaded")?;
         let before = worker.call("polled")?.polls.context("the reply to `polled` has no count")?;
-        until("a hundred polls while it is offloaded", || {
+        until("a hundred polls of the offloaded process", || {
             let polls =
                 worker.call("polled")?.polls.context("the reply to `polled` has no count")?;
             Ok((polls >= before + 100).then_some(()))

@@ -84,7 +84,10 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         for monitor in pids(world, "conmon")? {
             let ours = processes::named("affinode-", monitor.as_raw())?;
             let kept = ours.iter().find(|process| process.command.contains("followed"));
-            ensure!(kept.is_none() && !ours.iter().any(is_controller), "below conmon: {ours:?}");
+            ensure!(
+                kept.is_none() && !ours.iter().any(is_controller),
+                "processes of Affinode are descendants of conmon: {ours:?}"
+            );
         }
         world.cli().run(&["pin", "podman/trainer"])?;
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
@@ -97,7 +100,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         podman.run(&["restart", "--time=1", "trainer"])?;
         worker.wait_filled()?;
         let row = world.cli().wait_for(&id, "to be registered", |row| !row.processes.is_empty())?;
-        ensure!(row.restores == 0, "it is another process now: {row:?}");
+        ensure!(row.restores == 0, "the new process already has restores: {row:?}");
         podman.run(&["kill", "trainer"])?;
         podman.run(&["wait", "trainer"])?;
         let state = podman.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
@@ -131,7 +134,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
 
         world.cli().move_out(&id)?;
         let keepers = pids(world, "affinode-runtime")?;
-        ensure!(keepers.len() == 1, "one keeper, not {keepers:?}");
+        ensure!(keepers.len() == 1, "expected one keeper, found {keepers:?}");
         kill(keepers[0], Signal::SIGKILL)?;
         let controller = world.controller()?.context("no controller is running")?;
         kill(controller.pid, Signal::SIGKILL)?;
@@ -178,11 +181,11 @@ fn podman_plain_container_is_untouched() -> Result<()> {
         };
         ensure!(created("plain", &[])?, "the spec of a container without a GPU has changed");
         let gpu = "--env=NVIDIA_VISIBLE_DEVICES=all";
-        ensure!(!created("gpu", &[gpu])?, "the spec of a container with a GPU is as it was");
+        ensure!(!created("gpu", &[gpu])?, "the spec of a container with a GPU was not changed");
         // A volume hides /etc. The reason why the container is not managed is in the log that
         // Podman reads.
         let volume = format!("--volume={}:/etc", world.dir().join("affinode").display());
-        ensure!(created("covered", &[gpu, &volume])?, "the spec is not as it was");
+        ensure!(created("covered", &[gpu, &volume])?, "the spec has changed");
         let pid_file = podman.inspect("covered", "{{.ConmonPidFile}}")?;
         let log = fs::read_to_string(Path::new(&pid_file).with_file_name("oci-log"))?;
         ensure!(

@@ -123,16 +123,25 @@ fn podman_file_of_a_user_stays() -> Result<()> {
         fs::create_dir_all(installation.path("containers.conf.d"))?;
         fs::write(installation.file(), own)?;
         installation.done("install")?;
-        ensure!(fs::read_to_string(installation.file())? == own, "it was replaced");
-        ensure!(installation.program().exists(), "the program is needed by it");
+        ensure!(
+            fs::read_to_string(installation.file())? == own,
+            "the installation has replaced the file of the user"
+        );
+        ensure!(installation.program().exists(), "the program was not installed");
         installation.done("uninstall")?;
-        ensure!(fs::read_to_string(installation.file())? == own, "it was removed");
+        ensure!(
+            fs::read_to_string(installation.file())? == own,
+            "the uninstallation has changed the file of the user"
+        );
         // A file that was installed and then changed is kept, too.
         fs::remove_file(installation.file())?;
         installation.done("install")?;
         fs::write(installation.file(), own)?;
         installation.done("install")?;
-        ensure!(fs::read_to_string(installation.file())? == own, "the change was undone");
+        ensure!(
+            fs::read_to_string(installation.file())? == own,
+            "the installation has undone the change to the file"
+        );
         let said = installation.done("uninstall")?;
         ensure!(
             said.contains("it was changed") && installation.file().exists(),

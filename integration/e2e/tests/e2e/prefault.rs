@@ -41,7 +41,7 @@ fn plain(world: &Testbed) -> Result<Worker> {
 /// Waits until the worker's host memory is prefaulted. Returns the copier's pid.
 fn wait_prepared(world: &Testbed) -> Result<Pid> {
     let ready = |gpu: &GpuRow| gpu.copier_prefaulted == 1 && gpu.copier_pid != 0;
-    Ok(Pid::from_raw(world.cli().wait_gpu("host memory that is ready", ready)?.copier_pid))
+    Ok(Pid::from_raw(world.cli().wait_gpu("the host memory to be prefaulted", ready)?.copier_pid))
 }
 
 /// Waits until neither the process nor the copier holds the memory on the device. The copier keeps
@@ -79,7 +79,7 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
             return Ok(());
         }
     }
-    bail!("in 12 rounds the copier has not copied it out")
+    bail!("in 12 rounds the copier has not copied out the worker")
 }
 
 /// Requires that a copier copies out in most rounds. A machine runs one export at a time. While

@@ -36,7 +36,10 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     assert_eq!(row.processes.len(), 1, "{row:?}");
     wait_gpu_empty(world)?;
     let too_much = worker.ask("alloc 32")?;
-    assert_eq!(too_much.result, OUT_OF_MEMORY, "{id}: the other library's limit: {too_much:?}");
+    assert_eq!(
+        too_much.result, OUT_OF_MEMORY,
+        "{id}: the allocation beyond the other library's limit was not refused: {too_much:?}"
+    );
     worker.call("alloc 8")?;
     worker.call("free")?;
     assert!(worker.verify()?);

@@ -118,7 +118,7 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
         plan.contains("nvidia-container-runtime"),
         "expected `nvidia-container-runtime` in: {plan}"
     );
-    ensure!(files(folder)? == before, "a dry run changed something");
+    ensure!(files(folder)? == before, "the dry run has changed the node");
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     let said = place.done("install", &[])?;
@@ -143,7 +143,11 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     let (_, restarts) = place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
-    ensure!(files(folder)? == before, "its folder is not as it was: {:?}", fs::read_dir(folder)?);
+    ensure!(
+        files(folder)? == before,
+        "the uninstallation did not restore the folder of the configuration: {:?}",
+        fs::read_dir(folder)?
+    );
     Ok(())
 }
 

@@ -75,7 +75,10 @@ fn without_controller_restore_needs_free_vram() -> Result<()> {
         }
         Ok(None)
     })?;
-    assert!(!workers[1 - first].has_answer()?, "there is room for one");
+    assert!(
+        !workers[1 - first].has_answer()?,
+        "both containers were restored although VRAM suffices for one"
+    );
     kill(controller.pid, Signal::SIGCONT)?;
     for worker in &mut workers {
         assert_eq!(worker.expect("verify")?.ok, Some(true));

@@ -68,7 +68,7 @@ fn an_annotation_alone_ends_nobody() -> Result<()> {
     let value = shown
         .lines()
         .find(|line| line.contains(" restore "))
-        .context("cannot find the value in the output")?;
+        .context("the output of `affinode policy show` has no row `restore`")?;
     assert!(value.contains("queue") && value.contains("node"), "{value}");
     assert!(asker.verify()?);
     Ok(())

@@ -46,7 +46,11 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
     for engine in ENGINES {
         let mut worker = start(&world, engine, engine, "true")?;
         worker.call(&format!("alloc {MORE_MIB}"))?;
-        assert_eq!(cycle(&world, engine, &mut worker)?, (all, 0), "nothing is known at first");
+        assert_eq!(
+            cycle(&world, engine, &mut worker)?,
+            (all, 0),
+            "{engine}: the first offload did not copy all contents"
+        );
         until("the copy to be retained", || {
             Ok((process(&world, engine)?.kept_bytes >= all * MIB).then_some(()))
         })?;
@@ -55,13 +59,17 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
             worker.call("touch")?;
             let (_, unchanged) = cycle(&world, engine, &mut worker)?;
             assert_eq!(unchanged, MORE_MIB, "{engine}, round {round}");
-            assert!(worker.verify()?, "{engine}: changed contents were copied, round {round}");
+            assert!(worker.verify()?, "{engine}: changed contents were lost, round {round}");
         }
-        assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: nothing changed");
+        assert_eq!(
+            cycle(&world, engine, &mut worker)?,
+            (all, all),
+            "{engine}: unchanged contents were copied again"
+        );
         worker.call("free")?;
         // The older allocation keeps its position in the pool, whatever the addresses are.
         assert_eq!(cycle(&world, engine, &mut worker)?, (WORKER_MIB, WORKER_MIB), "{engine}");
-        assert!(worker.verify()?, "{engine}: after a part was freed");
+        assert!(worker.verify()?, "{engine}: the memory has changed after a part was freed");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
@@ -81,7 +89,11 @@ fn without_retained_copy_all_is_copied() -> Result<()> {
     cycle(&world, "grows", &mut grows)?;
     grows.call(&format!("alloc {MORE_MIB}"))?;
     let all = WORKER_MIB + MORE_MIB;
-    assert_eq!(cycle(&world, "grows", &mut grows)?, (all, 0), "a new pool holds nothing");
+    assert_eq!(
+        cycle(&world, "grows", &mut grows)?,
+        (all, 0),
+        "the offload after the allocation did not copy all contents"
+    );
     assert_eq!(cycle(&world, "grows", &mut grows)?, (all, all));
     assert!(worker.verify()? && grows.verify()?);
     Ok(())

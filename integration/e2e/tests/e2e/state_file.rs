@@ -16,9 +16,9 @@ fn wait_for_state(world: &Testbed, worker: &Worker, state: &str) -> Result<Value
         let Ok(text) = worker.running.exec(world, &["/bin/cat", "/.affinode/run/state"]) else {
             return Ok(None);
         };
-        let text = text.lines().next().context("the file is empty")?;
-        let file: Value =
-            serde_json::from_str(text).with_context(|| format!("the file has {text:?}"))?;
+        let text = text.lines().next().context("the state file is empty")?;
+        let file: Value = serde_json::from_str(text)
+            .with_context(|| format!("the state file is not valid JSON: {text:?}"))?;
         Ok((file["state"] == state).then_some(file))
     })
 }

@@ -201,7 +201,7 @@ fn unit_waits_for_serving_controller_to_end() -> Result<()> {
     let cli = systemd.cli()?;
     let first = cli.ps()?.controller_pid;
     let second = unsupervised(&shim)?.status()?;
-    assert!(second.success(), "it leaves the node to the other");
+    assert!(second.success(), "the second controller did not end with success");
     systemd.start()?;
     assert_eq!(cli.ps()?.controller_pid, first);
     shim.kill()?;

@@ -31,7 +31,11 @@ fn runtime_with_private_table_is_moved() -> Result<()> {
             assert_eq!(row.process()?.hazards, Vec::<String>::new(), "{engine}");
             let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(row.process()?.phase, phase, "{engine}");
-            assert_eq!(worker.call("check")?.ok, Some(true), "{engine}: it needs no GPU");
+            assert_eq!(
+                worker.call("check")?.ok,
+                Some(true),
+                "{engine}: the look-ups failed while the process was offloaded"
+            );
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}");
             worker.call("check")?;
@@ -52,8 +56,12 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
         worker.call("devices")?;
         let after = world.cli().known(engine)?;
         assert_eq!((&*after.state, after.restores), ("Offloaded", 0), "{engine}: {after:?}");
-        assert_eq!(after.process()?.calls, before.process()?.calls, "{engine}: no use of the GPU");
-        assert!(worker.verify()?, "{engine}: and it comes back for what needs it");
+        assert_eq!(
+            after.process()?.calls,
+            before.process()?.calls,
+            "{engine}: the calls were counted as use of the GPU"
+        );
+        assert!(worker.verify()?, "{engine}: the memory has changed");
         worker.running.kill(&world)?;
     }
     Ok(())

@@ -109,7 +109,11 @@ fn copier_restores_process_that_skips_nothing() -> Result<()> {
     worker.call("set 1 0")?;
     let before = fills(&world)?;
     let (offloaded, _) = cycle(&world, &mut worker)?;
-    assert_eq!((offloaded.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
+    assert_eq!(
+        (offloaded.zero_bytes / MIB, fills(&world)? - before),
+        (64, 0),
+        "expected that half of the memory is zero and that no copier restores it"
+    );
     // When the process again has enough contents to store, a copier must restore it after one or
     // two cycles.
     worker.call("set 1 7")?;
@@ -123,7 +127,10 @@ fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> 
     let before = fills(world)?;
     for _ in 0..12 {
         let (offloaded, _) = cycle(world, worker)?;
-        assert_eq!(offloaded.zero_bytes, 0, "what goes through a copier is stored whole");
+        assert_eq!(
+            offloaded.zero_bytes, 0,
+            "zeros were left out although a copier can restore the process"
+        );
         if fills(world)? > before {
             return Ok(());
         }
