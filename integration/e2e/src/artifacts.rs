@@ -63,7 +63,7 @@ impl Artifacts {
         self.root.join("lib")
     }
 
-    /// Folder of the simulated driver libraries, under the names of the real ones.
+    /// Folder of the simulated driver libraries, under the names of the real libraries.
     #[must_use]
     pub fn sim_dir(&self) -> PathBuf {
         self.root.join("sim")

@@ -9,7 +9,7 @@
 //!
 //! | module | content |
 //! | --- | --- |
-//! | [`plan`] | the steps of a round; pure |
+//! | [`plan`] | the steps of a round, without side effects |
 //! | [`container`] | one container and its CUDA processes |
 //! | [`mod@env`] | the environment, its containers, and the invariants after a round |
 //! | [`fault`] | causing and undoing each fault |
@@ -331,8 +331,8 @@ fn play_scene(
     Ok(())
 }
 
-/// Sends a request to the controller in the background. Its result is not checked; a later step
-/// checks that the controller replies.
+/// Sends a request to the controller in the background. The result is not checked here. A later
+/// step checks that the controller replies.
 fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
     let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -29,7 +29,7 @@ pub struct Node {
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.
     pub containers: Vec<ContainerRow>,
-    /// Reason why the GPUs cannot be read; `None` if they can be read.
+    /// Reason why the GPUs cannot be read. `None` if they can be read.
     pub gpu_error: Option<String>,
 }
 
@@ -101,11 +101,11 @@ pub struct ContainerRow {
     pub idle_timeout_ms: u64,
     /// Engine in effect for the container.
     pub engine: String,
-    /// Fraction of the container's VRAM that the library can copy at bus speed. `None`: unknown.
+    /// Fraction of the container's VRAM that the library can copy at bus speed. `None` if unknown.
     pub copyable_share: Option<f64>,
     /// VRAM that the container's processes hold while the container is offloaded, in bytes.
     pub staying_bytes: u64,
-    /// Reasons why it is not offloaded.
+    /// Reasons why VRAM of the container stays on the GPU while the container is offloaded.
     pub staying_reasons: Vec<String>,
     /// Number of offloads up to now.
     pub offloads: u64,
@@ -157,7 +157,7 @@ pub struct ProcessRow {
     pub last_call: String,
     /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
-    /// Percentage of the last sampling interval during which its kernels ran.
+    /// Percentage of the last sampling interval during which kernels of the process ran.
     pub utilization_percent: Option<u32>,
 }
 

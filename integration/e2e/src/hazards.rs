@@ -121,7 +121,8 @@ fn cases() -> Vec<Case> {
 pub struct Options {
     /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Runs only hazards whose name contains one of these texts; all if it is empty.
+    /// Runs only hazards whose names contain one of these texts. If the list is empty, all hazards
+    /// run.
     pub filters: Vec<String>,
     /// Number of times that two containers are woken at the same time.
     pub turns: usize,

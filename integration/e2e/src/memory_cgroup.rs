@@ -37,7 +37,7 @@ pub fn used_bytes(folder: &Path) -> Result<u64> {
         .with_context(|| format!("expected a number in {}, got {text}", file.display()))
 }
 
-/// Sets a memory limit; `None` removes it.
+/// Sets a memory limit. `None` removes the limit.
 ///
 /// # Errors
 /// When the kernel refuses the limit.

@@ -89,7 +89,7 @@ impl Releases {
             .with_context(|| format!("cannot parse {}: run `cargo xtask deps`", file.display()))
     }
 
-    /// The release of a line. `None` if this machine has no release of the line; the reason is then
+    /// The release of a line. `None` if this machine has no release of the line. The reason is then
     /// printed to stderr.
     ///
     /// # Errors

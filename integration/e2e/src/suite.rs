@@ -10,18 +10,18 @@
 //! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of that VRAM: no container fails |
 //! | [`witness`] | a kernel that runs without further calls prevents its container's offload |
 //! | [`connection`] | a network connection restores a container in which this prewake is enabled, before the container makes a call |
-//! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, an immovable one is ended |
+//! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, and a container that cannot be moved is ended |
 //! | [`engines`] | comparison of the engines: offload, wake, VRAM that stays in use, equal contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; a separate part |
 //! | [`mod@gpus`] | restores on another GPU, and programs that share memory between processes or GPUs |
-//! | [`nvml`] | NVML queries while the process is offloaded, from C and from pynvml: same results, no wake |
+//! | [`nvml`] | NVML queries from C and from pynvml while the process is offloaded: same results, no wake |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; a separate part |
 //! | [`tools`] | torch.profiler before, during and after an offload, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
 //! | [`jax`] | JAX with each engine, and the calls that an idle JAX makes |
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine |
-//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own restore, a wake while another container attacks |
+//! | [`cost`] | a hooked call compared with a direct call, a torch step with and without the library, a wake compared with the driver's own restore, a wake while another container attacks |
 //!
 //! Parts that need no torch also run on the simulated GPU.
 

@@ -1,5 +1,5 @@
-//! Checks that Cargo.toml and rust-toolchain.toml name the same Rust version, so that the declared
-//! version is the one that is tested.
+//! Checks that Cargo.toml and rust-toolchain.toml name the same Rust version, so that the tests run
+//! with the declared version.
 
 use std::{fs, process::Command};
 

@@ -1,5 +1,5 @@
-//! Runs the suite for GPU machines: `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated]
-//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`;
+//! Runs the suite for GPU machines. Its arguments are `CONTAINERD_BIN_DIR REPORT.json [simulated]
+//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`.
 //! If the arguments name no part, all parts run.
 
 use std::{
@@ -65,7 +65,7 @@ fn run() -> Result<bool> {
     let simulated = words.iter().any(|word| word == "simulated");
     words.retain(|word| word != "simulated");
     // `suite:WORD` selects only the parts of the suite whose names contain WORD. `host-memory:WORD`
-    // and `hazards:WORD` select in the same way; `chaos:ROUND` begins at that round.
+    // and `hazards:WORD` select in the same way. `chaos:ROUND` begins at that round.
     let narrowed = |part: &str| -> Vec<String> {
         let prefix = format!("{part}:");
         words.iter().filter_map(|word| word.strip_prefix(&prefix).map(str::to_owned)).collect()

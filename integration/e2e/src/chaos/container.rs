@@ -41,7 +41,7 @@ pub struct Process {
 
 /// A container with its CUDA processes.
 pub struct ChaosContainer {
-    /// The running container; its name differs after each restart.
+    /// The running container. Its name differs after each restart.
     pub running: Running,
     /// CUDA processes of the container, in the order of their start.
     pub processes: Vec<Process>,
@@ -83,7 +83,7 @@ pub struct Way {
     /// Whether the container's memory has the same contents as other containers' memory, so that
     /// dedup can store them once.
     pub shares: bool,
-    /// Index of the GPU that the container sees. `None`: it sees all.
+    /// Index of the GPU that the container sees. `None` if it sees all GPUs.
     pub gpu: Option<usize>,
 }
 
@@ -339,7 +339,7 @@ fn is_well(asked: &str, line: &str) -> bool {
     result && contents && answer.command == command
 }
 
-/// Whether a process has ended; a zombie counts as ended.
+/// Whether a process has ended. A zombie counts as ended.
 #[must_use]
 pub fn has_ended(pid: Pid) -> bool {
     if kill(pid, None) == Err(Errno::ESRCH) {

@@ -41,7 +41,7 @@ pub struct Report {
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.
     pub seconds: f64,
-    /// Findings of the campaign; empty if all invariants held.
+    /// Findings of the campaign. Empty if all invariants held.
     pub findings: Vec<Finding>,
 }
 

@@ -31,7 +31,7 @@ const STEPS: [(i64, &str); 10] = [
     (libc::SYS_openat, "open to write"),
 ];
 
-/// Runs a command and kills it before its n-th step. Returns the name of that step; `None` if the
+/// Runs a command and kills it before its n-th step. Returns the name of that step. `None` if the
 /// command ends earlier.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
     // The shell waits until it is traced before it runs the command.

@@ -58,8 +58,9 @@ fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// Requires that no event after the sequence number `since` reports a refused move of the
-/// container, or one of its states Queued, Restoring and Lost that is not in `allowed`.
+/// Requires that the container has no unexpected event after the sequence number `since`.
+/// Unexpected are a refusal, and each of the states Queued, Restoring and Lost that is not in
+/// `allowed`.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {

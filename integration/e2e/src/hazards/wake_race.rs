@@ -57,7 +57,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             world.cli().wait_for_state(name, "Offloaded")?;
         }
         watch.clear();
-        // In turn, each container makes its call first.
+        // In each round, the other container makes its call first.
         let first = round % 2;
         workers[first].send("verify")?;
         workers[1 - first].send("verify")?;

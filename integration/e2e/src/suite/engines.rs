@@ -406,7 +406,7 @@ pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Pairs of commands for the program: one before a move, one after it.
+/// Pairs of commands for the program: one command before a move, one command after it.
 const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),
     ("swap", "swap"),

@@ -120,8 +120,8 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     filled_once(&world, &mut worker)?;
     // From now on the configured engine is `checkpoint`. A driver's checkpoint would lose memory
-    // that a copier has exported. The next controller can tell only from the counters which
-    // processes have such memory.
+    // that a copier has exported. The next controller can find the processes with such memory only
+    // by their counters.
     let driver = config().replace("engine = \"full\"", "engine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), driver)?;
     shoot_controller(&world)?;

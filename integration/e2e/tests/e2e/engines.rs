@@ -219,8 +219,8 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory to which other devices on the bus have access costs more. The library must create such
-/// memory only if there are other devices.
+/// Memory that other devices on the bus may access takes longer to map and unmap. The library must
+/// create such memory only if there are other devices.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

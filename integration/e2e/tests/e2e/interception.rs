@@ -1,4 +1,5 @@
-//! Tests that calls are counted and wait at the gate, in whatever way a program reaches the driver.
+//! Tests that calls are counted and wait while the process is offloaded, in whatever way a program
+//! reaches the driver.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},

@@ -302,7 +302,7 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
 fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
-    // This process keeps the network namespace alive.
+    // The process `other` keeps the network namespace alive.
     let mut other = importer(&world, "other", "full", &giver)?;
     let mut taker = importer(&world, "taker", "checkpoint", &other)?;
     let shared = handle(&mut giver)?;

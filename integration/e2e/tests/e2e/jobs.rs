@@ -173,8 +173,8 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     assert!(worker.verify()?);
     until("the restore to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
-    // After any end of a job, nothing of the job must be left, even if it ends while it is
-    // offloaded and its processes cannot report the end.
+    // After any end of a job, nothing of the job must be left. This must hold even if the job ends
+    // while it is offloaded and its processes cannot report the end.
     node.wait_offloaded("train")?;
     drop(worker);
     node.wait_nothing_left("train")

@@ -67,7 +67,8 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
             "{engine}: unchanged contents were copied again"
         );
         worker.call("free")?;
-        // The older allocation keeps its position in the pool, whatever the addresses are.
+        // The older allocation keeps its position in the staging buffer, whatever the addresses
+        // are.
         assert_eq!(cycle(&world, engine, &mut worker)?, (WORKER_MIB, WORKER_MIB), "{engine}");
         assert!(worker.verify()?, "{engine}: the memory has changed after a part was freed");
         worker.running.kill(&world)?;

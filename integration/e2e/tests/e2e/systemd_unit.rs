@@ -1,5 +1,5 @@
 //! The controller as a unit of systemd, and the sockets in systemd's descriptor store. This test
-//! simulates systemd; `cargo xtask systemd` uses the real one.
+//! simulates systemd. `cargo xtask systemd` uses the real systemd.
 
 use std::{
     fs,
