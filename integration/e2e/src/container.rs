@@ -1,8 +1,8 @@
 //! Containers that are run with `ctr`, with and without a GPU.
 //!
 //! A test communicates with a container's program through two named pipes in a mounted folder. The
-//! pipes do not depend on `ctr` or containerd, so they continue to work when these end. They work
-//! with CRI, too.
+//! pipes do not depend on `ctr` or containerd, so they continue to work when these end. The pipes
+//! work with CRI, too.
 
 use std::{
     io::{BufRead, BufReader, Write},

@@ -46,8 +46,8 @@ pub enum Layout {
     Docker,
     /// From k3s or rke2, which write the file at each start.
     Rancher {
-        /// Whether the file imports a folder next to it. Newer versions of k3s and rke2 write such
-        /// files for containerd 2.
+        /// Whether containerd's file imports a folder next to the file. Newer versions of k3s and
+        /// rke2 write such files for containerd 2.
         imports: bool,
     },
 }

@@ -28,7 +28,7 @@ pub const PLENTY_BYTES: u64 = 4096 * MIB;
 /// Name of the installation's folder in the testbed of a node.
 const PREFIX: &str = "prefix";
 
-/// Configuration of a testbed. [`TestbedConfig::world`] creates it.
+/// Configuration of a testbed. [`TestbedConfig::world`] creates the testbed.
 pub struct TestbedConfig {
     artifacts: Option<Artifacts>,
     release: Option<Release>,

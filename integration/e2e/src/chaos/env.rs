@@ -97,8 +97,8 @@ impl Setup {
     fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,
-            // Each of seven processes is offloaded and restored, one after the other, on a busy
-            // machine.
+            // In the worst case, each of seven processes is offloaded and restored, one after the
+            // other, on a busy machine.
             Setup::Slow => 4 * WAIT_TIMEOUT,
         }
     }

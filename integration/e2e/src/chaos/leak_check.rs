@@ -31,7 +31,7 @@ pub struct LeakCheck {
     controller_descriptors: usize,
     /// Highest number of open descriptors of any shim.
     shim_descriptors: usize,
-    /// Descriptions of the copiers' descriptors that exceed the maximum.
+    /// Findings about copiers with more open descriptors than the maximum.
     copier_excess: Vec<String>,
     strangers: Vec<String>,
 }

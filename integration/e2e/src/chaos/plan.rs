@@ -15,7 +15,7 @@ pub const TWINS: [usize; 2] = [0, 1];
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
-/// A process of the campaign, or a container if `process` does not matter.
+/// A process of the campaign. Actions on a whole container ignore the field `process`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// Index of the container in [`WORKLOADS`].

@@ -22,7 +22,7 @@ use crate::{
 const NAMESPACE: &str = "together";
 const IDS: [&str; 2] = ["one", "other"];
 
-/// Runs two containers with the same model.
+/// Measures two containers with the same contents.
 pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),

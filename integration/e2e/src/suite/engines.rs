@@ -184,7 +184,8 @@ fn wait_host_memory(world: &Testbed, bytes: u64) -> Result<()> {
     until("host memory for the next offload", || {
         let free = meminfo_bytes("MemAvailable:").context("/proc/meminfo cannot be read")?;
         let all = meminfo_bytes("MemTotal:").context("/proc/meminfo cannot be read")?;
-        // The node keeps a sixteenth in reserve, and an offload takes a little more than its bytes.
+        // The node keeps a sixteenth of its host memory in reserve, and an offload takes slightly
+        // more host memory than the process's bytes.
         Ok((free > bytes + bytes / 16 + all / 16).then_some(()))
     })
 }

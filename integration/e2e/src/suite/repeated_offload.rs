@@ -20,7 +20,7 @@ use crate::{container::Spec, worker::Worker};
 pub(super) const STEPS: u32 = 5;
 /// Used in place of an engine's name for the container that is never offloaded.
 const STILL: &str = "off";
-/// Phases of a process while its container is offloaded.
+/// Phases that a process can have while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 
 /// A program, and the settings of its offloads.

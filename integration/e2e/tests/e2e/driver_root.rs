@@ -46,7 +46,7 @@ fn driver_root_appears_and_is_replaced() -> Result<()> {
     let root = parent.path().join("driver");
     let config = MANUAL.replace("[policy]", "[policy]\nengine = \"full\"");
     let config = format!("{config}\n[driver]\nroot = {:?}\n", root.display().to_string());
-    // Without this variable, the controller's loader finds no driver.
+    // Without `LD_LIBRARY_PATH`, the controller's loader finds no driver.
     let world = TestbedConfig::default().env("LD_LIBRARY_PATH", "").config(&config).world()?;
     let mut worker = Worker::start(&world, "worker", 320)?;
     assert!(worker.verify()?);

@@ -80,7 +80,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         until("an event about the restore on another GPU", || {
             Ok(says(&world, "is restored on GPU-")?.then_some(()))
         })?;
-        // Everything that worked on the first GPU must work on the second.
+        // Everything that worked on the first GPU must work on the second GPU.
         worker.call("touch")?;
         worker.call("alloc 16")?;
         world.cli().move_out("moves")?;

@@ -125,7 +125,7 @@ fn constructor_at_the_gate_is_no_deadlock() -> Result<()> {
     program.answer("ready")?;
     program.done(&[CLOSE, LOCK])?;
     program.ask("load")?;
-    // The call in the constructor is waiting now.
+    // The loop ends when the CUDA call in the constructor waits.
     while !matches!(program.receive()?, AgentMessage::Wake { .. }) {}
     assert_eq!(program.order(COPY_OUT)?, (Outcome::Busy, Phase::Closed));
     program.done(&[Action::Open])?;

@@ -1,7 +1,7 @@
 //! The end-to-end suite: real containerd, real runc, the built shim, controller
 //! and preload library, a simulated GPU. Each test has a testbed of its own.
 //!
-//! `cargo xtask test --e2e` builds all of it first.
+//! `cargo xtask test --e2e` builds these programs first.
 
 mod call_trace;
 mod chaos;

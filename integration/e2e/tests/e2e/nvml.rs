@@ -1,5 +1,5 @@
-//! NVML in a container's own processes: a monitor, the first initialisation, and a call that is in
-//! progress during an offload.
+//! NVML in a container's own processes: queries of a monitor, the first initialisation, and a call
+//! that is in progress during an offload.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},

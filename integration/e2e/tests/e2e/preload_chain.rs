@@ -63,7 +63,7 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The image's own list contains the other library.
+/// The image's own list of libraries to preload contains the other library that hooks the driver.
 #[test]
 fn a_library_that_the_image_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -78,7 +78,7 @@ fn a_library_that_the_image_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The program's own environment names the other library.
+/// The program's own environment names the other library that hooks the driver.
 #[test]
 fn a_library_of_the_environment() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
