@@ -137,5 +137,5 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
         last = format!("{left:#?}");
         Ok(left.is_empty().then_some(()))
     })
-    .with_context(|| format!("the query finds no data: {last}"))
+    .with_context(|| format!("these queries find no data: {last}"))
 }
