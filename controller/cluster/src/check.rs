@@ -20,7 +20,7 @@ pub struct CheckOptions {
 /// Reason why the check failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
-    /// The shim did not edit the container.
+    /// The shim did not add Affinode's files to the container.
     #[error(
         "this container is not managed, because {0} is missing; does the pod ask for a GPU (value test.resources), and does the node's GPU plugin assign one? The shim's reason is in containerd's log"
     )]
@@ -69,7 +69,7 @@ pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
 mod tests {
     use super::*;
 
-    /// The root of a container with these files.
+    /// Creates a folder with these files, as the root of a container.
     fn container(files: &[(&str, &str)]) -> (tempfile::TempDir, CheckOptions) {
         let folder = tempfile::tempdir().unwrap();
         for (path, text) in files {

@@ -34,7 +34,7 @@ pub enum ServiceError {
     #[error("cannot create the TokenReview client")]
     Guard(#[source] GuardError),
     /// The certificate could not be created, or the named files are invalid.
-    #[error("there is no certificate to serve")]
+    #[error("cannot load or create the TLS certificate of this server")]
     Papers(#[from] TlsError),
     /// The port could not be bound.
     #[error("cannot listen on {0}; choose another address with --listen")]
@@ -67,7 +67,7 @@ impl StopSignal {
 /// Runs a service on this thread.
 ///
 /// # Errors
-/// [`ServiceError`]: of the runtime, or of the service itself.
+/// [`ServiceError`]: the async runtime cannot start, or the service has failed.
 pub fn run<F: Future<Output = Result<(), ServiceError>>>(
     serve: impl FnOnce(StopSignal) -> F,
 ) -> Result<(), ServiceError> {

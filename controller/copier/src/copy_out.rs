@@ -7,8 +7,8 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// The pieces that have arrived so far. Fields are dropped in their order: copies before the memory
-/// that they use.
+/// The pieces that have arrived so far. Fields are dropped in the order of their declaration, so
+/// copies end before the memory that they use is freed.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,

@@ -50,8 +50,8 @@ pub trait ChunkHolder {
     fn may_offer(&self, chunk: usize) -> bool;
     /// Whether the process may get another offer before it replies to the earlier ones.
     fn has_room(&self) -> bool;
-    /// Whether a reply of the process to an offer is missing. After a timeout the process gets no
-    /// more offers.
+    /// Whether the process must still reply to an offer. After a timeout the process gets no more
+    /// offers.
     fn is_asked(&mut self) -> bool;
     /// Reads the copied-out content of the process.
     ///
@@ -67,11 +67,11 @@ pub trait ChunkHolder {
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Divisor for the maximum total size of a copier's segments: host memory divided by this number.
-/// The size is limited because segments are charged to no container.
+/// Maximum total size of a copier's segments, as a divisor of the node's host memory: 4 means a
+/// quarter. The size is limited because segments are charged to no container.
 const MAX_MEMORY_SHARE: u64 = 4;
-/// Divisor for the host memory that must stay free after a new segment: host memory divided by this
-/// number.
+/// Host memory that must stay free after a new segment, as a divisor of the node's host memory: 8
+/// means an eighth.
 const MIN_FREE: u64 = 8;
 
 /// Dedup domain and fingerprint.
@@ -83,7 +83,7 @@ struct ChunkLocation {
     chunk: usize,
 }
 
-/// A comparison in progress.
+/// A comparison of two contents that is in progress.
 #[derive(Debug)]
 struct CompareJob<S> {
     key: Key,

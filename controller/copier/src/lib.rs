@@ -1,4 +1,4 @@
-//! The copier: one process per GPU with offloaded processes, a child of the controller.
+//! The copier: a child process of the controller, one for each GPU that has offloaded processes.
 //!
 //! The driver takes at least a third of a second to restore a context, and meanwhile no CUDA call
 //! of that process returns. The copier has a context of its own. While the driver restores a

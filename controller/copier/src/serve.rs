@@ -246,7 +246,8 @@ impl CopierServer {
         let held = self.held;
         let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
         for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
-            // A registration takes VRAM, which the controller may be proving free at this moment.
+            // A registration takes VRAM. While the copier is held, the controller reads NVML to
+            // check how much VRAM is free, so nothing may take VRAM.
             if held && client.is_registering() {
                 continue;
             }

@@ -131,8 +131,8 @@ enum SessionState {
     New,
     /// The memory file is attached, and the process is still resident.
     Prepared,
-    /// The process lists its pieces. The number is that of the pieces not listed yet. 0: all pieces
-    /// are listed, but the process is not checkpointed yet.
+    /// The process lists its pieces. The field is the number of pieces that are not listed yet. 0:
+    /// all pieces are listed, but the process is not checkpointed yet.
     Listing(u32),
     /// The process exports its pieces, and the device copies them out.
     CopyingOut(CopyOutBatch),
@@ -146,8 +146,8 @@ enum SessionState {
     },
 }
 
-/// The session of one process. Fields are dropped in their order: copies before the memory that
-/// they use.
+/// The session of one process. Fields are dropped in the order of their declaration, so copies end
+/// before the memory that they use is freed.
 #[derive(Debug)]
 pub struct ProcessSession {
     process: u64,
@@ -357,7 +357,8 @@ impl ProcessSession {
             return Err(SessionError::Claim { bytes, pieces, most_bytes });
         }
         self.granted = true;
-        // No new offers. A reply to an earlier offer may still arrive before Restoring.
+        // The process gets no new offers of shared content. A reply to an earlier offer may still
+        // arrive before Restoring.
         self.sharing.end();
         self.begin()
     }
@@ -517,7 +518,7 @@ impl ProcessSession {
         Ok(told)
     }
 
-    /// The region of an ended session. It is unregistered later, chunk by chunk.
+    /// Returns the region of an ended session, which the caller unregisters later, chunk by chunk.
     pub fn into_region(self) -> Option<HostRegion> {
         self.region
     }

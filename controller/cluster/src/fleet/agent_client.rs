@@ -1,4 +1,5 @@
-//! Requests to one agent: limited in time, over TLS, pinned to the agent's own certificate.
+//! Sends requests to the agent of one node, over TLS and with time limits. The TLS client accepts
+//! only the certificate that this agent has published.
 
 use std::{
     io,
@@ -57,11 +58,11 @@ pub enum AgentClientError {
     /// The TCP connection could not be opened.
     #[error("cannot connect to {0}")]
     Connect(SocketAddr, #[source] io::Error),
-    /// The peer presents another certificate, or does not use TLS.
+    /// The peer does not present the certificate that the agent has published, or does not use TLS.
     #[error("{0} does not present the certificate of the node's agent")]
     Tls(String, #[source] io::Error),
     /// The TLS client could not be configured.
-    #[error("cannot set up TLS")]
+    #[error("cannot set up the TLS client for the node's agent")]
     Crypto(#[from] rustls::Error),
     /// The reply is not valid HTTP.
     #[error("{0} does not reply with valid HTTP")]
@@ -70,7 +71,7 @@ pub enum AgentClientError {
     #[error("no reply from {0} within {1:?}")]
     Time(String, Duration),
     /// The request could not be built.
-    #[error("cannot build the request")]
+    #[error("cannot build the request to the node's agent")]
     Question(#[from] hyper::http::Error),
 }
 
@@ -79,7 +80,7 @@ pub enum AgentClientError {
 pub struct AgentRequest<'a> {
     /// HTTP method of the request.
     pub method: Method,
-    /// Path and query below the agent's root.
+    /// Path and query of the request, such as `/api/v1/node`.
     pub path: &'a str,
     /// Header value of the form `Bearer TOKEN`.
     pub authorization: HeaderValue,
@@ -111,17 +112,17 @@ pub async fn ask(
     exchange(stream, &peer, question).await
 }
 
-/// Secures a stream to an agent. `peer` names the agent in errors.
+/// Secures a stream to an agent with TLS. `peer` names the agent in errors.
 ///
 /// # Errors
-/// [`AgentClientError`]: the peer does not present that certificate.
+/// [`AgentClientError`]: the peer does not present the certificate with this fingerprint.
 pub async fn handshake<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     peer: &str,
     certificate: Fingerprint,
 ) -> Result<TlsStream<S>, AgentClientError> {
     let config = cert_pin::client(certificate)?;
-    // Only the fingerprint counts.
+    // The client checks only the fingerprint of the certificate, so any name will do.
     let name = ServerName::IpAddress(IpAddr::from(Ipv4Addr::LOCALHOST).into());
     let stream = TlsConnector::from(Arc::new(config)).connect(name, stream);
     stream.await.map_err(|e| AgentClientError::Tls(peer.to_owned(), e))
@@ -166,7 +167,7 @@ pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
 /// Reads a reply's body, up to [`BODY_BYTES`].
 ///
 /// # Errors
-/// The body is larger, or ended early.
+/// If the body is larger than [`BODY_BYTES`], or ended early.
 pub async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
     match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
         Ok(body) => Ok(body.to_bytes().into()),
@@ -177,7 +178,8 @@ pub async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
     }
 }
 
-/// Extracts the message of `{"error": "…"}`, or plain text.
+/// Extracts the message of an error reply: the value of `error` if the body is JSON, otherwise the
+/// body as text.
 #[must_use]
 pub fn said(body: &[u8]) -> String {
     #[derive(serde::Deserialize)]

@@ -1,6 +1,6 @@
-//! Trust in exactly one certificate: the certificate that the node's agent has published in the
-//! cluster. Agents sign their own certificates, so there is no authority that could be trusted
-//! instead.
+//! A TLS client that trusts exactly one certificate: the certificate that the node's agent has
+//! published in the cluster. Agents sign their own certificates, so a client cannot check them by a
+//! certificate authority.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use tokio_rustls::rustls::{
 /// SHA-256 digest of a certificate.
 pub type Fingerprint = [u8; 32];
 
-/// Parses a fingerprint as the annotation has it: 64 hex digits.
+/// Parses a fingerprint of 64 hex digits, which is the form in the node's annotation.
 #[must_use]
 pub fn parse(text: &str) -> Option<Fingerprint> {
     let mut fingerprint = Fingerprint::default();

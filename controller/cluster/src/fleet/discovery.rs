@@ -21,7 +21,7 @@ use crate::{
     node::node_labels::{AGENT, CERTIFICATE, STATE},
 };
 
-/// Maximum number of nodes shown. It is equal to the limit of Kubernetes.
+/// Maximum number of nodes shown. Kubernetes supports no larger cluster.
 pub const NODES: usize = 5000;
 
 /// A node that an agent of this installation manages.
@@ -48,7 +48,7 @@ pub struct NodeDiscovery {
 }
 
 impl NodeDiscovery {
-    /// Watches until the runtime ends.
+    /// Starts the watches, which run until the async runtime ends.
     #[must_use]
     pub fn watch(
         client: Client,

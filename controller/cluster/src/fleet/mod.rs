@@ -10,11 +10,11 @@
 //!                         [`discovery`]: nodes, agents' addresses, their certificates
 //! ```
 //!
-//! A user receives the list if the API server allows that user `get /affinode/v1/node`. Each agent
-//! would require the same right. This program's account has only that right, so the list shows
-//! nothing that the user's own token would not show. A request to a path below a node's name is
-//! forwarded to the node's agent with the user's own token. The page itself always comes from this
-//! program, for all nodes: an agent can send data, but no script.
+//! A user receives the list if the API server allows that user `get /affinode/v1/node`. An agent
+//! requires the same right from a user who asks the agent directly. This program's account has only
+//! that right, so the list shows nothing that the user's own token would not show. A request to a
+//! path below a node's name is forwarded to the node's agent with the user's own token. The page
+//! itself always comes from this program, for all nodes: an agent can send data, but no script.
 
 pub(crate) mod agent_client;
 pub(crate) mod cert_pin;
@@ -38,7 +38,7 @@ use crate::{
 /// Options of the page of all nodes.
 #[derive(Args, Clone, Debug)]
 pub struct FleetOptions {
-    /// This installation in the cluster: namespace/name.
+    /// Name of this installation in the cluster, as namespace/name.
     #[arg(long, value_name = "NAME")]
     installation: String,
     /// Namespace in which the agents run.
@@ -50,14 +50,14 @@ pub struct FleetOptions {
     /// Address and port to serve on.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// A host name, other than addresses, under which clients reach the page.
+    /// A host name by which clients reach the page. IP addresses need not be listed.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
     papers: tls::TlsFiles,
 }
 
-/// Serves until SIGTERM or SIGINT.
+/// Serves the page of all nodes until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`]: the service cannot start.

@@ -110,7 +110,8 @@ impl FleetPoller {
         }
     }
 
-    /// The last known state. Polling continues as long as this is called.
+    /// Returns the last known state of all nodes. Each call makes the poller continue for
+    /// [`POLLER_IDLE_TIMEOUT`].
     pub fn listed(&self) -> ListedNode {
         *lock(&self.looked) = Some(Instant::now());
         self.look.notify_one();
@@ -121,7 +122,7 @@ impl FleetPoller {
         ListedNode { unix_ms: now_ms(), left_out, nodes }
     }
 
-    /// Polls until the runtime ends.
+    /// Polls the nodes until the async runtime ends. It pauses while no client requests the list.
     pub async fn run(self: Arc<Self>) {
         loop {
             let begun = Instant::now();
@@ -170,7 +171,7 @@ impl FleetPoller {
 type PollResult = Result<Option<FleetSummary>, String>;
 
 impl NodeRow {
-    /// Enters an agent's reply.
+    /// Enters an agent's reply into this row.
     pub fn note(&mut self, received: PollResult) {
         match received {
             Ok(figures) => {
@@ -192,8 +193,8 @@ impl NodeRow {
         }
     }
 
-    /// Enters the state that the agent has published. It is newer than its last reply, so it
-    /// decides whether the runtime is served.
+    /// Enters the state that the agent has published in the node's annotation. This state is newer
+    /// than the agent's last reply, so it determines whether the runtime is served.
     pub fn published(&mut self, state: String) {
         if state.starts_with("served") {
             // The runtime may be served with a configuration other than the cluster's.

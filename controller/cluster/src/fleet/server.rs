@@ -5,7 +5,7 @@
 //! | `/`, its files | everyone | the page, which holds no secret |
 //! | `/api/v1/fleet` | users with `get /affinode/v1/node` | [`super::poller`] |
 //! | `/nodes/NAME/`, its files | everyone | a node's page, as every controller has it |
-//! | `/nodes/NAME/api/…`, `/nodes/NAME/metrics` | users with that right at a node | forwarded to its agent, with the user's token |
+//! | `/nodes/NAME/api/…`, `/nodes/NAME/metrics` | users with the same right at that node | forwarded to its agent, with the user's token |
 
 use std::{sync::Arc, time::Duration};
 
@@ -33,7 +33,7 @@ use crate::{
 
 /// The right that a user needs for the list. Each agent requires it for the figures of its node.
 const LIST: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
-/// Prefix of the paths below which a node's API is.
+/// Prefix of the paths of a node's page and API: `/nodes/NAME/…`.
 const NODES: &str = "/nodes/";
 /// Time limit for the head of a node's reply. Requests that move a container have a longer limit.
 const TIME: Duration = Duration::from_secs(20);
@@ -93,7 +93,8 @@ impl HttpsSite for FleetServer {
 }
 
 impl FleetServer {
-    /// Checks that the user has the right. If not, returns the reply that denies the request.
+    /// Checks that the user has this right. If the user does not have it, returns the reply that
+    /// denies the request.
     async fn may(&self, headers: &HeaderMap, access: AccessRule) -> Result<(), Response<Body>> {
         self.guard.admit(headers, access).await.map(|_| ()).map_err(|refusal| refused(&refusal))
     }

@@ -1,4 +1,4 @@
-//! The fields of a controller's reply that the page of all nodes shows. Without I/O.
+//! The fields of a controller's reply that the page of all nodes shows. This module does no I/O.
 
 use affinode_proto::state::State;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ pub struct FleetSummary {
     pub host_free_bytes: u64,
 }
 
-/// The fields of the controller's reply that are read here.
+/// The fields of the controller's reply that this module reads.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct NodeSummary {

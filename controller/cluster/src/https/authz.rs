@@ -15,7 +15,8 @@ use hyper::{
 /// Folder with the service account of a pod.
 pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
-/// Returns a guard that has tokens reviewed by the API server, with this pod's own account.
+/// Returns a guard that asks the API server to review each token. The guard authenticates to the
+/// API server with this pod's own account.
 ///
 /// # Errors
 /// If the pod has no account, or the address of the API server is unknown.

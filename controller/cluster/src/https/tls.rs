@@ -31,7 +31,7 @@ pub enum TlsError {
         #[source]
         source: io::Error,
     },
-    /// The PEM file contains another kind of object.
+    /// A PEM file does not contain the expected kind of object.
     #[error("the file does not contain a {0} in PEM form")]
     Pem(&'static str, #[source] pem::Error),
     /// The key does not match the certificate.
@@ -54,7 +54,8 @@ pub struct TlsFiles {
 }
 
 impl TlsFiles {
-    /// The certificate from the files, or a new one for these names and for this machine.
+    /// Returns the certificate from the files. Without files, it creates a certificate for these
+    /// names and for this machine.
     ///
     /// # Errors
     /// [`TlsError`]: the files are invalid, or no certificate can be created.
@@ -109,8 +110,8 @@ impl TlsPair {
     }
 }
 
-/// The certificate for the next connection. A new valid pair of certificate and key replaces the
-/// present pair. An invalid pair does not.
+/// The certificate for the next connection. A new pair of certificate and key replaces the present
+/// pair only if the new pair is valid.
 #[derive(Debug, Default)]
 pub struct ServedCertificate {
     current: Mutex<Option<CurrentTls>>,
@@ -142,7 +143,9 @@ impl ServedCertificate {
     pub fn refresh(&self) {
         let Some((cert, key)) = &self.files else { return };
         match read(cert, key).and_then(|pair| self.show(&pair)) {
-            Ok(true) => tracing::info!("certificate: serving the one of {}", cert.display()),
+            Ok(true) => {
+                tracing::info!("certificate: serving the certificate in {}", cert.display())
+            }
             Ok(false) => {}
             Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
         }
@@ -156,7 +159,7 @@ impl ServedCertificate {
         self.config()
     }
 
-    /// Presents this pair from now on. Returns whether it differs from the present one.
+    /// Presents this pair from now on. Returns whether this pair differs from the previous pair.
     ///
     /// # Errors
     /// [`TlsError`]: the pair is invalid. The server keeps the present pair.

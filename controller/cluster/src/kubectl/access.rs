@@ -27,8 +27,8 @@ use crate::error_chain::ApiError;
 /// Validity of a service account's token. It is the shortest that the API server accepts.
 const TOKEN_SECONDS: i64 = 600;
 
-/// How the cluster is reached. kubectl passes no option of its own to a plugin, so these follow
-/// `kubectl affinode`.
+/// Options that select the cluster and its user. kubectl passes none of its own options to a
+/// plugin, so these options follow `kubectl affinode`.
 #[derive(Args, Clone, Debug)]
 pub struct ConnectionArgs {
     /// Path of the kubeconfig. Default: the variable KUBECONFIG, otherwise ~/.kube/config.
@@ -87,7 +87,8 @@ impl ClusterAccess {
         if let Some(token) = &token
             && let Some(bearer) = token.to_str().ok().and_then(|text| text.strip_prefix("Bearer "))
         {
-            // The same token serves for the API server: a credential plugin runs only once.
+            // The client of the API server uses this token too, so that a credential plugin runs
+            // only once.
             config.auth_info.token = Some(bearer.to_owned().into());
             config.auth_info.exec = None;
         }
@@ -103,7 +104,7 @@ impl ClusterAccess {
     /// The header with the token for an agent.
     ///
     /// # Errors
-    /// [`PluginError::NoToken`].
+    /// [`PluginError::NoToken`]: the kubeconfig's user has no token.
     pub fn authorization(&self) -> Result<HeaderValue, PluginError> {
         self.token.clone().ok_or(PluginError::NoToken)
     }
@@ -118,12 +119,12 @@ async fn config(asked: &ConnectionArgs) -> Result<Config, PluginError> {
     if asked.context.is_some() {
         return Ok(Config::from_kubeconfig(&options).await?);
     }
-    // Without a kubeconfig, in a pod, its service account.
+    // Without a kubeconfig, kube uses the service account of the pod in which this program runs.
     Config::infer().await.map_err(|error| PluginError::NoConfig(Box::new(error)))
 }
 
-/// Asks kube for the header that it would send: a token of the kubeconfig, of a file, or of a
-/// credential plugin. `None`: the user has none.
+/// Asks the kube library for the authorization header that it would send. Its token comes from the
+/// kubeconfig, from a file, or from a credential plugin. `None`: the user has no token.
 async fn token_of(config: &Config) -> Result<Option<HeaderValue>, PluginError> {
     let user = |error| PluginError::User(ApiError(error));
     let Some(layer) = config.auth_layer().map_err(user)? else { return Ok(None) };

@@ -25,11 +25,11 @@ use crate::{
     },
 };
 
-/// Number of nodes that are asked at a time.
+/// Maximum number of nodes to which requests are sent at the same time.
 const MAX_CONCURRENT_NODES: usize = 16;
 /// Time limit for a port-forward and its TLS handshake.
 const OPEN: Duration = Duration::from_secs(20);
-/// Time limit for a reply that moves no container.
+/// Time limit for the reply to a request that moves no container.
 pub const LOOK: Duration = Duration::from_secs(20);
 /// Name of the port in the agent's pod.
 const PORT: &str = "https";
@@ -39,7 +39,7 @@ const PORT: &str = "https";
 pub struct ManagedNode {
     /// Name of the node object.
     pub name: String,
-    /// State of the node in the agent's words, from its annotation.
+    /// State of the node as text, from the annotation that the agent writes.
     pub state: String,
     /// Namespace and name of the installation.
     pub installation: String,
@@ -60,7 +60,7 @@ struct AgentPod {
 pub enum AgentAnswer {
     /// HTTP status and body of the controller's reply.
     Controller(StatusCode, Vec<u8>),
-    /// No controller runs on the node, so it has no container.
+    /// No controller runs on the node, so no container of Affinode runs there.
     NoController,
 }
 
@@ -210,7 +210,7 @@ fn managed(node: &PartialObjectMeta<Node>) -> Option<ManagedNode> {
     })
 }
 
-/// The agents' pods of an installation, by installation and node.
+/// Returns the running agent pods of an installation, by installation and name of the node.
 async fn agent_pods(
     access: &ClusterAccess,
     installation: &str,
@@ -221,7 +221,7 @@ async fn agent_pods(
     let listed = api.list(&ListParams::default().labels(&labels)).await;
     let listed = listed.map_err(PluginError::api(format!("list pods of {namespace}")))?;
     let mut found = BTreeMap::new();
-    // While an agent is replaced there are two: the ready one is used.
+    // While an agent is being replaced, its node has two agent pods. The ready pod is used.
     let (ready, others): (Vec<&Pod>, Vec<&Pod>) = listed.iter().partition(|pod| is_ready(pod));
     for pod in others.into_iter().chain(ready) {
         if let Some((node, agent)) = agent_of(pod) {
@@ -237,7 +237,8 @@ fn is_ready(pod: &Pod) -> bool {
         && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// The node of a running agent, and where it listens.
+/// Returns the node of a running agent pod, and the pod's name and address. `None`: the agent does
+/// not run yet.
 fn agent_of(pod: &Pod) -> Option<(String, AgentPod)> {
     let (spec, status) = (pod.spec.as_ref()?, pod.status.as_ref()?);
     if status.phase.as_deref() != Some("Running") {

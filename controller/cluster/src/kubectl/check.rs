@@ -36,14 +36,14 @@ struct CheckResult {
     name: String,
     /// `ok`, `note` for a right that only some users have, or `failed`.
     result: &'static str,
-    /// What was seen, in words.
+    /// The finding, as a sentence.
     text: String,
 }
 
 /// Prints a line for each check.
 ///
 /// # Errors
-/// [`PluginError`]: the nodes are not known.
+/// [`PluginError`]: the nodes could not be listed.
 pub async fn run(
     access: &ClusterAccess,
     asked: &CheckArgs,
@@ -70,7 +70,8 @@ pub async fn run(
     for (node, answer) in agents.get_each("/api/v1/node").await {
         let (row, outcome) = status::read(node, answer);
         let (result, status) = match row.health {
-            // The runtime is served, but not as the cluster wants it, and the state says why.
+            // The runtime is served, but with a configuration other than the cluster's. The state
+            // contains the reason.
             NodeHealth::Serving | NodeHealth::Resting if node.state != "served" => {
                 ("failed", ExitStatus::Failed)
             }

@@ -6,7 +6,8 @@ use kube::config::{InferConfigError, KubeconfigError};
 
 use crate::{error_chain::ApiError, fleet::agent_client::AgentClientError};
 
-/// Exit status of a command. Of several, the greater by `Ord` counts.
+/// Exit status of a command. If requests to several nodes have different results, the greatest
+/// status by `Ord` is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum ExitStatus {
@@ -22,7 +23,7 @@ pub enum ExitStatus {
 }
 
 impl ExitStatus {
-    /// The word in JSON.
+    /// Returns the word for this status in JSON output.
     pub fn as_str(self) -> &'static str {
         match self {
             ExitStatus::Done => "done",
@@ -52,10 +53,10 @@ pub enum PluginError {
     User(#[source] ApiError),
     /// The user has no token that an agent could review.
     #[error(
-        "the kubeconfig's user has no token, and a client certificate does not reach the agents; use a context with a token, or --service-account NAMESPACE/NAME"
+        "the kubeconfig's user has no token, and the node agents do not accept a client certificate; use a context with a token, or --service-account NAMESPACE/NAME"
     )]
     NoToken,
-    /// The kubeconfig's user impersonates another one.
+    /// The kubeconfig's user impersonates another user.
     #[error(
         "the kubeconfig's user impersonates another user, which agents cannot review; use a context without `as`"
     )]
@@ -74,7 +75,7 @@ pub enum PluginError {
     #[error("cannot {0}")]
     Api(String, #[source] ApiError),
     /// The API server did not reply.
-    #[error("cannot {0}; can the API server be reached?")]
+    #[error("cannot {0}; check that the API server can be reached")]
     NoApiServer(String, #[source] ApiError),
     /// No node of the cluster has an agent.
     #[error(
@@ -95,13 +96,13 @@ pub enum PluginError {
         /// The message that the kubelet sent.
         why: String,
     },
-    /// The agent could not be asked, or did not reply.
+    /// The request could not be sent to the agent, or the agent did not reply.
     #[error(transparent)]
     Agent(#[from] AgentClientError),
-    /// The agent or its controller refused.
+    /// The agent or its controller refused the request.
     #[error("{0}")]
     Refused(String),
-    /// The agent replied, and its controller did not.
+    /// The agent replied with an error, because it got no reply from its controller.
     #[error("its agent replied {status}: {text}")]
     NoController {
         /// HTTP status of the reply.
@@ -109,7 +110,7 @@ pub enum PluginError {
         /// Text of the reply.
         text: String,
     },
-    /// The reply is not what was requested.
+    /// The reply of an agent or a controller is not the expected result.
     #[error("{0}")]
     Reply(String),
     /// Standard output cannot be written.
@@ -121,7 +122,8 @@ pub enum PluginError {
 }
 
 impl PluginError {
-    /// An error of the API server for a request in words, such as `list nodes`.
+    /// Returns a function that converts an error of the kube library. `what` is the failed request
+    /// in words, such as `list nodes`.
     pub fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PluginError {
         let what = what.into();
         move |error| match error {
@@ -135,7 +137,7 @@ impl PluginError {
         }
     }
 
-    /// Exit status of the command if this ends it.
+    /// Exit status of a command that ends with this error.
     pub fn status(&self) -> ExitStatus {
         match self {
             PluginError::Denied { .. } | PluginError::Refused(_) => ExitStatus::Refused,

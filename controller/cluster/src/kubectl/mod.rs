@@ -11,8 +11,8 @@
 //! ```
 //!
 //! A port-forward carries the user's token to the agent, which asks the API server for the user's
-//! rights. The API server's proxy would remove the token. No route to a node is needed, no root,
-//! and no part of the cluster but the agents.
+//! rights. The API server's proxy would remove the token. The user needs no network route to a node
+//! and no root rights. The plugin uses no part of Affinode in the cluster except the agents.
 
 mod access;
 mod agents;
@@ -67,7 +67,7 @@ enum Command {
     Restore(moves::MoveArgs),
     Report(report::ReportArgs),
     Node(node::NodeArgs),
-    /// Print as JSON what the reference page of the documentation is made of.
+    /// Print the data of the documentation's reference pages as JSON.
     #[command(hide = true)]
     Reference,
 }
@@ -121,7 +121,7 @@ async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
         Command::Check(asked) => check::run(&access, &asked, &mut out).await,
         Command::Report(asked) => report::run(&access, &asked, &mut out).await,
         Command::Node(asked) => node::run(&access, &asked, &mut out).await,
-        // Handled above.
+        // The start of this function has handled this command.
         Command::Reference => Ok(ExitStatus::Done),
     }
 }

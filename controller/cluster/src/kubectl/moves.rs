@@ -28,7 +28,7 @@ use crate::{error_chain::chain, fleet::agent_client};
 
 /// Number of moves that are requested at a time. A controller accepts more.
 const MAX_CONCURRENT_MOVES: usize = 4;
-/// Time limit for a move. That of the agent is shorter.
+/// Time limit for a move. The agent's own time limit is shorter.
 const MOVE: Duration = Duration::from_secs(630);
 
 /// Which containers are moved.
@@ -39,8 +39,8 @@ pub struct MoveArgs {
     /// of the pod.
     #[arg(required_unless_present = "all", conflicts_with = "all", value_parser = target)]
     containers: Vec<TargetName>,
-    /// Move all containers of the namespace to which the other options apply. With -A: of all
-    /// namespaces.
+    /// Move all containers of the namespace that match the other options. With -A: the containers
+    /// of all namespaces.
     #[arg(long)]
     all: bool,
     #[command(flatten)]
@@ -116,8 +116,8 @@ impl MoveVerb {
         }
     }
 
-    /// Whether `--all` means a container in this state: the others are where they should be, or
-    /// cannot be moved now.
+    /// Whether `--all` selects a container in this state. A container in another state needs no
+    /// move, or cannot be moved now.
     fn means(self, state: Option<State>) -> bool {
         match self {
             MoveVerb::Offload => matches!(state, Some(State::Active | State::Idle)),
@@ -133,7 +133,7 @@ struct MoveResult {
     container: String,
     /// `done`, `refused`, `unreachable`, `failed`, or `planned` in a dry run.
     status: &'static str,
-    /// Reason if it is not `done`.
+    /// Reason if the status is not `done`.
     why: String,
     #[serde(flatten)]
     action: Action,
@@ -158,7 +158,7 @@ pub async fn run(
     out: &mut dyn Write,
 ) -> Result<ExitStatus, PluginError> {
     let agents = ClusterAgents::find(access, asked.filter.node.as_deref()).await?;
-    // A name may have a namespace of its own.
+    // A name may contain a namespace, so the containers of all namespaces are listed.
     let mut every = asked.filter.clone();
     every.all_namespaces = true;
     let filter = if asked.all { &asked.filter } else { &every };
@@ -190,7 +190,7 @@ pub async fn run(
     Ok(exit)
 }
 
-/// The containers that the user means. A name without a container is a failure.
+/// Returns the containers that the user selected. A name that matches no container is a failure.
 fn choose<'l>(
     access: &ClusterAccess,
     verb: MoveVerb,
@@ -216,7 +216,7 @@ fn choose<'l>(
     list.containers.iter().filter(named).collect()
 }
 
-/// Asks the API server whether the user may request the move. The agents ask the same.
+/// Asks the API server whether the user may request the move. Each agent asks for the same right.
 async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> {
     let path = format!("/affinode/v1/containers/{}", verb.word());
     if has_right(access, "post", &path).await? {
@@ -230,7 +230,7 @@ async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> 
 /// Whether the API server allows the user a request to the agents.
 ///
 /// # Errors
-/// [`PluginError`]: the API server did not say.
+/// [`PluginError`]: the API server did not reply, or refused the review.
 pub async fn has_right(
     access: &ClusterAccess,
     verb: &str,

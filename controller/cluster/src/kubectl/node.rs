@@ -19,7 +19,7 @@ use super::{
 };
 use crate::node::node_labels::{EXCLUDE, EXCLUDED, STATE};
 
-/// Interval between two looks at a node that is retired.
+/// Interval between two checks of a node from which Affinode is being removed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Exclude nodes from Affinode, or include them again. The user needs the right to patch nodes,
@@ -58,7 +58,7 @@ struct NodeNames {
 /// Changes the nodes, one after the other.
 ///
 /// # Errors
-/// [`PluginError`]: a node could not be changed. Later ones are unchanged.
+/// [`PluginError`]: a node could not be changed. The nodes after it in the list are unchanged.
 pub async fn run(
     access: &ClusterAccess,
     asked: &NodeArgs,
@@ -96,7 +96,8 @@ async fn label(api: &Api<Node>, name: &str, excluded: bool) -> Result<(), Plugin
     Ok(())
 }
 
-/// Waits until the agent says that Affinode is not on the node. `Err`: the state at the deadline.
+/// Waits until the agent reports that Affinode is not on the node. `Err`: the state at the
+/// deadline.
 async fn removed(
     api: &Api<Node>,
     name: &str,

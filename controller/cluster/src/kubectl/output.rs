@@ -1,4 +1,4 @@
-//! Formats of results, and what is printed about nodes that did not reply.
+//! Output formats of results, and messages about nodes that did not reply.
 
 use std::{
     collections::BTreeMap,
@@ -23,20 +23,20 @@ pub enum OutputFormat {
     Table,
     /// Columns with further details.
     Wide,
-    /// JSON with stable names; an error is an object, too.
+    /// JSON with stable names. An error is a JSON object, too.
     Json,
     /// Names alone, one per line.
     Name,
 }
 
-/// Whether a node's part of a result is there.
+/// Outcome of a request to one node: whether the result contains this node's part.
 #[derive(Clone, Debug, Serialize)]
 pub struct NodeOutcome {
     /// Name of the node.
     pub node: String,
     /// `done`, `refused`, `unreachable` or `failed`.
     pub status: &'static str,
-    /// Reason if it is not `done`.
+    /// Reason if the status is not `done`.
     pub why: String,
     #[serde(skip)]
     exit: ExitStatus,
@@ -60,7 +60,8 @@ impl NodeOutcome {
     }
 }
 
-/// Says on standard error which nodes did not reply, and why. Returns the exit status of all.
+/// Prints on standard error which nodes did not reply, and why. Returns the exit status of the
+/// whole command.
 pub fn outcome(nodes: &[NodeOutcome]) -> ExitStatus {
     let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for node in nodes.iter().filter(|node| node.exit != ExitStatus::Done) {

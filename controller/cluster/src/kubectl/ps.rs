@@ -65,11 +65,11 @@ enum SortKey {
     Vram,
     /// The largest memory in host RAM first.
     HostRam,
-    /// The longest idle one first.
+    /// The container with the longest idle time first.
     Idle,
 }
 
-/// The containers of a cluster, and the nodes that were asked.
+/// The containers of a cluster, and the outcome of the request to each node.
 #[derive(Debug, Serialize)]
 pub struct ContainerList {
     /// Containers that the filter keeps.

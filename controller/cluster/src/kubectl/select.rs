@@ -1,11 +1,11 @@
-//! The containers of a cluster, and which of them a command means. Pure.
+//! Selects the containers of a cluster to which a command applies. This module does no I/O.
 
 use affinode_controller::schema;
 use affinode_proto::state::State;
 use clap::{Args, builder::PossibleValuesParser};
 use serde::Serialize;
 
-/// Which containers a command means.
+/// Options that select the containers to which a command applies.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ContainerFilter {
     /// Include pods of all namespaces, and containers without a pod.
@@ -46,7 +46,7 @@ impl ContainerFilter {
         containers.map(|container| NodeContainer { node: name.to_owned(), container }).collect()
     }
 
-    /// The states as the controller writes them.
+    /// The selected states, in the controller's spelling.
     fn states(&self) -> impl Iterator<Item = &'static str> {
         let asked =
             |state: &State| self.state.iter().any(|s| s.eq_ignore_ascii_case(state.as_str()));
@@ -54,7 +54,8 @@ impl ContainerFilter {
     }
 }
 
-/// UUIDs of the GPUs of a node that a word means.
+/// UUIDs of the GPUs of a node that `word` selects, by the GPU's index or by the beginning of the
+/// UUID.
 fn uuids(gpus: &[schema::Gpu], word: &str) -> Vec<String> {
     let means = |gpu: &&schema::Gpu| match word.parse::<u32>() {
         Ok(index) => gpu.index == index,

@@ -1,4 +1,4 @@
-//! `kubectl affinode status`: the nodes in figures, and their sum.
+//! `kubectl affinode status`: prints the figures of each node, and their sum.
 
 use std::{cmp::Reverse, io::Write};
 
@@ -77,7 +77,7 @@ struct ClusterStatus<'a> {
 /// Prints the nodes and their sum.
 ///
 /// # Errors
-/// [`PluginError`]: the nodes are not known.
+/// [`PluginError`]: the nodes could not be listed.
 pub async fn run(
     access: &ClusterAccess,
     asked: &StatusArgs,
@@ -110,7 +110,7 @@ pub async fn run(
     Ok(output::outcome(&outcomes))
 }
 
-/// Reads a node's reply as the page of all nodes shows it.
+/// Converts a node's reply to the row that the page of all nodes would show.
 pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {

@@ -187,7 +187,7 @@ impl AgentMetrics {
     /// The agent's metrics in OpenMetrics text, without the last line.
     ///
     /// # Errors
-    /// None in practice: the text is written to memory.
+    /// In practice there is no error, because the text is written to memory.
     pub fn text(&self, controller_up: bool, not_after: Option<i64>) -> Result<String, fmt::Error> {
         let table = self.table();
         table.controller_up.set(i64::from(controller_up));
@@ -203,7 +203,8 @@ impl AgentMetrics {
     }
 }
 
-/// The agent's metrics, followed by the controller's if there are any, in one format.
+/// Returns the agent's metrics, followed by the controller's metrics if there are any. `open`
+/// selects OpenMetrics text; otherwise the format is classic Prometheus text.
 #[must_use]
 pub fn joined(agent: &str, controller: Option<&str>, open: bool) -> String {
     let mut text = if open { agent.to_owned() } else { classic(agent) };

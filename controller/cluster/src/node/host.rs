@@ -15,7 +15,7 @@ use tokio::process::Command;
 
 /// The cluster's file in the configuration folder of the controller.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
-/// State of a file that is as it was installed.
+/// State of a file that has not changed since its installation, in the output of `affinode status`.
 const IN_PLACE: &str = "in-place";
 /// Time limit for a command. An installation waits for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
@@ -26,7 +26,7 @@ pub struct HostPaths {
     /// The node's root, as this container sees it.
     #[arg(long, value_name = "DIR", default_value = "/proc/1/root")]
     pub host_root: PathBuf,
-    /// Folder of the installation; it gets bin and lib/affinode.
+    /// Folder into which Affinode is installed, in its subfolders bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// Folder in which the installer records what it installed.
@@ -44,14 +44,15 @@ pub struct HostPaths {
     /// Name of the handler, as in the RuntimeClass.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
-    /// How containerd is restarted: systemd, none.
+    /// How containerd is restarted after an installation: systemd or none.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: String,
-    /// containerd's unit; if omitted, k3s or rke2 where they run containerd, else containerd.
+    /// Name of the systemd unit that runs containerd. If omitted: k3s or rke2 if one of them runs
+    /// containerd, otherwise containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
-    /// Whether systemd keeps a controller on the node, where it runs. It does so only with the usual
-    /// folders of run directory and configuration.
+    /// Whether systemd keeps a controller running, on nodes with systemd. The option has an effect
+    /// only if the run directory and the configuration folder have their default paths.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     controller_unit: bool,
     /// How long to wait for running containers before Affinode is removed.
@@ -188,7 +189,7 @@ impl HostPaths {
     pub async fn status(&self) -> Result<HandlerState, HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
-            // Exit code on a node without an installation.
+            // `affinode status` prints nothing on a node without an installation.
             return Ok(HandlerState::Missing);
         }
         let status: HostStatus = parse("status", &output.stdout)?;
@@ -271,8 +272,8 @@ impl HostPaths {
         put().map(|()| true).map_err(fail(&file))
     }
 
-    /// Whether systemd keeps a controller running. A unit only knows the usual folders. Other
-    /// folders are known only to shims, from containerd's environment.
+    /// Whether systemd keeps a controller running. The systemd unit knows only the default folders.
+    /// Other folders are known only to shims, from containerd's environment.
     fn keeps_controller(&self) -> bool {
         let usual = Path::new(paths::CONFIG_FILE).parent();
         self.controller_unit

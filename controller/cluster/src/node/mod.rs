@@ -74,7 +74,7 @@ pub struct NodeOptions {
     /// The node's name in the cluster.
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     node_name: String,
-    /// This installation in the cluster: namespace/name.
+    /// Name of this installation in the cluster, as namespace/name.
     #[arg(long, value_name = "NAME")]
     installation: String,
     /// This pod's name, for the events that it publishes.
@@ -83,7 +83,7 @@ pub struct NodeOptions {
     /// Address and port of the node's dashboard, API and metrics.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9411", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// A host name, other than addresses, under which clients reach the agent.
+    /// A host name by which clients reach the agent. IP addresses need not be listed.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
@@ -91,8 +91,8 @@ pub struct NodeOptions {
     /// Whether pods get a condition and a label that show where their GPU memory is.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
-    /// A Lease of the installation's namespace. A node holds one of them during its first
-    /// installation; if omitted, any number of nodes is installed at a time.
+    /// Name of a Lease in the installation's namespace. A node holds one of these Leases during its
+    /// first installation. If omitted, any number of nodes is installed at a time.
     #[arg(long = "rollout-lease", value_name = "NAME")]
     rollout_leases: Vec<String>,
     #[command(flatten)]
@@ -294,7 +294,8 @@ impl NodeAgent<'_> {
                 if handler == HandlerState::Missing && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot);
                 }
-                // The label is removed first, so that no pod is scheduled to the node meanwhile.
+                // The label is removed first, so that no pod is scheduled to the node during the
+                // installation.
                 self.serve(false, *labelled).await?;
                 *labelled = false;
                 for step in places.install().await? {

@@ -29,7 +29,7 @@ impl NodeEvents {
             kind: Some("Node".into()),
             name: Some(node.to_owned()),
             // The kubelet writes the node's name as uid, and `kubectl describe node` searches for
-            // that.
+            // events with this uid.
             uid: Some(node.to_owned()),
             ..ObjectReference::default()
         };

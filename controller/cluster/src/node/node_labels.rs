@@ -1,5 +1,5 @@
-//! The label of the node object, by which pods of the runtime class are scheduled, and the
-//! annotations.
+//! The label of the node object by which pods of the runtime class are scheduled, and Affinode's
+//! annotations of the node object.
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -18,8 +18,8 @@ pub const EXCLUDE: &str = "affinode.io/exclude";
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation: state of the node, for operators and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// Annotation: the uninstaller's request. [`may_go`] asks whether Affinode can be removed;
-/// [`must_go`] then requests the removal.
+/// Annotation: the uninstaller's request. The value of [`may_go`] asks whether Affinode can be
+/// removed. The value of [`must_go`] then requests the removal.
 pub const RETIRE: &str = "affinode.io/retire";
 /// Annotation: VRAM of idle containers that could be offloaded now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";

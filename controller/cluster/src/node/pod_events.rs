@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use affinode_proto::{api::control::Event, event::EventKind, state::State};
 
-/// Number of events that a pod may get at once. Then it may get one event per [`REFILL_MS`].
+/// Number of events that a pod may get at once. Afterwards the pod may get one event per
+/// [`REFILL_MS`].
 const BURST: u32 = 8;
 /// Time after which a pod may get one more event.
 const REFILL_MS: i64 = 60_000;

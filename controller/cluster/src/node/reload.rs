@@ -1,7 +1,7 @@
 //! Makes the node's controller use a changed configuration, if necessary by ending the controller.
-//! That is necessary because some sections apply only when a controller starts, and a controller
-//! that systemd keeps running may run for months. It is safe because the next controller continues
-//! from the journal.
+//! The controller must be ended if a section changed that applies only at a start, because a
+//! controller that systemd keeps running may run for months. To end a controller is safe, because
+//! the next controller continues from the journal.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -33,8 +33,8 @@ pub enum ReloadError {
 }
 
 /// Makes the controller read its configuration. If a change applies only at a start, ends the
-/// controller, and systemd or a shim starts the next one. Returns the pid of the controller that
-/// was ended.
+/// controller. Then systemd or a shim starts the next controller. Returns the pid of the ended
+/// controller, or `None` if the controller continues.
 ///
 /// # Errors
 /// [`ReloadError`]: the controller continues with the earlier configuration.

@@ -12,7 +12,7 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// Time after the last renewal of a slot. Then the slot counts as free, because its node is
+/// Time since the last renewal of a slot after which the slot counts as free, because its node is
 /// probably gone. The time is longer than a failed installation and the pause that follows, and
 /// longer than the difference between the clocks of two nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
@@ -44,7 +44,7 @@ impl RolloutSlots {
         for name in &self.names {
             slots.push(self.api.get(name).await?);
         }
-        // The node's own slot comes first, so that the node never has two.
+        // The node's own slot comes first, so that the node never has two slots.
         slots.sort_by_key(|slot| holder(slot) != Some(&self.node));
         for slot in slots {
             if holder(&slot) != Some(&self.node) && is_taken(&slot, Timestamp::now()) {

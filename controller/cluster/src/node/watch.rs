@@ -56,7 +56,7 @@ pub struct ControllerWatch {
 }
 
 impl ControllerWatch {
-    /// Returns a watch of the controller at that socket.
+    /// Returns a watch of the controller at this socket.
     #[must_use]
     pub fn new(
         socket: PathBuf,
@@ -93,7 +93,7 @@ impl ControllerWatch {
     async fn follow(&mut self) -> Result<(), ttrpc::Error> {
         let address = format!("unix://{}", self.socket.display());
         let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
-        // A new controller starts with the first event number again, but times only increase.
+        // Event numbers start again at 1 with each controller, but event times only increase.
         let mut after = 0;
         loop {
             let request = EventsRequest {

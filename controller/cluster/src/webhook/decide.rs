@@ -210,7 +210,7 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// Checks whether the pod or the operator has chosen that the class is not set.
+/// Checks whether the pod or the operator has excluded the pod from the runtime class.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,
@@ -342,7 +342,8 @@ fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
             return Err(LeftAlone::Selector { key, pod, class });
         }
     }
-    // If a class is replaced, the API server may have added the overhead of that class.
+    // If the pod names a class that the webhook replaces, the API server may have added the
+    // overhead of that class.
     if has_overhead(spec) && chosen_class(spec).is_none() {
         return Err(LeftAlone::Overhead);
     }

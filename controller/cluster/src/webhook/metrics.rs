@@ -70,7 +70,7 @@ impl Metrics {
     /// All metrics in OpenMetrics text.
     ///
     /// # Errors
-    /// None in practice: the text is written to memory.
+    /// In practice there is no error, because the text is written to memory.
     pub fn text(&self, not_after_seconds: Option<i64>) -> Result<String, fmt::Error> {
         self.not_after.set(not_after_seconds.unwrap_or_default());
         let mut text = String::new();

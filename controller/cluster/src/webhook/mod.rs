@@ -57,7 +57,7 @@ pub struct WebhookOptions {
     rules: NamespaceRules,
 }
 
-/// Serves until SIGTERM or SIGINT.
+/// Serves the webhook until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`]: the service cannot start.

@@ -4,9 +4,10 @@ use std::str::FromStr;
 
 use clap::Args;
 
-/// Name of the label by which pods and namespaces opt out, and of the annotation by which pods do.
+/// Name of the label by which pods and namespaces opt out of the runtime class. Pods can also opt
+/// out by the annotation of this name.
 pub const INJECT: &str = "affinode.io/inject";
-/// Value of the label for opting out.
+/// Value of the label [`INJECT`] of a pod or namespace that opts out.
 pub const IGNORE: &str = "ignore";
 
 /// Rules that choose the pods that get the runtime class, and name the class.
@@ -15,7 +16,8 @@ pub struct NamespaceRules {
     /// The runtime class that GPU pods get.
     #[arg(long, value_name = "NAME", default_value = "affinode", env = "AFFINODE_RUNTIME_CLASS")]
     pub runtime_class: String,
-    /// A resource whose request makes a GPU pod; a star at its end matches any suffix.
+    /// Name of a resource. A pod that requests this resource is a GPU pod. A star at the end
+    /// matches any suffix.
     #[arg(
         long = "resource",
         value_name = "NAME",
@@ -24,7 +26,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_RESOURCES"
     )]
     pub resources: Vec<NamePattern>,
-    /// A device class whose claim makes a GPU pod; a star at its end matches any suffix.
+    /// Name of a device class. A pod that claims a device of this class is a GPU pod. A star at the
+    /// end matches any suffix.
     #[arg(
         long = "device-class",
         value_name = "NAME",
@@ -33,8 +36,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_DEVICE_CLASSES"
     )]
     pub device_classes: Vec<NamePattern>,
-    /// An annotation that makes a GPU pod, for schedulers that assign parts of a GPU without a
-    /// resource (KAI).
+    /// Name of an annotation. A pod with this annotation is a GPU pod. Use it for schedulers that
+    /// assign parts of a GPU without a resource (KAI).
     #[arg(
         long = "annotation",
         value_name = "NAME",
@@ -43,7 +46,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_ANNOTATIONS"
     )]
     pub annotations: Vec<NamePattern>,
-    /// A namespace whose pods stay as they are; a star at its end matches any suffix.
+    /// Name of a namespace whose pods the webhook does not change. A star at the end matches any
+    /// suffix.
     #[arg(
         long = "exclude-namespace",
         value_name = "NAME",
@@ -55,8 +59,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_EXCLUDED_NAMESPACES"
     )]
     pub excluded_namespaces: Vec<NamePattern>,
-    /// A runtime class that is replaced although the pod names it. Use it for `nvidia` if the
-    /// handler affinode was derived from the handler nvidia.
+    /// Name of a runtime class. If a pod names this class, the webhook replaces it. Use it for
+    /// `nvidia` if the handler affinode was derived from the handler nvidia.
     #[arg(
         long = "replace-class",
         value_name = "NAME",

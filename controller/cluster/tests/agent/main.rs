@@ -93,7 +93,7 @@ impl Agent {
             .arg(format!("--config={}", folder.join("cluster.toml").display()))
             .args(more.iter().map(|option| option.replace("DIR", &folder.display().to_string())))
             .env("KUBECONFIG", folder.join("kubeconfig"))
-            // Needed for reviews of tokens. No test requests one.
+            // The agent needs this variable for reviews of tokens. No test requests a review.
             .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             .env("KUBERNETES_SERVICE_PORT", "1")
             .stdin(Stdio::null())

@@ -27,7 +27,7 @@ pub const USER: &str = "the-token-of-ana";
 /// An agent on loopback, with its controller.
 pub struct Agent {
     shown: ServedCertificate,
-    /// What the controller shows; `None`: none runs.
+    /// The node that the controller shows. `None`: no controller runs.
     pub node: Mutex<Option<schema::Node>>,
     /// The controller's report.
     pub report: Mutex<schema::Report>,
@@ -122,7 +122,7 @@ impl HttpsSite for Agent {
         let line = format!("{} {path}", request.method());
         let token = request.headers().get(header::AUTHORIZATION);
         let token = token.map_or("", |token| token.to_str().unwrap());
-        // The agent serves its own address alone.
+        // The agent accepts only its own address in this header.
         assert_eq!(request.headers()[header::HOST], "10.98.1.7:9411");
         self.tokens.lock().unwrap().push(token.to_owned());
         self.asked.lock().unwrap().push(line.clone());

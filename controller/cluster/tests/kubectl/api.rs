@@ -40,7 +40,7 @@ const REVIEW: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// Path of the tokens of a service account.
 const TOKEN: &str = "/api/v1/namespaces/ml/serviceaccounts/ana/token";
 
-/// What the API server has and does.
+/// Objects and behaviour of the API server.
 #[derive(Default)]
 pub struct Cluster {
     /// Node objects by name.
@@ -167,7 +167,8 @@ impl ApiServer {
     }
 }
 
-/// Reads a node, or changes its label as an agent reports it at once.
+/// Replies with a node. A patch sets the label of the node, and the annotation that an agent would
+/// then write.
 fn node_reply(node: &mut Value, method: &Method, sent: &Value) -> Response<Full<Bytes>> {
     if method == Method::PATCH {
         let excluded = &sent["metadata"]["labels"]["affinode.io/exclude"];
@@ -245,7 +246,8 @@ fn upgrade(request: &mut Request<Incoming>, agent: Option<SocketAddr>) -> Respon
         .unwrap()
 }
 
-/// Channel 0 has the bytes of the port, channel 1 an error. Both begin with the port's number.
+/// Forwards the bytes of a port. Channel 0 of the WebSocket has the bytes, channel 1 an error. Both
+/// begin with the port's number.
 async fn forward<S>(mut socket: WebSocketStream<S>, agent: Option<SocketAddr>)
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
@@ -257,7 +259,7 @@ where
     let Some(agent) = agent else {
         let why = b"\x01connection refused in the pod".to_vec();
         socket.send(Message::binary(why)).await.unwrap();
-        // The client closes.
+        // Wait until the client closes the socket.
         while socket.next().await.is_some_and(|message| message.is_ok()) {}
         return;
     };

@@ -79,7 +79,7 @@ async fn json_has_every_container_and_node() {
     assert_eq!(found["vram_bytes"], 24u64 << 30, "{list}");
     let nodes: Vec<_> = list["nodes"].as_array().unwrap().iter().collect();
     assert_eq!(nodes.len(), 3, "{list}");
-    // A node without a controller has no container, and is complete.
+    // A node without a controller has no container, so its part of the list is complete.
     assert!(nodes.iter().all(|node| node["status"] == "done"), "{list}");
 }
 
@@ -102,7 +102,7 @@ async fn agents_see_the_users_own_token() {
 #[tokio::test]
 async fn a_node_that_fails_leaves_the_others() {
     let stage = stage().await;
-    // Nothing listens in the pod.
+    // No program listens on the port of this agent's pod.
     stage.api.add("deaf", None, &"0a".repeat(32));
     let (agent, address, _) = Agent::start(Some(node(Vec::new()))).await;
     stage.api.add("impostor", Some(address), &"0a".repeat(32));
@@ -163,7 +163,8 @@ async fn exit_status_tells_usage_from_failure() {
     assert!(empty.status == 1 && empty.err.contains("no node of this cluster"), "{empty}");
 }
 
-/// Agents review tokens. A user with a client certificate takes one of a service account.
+/// Agents review tokens. A user with a client certificate has no token, and must use the token of a
+/// service account.
 #[tokio::test]
 async fn a_client_certificate_needs_an_account() {
     let stage = stage().await;

@@ -9,7 +9,7 @@ use crate::{
     agent::{Agent, container, node},
 };
 
-/// A node with four containers, and one with the container of another namespace.
+/// A node with four containers, and a node with a container of another namespace.
 async fn stage() -> (Stage, Arc<Agent>, Arc<Agent>) {
     let stage = Stage::new().await;
     let first = vec![
@@ -57,7 +57,7 @@ async fn a_named_pod_is_moved() {
 async fn all_means_what_can_be_moved() {
     let (stage, one, two) = stage().await;
     let printed = stage.run("offload --all").await;
-    // The busy one is refused by its controller.
+    // The controller refuses to offload the busy container.
     assert_eq!(printed.status, 3, "{printed}");
     assert!(printed.out.starts_with("ml/notebook/main is offloaded"), "{printed}");
     let why = "ml/busy/main was not offloaded (Active): a call is in progress";
@@ -104,7 +104,7 @@ async fn moves_need_the_right_and_a_container() {
     }
 }
 
-/// Containers of a node that does not reply are unknown, so the command has not done all.
+/// The containers of a node that does not reply are unknown, so the command cannot report success.
 #[tokio::test]
 async fn a_node_that_fails_is_told_after_moves() {
     let (stage, one, _two) = stage().await;

@@ -73,7 +73,7 @@ async fn check_names_each_fault() {
     assert_eq!((deaf.status, &deaf.json()[2]["result"]), (4, &"failed".into()), "{deaf}");
 }
 
-/// With a controller and without one.
+/// Tests a node with a controller and a node without a controller.
 #[tokio::test]
 async fn check_names_a_refused_configuration() {
     const STATE: &str = "served, with another configuration: unknown key";

@@ -27,7 +27,7 @@ const ROUND: Duration = Duration::from_secs(30);
 /// Pause after an error, or after the write of another replica came first.
 const AGAIN: Duration = Duration::from_secs(3);
 /// Maximum number of steps in one round. A step is repeated if the write of another replica came
-/// first, so the number is higher than that of the different steps.
+/// first, so this limit is higher than the number of different steps.
 const STEPS: usize = 6;
 
 /// Names of the objects for the webhook's own certificate: Service, Secret, and the configuration
@@ -53,7 +53,8 @@ pub struct CertificatePaths {
         env = "AFFINODE_WEBHOOK_CONFIGURATION"
     )]
     pub webhook_configuration: String,
-    /// Without --tls-cert-file: the namespace of both; the pod's own by default.
+    /// Without --tls-cert-file: the namespace of the Service and the Secret. Default: the pod's own
+    /// namespace.
     #[arg(long, value_name = "NAME", env = "AFFINODE_NAMESPACE")]
     pub namespace: Option<String>,
 }
@@ -97,7 +98,7 @@ pub enum RotationError {
     /// The server could not present the created pair.
     #[error(transparent)]
     Show(#[from] TlsError),
-    /// In each step, another write came first.
+    /// In each attempt, the write of another program came first.
     #[error(
         "other programs changed the Secret or the configuration during each of {STEPS} attempts"
     )]
@@ -167,7 +168,10 @@ impl CertificateRotation {
                 papers.as_ref().filter(|_| stored.is_some_and(|s| s.leaf_ends.is_some()))
                 && self.shown.show(&papers.pair())?
             {
-                tracing::info!("certificate: serving the one of Secret {}", self.places.secret);
+                tracing::info!(
+                    "certificate: serving the certificate of Secret {}",
+                    self.places.secret
+                );
             }
             let configuration = match &papers {
                 Some(_) => {
