@@ -44,7 +44,7 @@ pub fn receive(socket: impl AsFd) -> io::Result<Received> {
 /// be less than the packet.
 ///
 /// # Errors
-/// The socket is full, or the peer has closed it.
+/// If the socket is full, or the peer has closed it.
 pub fn send(
     socket: impl AsFd,
     frame: &[u8; FRAME_BYTES],

@@ -62,7 +62,7 @@ impl CudaError {
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
-        /// Addresses of the functions. The library stays loaded while this exists.
+        /// Addresses of the driver's functions. The library stays loaded while this value exists.
         #[derive(Debug)]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
@@ -255,8 +255,8 @@ fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory to which or from which content is copied. When the block is dropped, only this
-/// process releases the memory: another process that has created or imported it keeps it.
+/// Device memory to which or from which content is copied. When the block is dropped, this process
+/// releases the memory. Another process that created or imported the memory keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,
@@ -406,7 +406,7 @@ impl CopyStream {
     /// Starts a copy from an offset in a block.
     ///
     /// # Safety
-    /// As for [`Self::copy_in`].
+    /// The requirements of [`Self::copy_in`] apply.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused the copy.

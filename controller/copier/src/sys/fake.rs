@@ -505,7 +505,7 @@ fakes! {
     device_count(to: *mut i32) |_fake| { give(to, 2) }
     device_get(to: *mut i32, ordinal: i32) |_fake| { give(to, ordinal + 10) }
     device_uuid(to: *mut [u8; 16], device: i32) |_fake| {
-        // The UUID of the context belongs to the second device.
+        // The second device has the UUID [`UUID`], on which the copier creates its context.
         give(to, if device == 11 { UUID } else { [1; 16] })
     }
     device_attribute(to: *mut i32, attribute: i32, device: i32) |fake| {

@@ -167,7 +167,7 @@ impl Testbed {
     /// Runs turns until no step can run immediately.
     ///
     /// # Errors
-    /// As for [`Self::turn`].
+    /// The errors of [`Self::turn`].
     pub fn settle(&mut self) -> Result<Option<SessionStep>, CopierError> {
         let mut idle_turns = 0;
         loop {

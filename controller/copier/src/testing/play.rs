@@ -19,9 +19,9 @@ const MAX_STEPS: usize = 120;
 /// Interprets bytes as actions of hostile processes, of the controller and of the device. Then the
 /// copier copies the memory of an honest process back into VRAM.
 ///
-/// # Panics If the copier has ended, broken a rule of the driver, allocated memory that was not
-/// granted, or kept an object of a detached process, or if the honest process did not get its
-/// content.
+/// # Panics
+/// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
+/// kept an object of a detached process. Also if the honest process did not get its content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
     for _ in 0..MAX_STEPS {

@@ -6,7 +6,7 @@ use rustix::fs::SealFlags;
 use super::*;
 
 /// Asserts that the copier refuses a message of a process whose limit is 4 units and whose file has
-/// 8.
+/// 8 units.
 fn refuses(message: ToCopier, why: &str) {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);

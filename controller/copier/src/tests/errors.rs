@@ -58,7 +58,7 @@ fn refused_call_leaves_nothing_of_its_process() {
             let mut testbed = Testbed::new();
             fake::with(|fake| fake.refuse(None, nth, code));
             let lived = whole_life(&mut testbed);
-            // The result of the small allocation is ignored.
+            // The copier ignores the result of the small allocation.
             let passes = code != 999 || RELEASES.contains(call) && *call != "host_unregister";
             match &lived {
                 Ok(()) => assert_serves(&mut testbed),
