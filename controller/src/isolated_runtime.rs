@@ -1,11 +1,11 @@
 //! A thread with an async runtime of its own, for operations that a container can block.
 //!
 //! Reading from a Unix socket, or closing it, may close descriptors that are in transit in it. The
-//! kernel returns only when they are closed. Closing a lingering TCP socket waits until its peer
-//! has received everything. Closing a file of a file system in user space waits for a response of
-//! that file system. A pipe is read under a lock, which a writer holds while the kernel pages in
-//! the writer's memory. None of these waits has a timeout, so they happen on a thread that serves
-//! only the container that causes them.
+//! kernel returns only when these descriptors are closed. Closing a lingering TCP socket waits
+//! until its peer has received everything. Closing a file of a file system in user space waits for
+//! a response of that file system. A pipe is read under a lock, which a writer holds while the
+//! kernel pages in the writer's memory. None of these waits has a timeout, so they happen on a
+//! thread that serves only the container that causes them.
 
 use std::{future::Future, io, thread};
 

@@ -12,7 +12,7 @@
 //! | [`metrics`], [`history`] | Prometheus metrics, the history on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
 //! | [`call_trace`] | the CUDA calls of processes, live |
-//! | [`conversion`] | between the core's types and the control API's |
+//! | [`conversion`] | conversions between the core's types and the control API's types |
 //! | [`config`] | the configuration file |
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |

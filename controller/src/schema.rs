@@ -1,5 +1,5 @@
 //! The JSON of `affinode -o json` and of the HTTP API: stable names, bytes and
-//! milliseconds as numbers. `config/openapi.yaml` describes it for clients.
+//! milliseconds as numbers. `config/openapi.yaml` describes this JSON for clients.
 
 mod host;
 
@@ -95,8 +95,8 @@ pub struct Container {
     pub priority: i32,
     pub pinned: bool,
     pub engine: String,
-    /// The fraction of its VRAM, resident or offloaded, that Affinode's library can copy; `None`
-    /// with the engine checkpoint.
+    /// Fraction of the container's VRAM, resident or offloaded, that Affinode's library can copy.
+    /// `None` with the engine checkpoint.
     pub copyable_share: Option<f64>,
     pub staying_bytes: u64,
     pub staying_reasons: Vec<String>,

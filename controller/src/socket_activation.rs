@@ -138,8 +138,8 @@ fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // Through a descriptor of the folder: a socket address has at most 107 bytes, and the path of a
-    // run directory can be longer.
+    // The socket is bound through a descriptor of its folder, because a socket address has at most
+    // 107 bytes and the path of a run directory can be longer.
     let (folder, file) = path.parent().zip(path.file_name()).ok_or(io::ErrorKind::InvalidInput)?;
     let folder = fs::File::open(folder)?;
     let address = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(file);
@@ -155,7 +155,7 @@ fn remove(name: &str) {
     tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }
 
-/// Notifies the supervisor; does nothing without one.
+/// Sends a notification to systemd. Does nothing if systemd does not supervise this process.
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!(%error, "cannot notify systemd");

@@ -33,7 +33,7 @@ pub fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 /// accepted from it (Linux 6.16).
 ///
 /// # Errors
-/// The kernel does not support it.
+/// The kernel does not support this option.
 pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     use nix::libc;
     /// `SO_PASSRIGHTS` of `asm-generic/socket.h`.

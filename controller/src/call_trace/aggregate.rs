@@ -1,4 +1,4 @@
-//! Sums of one process's call records between two readings. Pure.
+//! Sums up one process's call records between two readings. This module does no I/O.
 
 use std::collections::{BTreeMap, VecDeque};
 

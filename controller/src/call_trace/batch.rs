@@ -1,5 +1,5 @@
-//! The calls of a fifth of a second, as sent to watchers, with the same fields in JSON and on the
-//! control socket.
+//! Batches of CUDA calls that watchers receive, each for a fifth of a second. They have the same
+//! fields in JSON and on the control socket.
 
 use affinode_proto::api::control;
 use serde::Serialize;
@@ -22,13 +22,13 @@ pub struct CallTraceBatch {
 /// The calls of one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ProcessCalls {
-    /// Key of its container.
+    /// Key of the process's container.
     pub key: String,
-    /// Name of its container.
+    /// Name of the process's container.
     pub container: String,
-    /// Its pid on the node.
+    /// Pid of the process on the node.
     pub pid: u32,
-    /// The name of its program, from `/proc/PID/comm`.
+    /// Name of the process's program, from `/proc/PID/comm`.
     pub command: String,
     /// Number of calls, exact.
     pub calls: u64,
@@ -52,7 +52,7 @@ pub struct FunctionCalls {
     pub calls: u64,
     /// Number of recorded calls.
     pub recorded: u64,
-    /// Number of bytes that the calls copied, set or allocated, estimated in the same way.
+    /// Number of bytes that the calls copied, set or allocated, estimated from the recorded calls.
     pub bytes: u64,
     /// Number of recorded calls that failed.
     pub failed: u64,

@@ -39,8 +39,9 @@ struct CallTraceHubState {
 }
 
 impl CallTraceHub {
-    /// Batches after a number. Waits for the first one. Without a number, or with a number of
-    /// another controller, it returns only batches that arrive later.
+    /// Returns the batches of a scope that came after batch `sequence`. If there are none, waits
+    /// for the first, at most `wait`. Without a number, or with a number of another controller,
+    /// returns only batches that arrive later.
     pub async fn after(
         &self,
         scope: &Scope,
@@ -58,7 +59,8 @@ impl CallTraceHub {
         loop {
             let added = self.added.notified();
             tokio::pin!(added);
-            // Registered before the check, so that no batch is missed between the two.
+            // The wait is registered before the check, so that a batch between check and wait is
+            // noticed.
             added.as_mut().enable();
             let found: Vec<Arc<CallTraceBatch>> = {
                 let inner = self.lock();

@@ -8,8 +8,8 @@
 //!
 //! Processes record a sample of their calls in a ring ([`affinode_proto::wire::call_ring`]). The
 //! [`CallSampler`] reads the ring five times a second and sends each agent the wanted sampling
-//! rate. It runs on the frontend's thread. Two seconds after the last request, it orders the agents
-//! to stop.
+//! rate. The sampler runs on the frontend's thread. Two seconds after the last request, it orders
+//! the agents to stop.
 
 mod aggregate;
 mod batch;

@@ -27,22 +27,23 @@ const RESCAN_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of processes in one batch.
 const SHOWN: usize = 256;
 
-/// A process whose calls can be read. It does not keep the connection of its agent open.
+/// A process whose calls can be read. This value does not keep the connection of the process's
+/// agent open.
 #[derive(Clone, Debug)]
 pub struct CallSource {
-    /// Number of its connection.
+    /// Number of the connection to the process's agent.
     pub id: ProcessId,
-    /// Key of its container.
+    /// Key of the process's container.
     pub key: Key,
-    /// Name of its container.
+    /// Name of the process's container.
     pub container: String,
-    /// Its pid on the node.
+    /// Pid of the process on the node.
     pub pid: u32,
-    /// The name of its program.
+    /// Name of the process's program.
     pub command: String,
-    /// Its shared counters and call ring.
+    /// File with the process's shared counters and call ring.
     pub page: Arc<File>,
-    /// Queue to its agent; `None` if its library cannot record calls.
+    /// Queue to the process's agent. `None`: the library in the process cannot record calls.
     pub outbox: Option<mpsc::WeakSender<OutgoingFrame>>,
 }
 
@@ -93,7 +94,7 @@ impl CallSampler {
         }
     }
 
-    /// Updates the set of sampled processes, and starts the recording in new ones.
+    /// Updates the set of sampled processes, and starts the recording in new processes.
     async fn call_roll(&mut self, keys: Option<Vec<Key>>) -> Result<(), ShuttingDown> {
         let sights = self.door.sights(keys).await?;
         self.called_roll = Some(Instant::now());
@@ -136,8 +137,8 @@ fn begin(sight: CallSource) -> Option<SampledProcess> {
         last_sent: None,
         sight,
     };
-    // Its call rate is not known yet, so all calls are recorded. At worst, the ring is full before
-    // the next reading.
+    // The call rate of a new process is not known yet, so all calls are recorded. At worst, the
+    // ring is full before the next reading.
     watched.ask_for(1);
     Some(watched)
 }
@@ -182,7 +183,8 @@ impl SampledProcess {
     }
 }
 
-/// Queues a message, but only if the queue is empty, because orders are more important.
+/// Queues a message for an agent. Returns false, without queuing it, if other messages wait in the
+/// queue, because orders are more important.
 fn tell(sight: &CallSource, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {

@@ -29,7 +29,7 @@ pub struct CallsArgs {
     /// Watch for this many seconds, print once, then exit.
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1")]
     once: Option<u16>,
-    /// Output format. json is one object per line, the same as GET /api/v1/calls sends.
+    /// Output format. json is one object per line, the same objects that GET /api/v1/calls sends.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
     /// Do not print the header line.

@@ -24,7 +24,7 @@ const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
 /// Timeout of a move. It suffices to move a whole GPU at 1 GB/s and to wait in the queue before.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
-/// A connection to the controller, and its socket for error messages.
+/// A connection to the controller. The path of its socket is kept for error messages.
 pub struct ControlClient {
     control: control_ttrpc::ControlClient,
     socket: String,
@@ -61,7 +61,7 @@ impl ControlClient {
         match self.rights {
             ClientRights::Full => Ok(()),
             ClientRights::View => Err(CliError::NotDone(
-                "members of control.view_group can only view: run this as root".into(),
+                "members of control.view_group can only view: run this command as root".into(),
             )),
         }
     }
@@ -122,8 +122,9 @@ impl ControlClient {
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Returns the calls of one container (empty name: of all containers) that were recorded after
-    /// a number. If there are none yet, waits up to a second for the first.
+    /// Returns the batches of calls of one container with a higher sequence number than `after`.
+    /// Empty name: the calls of all containers. If there are none yet, waits up to a second for the
+    /// first.
     pub async fn calls(
         &self,
         container: String,

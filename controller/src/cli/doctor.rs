@@ -57,7 +57,7 @@ async fn ask(run_dir: &Path) -> Result<Option<(u32, String)>, String> {
     let socket = run_dir.join(paths::CONTROL_SOCKET);
     match std::os::unix::net::UnixStream::connect(&socket) {
         Ok(_) => {}
-        // No controller, or it died: the next shim starts another.
+        // No controller runs, or it has just ended. The next shim starts a controller.
         Err(e)
             if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
         {

@@ -21,9 +21,9 @@ use crate::install::{
 /// Install Affinode on this node. This installs the programs, the library, and a systemd unit that
 /// keeps a controller running. It adds a handler to containerd's configuration, a runtime to
 /// Docker's if Docker runs, and a runtime to Podman's if Podman is installed. The former containerd
-/// configuration is restored if anything but the handler differs in the new one, or if containerd
-/// does not start with it. Docker's configuration file is restored if dockerd does not serve the
-/// runtime.
+/// configuration is restored if the new configuration differs in more than the handler, or if
+/// containerd does not start with the new configuration. Docker's configuration file is restored if
+/// dockerd does not serve the runtime.
 #[derive(Debug, clap::Args)]
 pub struct InstallArgs {
     /// Folder that contains the files to install. Default: the folder of this program.
@@ -36,8 +36,8 @@ pub struct InstallArgs {
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
     /// Register the runtime in Docker, and fail if dockerd does not answer. SOCKET is dockerd's
-    /// socket. Without this option the runtime is registered if dockerd answers on its usual
-    /// socket, but not with --containerd or --host-root.
+    /// socket. Without this option, the runtime is registered if dockerd answers on its usual
+    /// socket and neither --containerd nor --host-root is given.
     #[arg(
         long,
         value_name = "SOCKET",
@@ -51,8 +51,8 @@ pub struct InstallArgs {
     #[arg(long)]
     no_docker: bool,
     /// Register the runtime in Podman. DIR is the folder into which its configuration file is
-    /// written. Without this option the runtime is registered if Podman is installed, but not with
-    /// --containerd or --host-root.
+    /// written. Without this option, the runtime is registered if Podman is installed and neither
+    /// --containerd nor --host-root is given.
     #[arg(
         long,
         value_name = "DIR",
@@ -91,7 +91,8 @@ pub struct InstallArgs {
 }
 
 impl InstallArgs {
-    /// Podman is registered by the same rules as Docker, see [`InstallArgs::docker`].
+    /// The runtime is registered in Podman by the same rules as in Docker, see
+    /// [`InstallArgs::docker`].
     fn podman(&self) -> PodmanRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.podman {
@@ -109,7 +110,8 @@ impl InstallArgs {
         }
     }
 
-    /// If the call names a containerd, or the root of a node, Docker is not registered by default.
+    /// If the command line names a containerd or the root of a node, the runtime is not registered
+    /// in Docker by default.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.docker {
@@ -167,7 +169,7 @@ struct InstallPaths {
     containerd: Option<PathBuf>,
     /// Folder of the installation, which contains bin, lib/affinode and share/affinode. For Docker,
     /// nerdctl and ctr, its folder bin must be in containerd's PATH. With another prefix than
-    /// /usr/local, add it there.
+    /// /usr/local, add this folder to containerd's PATH.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// Folder for the record of the installation, which `affinode status` and `affinode uninstall`
@@ -221,7 +223,7 @@ impl InstallPaths {
     }
 }
 
-/// Installs. `run_dir`: the run directory, if one was asked for.
+/// Installs Affinode. `run_dir`: the run directory, if --run-dir was given.
 pub fn install(
     out: &mut dyn Write,
     asked: InstallArgs,
@@ -247,7 +249,7 @@ pub fn install(
     }
 }
 
-/// Uninstalls. `run_dir`: the run directory, if one was asked for.
+/// Uninstalls Affinode. `run_dir`: the run directory, if --run-dir was given.
 pub fn uninstall(
     out: &mut dyn Write,
     asked: UninstallArgs,
@@ -266,7 +268,8 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
     if let Some(root) = &host_root {
         install::enter(root)?;
     }
-    // The agent of a cluster asks about its own runtime.
+    // With --host-root, the node agent of a cluster runs this command. The agent does not manage
+    // Docker.
     let docker = host_root.map_or(DockerRequest::Detected, |_| DockerRequest::Never);
     let options = InstallOptions {
         containerd,

@@ -88,8 +88,8 @@ enum Command {
         #[arg(short, long, default_value = "table")]
         output: OutputFormat,
     },
-    /// Show the GPUs and containers of this node on the whole terminal, updated live. Keys offload,
-    /// restore and pin the selected container.
+    /// Show the GPUs and containers of this node on the whole terminal, updated live. Press a key
+    /// to offload, restore or pin the selected container.
     Top,
     Calls(calls::CallsArgs),
     Report(report::ReportArgs),
@@ -140,9 +140,9 @@ enum OutputFormat {
     Table,
     /// Columns with further details.
     Wide,
-    /// JSON with stable names; openapi.yaml describes those of the HTTP API.
+    /// JSON with stable names. openapi.yaml describes the objects of the HTTP API.
     Json,
-    /// YAML with the same names.
+    /// YAML with the same names as in JSON.
     Yaml,
 }
 
@@ -249,7 +249,8 @@ fn say(
     }
 }
 
-/// The run directory that was asked for, or that of this program's installation.
+/// Returns the run directory that was given, or else the run directory of this program's
+/// installation.
 fn directory(asked: Option<PathBuf>) -> PathBuf {
     asked.unwrap_or_else(|| InstallationPaths::own().run_dir)
 }
@@ -294,7 +295,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Hint(asked) => hint::run(&client, &mut out, asked).await,
         Command::AutoOffload(asked) => pin::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
-        // Handled above.
+        // The start of this function has handled these commands.
         Command::Ps { .. }
         | Command::Top
         | Command::Run(_)

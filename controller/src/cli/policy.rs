@@ -1,5 +1,5 @@
-//! `affinode policy`: the effective policy of each container and its origin; values of the node;
-//! validation of a configuration.
+//! `affinode policy`: shows the effective policy of each container with the source of each value,
+//! sets values of the node, and validates a configuration.
 
 use std::{
     io::Write,
@@ -98,7 +98,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Runs a command that needs no controller. Returns a command that needs the controller.
+/// Runs the command if it needs no controller. Otherwise returns the command.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),

@@ -141,12 +141,12 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
     )
 }
 
-/// The policy's mode; an operator's pin overrides it.
+/// The mode to show: the policy's mode, or the operator's pin, which overrides the mode.
 fn mode(c: &schema::Container) -> String {
     if c.pinned { "pinned".into() } else { c.mode.clone() }
 }
 
-/// The VRAM that an offloaded container keeps, and why.
+/// The VRAM that an offloaded container keeps on the GPU, with the reasons.
 fn stays(c: &schema::Container) -> String {
     let reasons = match c.staying_reasons.as_slice() {
         [] => "context".into(),

@@ -59,9 +59,9 @@ enum ReportFormat {
     Wide,
     /// Comma-separated values, in GPU seconds.
     Csv,
-    /// JSON, as GET /api/v1/report.
+    /// JSON, as GET /api/v1/report sends it.
     Json,
-    /// YAML with the same names.
+    /// YAML with the same names as in JSON.
     Yaml,
 }
 
@@ -78,7 +78,7 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Resu
     }
 }
 
-/// Reads the report from the controller. If none runs, it reads the history on disk.
+/// Reads the report from the controller. If no controller runs, reads the history on disk.
 async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);

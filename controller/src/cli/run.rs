@@ -85,7 +85,7 @@ enum RunError {
     },
 }
 
-/// Replaces this process by the program; returns only if that fails.
+/// Replaces this process by the program. Returns only if the replacement fails.
 pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
     let mut words = asked.program.iter();
     let program = words.next().cloned().unwrap_or_default();
@@ -143,8 +143,8 @@ fn job(run_dir: &Path, asked: &RunArgs, program: &OsString) -> Result<GrantedJob
         JobReply::Refused(why) => return Err(RunError::Refused(why)),
     };
     hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
-    // Affinode's library comes last: a library after it that hooks the driver would bypass the
-    // gate.
+    // Affinode's library comes last. A library after it that hooks the driver would bypass the
+    // gate, where calls wait while the job is offloaded.
     let mut preload = std::env::var_os("LD_PRELOAD").unwrap_or_default();
     if !preload.is_empty() {
         preload.push(":");

@@ -42,7 +42,7 @@ pub struct SimulateArgs {
     /// that all processes share.
     trace: Option<PathBuf>,
     /// Replay the history that this node's controller recorded, and compare the result with the
-    /// offloads that it made.
+    /// offloads that the controller made.
     #[arg(long, conflicts_with = "trace")]
     history: bool,
     /// Length of the history to replay, which ends now: for example 90m, 24h or 7d.
@@ -69,7 +69,7 @@ pub struct SimulateArgs {
     /// VRAM. The number of GPUs is chosen accordingly: with 2, half as many GPUs as with 1.
     #[arg(long, default_value_t = 1.0, value_name = "RATIO")]
     oversubscription: f64,
-    /// VRAM of each GPU, in GiB. The default is that of an H200.
+    /// VRAM of each GPU, in GiB. The default is the VRAM of an H200.
     #[arg(long, default_value_t = 140.4, value_name = "GIB", conflicts_with = "fits")]
     vram: f64,
     /// VRAM of each GPU, given as the number of processes that fit, each with the VRAM of the
@@ -112,7 +112,7 @@ enum SimulateOutput {
     Wide,
     /// JSON with stable names.
     Json,
-    /// YAML with the same names.
+    /// YAML with the same names as in JSON.
     Yaml,
 }
 
@@ -149,7 +149,7 @@ pub struct RecordedInput {
 }
 
 impl SimulateArgs {
-    /// Reads the history from the controller or from disk, if it is to be replayed.
+    /// If the history is to be replayed, reads it from the controller or from disk.
     pub async fn recorded(&self, run_dir: &Path) -> Result<Option<RecordedInput>, super::CliError> {
         if !self.history {
             return Ok(None);
@@ -221,7 +221,7 @@ pub fn run(
         (_, Some(known)) => match recorded::trace(&known.spans, known.since_ms, assumed) {
             Err(SimulationError::Empty) => {
                 return Err(SimulateError::Argument(
-                    "no process used a GPU in that time range of the history; extend it with --since"
+                    "no process used a GPU in this time range of the history; choose a longer range with --since"
                         .into(),
                 ));
             }
@@ -278,7 +278,7 @@ fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
         .map_err(|source| SimulateError::Write { path: path.display().to_string(), source })
 }
 
-/// The titles of the columns. Two of them name the objective.
+/// The titles of the columns. Two titles contain the longest acceptable wait, `slo`.
 fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     let slow = [format!("COPIED >{slo}"), format!("GONE >{slo}")];
     let (before, after): (&[&str], &[&str]) = if wide {

@@ -25,13 +25,14 @@ use crate::{driver_library::DriverLibrary, sys};
 pub struct CopierProcess {
     socket: OwnedFd,
     ear: AbortHandle,
-    /// Kills the process when it is sent or dropped.
+    /// Sender whose message kills the process. The process is also killed when the sender is
+    /// dropped.
     kill: Option<oneshot::Sender<()>>,
     pid: u32,
 }
 
 impl CopierProcess {
-    /// Starts a copier. `mail` receives the messages about it.
+    /// Starts a copier. `mail` receives the messages about this copier.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -114,7 +115,7 @@ impl CopierProcess {
         Ok(CopierProcess { socket: ours, ear: ear.abort_handle(), kill: Some(kill), pid })
     }
 
-    /// Sends an order, with a descriptor if `along` has one.
+    /// Sends an order, together with the descriptor `along` if there is one.
     ///
     /// # Errors
     /// The order cannot be sent, for example because the copier does not read its socket.
@@ -126,7 +127,7 @@ impl CopierProcess {
     pub fn kill(&mut self) {
         self.ear.abort();
         if let Some(kill) = self.kill.take() {
-            // An error means that it has exited already.
+            // An error means that the process has exited already.
             let _ = kill.send(());
         }
     }

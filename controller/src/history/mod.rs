@@ -51,7 +51,7 @@ pub struct NodeHistory {
 }
 
 impl NodeHistory {
-    /// Opens the file in a folder, or creates it, and counts this start.
+    /// Opens or creates the history's file in a folder, and counts this start of a controller.
     ///
     /// # Errors
     /// [`StoreError`]: the file or the thread cannot be opened.
@@ -172,7 +172,7 @@ impl NodeHistory {
 fn write_all(store: &SpanStore, batches: &mpsc::Receiver<Vec<StateSpan>>) {
     const GATHER: Duration = Duration::from_millis(500);
     while let Ok(mut batch) = batches.recv() {
-        // One write for all batches that arrive within GATHER.
+        // All batches that arrive within GATHER are written together.
         while let Ok(more) = batches.recv_timeout(GATHER) {
             batch.extend(more);
         }

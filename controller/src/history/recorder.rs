@@ -1,4 +1,4 @@
-//! Turns observations of the node into spans. Without I/O.
+//! Turns observations of the node into spans. This module does no I/O.
 //!
 //! ```text
 //!  event from Active to Idle     observation     event from Idle to Closing
@@ -161,8 +161,8 @@ impl OpenSpan {
 
     fn look(&mut self, c: &Container, gpus: &[Gpu]) {
         let now = calls(c);
-        // The count is lower than before if a process has ended. The container reports the count,
-        // so it can have any value.
+        // The count of calls is lower than at the last observation if a process has ended. The
+        // container reports the count, so it can have any value.
         self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
         self.calls = now;
         if !c.processes.is_empty() {

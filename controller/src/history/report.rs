@@ -13,9 +13,9 @@ pub struct UsageRow {
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// VRAM held in use, or during a move.
+    /// VRAM that the container held while it was in use or was moved.
     pub used_gpu_seconds: f64,
-    /// VRAM held while idle.
+    /// VRAM that the container held while it was idle.
     pub idle_gpu_seconds: f64,
     /// VRAM freed by offloads.
     pub returned_gpu_seconds: f64,
@@ -39,7 +39,7 @@ pub struct UsageReport {
 }
 
 impl UsageReport {
-    /// Sums the spans, each by the part that is inside the range.
+    /// Sums up the spans by container. Of each span, only the part inside the range counts.
     #[must_use]
     pub fn sum(spans: &[StateSpan], since_ms: i64, until_ms: i64) -> UsageReport {
         let mut rows: BTreeMap<(&str, &str, &str), UsageRow> = BTreeMap::new();

@@ -34,8 +34,9 @@ const CLEAN_EVERY: u64 = 20;
 pub struct ControllerRuns {
     /// Starts, including the present one.
     pub starts: u64,
-    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. These ends do not count:
-    /// for lack of containers, on a request, or by a signal that the controller handles.
+    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. The controller also ends if
+    /// there are no containers, on a request, or by a signal that it handles. These ends do not
+    /// count.
     pub unexpected_ends: u64,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  connection ──bounded in number, bytes and time──> guard ──> route ──> handle of the actor
-//!    [`socket`]  [`timed`]                          [`guard`]  [`routes`]
+//!    [`socket`]  [`write_timeout`]                  [`guard`]  [`routes`]
 //! ```
 //!
 //! The HTTP server runs on its own thread and only sends queries and requests to the actor. If it
@@ -98,7 +98,7 @@ pub struct DataSources {
 
 impl AppState {
     /// Creates the state that request handlers share. `only_shows`: the reason why requests may not
-    /// offload, restore or pin containers. `None`: they may.
+    /// offload, restore or pin containers. `None`: requests may do so.
     #[must_use]
     pub fn new(
         door: ControllerHandle,

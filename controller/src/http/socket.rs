@@ -78,7 +78,8 @@ pub enum HttpStream {
 }
 
 impl HttpListener {
-    /// Binds the socket. Returns it with the address for clients, or `None` if `listen` is `Off`.
+    /// Binds the socket. Returns the socket and the address for clients, or `None` if `listen` is
+    /// `Off`.
     ///
     /// # Errors
     /// [`ListenError`]: the socket cannot be bound, for example because the port is in use.

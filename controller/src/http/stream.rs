@@ -133,8 +133,9 @@ impl StreamQuery {
             let (start, number) = id.split_once('-')?;
             (start.parse() == Ok(started_unix_ms)).then_some(number.parse().ok()?)
         });
-        // An id of an earlier controller: all events. No id: only new events; with `watch=node`
-        // also the last hundred, so that the dashboard is not empty.
+        // With an id of an earlier controller, the client gets all events. Without an id it gets
+        // only new events. With `watch=node` it also gets the last hundred, so that the dashboard
+        // is not empty.
         let after = match (known, last_id) {
             (Some(number), _) => number,
             (None, Some(_)) => 0,

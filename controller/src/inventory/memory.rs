@@ -37,8 +37,9 @@ fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
 
-/// The node, and each limited memory cgroup that is charged for moving these processes (pid, VRAM
-/// in bytes) to host memory. Each pool has its free memory and the memory that is needed.
+/// Returns the pools for a move of these processes (pid, VRAM in bytes) to host memory: the node,
+/// and each limited memory cgroup that is charged for the move. Each pool has its free memory and
+/// the memory that is needed.
 ///
 /// # Errors
 /// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.

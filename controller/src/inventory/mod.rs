@@ -25,14 +25,14 @@ use memory::MemoryRules;
 pub enum InventoryQuery {
     /// All GPUs with their processes and utilization.
     Gpus,
-    /// The memory of all GPUs, as proof for a restore of this container. The response repeats the
-    /// number.
+    /// The memory of all GPUs, to prove that the VRAM for a restore of this container is free. The
+    /// response repeats the number.
     Prove(Key, u64),
     /// GPUs and host memory, for an offload of a container.
     Survey {
         /// Key of the container that is surveyed.
         key: Key,
-        /// Pids of its processes, each with its VRAM in bytes.
+        /// Pids of the container's processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
         /// Pids of managed processes on the GPUs, and of copiers. They may be in the container's
         /// cgroup.

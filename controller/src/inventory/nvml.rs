@@ -113,8 +113,8 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
         // `nvmlDeviceGetMigMode` returns NOT_SUPPORTED on GPUs without MIG.
         mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
         total_bytes: memory.total,
-        // Not `used`: memory that the driver reserves for itself is neither in `used` nor in
-        // `free`.
+        // NVML's `used` is not taken, because memory that the driver reserves for itself is neither
+        // in `used` nor in `free`.
         used_bytes: memory.total.saturating_sub(memory.free),
         ..GpuSample::default()
     };

@@ -23,8 +23,8 @@ impl GpuUtilization {
         for gpu in gpus {
             let readings = self.devices.entry(gpu.uuid.clone()).or_default();
             readings.push_back((now, gpu.utilization_percent));
-            // One reading from before the window stays. The time for which the next reading counts
-            // begins at it.
+            // One reading from before the window is kept, because the next reading counts for the
+            // time since that reading.
             while readings.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW_MS) {
                 readings.pop_front();
             }
@@ -32,7 +32,7 @@ impl GpuUtilization {
     }
 
     /// The mean over the last minute in percent. Each reading counts for the time since the
-    /// previous one.
+    /// previous reading.
     #[must_use]
     pub fn percent(&self, uuid: &str) -> u32 {
         let Some(readings) = self.devices.get(uuid) else { return 0 };

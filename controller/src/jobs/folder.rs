@@ -80,7 +80,7 @@ impl JobFolder {
         let fresh = job.path.join(".job.json.new");
         fs::write(&fresh, serde_json::to_vec(&record)?)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
-        // Written last: a folder with a record is complete.
+        // The record is written last, so a folder that has a record is complete.
         fs::rename(fresh, job.path.join(RECORD_FILE))?;
         Ok(job)
     }
@@ -97,7 +97,7 @@ impl JobFolder {
         self.uid
     }
 
-    /// Path of its lock file.
+    /// Path of the job's lock file.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.path.join(LOCK_FILE)

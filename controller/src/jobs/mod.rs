@@ -42,7 +42,7 @@ const HARMLESS: [&str; 5] = ["offload", "idle-timeout", "engine", "on-oom", "on-
 pub struct JobRequest {
     /// Name of the job.
     pub name: String,
-    /// Namespace for the rules of policy; empty: the user's own.
+    /// Namespace of the job, which selects the policy rules. Empty: the user's own namespace.
     #[serde(default)]
     pub namespace: String,
     /// Annotations as for a container. Their names may omit `affinode.io/`.
@@ -115,10 +115,11 @@ pub enum JobRefusal {
     Annotation(String),
 }
 
-/// Checks a request; returns it with the namespace filled in and the full names of annotations.
+/// Checks a request. Returns the request with its namespace filled in and with the full names of
+/// annotations.
 ///
 /// # Errors
-/// [`JobRefusal`].
+/// [`JobRefusal`]: the user may not run this job.
 pub fn permit(
     request: JobRequest,
     user: &JobUser,

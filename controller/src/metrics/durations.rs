@@ -43,8 +43,8 @@ impl MoveDurations {
             ("Restoring", "Active") => {
                 passed.into_iter().for_each(|took| table.restore_seconds.observe(took));
                 table.restore_bytes.observe(bytes);
-                // An event without a duration: an operator requested the restore, and no call
-                // waited.
+                // If an operator requested the restore, no call waited and the event has no
+                // duration.
                 if event.elapsed_ms > 0 {
                     table.wake_seconds.observe(elapsed);
                 }

@@ -122,8 +122,8 @@ impl HookCost {
 }
 
 impl Metrics {
-    /// Metrics of a controller whose history counts `starts` starts, including its own (1 without a
-    /// history).
+    /// Creates the metrics of a controller. `starts`: number of controller starts in the history,
+    /// including this start (1 without a history).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
         let table = MetricsTable::new();

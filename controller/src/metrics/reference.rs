@@ -22,7 +22,7 @@ pub struct MetricReference {
     /// counter, gauge or histogram.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Names of its labels, in the order of `/metrics`.
+    /// Names of the metric's labels, in the order of `/metrics`.
     pub labels: Vec<String>,
     /// Help, as `/metrics` prints it.
     pub help: String,

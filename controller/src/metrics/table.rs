@@ -165,7 +165,7 @@ impl MetricsTable {
             gpu_stored: add!(
                 "gpu_host_memory_stored",
                 Bytes,
-                "Host memory that this shared content takes, counted once (dedup)",
+                "Host memory that content shared by several processes takes, counted once (dedup)",
                 Family::default()
             ),
             gpu_reserved: add!(
@@ -304,7 +304,7 @@ impl MetricsTable {
             restore_seconds: add!(
                 "restore_duration",
                 Seconds,
-                "Duration of a restore, without the time before that in which it waited for VRAM",
+                "Duration of a restore. The wait for VRAM before the restore is not included",
                 seconds()
             ),
             restore_bytes: add!("restore_size", Bytes, "VRAM that a restore takes", sizes()),

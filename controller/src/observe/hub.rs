@@ -38,7 +38,7 @@ pub struct ViewHub {
 pub struct ViewWatch {
     /// The node at the start of the watch.
     pub present: Arc<schema::Node>,
-    /// All messages since then.
+    /// All messages since the start of the watch.
     pub messages: broadcast::Receiver<ViewMessage>,
 }
 
@@ -107,8 +107,8 @@ impl ViewHub {
             && let Some(change) = ViewChange::between(&latest, &node)
             && let Ok(json) = serde_json::to_string(&change)
         {
-            // Sent under the lock. A new watcher therefore receives either this change or the state
-            // after it.
+            // The change is sent under the lock, so a new watcher receives either this change or
+            // the state after it.
             let _ = self.messages.send(ViewMessage::Change(json.into()));
         }
         *latest = Arc::new(node);

@@ -35,13 +35,13 @@ pub struct KeyReference {
     pub accepted: String,
     /// Default, as TOML; `None`: the key is not set.
     pub default: Option<String>,
-    /// Environment variable that sets it.
+    /// Environment variable that sets the key.
     pub environment: String,
     /// Whether `affinode reload` applies a change.
     pub reload: bool,
-    /// Whether `[[policy.namespace]]` accepts it.
+    /// Whether `[[policy.namespace]]` accepts the key.
     pub namespace: bool,
-    /// Annotations of a container that change it.
+    /// Annotations of a container that change the key.
     pub annotations: Vec<String>,
     /// Description, from `config/config.toml`.
     pub text: String,
@@ -52,7 +52,7 @@ pub struct KeyReference {
 struct SampleKey {
     section: String,
     name: String,
-    /// `None`: the line is a comment, the key is not set.
+    /// Value in the sample file. `None`: the line is a comment, so the key is not set.
     value: Option<String>,
     text: String,
 }
@@ -163,7 +163,8 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
                 let all = accepted(&["\"\\u0001\"", &format!("{:?}", "x".repeat(300))]);
                 match all.strip_prefix("a duration from ").and_then(|range| range.split_once(", "))
                 {
-                    // A narrower range than that of every duration is checked afterwards.
+                    // This is the range that holds for all durations. The next error shows a
+                    // narrower range of this key, if it has one.
                     Some((range, _)) => match accepted(&["\"366days\"", "\"1ms\""]).as_str() {
                         "" => ("duration", range.to_owned()),
                         narrower => ("duration", narrower.to_owned()),
@@ -202,7 +203,7 @@ fn is_reloaded(section: &str, name: &str, kind: &str) -> bool {
 fn sample_keys(text: &str) -> Vec<SampleKey> {
     let mut keys = Vec::new();
     let (mut section, mut comment) = (String::new(), Vec::new());
-    // What follows a commented header is an example of a table.
+    // The lines after a commented header are an example of a table.
     let mut in_example = false;
     for line in text.lines() {
         let commented = line.strip_prefix('#').map(str::trim);

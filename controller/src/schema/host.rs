@@ -2,8 +2,8 @@
 
 use affinode_proto::api::control;
 
-/// Size of all offloaded VRAM. Zeros are not stored and do not count; deduplicated memory counts
-/// once.
+/// Host memory in use for all offloaded VRAM. Zeros are not stored and do not count. Deduplicated
+/// memory counts once.
 pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0, u64::saturating_add);
     let each = sum(&mut list.containers.iter().map(of_container));

@@ -63,7 +63,7 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
 }
 
 /// The same settings for processes that are ended in place of an offload: all of their VRAM is
-/// freed at once, as by the driver's checkpoint.
+/// freed at once, like by the driver's checkpoint.
 fn ends_whole(mut settings: Settings) -> Settings {
     settings.policies.node.engine = Engine::Checkpoint;
     settings.policies.rules.clear();

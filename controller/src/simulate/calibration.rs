@@ -67,8 +67,8 @@ pub struct Calibration {
 }
 
 impl Default for Calibration {
-    /// Straight lines through two medians: 1 GiB, and torch with 24.2 GiB (H200, driver 580.159).
-    /// The time of program starts is an assumption.
+    /// Costs as straight lines through the medians of two measured sizes: 1 GiB, and torch with
+    /// 24.2 GiB (H200, driver 580.159). The time of program starts is an assumption.
     fn default() -> Calibration {
         Calibration {
             checkpoint: EngineCosts {
@@ -89,7 +89,8 @@ impl Default for Calibration {
                 restore_fixed_ms: 210,
                 restore_bytes_per_second: 8.65e10,
             },
-            // Between the measured contexts: 267 MiB of a plain process, 405 MiB of torch.
+            // A value between the two measured contexts: 267 MiB of a plain process, 405 MiB of
+            // torch.
             context_bytes: 336 << 20,
             reload_fixed_ms: 15_000,
             reload_bytes_per_second: 2.0e9,
@@ -193,8 +194,8 @@ impl Calibration {
     }
 
     /// Duration of the driver's checkpoint of a process whose memory is already copied out. `bytes`
-    /// is the size of the copied memory. Its staging buffer stays registered, which makes the
-    /// checkpoint slower.
+    /// is the size of the copied memory. The staging buffer of the process stays registered, which
+    /// makes the checkpoint slower.
     #[must_use]
     pub fn context_checkpoint_ms(&self, bytes: u64) -> Millis {
         self.full.offload_ms(bytes).saturating_sub(self.copy.offload_ms(bytes))

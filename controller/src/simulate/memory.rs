@@ -19,11 +19,12 @@ pub(super) enum OffloadLevel {
     /// All memory is on the GPU.
     #[default]
     Resident,
-    /// All memory but the context, by the library's copy.
+    /// All memory except the context is off the GPU, moved by the library's copy.
     Copied,
-    /// All memory, by the library's copy and then the driver's checkpoint of the context.
+    /// All memory is off the GPU, moved by the library's copy and then by the driver's checkpoint
+    /// of the context.
     CopiedAndCheckpointed,
-    /// All memory, by the driver's checkpoint only.
+    /// All memory is off the GPU, moved by the driver's checkpoint only.
     Checkpointed,
 }
 

@@ -124,7 +124,7 @@ pub struct SimulatedMachine {
 /// Runs every baseline over the trace, on as many threads as there are processors.
 ///
 /// # Errors
-/// The first error of a run.
+/// The first error of any run.
 pub fn compare(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,

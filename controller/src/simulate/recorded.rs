@@ -20,7 +20,7 @@ pub struct RecordedCall {
     pub wakes: u64,
 }
 
-/// Builds a trace from spans. Its times begin at `since_ms`.
+/// Builds a trace from spans. The times in the trace are counted from `since_ms`.
 ///
 /// # Errors
 /// No container was in use in the history.

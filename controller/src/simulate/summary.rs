@@ -66,8 +66,8 @@ pub struct SimulationSummary {
     pub prewakes: u64,
     /// Number of prewakes that a call followed.
     pub prewake_hits: u64,
-    /// Jain's fairness index over the fraction of prompt requests of each process. 1: all processes
-    /// have the same fraction.
+    /// Jain's fairness index over each process's fraction of requests that did not wait. 1: all
+    /// processes have the same fraction.
     pub fairness_jain: f64,
     /// Mean fraction of delayed requests in the 10 % of processes with the highest fraction.
     pub worst_decile_delayed: f64,
@@ -176,7 +176,7 @@ impl SummaryMeter {
 /// Totals of one process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ContainerTotals {
-    /// Number of its requests.
+    /// Number of the process's requests.
     pub requests: u64,
     /// Number of requests that waited.
     pub delayed: u64,

@@ -1,6 +1,5 @@
-//! A synthetic node: interactive sessions and agents (people), periodic programs (clockwork) and
-//! servers. Their load has a
-//! common daily curve and common peaks.
+//! A synthetic node with interactive sessions and agents (people), periodic programs (clockwork)
+//! and servers. The load of all of them has a common daily curve and common peaks.
 //!
 //! ```text
 //! load(t) = daily curve x (1 + common peaks)    the same for all

@@ -239,7 +239,8 @@ fn files_are_read_and_bad_lines_are_named() {
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
 }
 
-/// Number of cases: fewer than usual, because a case is slow. PROPTEST_CASES overrides it.
+/// Number of cases: fewer than usual, because a case is slow. The variable PROPTEST_CASES overrides
+/// this number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);

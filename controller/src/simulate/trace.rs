@@ -27,9 +27,9 @@ use super::{SimulationError, random::RandomSource};
 pub struct TraceLoad {
     /// Name of the process in the trace.
     pub name: String,
-    /// Namespace, for rules; empty if the trace has none.
+    /// Namespace of the process, which selects policy rules. Empty: the trace has no namespaces.
     pub namespace: String,
-    /// Name of its GPU; empty if the trace has none.
+    /// Name of the process's GPU. Empty: the trace names no GPU.
     pub gpu: String,
     /// Number of the GPU on which the process was placed ([`super::placement`]).
     pub gpu_number: usize,
@@ -37,7 +37,7 @@ pub struct TraceLoad {
     pub vram_bytes: u64,
     /// Time for which a call keeps the GPU busy, in milliseconds.
     pub service_ms: u32,
-    /// Times of its calls, in milliseconds of the trace, in order.
+    /// Times of the process's calls, in milliseconds since the start of the trace, in order.
     pub arrivals_ms: Vec<u32>,
 }
 
@@ -53,8 +53,9 @@ impl TraceLoad {
         self.arrivals_ms.first().is_some_and(|first| u64::from(*first) > ENDED_MS)
     }
 
-    /// Time at which the process ends, in milliseconds: after its last call, if that is more than a
-    /// day before the end of the trace. `None`: it exists until the end of the trace.
+    /// Time at which the process ends, in milliseconds: after its last call, if this call is more
+    /// than a day before the end of the trace. `None`: the process exists until the end of the
+    /// trace.
     #[must_use]
     pub fn exit_ms(&self, end_ms: u64) -> Option<u64> {
         let last = u64::from(*self.arrivals_ms.last()?) + u64::from(self.service_ms);
@@ -101,7 +102,7 @@ impl WorkloadTrace {
         WorkloadTrace::parse(plain, &shown, assumed)
     }
 
-    /// Parses a trace. Errors call the trace `shown`.
+    /// Parses a trace. `shown` is the name of the trace in errors.
     ///
     /// # Errors
     /// A line is invalid.

@@ -55,7 +55,7 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
     if kubernetes == NEWEST {
         helm.args(["--api-versions", POLICY]);
     }
-    // Only the given values file must count, so helm gets no other environment of the user.
+    // Helm gets only PATH from the environment, so that no setting of the user changes the result.
     let path = std::env::var_os("PATH").unwrap_or_default();
     helm.arg("-f").arg(&file).env_clear().env("PATH", path).stdin(Stdio::null());
     let Ok(output) = helm.output() else {

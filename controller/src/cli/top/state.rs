@@ -1,10 +1,10 @@
-//! State of the screen, and the effect of each key. Without I/O.
+//! State of the screen, and the effect of each key. This module does no I/O.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use crate::{cli::format, schema};
 
-/// Action of the caller after a key.
+/// What the caller must do after a key press.
 #[derive(Debug, PartialEq, Eq)]
 pub enum KeyOutcome {
     /// Draw the screen again.
@@ -25,7 +25,7 @@ pub enum KeyOutcome {
 pub enum ContainerAction {
     Offload,
     Restore,
-    /// Pin it (`true`) or unpin it (`false`).
+    /// Pin the container (`true`) or unpin it (`false`).
     Pin(bool),
 }
 

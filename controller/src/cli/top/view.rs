@@ -61,7 +61,7 @@ pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     frame.render_widget(Paragraph::new(help(state)), foot);
 }
 
-/// The sentence in place of rows.
+/// The sentence that is shown if there are no rows.
 fn nothing(node: &schema::Node) -> &'static str {
     match node.containers.is_empty() {
         false => "no container matches",

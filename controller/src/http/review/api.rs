@@ -1,7 +1,7 @@
-//! Sends the two kinds of requests to the Kubernetes API server. They use HTTPS with the configured
-//! certificate authority and one connection per request, with limits on number, size and time.
-//! Token and certificate authority are read from their files for each request, because they may be
-//! renewed at any time.
+//! Sends TokenReviews and SubjectAccessReviews to the Kubernetes API server. The requests use HTTPS
+//! with the configured certificate authority and one connection per request, with limits on number,
+//! size and time. Token and certificate authority are read from their files for each request,
+//! because they may be renewed at any time.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 

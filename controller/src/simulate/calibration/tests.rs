@@ -9,8 +9,8 @@ fn read(name: &str, text: &str) -> Result<Calibration, SimulationError> {
     Calibration::default().read(&path)
 }
 
-/// The figures of docs/figures.md, in GiB and milliseconds, with a tolerance of 12 %: the straight
-/// lines go through the first and the second size only.
+/// Compares the defaults with the figures of docs/figures.md, in GiB and milliseconds. The
+/// tolerance is 12 %, because the straight lines go through the first and the second size only.
 #[test]
 fn defaults_agree_with_the_figures() {
     let costs = Calibration::default();

@@ -41,7 +41,8 @@ impl PartialOrd for ScheduledEvent {
     }
 }
 
-/// Orders events in reverse, because the heap returns the greatest entry: the earliest event.
+/// Orders events in reverse, because the heap returns the greatest entry, which must be the
+/// earliest event.
 impl Ord for ScheduledEvent {
     fn cmp(&self, other: &ScheduledEvent) -> Ordering {
         other.place().cmp(&self.place())

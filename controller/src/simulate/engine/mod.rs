@@ -111,7 +111,7 @@ pub fn run(
 /// Returns the decisions of one baseline, in order. A baseline without offloads has none.
 ///
 /// # Errors
-/// The same as for [`run`].
+/// The errors of [`run`].
 pub fn decisions(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,
