@@ -34,7 +34,7 @@ export async function pin(container) {
 }
 
 export async function setAutoOffload(on) {
-  if (!on && !await confirm("Turn auto-offload off?", "No container of this node is offloaded automatically until you turn it on again.", "Turn off")) return;
+  if (!on && !await confirm("Turn auto-offload off?", "No container of this node is offloaded automatically until you turn auto-offload on again.", "Turn off")) return;
   await change(`api/v1/auto-offload/${on ? "on" : "off"}`, `Auto-offload is ${on ? "on" : "off"}`, "Auto-offload");
 }
 
@@ -52,7 +52,7 @@ export async function move(container, verb) {
   if (verb === "offload" && container.state === "Active") {
     const wake = container.last_wake_ms ? ` The last restore took ${took(container.last_wake_ms)}.` : "";
     const sure = await confirm(`Offload ${container.name}?`,
-      `It is in use. ${bytes(container.vram_bytes)} of VRAM move to host memory, and its next CUDA call waits until they are restored.${wake}`, "Offload");
+      `The container is in use. ${bytes(container.vram_bytes)} of VRAM move to host memory. The container's next CUDA call waits until this memory is restored.${wake}`, "Offload");
     if (!sure) return;
   }
   try {

@@ -97,7 +97,7 @@ function show() {
   const words = [`${count(all / seconds)} calls per second in ${pids.size} ${pids.size === 1 ? "process" : "processes"}`];
   if (recorded < all - dropped) words.push(`1 in ${count(Math.max(1, all / Math.max(1, recorded)))} recorded`);
   words.push(`${count(dropped)} dropped`);
-  if (mute.size) words.push(`${mute.size} with a library too old to record`);
+  if (mute.size) words.push(`${mute.size} with a library that is too old to record calls`);
   put(byId("calls-note"), batches.length ? words.join(", ") : "Waiting for calls");
 }
 

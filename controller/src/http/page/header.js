@@ -104,6 +104,6 @@ export async function refreshToday() {
     const price = returned / 3600 * report.price_per_gpu_hour;
     today = { returned, price: report.price_per_gpu_hour ? `${price.toFixed(2)} ${report.currency}` : "" };
     drawHeader();
-  } catch { /* the next minute asks again */ }
+  } catch { /* the request is repeated in a minute */ }
 }
 setInterval(refreshToday, 60000);

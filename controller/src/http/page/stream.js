@@ -33,7 +33,7 @@ function askForToken(why) {
 
 export async function follow(path, on, until) {
   let last = null, wait_ms = 250;
-  let refused = ""; // what the controller says when it does not let us
+  let refused = ""; // the controller's reason if it refuses the stream
   while (!until?.aborted) {
     const stop = new AbortController();
     until?.addEventListener("abort", () => stop.abort(), { signal: stop.signal });
