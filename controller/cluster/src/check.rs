@@ -22,12 +22,12 @@ pub struct CheckOptions {
 pub enum CheckError {
     /// The shim did not add Affinode's files to the container.
     #[error(
-        "this container is not managed, because {0} is missing; does the pod ask for a GPU (value test.resources), and does the node's GPU plugin assign one? The shim's reason is in containerd's log"
+        "this container is not managed by Affinode, because {0} is missing; check that the pod requests a GPU (chart value test.resources), and that the node's GPU plugin assigns one; containerd's log has the shim's reason"
     )]
     Unmanaged(PathBuf),
     /// The loader did not load the library.
     #[error(
-        "Affinode's library is mounted, but not loaded into this process; `affinode doctor` on the node checks the library"
+        "Affinode's library is mounted, but not loaded into this process; run `affinode doctor` on the node to check the library"
     )]
     NotLoaded,
     /// The memory map of this process cannot be read.
@@ -53,7 +53,9 @@ pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
             return Err(CheckError::Unmanaged(path));
         }
     }
-    tracing::info!("the container is managed: library and run folder are mounted");
+    tracing::info!(
+        "the container is managed by Affinode: its library and its run folder are mounted"
+    );
     let maps = inside("/proc/self/maps");
     let read = |source| CheckError::Read { path: maps.clone(), source };
     let text = fs::read_to_string(&maps).map_err(read)?;
@@ -61,7 +63,7 @@ pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
     if !library.is_some_and(|library| text.contains(library)) {
         return Err(CheckError::NotLoaded);
     }
-    tracing::info!("the library is loaded into this process");
+    tracing::info!("Affinode's library is loaded into this process");
     Ok(())
 }
 

@@ -63,7 +63,10 @@ impl NodeDiscovery {
                 .modify(|node| node.managed_fields_mut().clear());
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("nodes: the watch failed: {}", error_chain::chain(&error));
+                tracing::warn!(
+                    "nodes: the watch of the node objects failed, and is started again: {}",
+                    error_chain::chain(&error)
+                );
             }
         }));
         let (agents, writer) = reflector::store();
@@ -72,7 +75,10 @@ impl NodeDiscovery {
         let events = watcher(Api::namespaced(client, namespace), of).default_backoff();
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("agents: the watch failed: {}", error_chain::chain(&error));
+                tracing::warn!(
+                    "agents: the watch of the agents' addresses failed, and is started again: {}",
+                    error_chain::chain(&error)
+                );
             }
         }));
         NodeDiscovery { nodes, agents, installation: installation.to_owned() }

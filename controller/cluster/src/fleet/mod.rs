@@ -80,7 +80,7 @@ async fn serve(options: &FleetOptions, mut stop: StopSignal) -> Result<(), Servi
         survey,
     };
     let listener = service::listen(options.listen).await?;
-    tracing::info!("listening on {}", options.listen);
+    tracing::info!("page of all nodes: listening on {}", options.listen);
     tokio::select! {
         () = https::serve(listener, Arc::new(fleet)) => {}
         () = stop.wait() => {}

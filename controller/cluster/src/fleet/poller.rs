@@ -151,7 +151,10 @@ impl FleetPoller {
                     let received = match token {
                         Ok(token) => {
                             timeout(2 * TIME, receive(&node, token)).await.unwrap_or_else(|_| {
-                                Err(format!("no complete reply within {:?}", 2 * TIME))
+                                Err(format!(
+                                    "the node's agent sent no complete reply within {:?}",
+                                    2 * TIME
+                                ))
                             })
                         }
                         Err(why) => Err(why),
@@ -238,7 +241,7 @@ async fn receive(node: &KnownNode, authorization: HeaderValue) -> PollResult {
     }
     summary::read(&body)
         .map(Some)
-        .map_err(|error| format!("cannot parse the agent's reply as a node: {error}"))
+        .map_err(|error| format!("cannot parse the agent's reply as the state of a node: {error}"))
 }
 
 /// Returns the header with this program's token. The kubelet renews the token, so the file is read

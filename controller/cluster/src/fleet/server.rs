@@ -195,7 +195,7 @@ fn own(reply: Reply) -> Response<Body> {
 }
 
 fn refused(refusal: &Denied) -> Response<Body> {
-    tracing::debug!("refused: {} {}", refusal.why, refusal.detail);
+    tracing::debug!("request refused: {} {}", refusal.why, refusal.detail);
     own(authz::refused(refusal))
 }
 

@@ -104,7 +104,7 @@ async fn converse<S: HttpsSite>(stream: TcpStream, site: &S) {
     match timeout(S::LIMITS.handshake, handshake).await {
         Ok(Ok(stream)) => answer_all(stream, site).await,
         Ok(Err(error)) => site.parted(&error),
-        Err(_) => tracing::debug!("client: no TLS handshake in time"),
+        Err(_) => tracing::debug!("client: the TLS handshake was not complete in time"),
     }
 }
 

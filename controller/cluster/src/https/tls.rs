@@ -21,7 +21,7 @@ use crate::error_chain;
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A certificate or key file cannot be read.
-    #[error("cannot read {}, the file of {option}", path.display())]
+    #[error("cannot read {}, the file given by {option}", path.display())]
     File {
         /// Command-line option that names the file.
         option: &'static str,
@@ -35,10 +35,10 @@ pub enum TlsError {
     #[error("the file does not contain a {0} in PEM form")]
     Pem(&'static str, #[source] pem::Error),
     /// The key does not match the certificate.
-    #[error("the key does not match the certificate")]
+    #[error("the TLS key does not match the TLS certificate")]
     Pair(#[from] rustls::Error),
     /// The self-signed certificate could not be created.
-    #[error("cannot create a certificate")]
+    #[error("cannot create a self-signed certificate")]
     Make(#[from] rcgen::Error),
 }
 

@@ -156,7 +156,7 @@ impl<'a> ClusterAgents<'a> {
         let failed = |why: &str| PluginError::Forward { pod: agent.name.clone(), why: why.into() };
         let (Some(stream), Some(error)) = (forward.take_stream(port), forward.take_error(port))
         else {
-            return Err(failed("it has no stream"));
+            return Err(failed("no stream was opened for the port"));
         };
         tokio::select! {
             stream = agent_client::handshake(stream, peer, certificate) => Ok(stream?),
@@ -174,7 +174,7 @@ fn content(answer: AgentAnswer) -> NodeAnswer {
         AgentAnswer::Controller(StatusCode::OK, body) => Ok(Some(body)),
         AgentAnswer::Controller(status, body) => {
             let text = agent_client::said(&body);
-            Err(PluginError::Reply(format!("its controller replied {status}: {text}")))
+            Err(PluginError::Reply(format!("the node's controller replied {status}: {text}")))
         }
     }
 }
@@ -219,7 +219,7 @@ async fn agent_pods(
     let labels = format!("app.kubernetes.io/component=node,app.kubernetes.io/instance={release}");
     let api: Api<Pod> = Api::namespaced(access.client.clone(), namespace);
     let listed = api.list(&ListParams::default().labels(&labels)).await;
-    let listed = listed.map_err(PluginError::api(format!("list pods of {namespace}")))?;
+    let listed = listed.map_err(PluginError::api(format!("list pods of namespace {namespace}")))?;
     let mut found = BTreeMap::new();
     // While an agent is being replaced, its node has two agent pods. The ready pod is used.
     let (ready, others): (Vec<&Pod>, Vec<&Pod>) = listed.iter().partition(|pod| is_ready(pod));

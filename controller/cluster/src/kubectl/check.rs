@@ -92,7 +92,7 @@ fn text(row: &NodeRow, state: &str) -> String {
     match (&row.figures, row.why.as_str()) {
         _ if is_reachable && state != "served" => state.to_owned(),
         (Some(figures), "") => {
-            format!("serves, {} GPUs, version {}", figures.gpus, figures.version)
+            format!("the runtime is served, {} GPUs, version {}", figures.gpus, figures.version)
         }
         (_, why) => why.to_owned(),
     }

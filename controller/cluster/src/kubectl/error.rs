@@ -49,7 +49,7 @@ pub enum PluginError {
     #[error("no cluster is configured; set --kubeconfig or KUBECONFIG")]
     NoConfig(#[source] Box<InferConfigError>),
     /// The kubeconfig's user cannot be used.
-    #[error("cannot use the kubeconfig's user")]
+    #[error("cannot use the credentials of the kubeconfig's user")]
     User(#[source] ApiError),
     /// The user has no token that an agent could review.
     #[error(
@@ -58,7 +58,7 @@ pub enum PluginError {
     NoToken,
     /// The kubeconfig's user impersonates another user.
     #[error(
-        "the kubeconfig's user impersonates another user, which agents cannot review; use a context without `as`"
+        "the kubeconfig's user impersonates another user, and the node agents accept no impersonation; use a context without `as`"
     )]
     Impersonates,
     /// The API server refused a request.
@@ -103,7 +103,7 @@ pub enum PluginError {
     #[error("{0}")]
     Refused(String),
     /// The agent replied with an error, because it got no reply from its controller.
-    #[error("its agent replied {status}: {text}")]
+    #[error("the node's agent replied {status}: {text}")]
     NoController {
         /// HTTP status of the reply.
         status: u16,
@@ -114,7 +114,7 @@ pub enum PluginError {
     #[error("{0}")]
     Reply(String),
     /// Standard output cannot be written.
-    #[error("cannot print")]
+    #[error("cannot write to standard output")]
     Print(#[from] io::Error),
     /// The result cannot be written as JSON.
     #[error("cannot write JSON")]

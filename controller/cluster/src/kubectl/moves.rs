@@ -223,7 +223,8 @@ async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> 
         return Ok(());
     }
     Err(PluginError::Refused(format!(
-        "it would be refused: the user may not post {path}; ClusterRole affinode-operator has this right"
+        "the move would be refused: the user may not post {path}; ClusterRole affinode-operator \
+         grants this right"
     )))
 }
 
@@ -301,8 +302,11 @@ async fn ask(
     let path = format!("/api/v1/containers/{}/{}", found.container.key, verb.word());
     match agents.ask(node, Method::POST, &path, MOVE).await? {
         AgentAnswer::Controller(StatusCode::OK | StatusCode::CONFLICT, body) => {
-            serde_json::from_slice(&body)
-                .map_err(|error| PluginError::Reply(format!("its reply is not a result: {error}")))
+            serde_json::from_slice(&body).map_err(|error| {
+                PluginError::Reply(format!(
+                    "the controller's reply does not have the form of a move's result: {error}"
+                ))
+            })
         }
         AgentAnswer::Controller(_, body) => Err(PluginError::Reply(agent_client::said(&body))),
         AgentAnswer::NoController => Err(PluginError::Reply("the container has ended".to_owned())),

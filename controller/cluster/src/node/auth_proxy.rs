@@ -242,7 +242,7 @@ impl Body for ProxiedConnection {
 }
 
 fn refused(refusal: &Denied) -> Answer {
-    tracing::debug!("refused: {} {}", refusal.why, refusal.detail);
+    tracing::debug!("request refused: {} {}", refusal.why, refusal.detail);
     own(authz::refused(refusal))
 }
 

@@ -70,14 +70,14 @@ pub enum HostError {
     #[error("cannot run affinode, which must be in the folder of this program")]
     Run(#[source] io::Error),
     /// The command exceeded its time limit.
-    #[error("affinode {0} did not exit in time")]
+    #[error("the command `affinode {0}` did not exit in time")]
     Late(&'static str),
     /// The command failed. Contains its message.
     #[error("{0}")]
     Refused(String),
     /// The output of the command is not the expected JSON.
     #[error(
-        "affinode {verb} did not print JSON; check that the node agent and the installed programs come from the same image"
+        "the command `affinode {verb}` did not print JSON; check that the node agent and the installed programs come from the same image"
     )]
     Answer {
         /// Subcommand that was run.

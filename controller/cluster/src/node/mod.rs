@@ -173,7 +173,7 @@ impl NodeAgent<'_> {
                     Ok(rest) => rest,
                     Err(error) => {
                         tracing::warn!(
-                            "node object: the request failed: {}",
+                            "node object: a request to the API server failed: {}",
                             error_chain::chain(&error)
                         );
                         LOOK_EVERY
@@ -327,7 +327,7 @@ impl NodeAgent<'_> {
             }
             Ok(true) => {
                 self.metrics.config_accepted();
-                tracing::info!("controller: configuration written");
+                tracing::info!("controller: the cluster's configuration was written to its file");
                 let run_dir = places.on_host(&places.run_dir);
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
                 match reload::reload(&socket).await {
@@ -338,7 +338,7 @@ impl NodeAgent<'_> {
                     ),
                     // If no controller runs yet, the next one reads the file when it starts.
                     Err(error) => tracing::info!(
-                        "controller: not running, or it did not reload: {}",
+                        "controller: no controller runs, or it did not reload its configuration: {}",
                         error_chain::chain(&error)
                     ),
                 }
@@ -347,7 +347,7 @@ impl NodeAgent<'_> {
             Err(error) => {
                 let why = error_chain::chain(&error);
                 if self.bad_config.as_ref() != Some(&why) {
-                    tracing::error!("controller: configuration unchanged: {why}");
+                    tracing::error!("controller: the earlier configuration stays in use: {why}");
                     self.metrics.config_refused();
                     self.events.config_refused(&why).await;
                 }
@@ -379,7 +379,7 @@ impl NodeAgent<'_> {
                 places.uninstall().await
             }
             _ => {
-                tracing::info!("node: a check was requested whether Affinode can be removed");
+                tracing::info!("node: the uninstaller asks whether Affinode can be removed");
                 places.may_go().await
             }
         };
@@ -387,7 +387,7 @@ impl NodeAgent<'_> {
             Ok(()) => self.say(node, wanted).await?,
             Err(error) => {
                 let why = error_chain::chain(&error);
-                tracing::warn!("node: cannot uninstall: {why}");
+                tracing::warn!("node: cannot uninstall Affinode: {why}");
                 self.say(node, &format!("{NOT_RETIRED}{why}")).await?;
             }
         }
@@ -399,7 +399,7 @@ impl NodeAgent<'_> {
         if served == labelled {
             return Ok(());
         }
-        tracing::info!("label {RUNTIME}: {}", if served { "on" } else { "off" });
+        tracing::info!("node: label {RUNTIME} is {}", if served { "on" } else { "off" });
         self.node_labels.serve(served).await
     }
 
@@ -416,7 +416,7 @@ impl NodeAgent<'_> {
             return Ok(());
         }
         if self.said.replace(state.to_owned()).as_deref() != Some(state) {
-            tracing::info!("state: {state}");
+            tracing::info!("node: state: {state}");
         }
         let agent = Some(self.options.installation.clone());
         let said = [(STATE, Some(state.to_owned())), (AGENT, agent), (CERTIFICATE, certificate)];
@@ -467,7 +467,10 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("node object: the watch failed: {}", error_chain::chain(&error));
+                    tracing::warn!(
+                        "node object: the watch failed, and is started again: {}",
+                        error_chain::chain(&error)
+                    );
                 }
             }
             std::future::ready(())

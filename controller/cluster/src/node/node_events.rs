@@ -47,7 +47,10 @@ impl NodeEvents {
             secondary: None,
         };
         if let Err(error) = self.recorder.publish(&event, &self.node).await {
-            tracing::warn!("node event: cannot publish it: {}", error_chain::chain(&error));
+            tracing::warn!(
+                "node event: the event cannot be published: {}",
+                error_chain::chain(&error)
+            );
         }
     }
 }

@@ -44,10 +44,10 @@ pub fn pod_event(event: &Event) -> Option<PodEvent> {
             (false, "GPURestored", "Restore", note)
         }
         EventKind::State if is(&event.to, State::Queued) => {
-            (false, "GPUWaiting", "Restore", format!("was called: {}", event.text))
+            (false, "GPUWaiting", "Restore", format!("has a CUDA call that waits: {}", event.text))
         }
         EventKind::State if is(&event.to, State::Lost) => {
-            (true, "GPULost", "Restore", format!("its GPU state is lost: {}", event.text))
+            (true, "GPULost", "Restore", format!("has lost its GPU state: {}", event.text))
         }
         EventKind::Refused => (true, "GPUOffloadRefused", "Offload", event.text.clone()),
         EventKind::Annotation => (true, "GPUAnnotationIgnored", "Configure", event.text.clone()),

@@ -44,7 +44,7 @@ impl Pods {
                 Ok(()) => self.board.done(change, now_ms),
                 Err(why) => {
                     tracing::warn!(
-                        "pod {}/{}: cannot write its status: {why}",
+                        "pod {}/{}: cannot write the pod's status: {why}",
                         name.namespace,
                         name.name
                     );
@@ -93,7 +93,7 @@ pub async fn write(
         Ok(Ok(_)) => Ok(()),
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Ok(()),
         Ok(Err(error)) => Err(error_chain::chain(&ApiError(error))),
-        Err(_) => Err(format!("no reply within {TIME:?}")),
+        Err(_) => Err(format!("no reply from the API server within {TIME:?}")),
     }
 }
 

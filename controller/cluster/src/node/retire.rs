@@ -61,7 +61,7 @@ pub enum RetireError {
     )]
     Start(#[source] std::io::Error),
     /// A request to the API server failed.
-    #[error("cannot remove the nodes' agents through the API server")]
+    #[error("cannot remove Affinode from the nodes, because a request to the API server failed")]
     Cluster(#[from] kube::Error),
     /// These nodes refused the removal, or did not complete it in time.
     #[error(
@@ -95,7 +95,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     let deadline = Instant::now() + options.timeout;
     let names: Vec<String> =
         ours(&client, options).await?.iter().map(ResourceExt::name_any).collect();
-    tracing::info!("requesting uninstall on {} nodes", names.len());
+    tracing::info!("requesting the removal of Affinode from {} nodes", names.len());
     for name in &names {
         let wish = [
             // Replaces the state that an earlier request left.
@@ -149,7 +149,10 @@ async fn taken_off(
     deadline: Instant,
 ) -> Result<(), RetireError> {
     all_say(READY, client, options, deadline).await?;
-    tracing::info!("all nodes: no container runs, so the agents are requested to remove Affinode");
+    tracing::info!(
+        "all nodes: no container of Affinode runs, so the agents now get the request to remove \
+         Affinode"
+    );
     for name in names {
         let wish = [(RETIRE, Some(must_go(&options.installation)))];
         NodeLabels::new(client.clone(), name).annotate(&wish).await?;

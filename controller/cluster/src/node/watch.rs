@@ -181,7 +181,10 @@ impl ControllerWatch {
             secondary: None,
         };
         if let Err(error) = self.recorder.publish(&event, pod).await {
-            tracing::warn!("pod event: cannot publish it: {}", error_chain::chain(&error));
+            tracing::warn!(
+                "pod event: the event cannot be published: {}",
+                error_chain::chain(&error)
+            );
         }
     }
 

@@ -42,7 +42,10 @@ impl ClusterState {
         let events = watcher(Api::all(client.clone()), only).default_backoff();
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("RuntimeClass: the watch failed: {}", error_chain::chain(&error));
+                tracing::warn!(
+                    "RuntimeClass: the watch failed, and is started again: {}",
+                    error_chain::chain(&error)
+                );
             }
         }));
         ClusterState { client, name: name.to_owned(), class }
@@ -71,7 +74,9 @@ impl ClusterState {
                     }
                     Err(error) => {
                         let error = ApiError(error);
-                        tracing::warn!("{name} of namespace {namespace}: cannot read it: {error}");
+                        tracing::warn!(
+                            "{name} of namespace {namespace}: cannot read this object: {error}"
+                        );
                     }
                 }
             }

@@ -80,10 +80,10 @@ async fn serve_all(options: &WebhookOptions, mut stop: StopSignal) -> Result<(),
     let cluster = ClusterState::watch(client, &options.rules.runtime_class);
     let door = WebhookServer::new(options.rules.clone(), cluster, shown);
     let listener = service::listen(options.listen).await?;
-    tracing::info!("listening on {}", options.listen);
+    tracing::info!("webhook: listening on {}", options.listen);
     let serving = tokio::spawn(https::serve(listener, Arc::new(door)));
     stop.wait().await;
-    tracing::info!("webhook: stopping, serving for {DRAIN_TIMEOUT:?} more");
+    tracing::info!("webhook: stopping; it still serves requests for {DRAIN_TIMEOUT:?}");
     tokio::time::sleep(DRAIN_TIMEOUT).await;
     serving.abort();
     Ok(())

@@ -80,7 +80,7 @@ async fn a_dry_run_moves_nothing() {
     assert!(printed.out.contains(line), "{printed}");
     stage.api.deny("post /affinode/v1/containers/offload");
     let refused = stage.run("offload notebook --dry-run").await;
-    assert!(refused.status == 3 && refused.err.contains("it would be refused"), "{refused}");
+    assert!(refused.status == 3 && refused.err.contains("the move would be refused"), "{refused}");
     assert!(moves(&one).is_empty() && moves(&two).is_empty());
 }
 

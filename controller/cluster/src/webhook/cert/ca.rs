@@ -25,7 +25,7 @@ const SKEW: Duration = Duration::hours(1);
 
 /// A certificate could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot create a certificate")]
+#[error("cannot create a certificate for the webhook")]
 pub struct IssueError(#[from] rcgen::Error);
 
 /// The content of the Secret, in PEM form.

@@ -100,7 +100,7 @@ pub enum RotationError {
     Show(#[from] TlsError),
     /// In each attempt, the write of another program came first.
     #[error(
-        "other programs changed the Secret or the configuration during each of {STEPS} attempts"
+        "cannot store the webhook's certificate: other programs changed the Secret or the MutatingWebhookConfiguration during each of {STEPS} attempts"
     )]
     Contended,
 }
@@ -229,7 +229,11 @@ impl CertificateRotation {
             }
         };
         if done {
-            tracing::info!(?step, "Secret {}: written", self.places.secret);
+            tracing::info!(
+                ?step,
+                "Secret {}: the webhook's certificate was written",
+                self.places.secret
+            );
         }
         Ok(())
     }
