@@ -44,13 +44,13 @@ pub enum CopierError {
         source: CudaError,
     },
     /// The controller's socket has failed.
-    #[error("the socket of the controller failed")]
+    #[error("the copier's socket to the controller failed")]
     Io(#[from] io::Error),
     /// The controller has sent an invalid frame.
     #[error("the controller sent an invalid frame")]
     Frame(#[from] FrameError),
     /// The driver has refused a call in a way that leaves the context unusable.
-    #[error("the CUDA context is unusable")]
+    #[error("the copier's CUDA context is unusable")]
     Broken(#[source] Box<dyn std::error::Error>),
 }
 

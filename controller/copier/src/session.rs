@@ -61,7 +61,7 @@ pub enum SessionError {
     #[error("the process closed its socket")]
     HungUp,
     /// Receiving from or sending to the process has failed.
-    #[error("the socket of the process failed")]
+    #[error("the copier's socket to the process failed")]
     Io(#[source] io::Error),
     /// The process has sent an invalid frame.
     #[error("the process sent an invalid frame")]
@@ -86,7 +86,7 @@ pub enum SessionError {
     #[error("cannot use the memory file of the process")]
     Region(#[from] RegionError),
     /// The driver has refused a call.
-    #[error("a call of the driver failed")]
+    #[error("a call of the CUDA driver failed")]
     Cuda(#[from] CudaError),
     /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out the memory that the process exported")]

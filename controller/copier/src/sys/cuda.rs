@@ -33,7 +33,7 @@ pub enum CudaError {
         source: libloading::Error,
     },
     /// A call has returned an error.
-    #[error("{call} returned {code}")]
+    #[error("the driver's function {call} returned error {code}")]
     Call {
         /// Name of the function.
         call: &'static str,

@@ -52,7 +52,7 @@ pub enum RegionError {
     #[error("pages of the memory file are missing")]
     Missing,
     /// The process reported that it uses a segment for a chunk, but has not freed the chunk.
-    #[error("the memory file still has pages of a chunk that is in a segment")]
+    #[error("the memory file still has pages of a chunk whose content is in a shared segment")]
     NotGivenUp,
     /// The driver has refused a call.
     #[error(transparent)]
