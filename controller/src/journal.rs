@@ -121,11 +121,12 @@ fn digest(body: &str) -> String {
 
 fn read(path: &Path) -> Result<Record, String> {
     if fs::metadata(path).map_err(|e| e.to_string())?.len() > MAX_BYTES {
-        return Err("larger than a record can be".into());
+        return Err("the file is larger than a record can be".into());
     }
     let text = fs::read_to_string(path).map_err(|e| e.to_string())?;
-    let (head, body) = text.split_once('\n').ok_or("no first line")?;
-    let sum = head.strip_prefix(TITLE).ok_or("another version, or not a record")?.trim();
+    let (head, body) = text.split_once('\n').ok_or("the file has no first line")?;
+    let sum =
+        head.strip_prefix(TITLE).ok_or("the file has another version, or is not a record")?.trim();
     if sum != digest(body) {
         return Err("the checksum does not match".into());
     }

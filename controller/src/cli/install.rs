@@ -343,7 +343,10 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     }
     match status.controller_pid {
         Some(pid) => writeln!(out, "the controller runs: process {pid}")?,
-        None => writeln!(out, "no controller runs: a shim starts one with the first container")?,
+        None => writeln!(
+            out,
+            "no controller runs: a shim starts a controller with the first container"
+        )?,
     }
     match (status.running_shims, status.running_podman) {
         (0, 0) => writeln!(out, "no container uses Affinode")?,

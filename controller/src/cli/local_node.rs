@@ -35,7 +35,7 @@ impl LocalNode {
         }
         let config = Config::load(&Config::path()).unwrap_or_else(|error| {
             tracing::debug!(
-                "configuration: using the defaults, because it cannot be read: {}",
+                "configuration: the defaults apply, because the configuration cannot be read: {}",
                 error_chain::chain(&error)
             );
             Config::default()

@@ -197,7 +197,10 @@ fn row(whose: &str, value: &PolicyValue, wide: bool) -> Vec<String> {
 
 fn validate(file: &Path, out: &mut dyn Write, shape: PolicyShape) -> Result<(), CliError> {
     if !file.exists() {
-        return Err(CliError::NotDone(format!("there is no file {}", file.display())));
+        return Err(CliError::NotDone(format!(
+            "the configuration file {} does not exist",
+            file.display()
+        )));
     }
     let config = Config::load(file).map_err(|e| CliError::NotDone(error_chain::chain(&e)))?;
     let policies = config.settings().policies;

@@ -43,7 +43,7 @@ impl ReportTable<'_> {
     /// When the output cannot be written.
     pub fn print(&self, out: &mut dyn Write, rows: &[(Vec<String>, &ReportRow)]) -> io::Result<()> {
         if rows.is_empty() {
-            return writeln!(out, "no container held or freed VRAM in this time");
+            return writeln!(out, "no container held or freed VRAM in this time range");
         }
         let mut all = ReportRow::default();
         let mut lines = Vec::new();

@@ -241,7 +241,10 @@ pub fn run(
         args.calibration.iter().try_fold(Calibration::default(), |known, path| known.read(path))?;
     let config = match &args.config {
         Some(path) if !path.exists() => {
-            return Err(SimulateError::Argument(format!("there is no file {}", path.display())));
+            return Err(SimulateError::Argument(format!(
+                "the configuration file {} does not exist",
+                path.display()
+            )));
         }
         Some(path) => Config::load(path)?,
         None => Config::default(),
@@ -328,7 +331,7 @@ fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String>
     (!names.is_empty()).then(|| {
         format!(
             "warning: the time steps of the trace ({step}) are not shorter than the idle timeouts of {}: \
-             every pause looks idle, so their figures are not reliable",
+             every pause looks idle, so the figures of these policies are not reliable",
             names.join(", ")
         )
     })

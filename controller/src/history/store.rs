@@ -64,13 +64,13 @@ pub enum StoreError {
         source: io::Error,
     },
     /// The writer's thread cannot be started.
-    #[error("cannot start the writer of the history")]
+    #[error("cannot start the thread that writes the history")]
     Thread(#[source] io::Error),
     /// The content of the file cannot be read or written.
-    #[error("cannot read or write the history")]
+    #[error("cannot read or write the file of the history")]
     Database(#[source] Box<redb::Error>),
     /// A span cannot be encoded.
-    #[error("cannot write a record of the history")]
+    #[error("cannot encode a record of the history")]
     Record(#[source] serde_json::Error),
 }
 
@@ -107,7 +107,7 @@ impl SpanStore {
             Err(error) => {
                 let aside = path.with_extension("bad");
                 tracing::warn!(
-                    "{} cannot be read and was renamed to {}: {error}",
+                    "history: {} cannot be read and is renamed to {}: {error}",
                     path.display(),
                     aside.display()
                 );

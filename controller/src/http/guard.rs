@@ -215,9 +215,10 @@ impl HttpGuard {
             (AuthMode::Token(token), Some(shown)) if bool::from(shown.ct_eq(token)) => {
                 Ok(Principal { user: None, again: None })
             }
-            (AuthMode::Token(_), _) => {
-                Err(Denied::new(DenyReason::Token, "send the token of http.token_file"))
-            }
+            (AuthMode::Token(_), _) => Err(Denied::new(
+                DenyReason::Token,
+                "a token is required: send the token that http.token_file contains",
+            )),
             (AuthMode::Review(reviewer), Some(shown)) => {
                 let user = Some(reviewer.admit(shown, access).await?);
                 let again = Some((Arc::clone(reviewer), shown.to_vec(), access));

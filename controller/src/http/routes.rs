@@ -368,7 +368,10 @@ async fn may_act(
                 DenyReason::Malformed,
                 format!("client {}: the body is too large", caller.who),
             );
-            Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"))
+            Err(reply::error(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                "the body of the request is too large, and this request needs no body",
+            ))
         }
         Err(_) => {
             Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body was not received in time"))

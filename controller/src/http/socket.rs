@@ -20,7 +20,7 @@ use crate::config::ListenAddress;
 
 /// The socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen on {place}")]
+#[error("cannot listen on {place}; check http.listen in the configuration")]
 pub struct ListenError {
     place: String,
     #[source]

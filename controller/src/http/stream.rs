@@ -69,7 +69,10 @@ impl StreamGuard {
                 _ = written => {}
                 refusal = ended => {
                     let Denied { why, detail, .. } = refusal;
-                    site.note(format!("stream closed: {}", if detail.is_empty() { why } else { detail }));
+                    site.note(format!(
+                        "event stream closed: {}",
+                        if detail.is_empty() { why } else { detail }
+                    ));
                 }
             }
             drop(self.permit);

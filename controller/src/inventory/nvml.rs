@@ -76,7 +76,8 @@ impl NvmlDevices {
                 Ok(answer)
             }
             Err(error) => {
-                let why = format!("NVML ({}): {error}", self.library.path().display());
+                let why =
+                    format!("NVML ({}) cannot be used: {error}", self.library.path().display());
                 self.nvml = None;
                 self.failed = Some((Instant::now(), why.clone()));
                 Err(why)

@@ -102,7 +102,9 @@ pub enum JobRefusal {
         namespace: String,
     },
     /// The namespace is too long, or has other characters than a name may have.
-    #[error("invalid namespace {0:?}")]
+    #[error(
+        "invalid namespace {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
+    )]
     Namespace(String),
     /// The request has too many annotations.
     #[error("a job may have at most {MAX_ANNOTATIONS} annotations")]
@@ -111,7 +113,7 @@ pub enum JobRefusal {
     #[error("only root may set annotation {0}; other users may set {others}", others = HARMLESS.join(", "))]
     OnlyRoot(String),
     /// The annotation's name is invalid, or its value is too long.
-    #[error("annotation {0:?} is invalid or too long")]
+    #[error("annotation {0:?} has an invalid name, or a value of more than {MAX_TEXT_BYTES} bytes")]
     Annotation(String),
 }
 

@@ -140,7 +140,7 @@ impl WorkloadTrace {
             let cells: Vec<&str> = line.trim().split(',').collect();
             if cells != [""] && row(&mut reader, &cells).is_none() {
                 let what = format!(
-                    "{:?} does not match the header",
+                    "the line {:?} does not match the header",
                     line.chars().take(80).collect::<String>()
                 );
                 return Err(SimulationError::Line { path: path(), line: number, what });

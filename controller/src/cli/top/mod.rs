@@ -24,7 +24,7 @@ const SECOND: Duration = Duration::from_secs(1);
 pub async fn run(run_dir: PathBuf) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
         return Err(CliError::NotDone(
-            "top needs a terminal; use `affinode ps -w` without one".into(),
+            "`affinode top` needs a terminal; without a terminal, use `affinode ps -w`".into(),
         ));
     }
     let mut source = NodeSource::open(run_dir).await?;

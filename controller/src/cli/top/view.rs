@@ -115,7 +115,10 @@ fn row(c: &schema::Container, now_ms: i64) -> Row<'static> {
 
 fn help(state: &TopState) -> Line<'static> {
     if state.typing {
-        return Line::from(format!("/{}▏ Enter keeps, Esc clears", format::safe(&state.filter)));
+        return Line::from(format!(
+            "/{}▏ Enter keeps the filter, Esc clears it",
+            format::safe(&state.filter)
+        ));
     }
     let keys =
         format!("q quit  o offload  r restore  p pin  s sort: {}  / filter", state.sort.word());
