@@ -122,7 +122,7 @@ pub async fn handshake<S: AsyncRead + AsyncWrite + Unpin>(
     certificate: Fingerprint,
 ) -> Result<TlsStream<S>, AgentClientError> {
     let config = cert_pin::client(certificate)?;
-    // The client checks only the fingerprint of the certificate, so any name will do.
+    // The client checks only the fingerprint of the certificate, so the name has no effect.
     let name = ServerName::IpAddress(IpAddr::from(Ipv4Addr::LOCALHOST).into());
     let stream = TlsConnector::from(Arc::new(config)).connect(name, stream);
     stream.await.map_err(|e| AgentClientError::Tls(peer.to_owned(), e))
