@@ -45,7 +45,7 @@ impl HostBudget {
     }
 }
 
-/// A value of /proc/meminfo in bytes; 0: unknown.
+/// A value of /proc/meminfo in bytes. 0: unknown.
 fn of_meminfo(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     value(&text, name).unwrap_or(0)

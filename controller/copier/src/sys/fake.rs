@@ -49,7 +49,7 @@ struct Memory {
     bytes: usize,
     /// Byte that the memory contains until something is copied to it.
     byte: u8,
-    /// Copied content; empty if nothing was copied to the memory.
+    /// Copied content. Empty if nothing was copied to the memory.
     content: Vec<u8>,
     /// Grains to which content was copied.
     filled: Vec<bool>,

@@ -219,8 +219,8 @@ impl<'a> Play<'a> {
     }
 }
 
-/// Descriptors to send: none; memory files, the last of which gets overwritten; device memory; and
-/// other files.
+/// Creates the descriptors to send: no descriptor, memory files (the last is overwritten later),
+/// device memory, and other files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {
