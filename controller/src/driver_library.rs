@@ -36,7 +36,7 @@ pub struct DriverLibrary {
 
 impl DriverLibrary {
     /// `name` is a file name or a path. `driver_root` is the folder in which the driver is
-    /// installed; empty: not configured.
+    /// installed. Empty: not configured.
     #[must_use]
     pub fn new(name: &str, driver_root: &Path) -> DriverLibrary {
         DriverLibrary {

@@ -29,7 +29,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the folder; creates it if it does not exist.
+    /// Opens the folder of the journal, or creates it.
     ///
     /// # Errors
     /// The folder cannot be created.

@@ -20,13 +20,13 @@ pub struct Node {
     pub controller_pid: u32,
     /// Start of the controller, milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Reason why the GPUs cannot be read; `None` if they can be read.
+    /// Reason why the GPUs cannot be read. `None` if they can be read.
     pub gpu_error: Option<String>,
-    /// Address of the dashboard; `None` if it is off.
+    /// Address of the dashboard. `None` if it is off.
     pub dashboard: Option<String>,
     /// Whether containers are offloaded automatically.
     pub auto_offload: bool,
-    /// Host memory in use for offloaded VRAM; deduplicated memory counts once.
+    /// Host memory in use for offloaded VRAM. Deduplicated memory counts once.
     pub host_used_bytes: u64,
     /// Host memory that is free for further offloads, in steps of 256 MiB.
     pub host_free_bytes: u64,
@@ -398,7 +398,7 @@ pub struct Report {
     pub until_unix_ms: i64,
     /// Start of the history within the range.
     pub oldest_unix_ms: Option<i64>,
-    /// Price of a GPU for an hour; 0: none is configured.
+    /// Price of a GPU for an hour. 0: none is configured.
     pub price_per_gpu_hour: f64,
     /// Currency of the price.
     pub currency: String,

@@ -78,14 +78,14 @@ impl ControlClient {
         self.control.list(context(QUICK), &ListRequest::default()).await.map_err(|e| self.error(e))
     }
 
-    /// Offloads a container; returns when it is done or refused.
+    /// Offloads a container. Returns when the offload is done or refused.
     pub async fn offload(&self, container: String) -> Result<ActionResponse, CliError> {
         self.may_change()?;
         let request = OffloadRequest { container, ..OffloadRequest::default() };
         self.control.offload(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Restores a container; returns when it is done or refused.
+    /// Restores a container. Returns when the restore is done or refused.
     pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
         self.may_change()?;
         let request = RestoreRequest { container, ..RestoreRequest::default() };

@@ -407,7 +407,8 @@ fn unit_state(state: UnitState) -> &'static str {
     }
 }
 
-/// The folder above `bin`, or the folder of the program.
+/// The folder from which files are installed: the folder above `bin`, or else the folder of this
+/// program.
 fn own_folder() -> Result<PathBuf, CliError> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));

@@ -107,7 +107,7 @@ enum Command {
     },
     /// Write the manual pages into a folder, such as /usr/local/share/man/man1.
     Man {
-        /// Target folder; it is created if it does not exist.
+        /// Target folder. It is created if it does not exist.
         folder: std::path::PathBuf,
     },
     /// Print the data of the documentation's reference pages as JSON.

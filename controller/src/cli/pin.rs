@@ -24,7 +24,7 @@ pub struct AutoOffloadArgs {
 enum OnOff {
     /// Policies decide when containers are offloaded.
     On,
-    /// Containers are offloaded only on request; CUDA calls still restore them.
+    /// Containers are offloaded only on request. CUDA calls still restore them.
     Off,
 }
 

@@ -106,7 +106,7 @@ fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     seen.min(total(way, before))
 }
 
-/// Rate and remaining time; empty before the first byte and at the end.
+/// Rate and remaining time. Empty before the first byte and at the end.
 fn pace(moved: u64, total: u64, elapsed: Duration) -> String {
     if moved == 0 || moved >= total {
         return String::new();

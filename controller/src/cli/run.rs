@@ -35,7 +35,7 @@ const NOT_FOUND: u8 = 127;
 /// are those of the program.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
-    /// Name of the job; default: the program's name.
+    /// Name of the job. Default: the program's name.
     #[arg(long)]
     name: Option<String>,
     /// Namespace of the job. It determines which rules `[[policy.namespace]]` apply. Only root can

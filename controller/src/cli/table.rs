@@ -2,7 +2,8 @@
 
 use std::io::{self, Write};
 
-/// Prints rows with columns as wide as their widest cell; the last column has no fixed width.
+/// Prints rows in columns. Each column is as wide as its widest cell, and the last column has no
+/// fixed width.
 ///
 /// # Errors
 /// The output cannot be written.

@@ -90,7 +90,7 @@ impl CopierProcesses {
         Ok(())
     }
 
-    /// Attaches a process to a copier; returns the process's end of the connection.
+    /// Attaches a process to a copier. Returns the process's end of the connection.
     ///
     /// # Errors
     /// See [`AttachError`].

@@ -115,7 +115,7 @@ impl NodeHistory {
         }
     }
 
-    /// Spans that overlap a time range, the oldest first. `key`: the container; `None`: all
+    /// Spans that overlap a time range, the oldest first. `key`: the container. `None`: all
     /// containers.
     ///
     /// # Errors

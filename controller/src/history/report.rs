@@ -9,7 +9,7 @@ use super::StateSpan;
 pub struct UsageRow {
     /// Namespace: of Kubernetes, or of containerd outside Kubernetes.
     pub namespace: String,
-    /// Name of the pod; empty outside Kubernetes.
+    /// Name of the pod. Empty outside Kubernetes.
     pub pod: String,
     /// Name of the container.
     pub container: String,
@@ -32,7 +32,7 @@ pub struct UsageReport {
     pub since_ms: i64,
     /// End of the range, milliseconds since 1970.
     pub until_ms: i64,
-    /// Start of the oldest span; `None` without a span.
+    /// Start of the oldest span. `None` without a span.
     pub oldest_ms: Option<i64>,
     /// One row per container, in order of name.
     pub rows: Vec<UsageRow>,

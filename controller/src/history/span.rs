@@ -9,7 +9,7 @@ pub struct StateSpan {
     pub key: String,
     /// Namespace: of Kubernetes, or of containerd outside Kubernetes.
     pub namespace: String,
-    /// Name of the pod; empty outside Kubernetes.
+    /// Name of the pod. Empty outside Kubernetes.
     pub pod: String,
     /// Name of the container, or containerd's id outside Kubernetes.
     pub container: String,
@@ -31,7 +31,7 @@ pub struct StateSpan {
     pub offloaded_bytes: u64,
     /// CUDA calls made in the span.
     pub calls: u64,
-    /// Duration of the wake that began the span; 0: no wake.
+    /// Duration of the wake that began the span. 0: no wake.
     pub wake_ms: u64,
     /// Times of use: start and end, in milliseconds after `from_ms`. They are only as precise as
     /// the interval between observations, which is a few seconds.

@@ -236,7 +236,7 @@ impl SpanStore {
                 let goal = most / 5 * 4;
                 let surplus = table.len()?.saturating_mul(used - goal) / used;
                 let last = table.iter()?.nth(usize::try_from(surplus).unwrap_or(usize::MAX));
-                // `None`: all spans must be removed.
+                // If there is no entry after the surplus, all spans must be removed.
                 cut = match last {
                     Some(entry) => cut.max(entry?.0.value().0 + 1),
                     None => u64::MAX,

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Time without a batch after which a comment is sent, because only a failed write shows that the
-/// connection is closed.
+/// Time without a batch after which an SSE comment is sent. Only a failed write shows that the
+/// client has closed the connection.
 const QUIET: Duration = Duration::from_secs(2);
 
 /// Begins a stream. Processes record their calls while the stream is open.

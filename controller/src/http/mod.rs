@@ -62,7 +62,8 @@ const READS: usize = 2;
 const HEAD_BYTES: usize = 16 << 10;
 /// Time limit for a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// Maximum time for which a write to a client may make no progress. Then the connection is closed.
+/// Maximum time for which a write to a client may make no progress. After this time, the connection
+/// is closed.
 const STALL: Duration = Duration::from_secs(20);
 
 /// The state that request handlers share.
@@ -138,7 +139,7 @@ impl AppState {
     }
 }
 
-/// Serves connections until the runtime ends.
+/// Serves connections until the async runtime ends.
 pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     loop {

@@ -97,7 +97,7 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
         Some("restore") => "/affinode/v1/containers/restore",
         Some("pin") => "/affinode/v1/containers/pin",
         Some("unpin") => "/affinode/v1/containers/unpin",
-        // Other exporters use this path too, and roles for Prometheus name it.
+        // Other exporters use the path `/metrics` too, and ClusterRoles for Prometheus grant it.
         _ if path == "/metrics" => "/metrics",
         _ => {
             let below = path.strip_prefix("/api");

@@ -54,7 +54,7 @@ pub enum BoundSocket {
 pub enum HttpPeer {
     /// Address of a TCP client.
     Tcp(SocketAddr),
-    /// User id of a local client; `None`: unknown.
+    /// User id of a local client. `None`: unknown.
     Unix(Option<u32>),
 }
 

@@ -32,7 +32,7 @@ use crate::{
     schema,
 };
 
-/// Time without a message after which a comment is sent, so that proxies and clients keep the
+/// Time without a message after which an SSE comment is sent, so that proxies and clients keep the
 /// connection.
 const QUIET: Duration = Duration::from_secs(15);
 /// Maximum number of messages that wait to be written to the connection.
@@ -45,7 +45,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 pub struct StreamGuard {
     /// The permit among the limited number of streams.
     pub permit: OwnedSemaphorePermit,
-    /// The admitted user; `None`: no right is required.
+    /// The admitted user. `None`: no right is required.
     pub admitted: Option<Principal>,
 }
 
@@ -148,7 +148,7 @@ impl StreamQuery {
     }
 }
 
-/// Begins a stream; returns the body of its response.
+/// Begins a stream. Returns the body of its response.
 pub fn begin(
     site: &Arc<AppState>,
     wish: StreamQuery,

@@ -128,7 +128,8 @@ impl CgroupTree {
         Ok(CgroupTree::parse(&process::cgroups(pid)?, Path::new("/sys/fs/cgroup")))
     }
 
-    /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
+    /// Parses lines of the form `id:controllers:path`. The line of version 2 has id 0 and no
+    /// controllers.
     fn parse(text: &str, root: &Path) -> CgroupTree {
         // If both versions are mounted, version 2 is in a subfolder.
         let hybrid = !root.join("cgroup.controllers").exists();
@@ -186,7 +187,7 @@ impl CgroupTree {
     }
 }
 
-/// Free memory of a cgroup and its limit, in bytes; `None` if it has no limit. Page cache that the
+/// Free memory of a cgroup and its limit, in bytes. `None` if it has no limit. Page cache that the
 /// kernel can drop counts as free.
 fn headroom(group: &Path) -> Option<(u64, u64)> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();

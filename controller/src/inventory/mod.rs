@@ -81,7 +81,7 @@ impl Inventory {
         Ok(Inventory { questions })
     }
 
-    /// Sends a request; the response is passed to `tell` later.
+    /// Sends a request. The response is passed to `tell` later.
     pub fn ask(&self, question: InventoryQuery) {
         // The thread runs until the last sender is dropped, so this cannot fail.
         let _ = self.questions.send(question);

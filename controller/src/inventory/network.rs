@@ -3,7 +3,7 @@
 
 use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
 
-/// Maximum bytes that are read; the file has less than 2 KiB.
+/// Maximum number of bytes that are read from the file, which has less than 2 KiB.
 const MAX_BYTES: u64 = 16 << 10;
 
 /// Number of TCP connections that were accepted in the network namespace of a process since the

@@ -93,7 +93,8 @@ impl NvmlDevices {
     }
 }
 
-/// The work that a sample shows. `None`: the sample is empty or old; NVML can return such samples.
+/// The work that a sample shows. `None`: the sample is empty or old. NVML can return empty and old
+/// samples.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;

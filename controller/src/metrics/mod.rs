@@ -110,7 +110,7 @@ impl HookCost {
         }
     }
 
-    /// The increase since `before`; 0 if a process has ended meanwhile.
+    /// The increase since `before`. It is 0 if a process has ended since then.
     fn since(self, before: HookCost) -> HookCost {
         let more =
             |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MAX_HOOK_S).contains(s));

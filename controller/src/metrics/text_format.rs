@@ -1,5 +1,5 @@
 //! The Prometheus text format for clients that do not request OpenMetrics. A counter's family has
-//! the same name as its samples. There are neither units nor an end mark.
+//! the same name as its samples. The format has no units and no end mark.
 
 use std::fmt::Write as _;
 

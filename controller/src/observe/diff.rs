@@ -10,7 +10,7 @@ use crate::schema::{Container, Node};
 /// The changes since the last observation.
 #[derive(Debug, Serialize)]
 pub struct ViewChange {
-    /// The node without its containers; `None` if it is unchanged.
+    /// The node without its containers. `None` if it is unchanged.
     pub node: Option<Node>,
     /// New and changed containers, complete.
     pub containers: Vec<Container>,
@@ -19,7 +19,7 @@ pub struct ViewChange {
 }
 
 impl ViewChange {
-    /// The changes from one observation to the next; `None` if there are none.
+    /// The changes from one observation to the next. `None` if there are none.
     #[must_use]
     pub fn between(before: &Node, after: &Node) -> Option<ViewChange> {
         let old: HashMap<&str, &Container> =

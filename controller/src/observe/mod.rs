@@ -27,7 +27,7 @@ pub use hub::{ViewHub, ViewMessage, ViewWatch};
 
 /// Time between two observations while there is a watcher.
 const WATCHED: Duration = Duration::from_secs(1);
-/// Time between two observations without a watcher; sufficient for the history.
+/// Time between two observations while there is no watcher. It is short enough for the history.
 const UNWATCHED: Duration = Duration::from_secs(5);
 /// Time over which events are collected and then sent together.
 const GATHER: Duration = Duration::from_millis(30);

@@ -17,7 +17,7 @@ pub struct AnnotationReference {
     pub name: String,
     /// Accepted values, as text for people.
     pub accepted: String,
-    /// The key of `[policy]` that the annotation changes; `None`: it changes no key.
+    /// The key of `[policy]` that the annotation changes. `None`: it changes no key.
     pub key: Option<String>,
     /// Values that need an operator's permission, and the way to give it.
     pub limits: Vec<String>,

@@ -31,9 +31,9 @@ pub struct KeyReference {
     /// Type of the value, in words.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Accepted values or range; empty: every value of the type.
+    /// Accepted values or range. Empty: every value of the type.
     pub accepted: String,
-    /// Default, as TOML; `None`: the key is not set.
+    /// Default, as TOML. `None`: the key is not set.
     pub default: Option<String>,
     /// Environment variable that sets the key.
     pub environment: String,
@@ -115,7 +115,7 @@ fn collect(section: &str, keys: &mut Vec<(String, String)>) {
     }
 }
 
-/// The keys that are accepted below a header; `None`: the header is not a section.
+/// The keys that are accepted below a header. `None`: the header is not a section.
 fn fields(header: &str) -> Option<Vec<String>> {
     match deserialize(&format!("{header}{UNKNOWN} = 1\n")).err()? {
         Kind::UnknownField(_, accepted) => {

@@ -22,7 +22,7 @@ pub enum CallForesight {
 pub struct Baseline {
     /// Name of the policy in the results.
     pub name: String,
-    /// The settings of the node; `None`: nothing is offloaded.
+    /// The settings of the node. `None`: nothing is offloaded.
     pub settings: Option<Settings>,
     /// What the policy knows in advance about the calls.
     pub foresight: CallForesight,
@@ -70,7 +70,7 @@ fn ends_whole(mut settings: Settings) -> Settings {
     settings
 }
 
-/// All baselines; the configuration is the first one.
+/// All baselines. The first is the configured policy.
 #[must_use]
 pub fn all(settings: &Settings, seed: u64) -> Vec<Baseline> {
     let contender = |name: String, settings: Option<Settings>| Baseline {

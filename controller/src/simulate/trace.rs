@@ -86,7 +86,7 @@ const WINDOW_S: f64 = 600.0;
 const MAX_REQUESTS: usize = 50_000_000;
 
 impl WorkloadTrace {
-    /// Reads a trace, compressed (`.gz`) or not; its first line determines the format.
+    /// Reads a trace, which may be compressed (`.gz`). The first line determines the format.
     ///
     /// # Errors
     /// The file cannot be read, or a line is invalid.

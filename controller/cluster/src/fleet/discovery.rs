@@ -106,7 +106,8 @@ fn roster(
             };
             let Ok(ip) = ip.parse() else { continue };
             let ready = endpoint.conditions.as_ref().and_then(|c| c.ready).unwrap_or(true);
-            // While an agent is being replaced, the node has two addresses. The ready one is used.
+            // While an agent is being replaced, the node has two addresses. The address of the
+            // agent that is ready is used.
             let seen = addresses.entry(node.as_str()).or_insert((ready, SocketAddr::new(ip, port)));
             if ready && !seen.0 {
                 *seen = (ready, SocketAddr::new(ip, port));

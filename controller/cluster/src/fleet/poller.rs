@@ -34,9 +34,10 @@ use crate::{error_chain, node::NO_CONTROLLER};
 const MAX_CONCURRENT_POLLS: usize = 16;
 /// Time limit for an agent's reply.
 const TIME: Duration = Duration::from_secs(3);
-/// Minimum time between the starts of two rounds.
+/// Minimum time between the starts of two polling rounds.
 const PACE: Duration = Duration::from_secs(5);
-/// Minimum time of a round, per node, so that a large fleet is polled less often.
+/// Minimum time between two polling rounds, for each node of the fleet. A larger fleet is therefore
+/// polled less often.
 const PACE_EACH: Duration = Duration::from_millis(10);
 /// Time without a request for the list after which polling stops.
 const POLLER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -182,7 +183,8 @@ impl NodeRow {
                 (self.health, self.why) = match figures.as_ref().map(|f| &f.gpu_error) {
                     None => (
                         NodeHealth::Resting,
-                        "no controller runs; it starts with the first GPU container".into(),
+                        "no controller runs; a controller starts with the first GPU container"
+                            .into(),
                     ),
                     Some(Some(why)) => (NodeHealth::Troubled, why.clone()),
                     Some(None) => (NodeHealth::Serving, String::new()),
@@ -213,8 +215,8 @@ impl NodeRow {
     }
 }
 
-/// Returns the row of a node. The agent publishes a state that tells whether the runtime is served.
-/// This state is newer than the agent's last reply, so it takes precedence.
+/// Returns the row of a node: the last polled row, corrected by the state that the agent has
+/// published in the node's annotation. The published state is newer than the agent's last reply.
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;

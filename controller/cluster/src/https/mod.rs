@@ -73,7 +73,7 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::bind(address).await
 }
 
-/// Accepts and serves connections until the runtime ends.
+/// Accepts and serves connections until the async runtime ends.
 pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
     let connections = Arc::new(Semaphore::new(S::LIMITS.connections));
     loop {

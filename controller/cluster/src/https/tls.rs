@@ -45,7 +45,8 @@ pub enum TlsError {
 /// Options for the certificate and its key.
 #[derive(Args, Clone, Debug)]
 pub struct TlsFiles {
-    /// PEM file with the certificate; if omitted, a self-signed one is created for this run.
+    /// PEM file with the certificate. If omitted, a self-signed certificate is created for this
+    /// run.
     #[arg(long, value_name = "FILE", requires = "tls_key_file")]
     tls_cert_file: Option<PathBuf>,
     /// PEM file with the certificate's key.

@@ -165,7 +165,7 @@ impl<'a> ClusterAgents<'a> {
     }
 }
 
-/// The content of a reply; `None` if no controller runs.
+/// The content of a reply. `None` if no controller runs.
 pub type NodeAnswer = Result<Option<Vec<u8>>, PluginError>;
 
 fn content(answer: AgentAnswer) -> NodeAnswer {

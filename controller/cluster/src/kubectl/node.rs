@@ -42,7 +42,8 @@ enum NodeVerb {
     Retire {
         #[command(flatten)]
         nodes: NodeNames,
-        /// Maximum time to wait, for example 90s or 10m. The nodes stay excluded if it passes.
+        /// Maximum time to wait, for example 90s or 10m. If this time passes, the nodes stay
+        /// excluded.
         #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
         timeout: Duration,
     },

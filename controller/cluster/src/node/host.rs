@@ -38,7 +38,7 @@ pub struct HostPaths {
     /// The folder of the controller's config.toml.
     #[arg(long, value_name = "DIR", default_value = "/etc/affinode")]
     config_dir: PathBuf,
-    /// containerd's socket; if omitted, the distribution's usual path.
+    /// Path of containerd's socket. If omitted: the usual path of the distribution.
     #[arg(long, value_name = "SOCKET")]
     containerd: Option<PathBuf>,
     /// Name of the handler, as in the RuntimeClass.

@@ -79,8 +79,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Watches until the runtime ends. A missing controller is not an error: a node without GPU
-    /// containers has none.
+    /// Watches the controller until the async runtime ends. A missing controller is not an error: a
+    /// node without GPU containers has none.
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {

@@ -34,7 +34,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// Watches the RuntimeClass of this name until the runtime ends.
+    /// Watches the RuntimeClass of this name until the async runtime ends.
     #[must_use]
     pub fn watch(client: Client, name: &str) -> ClusterState {
         let (class, writer) = reflector::store();

@@ -45,7 +45,7 @@ const TOKEN: &str = "/api/v1/namespaces/ml/serviceaccounts/ana/token";
 pub struct Cluster {
     /// Node objects by name.
     pub nodes: BTreeMap<String, Value>,
-    /// Address of the agent of each pod; `None`: nothing listens on the port.
+    /// Address of the agent of each pod. `None`: nothing listens on the port.
     pub agents: BTreeMap<String, Option<SocketAddr>>,
     /// Whether the user has a client certificate, so that no token is needed.
     pub open: bool,

@@ -109,7 +109,7 @@ pub enum ReviewError {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct User {
-    /// Name of the user; `user` in a SubjectAccessReview.
+    /// Name of the user. A SubjectAccessReview has it in the field `user`.
     #[serde(rename(serialize = "user"))]
     pub username: String,
     uid: String,
@@ -153,7 +153,7 @@ impl ApiServer {
     /// Creates the client for the API server of a configuration.
     ///
     /// # Errors
-    /// The address is invalid; the text names the accepted form.
+    /// The address is invalid. The text names the accepted form.
     pub fn new(section: &KubernetesSection) -> Result<ApiServer, String> {
         let (host, port) = section.host_and_port()?;
         let name = match host.parse::<IpAddr>() {

@@ -50,7 +50,7 @@ pub struct TokenReviewer {
 
 #[derive(Debug)]
 struct ReviewedToken {
-    /// The user of each token, by the token's hash; `None`: an invalid token.
+    /// The user of each token, by the token's hash. `None`: an invalid token.
     users: ReviewCache<TokenHash, Option<Arc<User>>>,
     /// The rights of users.
     rights: ReviewCache<(TokenHash, AccessRule), bool>,

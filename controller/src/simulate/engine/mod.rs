@@ -86,7 +86,7 @@ struct SimulatedNode<'a> {
     meter: SummaryMeter,
     delays: Vec<CallDelay>,
     figures: SimulationSummary,
-    /// The decisions so far; `None`: they are not recorded.
+    /// The decisions so far. `None`: they are not recorded.
     decisions: Option<Vec<PolicyDecision>>,
 }
 

@@ -19,8 +19,8 @@ use crate::simulate::{
     trace::TraceLoad,
 };
 
-/// Time after a process's end at which its neighbours are queried. The node updates its list of
-/// oversubscribed GPUs every 10 s.
+/// Time after a process's end at which the node is queried about the other processes of the GPU.
+/// The node updates its list of oversubscribed GPUs every 10 s.
 const NEIGHBOURS_MS: Millis = 10_000;
 
 pub(super) struct SimulatedProcess<'a> {
@@ -170,8 +170,9 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Plans a query about each idle neighbour of a process that has ended. If the GPU is
-    /// no longer oversubscribed, the mode `auto` offloads idle containers without a waiter.
+    /// Plans a query about each idle process on the GPU of a process that has ended. If the GPU is
+    /// no longer oversubscribed, the mode `auto` offloads idle containers even if no container
+    /// waits.
     fn query_neighbours(&mut self, n: usize) {
         let at = self.now + NEIGHBOURS_MS;
         for m in self.by_gpu[self.processes[n].gpu].clone() {

@@ -19,8 +19,8 @@ const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
 /// Validity of a certificate. An authority signs only while its own remaining validity is at least
 /// this time.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// Time between the start of a certificate's validity and its later creation. The clock of an API
-/// server may be behind by this time.
+/// A certificate is valid from this long before its creation, because the clock of an API server
+/// may be behind.
 const SKEW: Duration = Duration::hours(1);
 
 /// A certificate could not be created.

@@ -138,7 +138,7 @@ impl CertificateRotation {
         }
     }
 
-    /// Runs rounds until the runtime ends.
+    /// Runs rounds until the async runtime ends.
     pub async fn keep(self) {
         loop {
             let pause = match self.round(OffsetDateTime::now_utc()).await {
