@@ -340,7 +340,8 @@ mod tests {
     }
 
     const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
-    /// A chunk that differs from an otherwise equal chunk only behind the last sample.
+    /// A chunk that differs from [`SAME`] only in its last byte, which is not part of the samples
+    /// for the fingerprint.
     const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
 
     impl ChunkContent for StoredChunk {

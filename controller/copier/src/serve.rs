@@ -78,8 +78,8 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller had already ended when this process requested the kernel's signal for
-/// that end.
+/// Whether the controller has already ended. The kernel sends no signal for an end that was before
+/// the request for the signal.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -293,7 +293,8 @@ impl CopierServer {
             }
             return Ok(SessionStep::More);
         }
-        // Deduplication and the small allocation run only while no process waits.
+        // Deduplication, and the small allocation that makes the driver notice the end of
+        // scrubbing, run only while no process waits.
         let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
         if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
             for client in &mut self.clients {
