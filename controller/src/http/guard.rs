@@ -233,7 +233,8 @@ impl HttpGuard {
 
     fn knows(&self, host: &str) -> bool {
         let name = name(host).to_ascii_lowercase();
-        // DNS rebinding needs a name, so a page that was loaded by address is the node's own.
+        // An address needs no check. DNS rebinding needs a host name, so a page that was loaded by
+        // address is a page of this node.
         let address = name.trim_start_matches('[').trim_end_matches(']');
         name == "localhost" || address.parse::<IpAddr>().is_ok() || self.hosts.contains(&name)
     }

@@ -7,7 +7,8 @@ use affinode_core::{Millis, input::GpuSample};
 
 /// Length of the window over which the mean is taken.
 const WINDOW_MS: Millis = 60_000;
-/// Maximum length of the time before a reading for which the reading counts in the mean.
+/// Maximum time for which one reading counts in the mean, even if the previous reading is older
+/// than this time.
 const STALE_AFTER_MS: Millis = 10_000;
 
 /// Readings of the last minute, by UUID of the GPU.

@@ -66,7 +66,7 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Load by time slots: nights, days, and two or three common peaks a day.
+/// Returns the load in each time slot, with nights, days, and two or three common peaks a day.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {

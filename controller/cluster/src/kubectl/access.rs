@@ -76,7 +76,7 @@ impl ClusterAccess {
     /// Reads the kubeconfig.
     ///
     /// # Errors
-    /// [`PluginError`]: it is invalid, or its user cannot be used.
+    /// [`PluginError`]: the kubeconfig is invalid, or the credentials of its user cannot be used.
     pub async fn open(asked: ConnectionArgs) -> Result<ClusterAccess, PluginError> {
         let mut config = config(&asked).await?;
         let auth = &config.auth_info;
