@@ -23,7 +23,7 @@ pub enum BlockError {
     Version(i64),
     /// CRI is not configured, so no pod could use a handler.
     #[error(
-        "CRI is not configured in this containerd (disabled_plugins?), so there is no place for a handler, and nothing was changed. ctr, nerdctl and affinode run need none: {}",
+        "cannot add a handler, and nothing was changed: CRI is not configured in this containerd (see disabled_plugins in its configuration). ctr, nerdctl and affinode run work without a handler: {}",
         super::NO_HANDLER
     )]
     NoCri,
@@ -33,7 +33,7 @@ pub enum BlockError {
     )]
     Taken(String),
     /// The handler cannot be written as TOML.
-    #[error("cannot copy handler {name:?}")]
+    #[error("cannot write handler {name:?} as TOML")]
     Copy {
         /// Name of the handler.
         name: String,
@@ -42,8 +42,8 @@ pub enum BlockError {
     },
 }
 
-/// Returns the block for a file of this configuration version. `own` is the present content of the
-/// file.
+/// Returns the block for a file of this configuration version. `dump` is containerd's whole
+/// configuration, and `own` is the present content of the file.
 pub fn text(
     dump: &Table,
     own: &Table,
@@ -57,7 +57,8 @@ pub fn text(
     };
     let wanted = spec.wanted(dump).ok_or(BlockError::NoCri)?;
     let mut blocks = vec![(spec.name.clone(), wanted)];
-    // If a file names a handler, containerd 1.x drops its built-in handlers.
+    // As soon as a file names a handler, containerd 1.x drops its built-in handlers. Therefore
+    // these are copied into the block.
     let named = handler::cri_of(own, PLUGINS[0]).and_then(|cri| cri.get("runtimes"));
     if version == 2 && named.is_none() {
         let known = handler::cri(dump).and_then(|cri| cri.get("runtimes")?.as_table());
@@ -82,7 +83,7 @@ pub fn text(
     Ok(text)
 }
 
-/// The part of an added text between the block's first and last line.
+/// Returns an added text from the block's first line on, without the text in front of the block.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }

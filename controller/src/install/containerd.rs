@@ -29,16 +29,18 @@ use crate::{
     jobs,
 };
 
-/// Text of systemctl where systemd is not process 1. systemctl then stops no unit.
+/// Part of the error that systemctl prints if systemd is not process 1. systemctl has then stopped
+/// no unit.
 const NOT_BOOTED: &str = "has not been booted with systemd";
 /// Time limit for containerd to serve its socket again after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
 /// Default name of containerd's systemd unit.
 const UNIT: &str = "containerd";
-/// Names of systemd units whose service includes a containerd. The name may be followed by a dash,
-/// because the installer of k3s can name its unit `k3s-NAME`.
+/// Names of the systemd units of k3s and rke2, which run a containerd. A unit's name may continue
+/// after a dash, because the installer of k3s can name its unit `k3s-NAME`.
 const RANCHER: [&str; 2] = ["k3s", "rke2"];
-/// Length of a clock tick, the unit of start times in /proc on this architecture, in milliseconds.
+/// Length of a clock tick in milliseconds. On this architecture, start times in /proc are counted
+/// in such ticks.
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -62,22 +64,24 @@ pub enum NodeError {
     /// No containerd was found.
     #[error(
         "cannot find containerd: start it, or pass its socket with --containerd. To install only for \
-         Podman, pass --podman. For affinode run alone, without containerd, {}",
+         Podman, pass --podman. To use only affinode run, which needs no containerd, {}",
         super::NO_HANDLER
     )]
     Absent(#[from] ContainerdAbsent),
     /// containerd cannot read its own configuration.
     #[error(
-        "containerd cannot read its configuration, and nothing was changed: correct the error, \
-         because containerd would not start with it either: {0}"
+        "nothing was changed, because containerd cannot read its configuration and would not start \
+         with it. Correct this error first: {0}"
     )]
     Config(String),
     /// The new configuration would change more than the handler.
-    #[error("the handler would also change {0}: nothing was changed")]
+    #[error(
+        "nothing was changed, because the new configuration would differ in {0}, not only in Affinode's handler"
+    )]
     Differs(String),
     /// The new configuration as containerd reads it does not contain the handler.
     #[error(
-        "handler {name} in {} does not reach containerd: an imported file replaces the section. Nothing was changed: add the handler into that file by hand (config/containerd)",
+        "nothing was changed, because containerd would not load handler {name} from {}: an imported file replaces the section that contains it. Add the handler to the imported file by hand (see config/containerd)",
         path.display()
     )]
     Covered {
@@ -88,7 +92,7 @@ pub enum NodeError {
     },
     /// The new configuration still contains a handler that was removed.
     #[error(
-        "after the removal, containerd's configuration would still contain handler {name} (see `containerd config dump`): remove it by hand from the file that sets it, and try again. Nothing was changed"
+        "nothing was changed, because containerd's configuration would still contain handler {name} after the removal (see `containerd config dump`). Remove the handler by hand from the file that sets it, and try again"
     )]
     Remains {
         /// Name of the handler.
@@ -96,12 +100,12 @@ pub enum NodeError {
     },
     /// The configuration that k3s or rke2 rendered at the restart differs in more than the handler.
     #[error(
-        "after the restart, containerd's configuration differs in {0}, not only in Affinode's handler; the old configuration was restored"
+        "containerd's old configuration was restored, because after the restart the new one differed in {0}, not only in Affinode's handler"
     )]
     Rendered(String),
     /// systemctl cannot be run, or it failed.
     #[error(
-        "systemctl restart {unit} failed, and containerd's configuration was restored; see journalctl --unit {unit}: {why}"
+        "systemctl restart {unit} failed (see journalctl --unit {unit}), and containerd's configuration was restored: {why}"
     )]
     Restart {
         /// Name of the unit.
@@ -110,7 +114,7 @@ pub enum NodeError {
     },
     /// systemd does not run on this machine, so containerd was not restarted.
     #[error(
-        "systemd does not run on this machine and cannot restart {unit}: containerd's configuration was restored, and containerd still runs. Pass --restart-mode none, and restart containerd yourself after this command"
+        "systemd does not run on this machine, so it cannot restart {unit}. containerd's configuration was restored, and containerd still runs. Pass --restart-mode none, and restart containerd yourself after this command"
     )]
     NoSystemd {
         /// Name of the unit.
@@ -144,7 +148,8 @@ pub struct ContainerdNode {
 }
 
 impl ContainerdNode {
-    /// Finds the containerd of a socket, or of the usual places.
+    /// Finds the containerd that serves this socket. `None`: searches the sockets that
+    /// distributions use.
     pub fn find(socket: Option<&Path>) -> Result<ContainerdNode, NodeError> {
         Ok(ContainerdNode { daemon: containerd::find(socket)? })
     }
@@ -184,7 +189,7 @@ impl ContainerdNode {
         self.files().into_iter().filter(names).collect()
     }
 
-    /// Whether containerd's file is rendered from a template with this text.
+    /// Whether containerd's file is rendered from a template that contains the added text.
     pub fn renders(&self, added: &AddedBlock) -> bool {
         let template = InstallTarget::renders(&added.path, &self.config_file(), &self.root());
         template && fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
@@ -200,8 +205,9 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// Returns the whole configuration after an edit. A configuration that is rendered only at the
-    /// next restart is tested in the file `scratch`, which is then removed.
+    /// Returns containerd's whole configuration after an edit. If k3s or rke2 render the
+    /// configuration only at the next restart, its predicted text is written to the file `scratch`
+    /// and dumped from there. Then the file is removed.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !edit.paths().any(target::is_template) {
             return self.dump();
@@ -213,7 +219,8 @@ impl ContainerdNode {
         };
         let _ = fs::remove_file(scratch);
         let mut dumped = dumped.map_err(NodeError::Config)?;
-        // containerd 1.x lists the file itself among its imports.
+        // containerd 1.x lists the dumped file itself among the imports, so `scratch` is replaced
+        // by the real file.
         let file = self.config_file().display().to_string();
         for import in dumped.get_mut("imports").and_then(Value::as_array_mut).into_iter().flatten()
         {
@@ -236,13 +243,13 @@ impl ContainerdNode {
         }
     }
 
-    /// The whole configuration as it was when this containerd was found.
+    /// containerd's whole configuration, as it was when this containerd was found.
     pub fn config(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.config.clone().map_err(NodeError::Config)
     }
 
-    /// The whole configuration as the files are now.
+    /// containerd's whole configuration, read from the present files.
     pub fn dump(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.dump().map_err(NodeError::Config)
@@ -263,7 +270,8 @@ impl ContainerdNode {
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
         let Ok(daemon) = process::identity(self.daemon.pid) else { return false };
         let age_ms = up_ms.saturating_sub(daemon.start_ticks * TICK_MS);
-        // A process cannot start and read its file within one tick.
+        // A process that started less than one tick before `moment` counts too, because it cannot
+        // have read its file within one tick.
         SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
     }
 
@@ -311,7 +319,7 @@ impl ContainerdNode {
         }
     }
 
-    /// Restarts containerd with the restored file, if it was restarted with the failed change.
+    /// If containerd was restarted with the change that failed, restarts it with the restored file.
     /// Returns the error to report.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
@@ -348,7 +356,10 @@ impl fmt::Display for RestartRequest {
                 write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
             }
             RestartRequest::None => {
-                write!(f, "restart containerd: it loads its configuration only at its start")
+                write!(
+                    f,
+                    "restart containerd by hand: it loads its configuration only at its start"
+                )
             }
         }
     }
@@ -399,7 +410,7 @@ pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
     found.filter_map(|program| process::identity(program.pid).ok()).collect()
 }
 
-/// A running process of the installed shim's file, or of a file that it replaced.
+/// A process that runs the installed shim, or an earlier shim whose file was replaced.
 struct ContainerdProgram {
     pid: u32,
     role: ProgramRole,
@@ -408,7 +419,8 @@ struct ContainerdProgram {
     replaced: bool,
 }
 
-/// What a process of the shim's program does, by the first argument of its command line.
+/// The task of a process that runs the shim's program. The first argument of its command line
+/// determines the task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProgramRole {
     /// The process serves containers, which would be lost without it.

@@ -36,9 +36,9 @@ pub const SOCKET: &str = "/run/docker.sock";
 /// Whether an installation includes Docker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DockerRequest {
-    /// If this machine runs a dockerd that supports shims as runtimes.
+    /// Docker is included if this machine runs a dockerd that supports shims as runtimes.
     Detected,
-    /// Required, with the dockerd that serves this socket.
+    /// Docker must be included. This is the path of dockerd's socket.
     Required(PathBuf),
     /// Docker's configuration is not changed.
     Never,
@@ -61,8 +61,8 @@ pub enum DockerError {
     },
     /// Another program than dockerd answers at the socket.
     #[error(
-        "the program behind {} is not a dockerd of this machine (Podman or Docker Desktop?): pass \
-         --no-docker to skip it",
+        "the program behind {} is not a dockerd of this machine (is it Podman or Docker Desktop?): \
+         pass --no-docker to skip it",
         .0.display()
     )]
     Foreign(PathBuf),
@@ -87,8 +87,8 @@ pub enum DockerError {
     },
     /// dockerd would not start with the file as it is now.
     #[error(
-        "dockerd would not start with {} as it is, and nothing was changed: correct it, or skip \
-         Docker with --no-docker: {why}",
+        "dockerd would not start with the present content of {}, and nothing was changed. Correct \
+         the file, or pass --no-docker to skip Docker: {why}",
         path.display()
     )]
     Invalid {
@@ -98,7 +98,7 @@ pub enum DockerError {
     },
     /// dockerd refuses the new file.
     #[error(
-        "dockerd would refuse {} with Affinode's runtime in it, and nothing was changed; pass \
+        "dockerd would refuse {} if it contained Affinode's runtime, and nothing was changed. Pass \
          --no-docker to skip Docker: {why}",
         path.display()
     )]
@@ -121,7 +121,7 @@ pub enum DockerError {
     },
     /// The runtime is Docker's default runtime, so it cannot be removed.
     #[error(
-        "runtime {name:?} is Docker's default runtime, without which dockerd does not start: set another default-runtime in {} or in dockerd's flags, and restart dockerd",
+        "cannot remove runtime {name:?}, because it is Docker's default runtime and dockerd would not start without it: set another default-runtime in {} or in dockerd's flags, and restart dockerd",
         path.display()
     )]
     Default {
@@ -144,8 +144,8 @@ pub enum DockerError {
     },
     /// After the reload, dockerd does not serve the new configuration.
     #[error(
-        "dockerd did not load its new configuration, and {} was restored; see journalctl --unit \
-         docker: {why}",
+        "dockerd did not load its new configuration (see journalctl --unit docker), and {} was \
+         restored: {why}",
         path.display()
     )]
     Reload {
@@ -171,9 +171,9 @@ pub enum DockerError {
 /// The change that Docker's configuration needs.
 #[derive(Debug)]
 pub enum DockerPlan {
-    /// Nothing: there is no Docker, or its configuration is not to be changed.
+    /// No change: there is no Docker, or this installation leaves Docker out.
     LeftOut,
-    /// Nothing: dockerd serves the runtime.
+    /// No change: dockerd already serves the runtime.
     Served,
     /// The file is changed, or dockerd has to read it again.
     Change(Box<DockerChange>),

@@ -22,9 +22,9 @@ use super::{
 pub struct AddedText {
     /// Path of the file.
     pub path: PathBuf,
-    /// The text exactly as in the file.
+    /// The text, exactly as it is in the file.
     pub text: String,
-    /// Whether the file was created.
+    /// Whether the installation created the file.
     pub created: bool,
 }
 
@@ -34,7 +34,7 @@ pub enum EditError {
     /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::BY_HAND))]
     Io {
-        /// What the failed operation was.
+        /// The operation that failed, as a verb.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum EditError {
     #[error(transparent)]
     Block(#[from] block::BlockError),
     /// The handler cannot be removed from the file.
-    #[error("the block in {} was changed since the installation: remove handler {name:?} by hand", path.display())]
+    #[error("cannot remove handler {name:?} from {}, because its text was changed since the installation: remove the handler by hand", path.display())]
     Changed {
         /// Path of the file.
         path: PathBuf,
@@ -121,9 +121,9 @@ impl ConfigEdit {
         self.blocks.0.push(block::in_text(&added.text).to_owned());
     }
 
-    /// Removes the handlers of these specifications from every file. `merged`: names of the
-    /// handlers that are Affinode's in containerd's whole configuration. A file may contain only
-    /// some keys of such a handler; these are removed, too.
+    /// Removes the handlers of these specifications from every file. `merged` names the handlers
+    /// that belong to Affinode in containerd's whole configuration. If a file contains only some
+    /// keys of such a handler, these keys are removed, too.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],
@@ -170,14 +170,14 @@ impl ConfigEdit {
         self.changed().map(|file| file.path.as_path())
     }
 
-    /// Returns the content of containerd's own file after the edit, for a file that is rendered
-    /// from an edited template. `root` is its present content.
+    /// Predicts the content of the containerd file that k3s or rke2 render from an edited template.
+    /// `root` is the file's present content.
     pub fn preview(&self, root: &str) -> String {
         let without = self.blocks.0.iter().fold(root.to_owned(), |all, one| all.replace(one, ""));
         self.blocks.1.iter().fold(without, |all, one| format!("{all}\n{one}"))
     }
 
-    /// Writes the edited files. If one cannot be written, all are restored.
+    /// Writes the edited files. If a file cannot be written, all files are restored.
     pub fn make(&self) -> Result<(), EditError> {
         for (at, file) in self.changed().enumerate() {
             if let Err(error) = put(&file.path, file.after.as_deref()) {

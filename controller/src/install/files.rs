@@ -117,7 +117,8 @@ impl SourceFile {
         Ok(source)
     }
 
-    /// Returns the same files together with `paths.conf`, if `text` is its content.
+    /// Returns the same files together with a `paths.conf` of this content. `None`: without
+    /// `paths.conf`.
     pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
         self.folders = text;
         self
@@ -133,7 +134,8 @@ impl SourceFile {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
         let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
-        // It comes first, so that no shim of this installation ever runs without its folders.
+        // `paths.conf` is written first, so that no shim of this installation runs without its
+        // folders.
         let folders = |text: &String| (text.as_bytes().into(), PathsFile::path(prefix), 0o644);
         let mut places: Vec<_> = self.folders.iter().map(folders).collect();
         places.extend([
@@ -170,7 +172,8 @@ impl FileChange {
         self.replaces
     }
 
-    /// Writes the file with a rename, so that processes that run or map the old file keep it.
+    /// Writes a new file and renames it over the old one. Processes that run or map the old file
+    /// keep the old content.
     pub fn make(&self) -> Result<(), FileError> {
         let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
         if let Some(folder) = self.to.parent() {
@@ -220,7 +223,8 @@ pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }
 
-/// Writes a file completely or not at all. Without `mode` an existing file keeps its mode.
+/// Writes a file completely or not at all. If `mode` is `None`, an existing file keeps its mode,
+/// and a new file gets the mode 0644.
 pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
     let (path, fresh) = places_of(path);
     let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);

@@ -33,9 +33,9 @@ pub fn run_dir(folders: &PathsFile) -> PathBuf {
     folders.run_dir.clone().unwrap_or_else(|| paths::RUN_DIR.into())
 }
 
-/// Checks that a change of the run directory splits no node. Containers stay with the controller of
-/// the earlier run directory. A second controller in the new one would know nothing of them, and
-/// could promise the same VRAM.
+/// Checks that a change of the run directory does not lead to two controllers on the node. Running
+/// containers stay with the controller of the earlier run directory. A controller in the new run
+/// directory would not know these containers, and could promise their VRAM to others.
 ///
 /// # Errors
 /// [`InstallError::RunDirInUse`]: containers or jobs use the present run directory.

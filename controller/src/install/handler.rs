@@ -85,7 +85,7 @@ impl HandlerSpec {
             handler.insert("runtime_type".into(), STOCK_TYPE.into());
             handler.insert("runtime_path".into(), self.shim.display().to_string().into());
         } else {
-            // Some releases of containerd 1.x ignore the path; pods would then run without
+            // Some releases of containerd 1.x ignore `runtime_path`. Pods would then run without
             // Affinode.
             handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
         }
@@ -134,7 +134,8 @@ pub fn cri(config: &Table) -> Option<&Table> {
     PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
 }
 
-/// Like [`cri`], for the plugin name of one version of the configuration.
+/// CRI's containerd section under one of the plugin's names, which depends on the version of the
+/// configuration.
 pub fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
     config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
 }
@@ -160,15 +161,15 @@ fn like(model: Option<&Table>) -> Table {
     handler
 }
 
-/// The keys and values that are copied from one handler to another.
+/// Returns the keys and values that are copied from one handler to another.
 fn copied(handler: &Table) -> Table {
     let set =
         handler.iter().filter(|(key, value)| !OWN.contains(&key.as_str()) && !is_default(value));
     set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
 }
 
-/// The keys and values that are compared. containerd prints the default sandboxer even if none is
-/// set, so this value is left out.
+/// Returns the keys and values of a handler that are compared. containerd prints the default
+/// sandboxer even if none is set, so this value is left out.
 fn normal(handler: &Table) -> Table {
     let mut handler = copied(handler);
     handler

@@ -4,12 +4,13 @@
 //! install:    plan ──> record ──> files ──> Docker ──> handler in containerd's file ──> dump again ──> restart ──> Done
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
-//!             then the controller: its unit, the end of one of an earlier version
+//!             then the controller: its unit is started, a controller of an earlier version is ended
 //! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> unit ──> files ──> record
 //! ```
 //!
-//! The handler is judged by what containerd reads, whatever file contains it, because NVIDIA's
-//! toolkit writes containerd's files anew and copies handlers between them.
+//! The installer examines the handler in containerd's whole configuration, whichever file contains
+//! it. The reason is that NVIDIA's toolkit rewrites containerd's files and copies handlers between
+//! them.
 //!
 //! Nothing is changed before everything has been examined. The record lists every file before it is
 //! written, so that a killed installation can be uninstalled. A first installation that fails
@@ -64,22 +65,23 @@ use self::{
     unit::UnitPlan,
 };
 
-/// Name of a file in the folder of the record. It contains containerd's file after the change, for
-/// `containerd config dump`.
+/// Name of the temporary file that `containerd config dump` reads. The file is in the folder of the
+/// record and contains the planned content of containerd's file.
 const SCRATCH: &str = "containerd-check.toml";
 
 /// What to install, and where.
 #[derive(Clone, Debug)]
 pub struct InstallOptions {
-    /// Path of containerd's socket. `None`: that of the present installation, or else the default
-    /// paths of distributions are searched.
+    /// Path of containerd's socket. `None`: the socket of the present installation. Without an
+    /// installation, the default paths of distributions are searched.
     pub containerd: Option<PathBuf>,
     /// Folder above `bin` and `lib/affinode`.
     pub prefix: PathBuf,
     /// Folder of the record.
     pub state_dir: PathBuf,
-    /// Folders that the programs find by themselves. `None`: those of the present installation, or
-    /// else the defaults.
+    /// The run directory and the configuration file. They are written into `paths.conf`, where the
+    /// programs find them. A field without a value keeps the path of the present installation, or
+    /// else gets the default.
     pub folders: PathsFile,
     /// Name of the handler.
     pub runtime_name: String,
@@ -121,9 +123,9 @@ fn advice(error: &std::io::Error, elsewhere: &str) -> String {
 /// The advice for Affinode's own files.
 const ANOTHER_PLACE: &str = "choose another folder with --prefix or --state-dir";
 /// The advice for containerd's files.
-const BY_HAND: &str = "add the handler by hand: config/containerd";
+const BY_HAND: &str = "add the handler by hand, as in config/containerd";
 
-/// The advice for programs that need no handler.
+/// Advice in messages: how to install the programs without a handler.
 const NO_HANDLER: &str = "copy affinode and containerd-shim-affinode-v1 to /usr/local/bin, libaffinode_preload.so to /usr/local/lib/affinode";
 
 /// Reason why nothing was installed or uninstalled. Unless the error says otherwise, nothing has
@@ -138,7 +140,7 @@ pub enum InstallError {
     Folder,
     /// Containers or jobs use the present run directory.
     #[error(
-        "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman run: two controllers would promise the same VRAM. End them first (`affinode ps`), or keep --run-dir {}",
+        "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman run: two controllers would promise the same VRAM. End these containers and jobs first (see `affinode ps`), or keep --run-dir {}",
         from.display(), to.display(), from.display()
     )]
     RunDirInUse {
@@ -175,7 +177,7 @@ pub enum InstallError {
     Record(#[from] RecordError),
     /// The root file system of the node cannot be entered.
     #[error(
-        "cannot enter {}, the node's root: run as root with CAP_SYS_CHROOT; for /proc/1/root also with the node's pid namespace and CAP_SYS_PTRACE",
+        "cannot enter {}, the node's root file system: run as root with CAP_SYS_CHROOT. The path /proc/1/root also requires the node's pid namespace and CAP_SYS_PTRACE",
         root.display()
     )]
     HostRoot {
@@ -187,22 +189,25 @@ pub enum InstallError {
     },
     /// Running containers would lose their shim.
     #[error(
-        "{}: end the containers first (`affinode ps`, `crictl pods`), because containerd would \
-         lose them; --drain 10m waits until they have ended",
+        "cannot uninstall while {}: end the containers first (see `affinode ps` and `crictl pods`), \
+         because containerd would lose them. With --drain 10m, the command waits until they have \
+         ended",
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
     /// Running jobs would lose their controller.
     #[error(
-        "{} still running: end the jobs first, because an offloaded job might not be restored \
-         without Affinode; --drain 10m waits until they have ended",
+        "cannot uninstall, because {} still running: end the jobs first, because an offloaded job \
+         might not be restored without Affinode. With --drain 10m, the command waits until they \
+         have ended",
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
     /// Podman could not end its running containers without the installed runtime.
     #[error(
-        "{} running with affinode-runtime: end the containers first (`podman ps`), because Podman \
-         could not end them without it; --drain 10m waits until they have ended",
+        "cannot uninstall, because {} running with affinode-runtime: end the containers first (see \
+         `podman ps`), because Podman could not end them without this program. With --drain 10m, \
+         the command waits until they have ended",
         if *.0 == 1 { "1 container or command of Podman is".to_owned() } else { format!("{} containers or commands of Podman are", .0) }
     )]
     Podman(usize),
@@ -211,8 +216,8 @@ pub enum InstallError {
     NotInstalled(PathBuf),
 }
 
-/// Descriptions of the steps that were or would be done, one per line. Without steps, everything is
-/// in place.
+/// Descriptions of the steps that were done, or that a dry run would do. No steps: everything is in
+/// place already.
 pub type Steps = Vec<String>;
 
 /// Enters the root file system of the node from a container. All paths that this process uses and
@@ -244,8 +249,8 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let source = &source.with_podman(podman, required)?.with_folders(folders);
     let node = ContainerdNode::find(options.socket(older.as_ref()));
     let known = older.as_ref().is_some_and(podman::is_recorded);
-    // An error results if containerd is installed but does not run, unless Podman was asked for or
-    // is recorded.
+    // If containerd is installed but does not run, the installation continues without containerd
+    // only if Podman was asked for or is recorded. Otherwise it fails.
     let lone = required || known || !podman::has_containerd();
     let podman = source.has_podman() && (node.is_ok() || lone);
     if docker::is_alone(&docker, podman, options, older.as_ref(), &node) {
@@ -371,7 +376,7 @@ impl InstallEffect<'_> {
         Ok(())
     }
 
-    /// Checks containerd's configuration after the edit, and restarts it.
+    /// Checks containerd's configuration after the edit, and restarts containerd.
     fn settle(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), NodeError> {
         let names = plan.names();
         let differing = |after| handler::only_handlers_differ(self.before, after, &names);

@@ -126,8 +126,8 @@ pub fn install(
     Ok(plan)
 }
 
-/// Plans to remove every handler of a record. If no containerd runs, it edits the files that were
-/// known at the installation.
+/// Plans to remove every handler of a record. If no containerd runs, the plan edits the files that
+/// were known at the installation.
 pub fn uninstall(
     options: &InstallOptions,
     record: &InstallRecord,
@@ -155,14 +155,15 @@ pub fn uninstall(
 }
 
 /// Whether containers get their devices from CDI. After a start of the machine, CDI specifications
-/// may still be missing. Therefore the answer of the record applies as long as containerd has CDI
-/// turned on.
+/// may still be missing. Therefore the record's value applies as long as containerd has CDI turned
+/// on.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
 }
 
-/// The names of handlers that belong to this installation in a whole configuration.
+/// The names of those handlers that belong to this installation, according to containerd's whole
+/// configuration.
 fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     let ours = |spec: &&HandlerSpec| {
         matches!(spec.judge(dump), HandlerVerdict::Same | HandlerVerdict::Differs)
@@ -170,8 +171,8 @@ fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     specs.iter().filter(ours).map(|spec| spec.name.as_str()).collect()
 }
 
-/// The files that may contain a handler: the target, the files that containerd reads, and those in
-/// the record. The file that k3s and rke2 write anew is not one of them.
+/// The files that may contain a handler: the target, the files that containerd reads, and the files
+/// in the record. The file that k3s and rke2 render is left out.
 fn files(
     target: Option<&InstallTarget>,
     node: Option<&ContainerdNode>,
@@ -191,7 +192,8 @@ fn files(
 }
 
 /// Adds the wanted handler to the target. With containerd 1.x, NVIDIA's toolkit derives its file
-/// from containerd's own and replaces sections of it. The handler is then added to both.
+/// from containerd's own file, and the sections of the toolkit's file replace the original ones.
+/// The handler is then added to both files.
 fn add(
     edit: &mut ConfigEdit,
     target: &InstallTarget,
@@ -210,8 +212,8 @@ fn add(
             dump.get("version").and_then(Value::as_integer).unwrap_or(2)
         }
         InstallTarget::Root(_) => handler::version(&own),
-        // A section of version 2 does not come together with one of version 3, which NVIDIA's
-        // toolkit writes also beside a first file of version 2.
+        // containerd does not merge a section of version 2 with a section of version 3. NVIDIA's
+        // toolkit writes version 3 even if containerd's own file has version 2.
         InstallTarget::DropIn(_) => {
             let others = node.files().into_iter().map(|file| handler::version(&edit.table(&file)));
             others.fold(handler::version(&root), i64::max).min(handler::version(dump))
@@ -235,7 +237,7 @@ fn add(
     Ok(added)
 }
 
-/// The block, after an empty line that separates it from the text `before`.
+/// Returns the block with an empty line in front, which separates it from the text `before`.
 fn apart(before: &str, block: &str) -> String {
     if before.ends_with('\n') { format!("\n{block}") } else { format!("\n\n{block}") }
 }

@@ -12,7 +12,8 @@ pub const FOLDER: &str = "/etc/containers/containers.conf.d";
 const FILE: &str = "affinode.conf";
 /// The program that Podman runs.
 pub const RUNTIME: &str = "affinode-runtime";
-/// The file that the documents give users, and the places in it that an installation may change.
+/// Podman's configuration file for an installation with default values. An installation with other
+/// values replaces the three texts below in it.
 const TEXT: &str = include_str!("../../../config/podman/affinode.conf");
 const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 const LISTED: &str = "\"affinode\"]";
@@ -23,9 +24,9 @@ const MONITOR: &str = "conmon";
 /// Whether an installation includes Podman.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PodmanRequest {
-    /// If this machine has Podman.
+    /// Podman is included if it is installed on this machine.
     Detected,
-    /// Required, with the file in this folder.
+    /// Podman must be included. Affinode's configuration file is written into this folder.
     Required(PathBuf),
     /// Podman's configuration is not changed.
     Never,
@@ -88,7 +89,7 @@ fn recorded(record: &InstallRecord) -> Option<(PathBuf, String)> {
     Some((path.to_owned(), sha256.to_owned()))
 }
 
-/// Whether an installation includes Podman.
+/// Whether the recorded installation includes Podman.
 pub fn is_recorded(record: &InstallRecord) -> bool {
     record.listed().any(|(path, _)| path.ends_with(RUNTIME))
 }
@@ -101,7 +102,7 @@ fn text(prefix: &Path, name: &str) -> String {
 }
 
 /// Number of running containers, and of commands in them, that Podman manages with the installed
-/// program. Podman could not end them without it.
+/// program. Podman could not end them without this program.
 pub fn running(prefix: &Path) -> usize {
     let program = prefix.join("bin").join(RUNTIME);
     processes_with(|argv| is_monitor(argv, &program))
@@ -114,7 +115,7 @@ fn is_monitor(argv: &[u8], program: &Path) -> bool {
     name == Some(MONITOR.as_bytes()) && words.windows(2).any(|pair| pair == [b"-r", program])
 }
 
-/// Whether a program of this name is installed. Called if no containerd serves a socket.
+/// Whether a program named `containerd` is on the PATH. It need not run.
 pub fn has_containerd() -> bool {
     is_on_path("containerd")
 }

@@ -202,12 +202,13 @@ impl InstallRecord {
             files.push(InstalledFile { sha256: files::digest_of(&content), path });
         }
         let mut folders = made.to_vec();
-        // containerd has loaded the handler if it had before and this installation changes no file.
+        // containerd has loaded the handler if the earlier record says so and this installation
+        // changes none of containerd's files.
         let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         let mut former = plan.former.clone();
         if let Some(older) = older {
-            // The record lists what is being removed until the removal is complete.
+            // Until a removal is complete, the record still lists the handlers that are removed.
             let leaves =
                 |block: &AddedBlock| plan.gone.iter().any(|g| g.name == block.runtime_name);
             former.extend(older.blocks().filter(|block| leaves(block)).cloned());

@@ -29,7 +29,8 @@ impl ControllerReplacement {
     /// [`UnitError`]: the unit cannot be written.
     pub fn of(options: &InstallOptions, changes: &[FileChange]) -> Result<Self, UnitError> {
         let is_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
-        // A controller reads its folders at its start.
+        // A controller reads `paths.conf` only at its start, so a change of that file also requires
+        // a new controller.
         let folders = PathsFile::path(&options.prefix);
         let is_moved = changes.iter().any(|change| change.to() == folders);
         let new_program = is_moved || changes.iter().any(is_shim);

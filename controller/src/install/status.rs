@@ -28,7 +28,7 @@ pub struct InstallStatus {
     pub docker: Option<DockerStatus>,
     /// The unit that keeps a controller running.
     pub unit: Option<UnitStatus>,
-    /// Process of the controller. `None`: none runs.
+    /// Pid of the controller. `None`: no controller runs.
     pub controller_pid: Option<u32>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
@@ -181,7 +181,7 @@ fn judge(
             }
         }
         HandlerVerdict::Differs => HandlerState::Outdated,
-        // A handler of an earlier name can be removed now.
+        // No shim runs, so the handlers with earlier names can be removed now.
         HandlerVerdict::Same if !record.former.is_empty() && running_shims == 0 => {
             HandlerState::Outdated
         }

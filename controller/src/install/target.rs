@@ -2,9 +2,9 @@
 //!
 //! | containerd is started by | file |
 //! | --- | --- |
-//! | a distribution, or the operator | a file of Affinode's own in a folder that containerd's file imports; without such a folder that file itself |
-//! | the same, containerd 1.x | the last file that configures CRI, and containerd's file too if it names handlers |
-//! | k3s, rke2, which render that file at each start | a file in the folder `config-v3.toml.d` if containerd imports it (newer releases), else the template |
+//! | a distribution or the operator (containerd 2.x) | a file of Affinode's own in a folder that containerd's file imports. Without such a folder: containerd's file itself |
+//! | a distribution or the operator (containerd 1.x) | the last file that configures CRI, and containerd's file too if it names handlers |
+//! | k3s or rke2, which render containerd's file at each start | a file in the folder `config-v3.toml.d` if containerd imports that folder (newer releases), else the template |
 //!
 //! Up to containerd 1.7, an imported file that sets a key of a section replaces the whole section,
 //! and NVIDIA's toolkit adds such files. containerd then ignores the section in other files, and a
@@ -46,7 +46,8 @@ pub fn is_template(path: &Path) -> bool {
 /// A file from which containerd's configuration is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
-    /// The file with which containerd was started, or an imported file that replaces it.
+    /// The file with which containerd was started, or an imported file that replaces its CRI
+    /// section.
     Root(PathBuf),
     /// A file of Affinode in a folder that containerd's file imports.
     DropIn(PathBuf),

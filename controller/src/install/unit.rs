@@ -33,15 +33,16 @@ pub const UNIT: &str = "affinode-controller";
 pub const FOLDER: &str = "/etc/systemd/system";
 /// Folder that exists if systemd is process 1: sd_booted(3).
 const BOOTED: &str = "/run/systemd/system";
-/// Folder of the record of the node's own installation.
+/// Default folder of an installation's record.
 const STATE_DIR: &str = "/var/lib/affinode";
 
 /// Whether an installation includes the controller's unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnitRequest {
-    /// If systemd runs here and this is the node's own installation, with the usual folders.
+    /// The unit is included if systemd runs on this machine and the installation uses the default
+    /// folders for its record, its run directory and its configuration.
     Detected,
-    /// Required, in this folder of units.
+    /// The unit must be included. Its file is written into this folder.
     Required(PathBuf),
     /// No unit is written or changed.
     Never,
@@ -66,19 +67,19 @@ pub enum UnitError {
     },
     /// The path of the program cannot be written into a unit.
     #[error(
-        "the unit of the controller cannot name {}: use a --prefix of letters, digits and ./_+-, or --no-controller-unit",
+        "cannot write the path {} into the controller's systemd unit: use a --prefix of letters, digits and ./_+-, or pass --no-controller-unit",
         .0.display()
     )]
     Prefix(PathBuf),
     /// A file of this name exists, and Affinode did not write it.
     #[error(
-        "{} exists and is not Affinode's: remove it, or keep it with --no-controller-unit",
+        "{} exists and is not Affinode's: remove the file, or pass --no-controller-unit to keep it",
         .0.display()
     )]
     Taken(PathBuf),
     /// systemctl cannot be run, or it failed.
     #[error(
-        "systemctl {what} failed; see journalctl --unit {UNIT}, then run the same command again: {why}"
+        "systemctl {what} failed. See journalctl --unit {UNIT}, then run the same affinode command again: {why}"
     )]
     Systemctl {
         /// The arguments of systemctl.
@@ -86,9 +87,9 @@ pub enum UnitError {
         /// Text that systemctl printed.
         why: String,
     },
-    /// The rest of the installation is in place.
+    /// The unit was not installed or started, but the rest of the installation is in place.
     #[error(
-        "programs and runtime are installed, but the controller's unit is not; until it runs, shims start the controller"
+        "the programs and the runtime are installed, but the controller's systemd unit is not. Until the unit runs, shims start the controller"
     )]
     NotStarted(#[source] Box<UnitError>),
 }

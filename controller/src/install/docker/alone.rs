@@ -1,5 +1,5 @@
-//! The installation on a machine where only Docker or Podman runs containers: CRI is disabled in its
-//! containerd, or that containerd belongs to dockerd. There is no handler to add.
+//! The installation on a machine where only Docker or Podman runs containers. Its containerd has
+//! CRI disabled or belongs to dockerd, or there is no containerd. Therefore no handler is added.
 
 use std::path::Path;
 
@@ -18,10 +18,12 @@ use crate::install::{
     tidy,
 };
 
-/// Names under which CRI can be disabled. The first is in the files of Docker's packages.
+/// Names under which containerd's configuration can disable CRI. Docker's packages use the first
+/// name.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Whether Docker or Podman runs containers here, and no containerd can have a handler.
+/// Whether only Docker or Podman runs containers on this machine, so that there is no containerd to
+/// which a handler could be added.
 pub fn is_alone(
     docker: &DockerPlan,
     podman: bool,

@@ -16,8 +16,8 @@ use crate::{
     install::{Steps, files},
 };
 
-/// Name of a file in the folder of the record. It contains dockerd's file after the change, for
-/// `dockerd --validate`.
+/// Name of the temporary file that `dockerd --validate` checks. The file is in the folder of the
+/// record and contains the planned content of dockerd's file.
 pub const SCRATCH: &str = "docker-check.json";
 
 /// A change of dockerd's file: its content before and after the change, and the dockerd that reads
@@ -37,14 +37,15 @@ pub struct DockerChange {
 enum ChangeKind {
     /// Adds the runtime. The record is written before the file.
     Register(DockerRecord),
-    /// Reloads only: the file has the runtime, but dockerd has not read it.
+    /// Only makes dockerd reload its file, which already contains the runtime.
     Reload,
     /// Removes the runtime, and the folders that the installation created.
     Remove { folders: Vec<PathBuf> },
 }
 
 impl DockerChange {
-    /// Plans the change after which dockerd serves the runtime.
+    /// Plans to register the runtime `name` in this dockerd. `record` describes an earlier
+    /// registration.
     pub fn to_register(
         daemon: DockerDaemon,
         record: Option<&DockerRecord>,
@@ -67,8 +68,8 @@ impl DockerChange {
                     return Ok(DockerPlan::Served);
                 }
                 // An earlier installer was killed after it wrote the file and before the reload.
-                // `old` is the file before that installer, which must be restored if the reload
-                // fails now.
+                // `old` is the file's content before that installer ran. It must be restored if the
+                // reload fails now.
                 let own = record.filter(|record| record.written == text);
                 let old = own.map_or_else(|| before.clone(), |record| record.original.clone());
                 (old, before, ChangeKind::Reload)

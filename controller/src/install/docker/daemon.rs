@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{DockerError, engine_api};
 use crate::inventory::process;
 
-/// Name of the process in the kernel.
+/// Name of dockerd's process, as in /proc/PID/comm.
 pub const PROGRAM: &str = "dockerd";
 /// Default value of dockerd's option `--config-file`.
 const CONFIG_FILE: &str = "/etc/docker/daemon.json";
@@ -85,8 +85,8 @@ impl DockerDaemon {
         Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
     }
 
-    /// Whether dockerd's default runtime has this name now. A flag of dockerd sets it, or the file
-    /// as dockerd last read it.
+    /// Whether dockerd's present default runtime has this name. dockerd takes the default from a
+    /// flag or from its configuration file.
     pub fn is_default(&self, name: &str) -> bool {
         let info = engine_api::get(&self.socket, "/info").unwrap_or_default();
         info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
@@ -97,7 +97,8 @@ impl DockerDaemon {
     /// # Errors
     /// dockerd would not start with it. The error is the program's output.
     pub fn validate(&self, config: &Path) -> Result<(), String> {
-        // Through /proc: the file of the running process, even if an update has replaced it since.
+        // /proc/PID/exe is the program of the running process, even if an update has replaced the
+        // program's file since.
         let mut command = Command::new(format!("/proc/{}/exe", self.process.pid));
         command.args(without_flag(&self.argv, CONFIG_FLAG)).arg(CONFIG_FLAG).arg(config);
         command.arg("--validate").env("PATH", &self.path).stdin(Stdio::null());
@@ -108,8 +109,8 @@ impl DockerDaemon {
         }
     }
 
-    /// Makes dockerd read its file again. Waits until dockerd serves the runtime, or (`served` is
-    /// false) no longer serves it.
+    /// Makes dockerd read its file again. If `served` is true, waits until dockerd serves the
+    /// runtime. Otherwise waits until dockerd no longer serves the runtime.
     ///
     /// # Errors
     /// The reason why dockerd did not reach that state.
@@ -175,7 +176,8 @@ fn words(bytes: &[u8]) -> Vec<OsString> {
     words.map(|word| OsString::from_vec(word.to_vec())).collect()
 }
 
-/// The value of a flag in either of its forms. If it is repeated, the last one applies.
+/// The value of a flag, written as `--flag value` or as `--flag=value`. If the flag is repeated,
+/// its last value applies.
 fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     let mut found = None;
     for (index, word) in argv.iter().enumerate().skip(1) {

@@ -1,4 +1,4 @@
-//! Edits of dockerd's `daemon.json` as text. They add or remove the runtime, and leave every other
+//! Edits the text of dockerd's `daemon.json`: adds or removes the runtime, and leaves every other
 //! byte unchanged.
 
 use jsonc_parser::{
@@ -38,7 +38,8 @@ pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
     Ok(if is_ours { RuntimeEntry::Affinode } else { RuntimeEntry::Other })
 }
 
-/// Whether this is the default runtime. Docker uses it for containers that name no runtime.
+/// Whether the text sets the runtime `name` as default runtime. Docker uses the default runtime for
+/// containers that name no runtime.
 pub fn is_default(text: &str, name: &str) -> bool {
     read(text).is_ok_and(|file| {
         file.get("default-runtime").and_then(Value::as_str).is_some_and(|said| said == name)
@@ -48,7 +49,7 @@ pub fn is_default(text: &str, name: &str) -> bool {
 /// Returns the text with the runtime added.
 ///
 /// # Errors
-/// As [`entry`]; also when `runtimes` is not an object.
+/// The text is not a JSON object, or its key `runtimes` is not an object. The error is the reason.
 pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     read(text)?;
     let (mark, root) = parse(text)?;
@@ -68,7 +69,7 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
 /// dockerd keeps the runtimes that it has loaded.
 ///
 /// # Errors
-/// As [`with_runtime`].
+/// The text is not a JSON object, or its key `runtimes` is not an object. The error is the reason.
 pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
     read(text)?;
     let (mark, root) = parse(text)?;
@@ -84,7 +85,7 @@ pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
 /// Returns the text without the runtime, and without `runtimes` if it is then empty.
 ///
 /// # Errors
-/// As [`with_runtime`].
+/// The text is not a JSON object, or its key `runtimes` is not an object. The error is the reason.
 pub fn without_runtime(text: &str, name: &str) -> Result<String, String> {
     let rest = with_list_only(text, name)?;
     let (mark, root) = parse(&rest)?;

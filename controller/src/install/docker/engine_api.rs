@@ -9,7 +9,8 @@ use std::{
 
 use serde_json::Value;
 
-/// Time limit for a response. For `/info`, dockerd counts containers and queries its plugins.
+/// Time limit for a response. A response to `/info` can take long, because dockerd counts
+/// containers and queries its plugins.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum size of a response, in bytes. It is far above the size of dockerd's responses.
 const REPLY_MAX_BYTES: u64 = 8 << 20;
@@ -34,7 +35,9 @@ fn json(path: &str, reply: &[u8]) -> io::Result<Value> {
     const BLANK_LINE: &[u8] = b"\r\n\r\n";
     let status = String::from_utf8_lossy(reply.split(|byte| *byte == b'\r').next().unwrap_or(b""));
     if status.split(' ').nth(1) != Some("200") {
-        return Err(io::Error::other(format!("the answer to {path} is {status:?}")));
+        return Err(io::Error::other(format!(
+            "dockerd answered the request {path} with {status:?}"
+        )));
     }
     let head = reply.windows(BLANK_LINE.len()).position(|bytes| bytes == BLANK_LINE);
     let body = head.map_or(&[][..], |end| &reply[end + BLANK_LINE.len()..]);

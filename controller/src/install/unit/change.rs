@@ -19,12 +19,12 @@ pub enum UnitPlan {
     Update {
         /// The record with the new text.
         record: UnitRecord,
-        /// Process of the unit.
+        /// Pid of the unit's main process. `None`: no process runs.
         main_pid: Option<u32>,
     },
     /// Restarts the unit, because its program was replaced.
     Restart {
-        /// Process of the unit.
+        /// Pid of the unit's main process. `None`: no process runs.
         main_pid: Option<u32>,
     },
     /// Stops, disables and removes the unit.
@@ -126,8 +126,8 @@ impl UnitPlan {
         }
     }
 
-    /// Executes the plan. `state_dir` is the folder of the record. A plan that fails can be made and
-    /// executed again.
+    /// Executes the plan. `state_dir` is the folder of the record. If that fails, a new plan can be
+    /// made and executed.
     ///
     /// # Errors
     /// [`UnitError`]: a file cannot be written, or systemd refused.
@@ -158,8 +158,8 @@ fn start(record: &UnitRecord, state_dir: &Path) -> Result<(), UnitError> {
     record.with(record.text.clone(), true).write(state_dir)
 }
 
-/// Restarts the unit if it runs. systemd keeps its sockets meanwhile, and the next controller
-/// continues from the journal.
+/// Restarts the unit if it runs. systemd keeps the controller's sockets meanwhile, and the next
+/// controller continues from the journal.
 fn restart() -> Result<(), UnitError> {
     let ran = systemctl::activity()?.active;
     systemctl::run(&["try-restart", UNIT])?;
@@ -176,8 +176,8 @@ fn is_active(what: &str) -> Result<(), UnitError> {
 
 fn remove(record: &UnitRecord, unchanged: bool, state_dir: &Path) -> Result<(), UnitError> {
     let there = read(&record.path)?.is_some();
-    // Without the unit's file, systemd does not know the unit. Without systemd, nothing runs as a
-    // unit.
+    // A failure of systemctl is ignored if systemd does not know the unit because its file is
+    // missing, or if systemd does not run on this machine.
     let known = there && Path::new(BOOTED).is_dir();
     let unless_unknown = |done: Result<String, UnitError>| match done {
         Err(error) if known => Err(error),

@@ -1,4 +1,4 @@
-//! Calls of systemctl about the controller's unit.
+//! Runs systemctl for the controller's unit.
 
 use std::process::{Command, Stdio};
 
@@ -12,7 +12,7 @@ pub struct UnitActivity {
     pub active: bool,
     /// Whether systemd starts the unit with the machine.
     pub enabled: bool,
-    /// Process of the unit.
+    /// Pid of the unit's main process. `None`: no process runs.
     pub main_pid: Option<u32>,
 }
 
@@ -27,7 +27,7 @@ pub fn run(arguments: &[&str]) -> Result<String, UnitError> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Asks systemd about the unit.
+/// Returns the state of the unit that systemd reports.
 pub fn activity() -> Result<UnitActivity, UnitError> {
     let properties = "--property=ActiveState,UnitFileState,MainPID";
     run(&["show", properties, UNIT]).map(|said| parse(&said))

@@ -16,7 +16,7 @@ const BEFORE_VARIABLES: &str = "Type=notify\n";
 const VARIABLES: [&str; 3] = [paths::RUN_DIR_ENV, paths::LIB_DIR_ENV, paths::CONFIG_ENV];
 
 /// Returns the unit's text. `variable` returns the value of an environment variable. `None`: a path
-/// has characters that have a meaning in a unit.
+/// contains characters with a special meaning in a unit file.
 pub fn of(prefix: &Path, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
     let bin = format!("{}/", prefix.join("bin").to_str().filter(|_| is_plain(prefix))?);
     let mut lines = String::from(BEFORE_VARIABLES);
@@ -30,7 +30,7 @@ pub fn of(prefix: &Path, variable: impl Fn(&str) -> Option<String>) -> Option<St
     Some(TEMPLATE.replace(BIN, &bin).replacen(BEFORE_VARIABLES, &lines, 1))
 }
 
-/// Whether a path has no character that has a meaning in a unit.
+/// Whether a path contains no character with a special meaning in a unit file.
 pub fn is_plain(path: &Path) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._+-".contains(&byte);
     path.is_absolute() && path.to_str().is_some_and(|text| text.bytes().all(plain))
