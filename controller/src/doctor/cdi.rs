@@ -13,8 +13,8 @@ use super::handler::PLUGINS;
 
 /// Setting of the CRI plugin that turns CDI on, in containerd 1.7 to 2.3.
 const ENABLE: &str = "enable_cdi";
-/// First version of containerd's configuration without that setting: CDI is always on (seen with
-/// containerd 2.4.2).
+/// First version of containerd's configuration without a setting for CDI. CDI is then always on
+/// (seen with containerd 2.4.2).
 const ALWAYS_ON_SINCE: i64 = 4;
 /// Folders of CDI specifications that containerd reads by default.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
@@ -25,8 +25,8 @@ const MAX_SPEC_BYTES: u64 = 16 << 20;
 
 /// Whether containers get their devices from CDI. `config` is containerd's whole configuration,
 /// `files` are the files from which it is made. containerd 2 enables CDI by default, so the setting
-/// is not sufficient. In addition, a file must enable CDI explicitly, as NVIDIA's toolkit does, or
-/// there must be CDI specifications for Kubernetes.
+/// alone is not sufficient. In addition, a file must enable CDI explicitly, as NVIDIA's toolkit
+/// does, or there must be CDI specifications for Kubernetes.
 #[must_use]
 pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
     is_enabled(config)

@@ -36,13 +36,14 @@ pub struct ContainerdProcess {
     pub socket: PathBuf,
     /// Pid of the process that listens.
     pub pid: u32,
-    /// Path of its executable.
+    /// Path of containerd's executable.
     pub program: PathBuf,
     /// Output of `--version`, or the reason why the program failed.
     pub version: Result<String, String>,
-    /// Path of the configuration file that it was started with.
+    /// Path of the configuration file with which containerd was started.
     pub config_file: PathBuf,
-    /// Its configuration with all imports, or the reason why it cannot be read.
+    /// containerd's configuration with all imports, or the reason why the configuration cannot be
+    /// read.
     pub config: Result<toml::Table, String>,
     environment: Vec<u8>,
     argv: Vec<OsString>,
@@ -108,10 +109,12 @@ impl ContainerdProcess {
     }
 }
 
-/// Finds the containerd of a socket, or of the first socket that a distribution uses.
+/// Finds the containerd that serves this socket. `None`: searches the sockets that distributions
+/// use.
 ///
 /// # Errors
-/// [`ContainerdAbsent`]: no socket, no process, or no access to it.
+/// [`ContainerdAbsent`]: the socket does not exist, no process accepts connections, or the process
+/// cannot be examined.
 pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent> {
     let known = || {
         let last = SOCKETS.last().map(PathBuf::from).unwrap_or_default();
@@ -172,8 +175,8 @@ fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
 /// Runs containerd's executable with the `argv[0]` of the running daemon, because some executables
 /// contain several programs.
 fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
-    // Through /proc: this is the executable of the running process, even if an update has replaced
-    // its file.
+    // /proc/PID/exe is the executable of the running process, even if an update has replaced its
+    // file.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
     command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
     let output = command.output().map_err(|error| error_chain::chain(&error))?;
@@ -229,7 +232,7 @@ pub fn judge(
             judge_version(&mut group, &daemon.version);
         }
         Err(ContainerdAbsent::NoSocket(_)) if podman_alone => {
-            group.good("daemon", "not installed; Podman does not need it");
+            group.good("daemon", "containerd is not installed, and Podman does not need it");
         }
         Err(why) => {
             let hint = "install and start containerd, or pass its socket with --containerd";
@@ -244,19 +247,26 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
         Ok(said) => match parse_version(said) {
             Some((number, version)) if version >= MIN_VERSION => group.good("version", number),
             Some((number, _)) => {
-                let hint = format!("install {}.{} or newer", MIN_VERSION.0, MIN_VERSION.1);
-                group.bad("version", format!("{number} is too old"), hint);
+                let hint =
+                    format!("install containerd {}.{} or newer", MIN_VERSION.0, MIN_VERSION.1);
+                group.bad("version", format!("containerd {number} is too old"), hint);
             }
-            None => {
-                group.warning("version", format!("cannot parse: {said}"), "1.6 to 2.4 were tested")
-            }
+            None => group.warning(
+                "version",
+                format!("cannot find a version in: {said}"),
+                "check the version: containerd 1.6 to 2.4 were tested",
+            ),
         },
-        Err(why) => group.warning("version", format!("unknown: {why}"), "1.6 to 2.4 were tested"),
+        Err(why) => group.warning(
+            "version",
+            format!("containerd --version failed: {why}"),
+            "check the version: containerd 1.6 to 2.4 were tested",
+        ),
     }
 }
 
-/// The version number, and its first two parts, from output such as `containerd
-/// github.com/containerd/containerd v1.7.24 4ee…`.
+/// Parses output such as `containerd github.com/containerd/containerd v1.7.24 4ee…`. Returns the
+/// version as text, and its first two numbers.
 fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
     let number = said.split_whitespace().nth(2)?.trim_start_matches('v');
     let mut parts = number.split(|c: char| !c.is_ascii_digit());

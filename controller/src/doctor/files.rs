@@ -65,7 +65,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         group.warning(
             "run directory",
             format!(
-                "this command uses {path}, containerd's shims use {}",
+                "this command uses {path}, but containerd's shims use {}",
                 facts.shims_run_dir.display()
             ),
             format!("run this command with --run-dir {}", facts.shims_run_dir.display()),
@@ -79,7 +79,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         ),
         (false, Some((owner, mode))) if owner != 0 || mode & 0o022 != 0 => group.bad(
             "run directory",
-            format!("{path} belongs to user {owner}, mode {mode:o}: other users could replace it"),
+            format!("{path} belongs to user {owner} and has mode {mode:o}, so other users could replace its files"),
             format!("chown root {path} && chmod 711 {path}"),
         ),
         (false, Some(_)) => group.good("run directory", path.to_string()),
@@ -92,7 +92,9 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         let hint = format!("chmod 600 {}", socket.display());
         group.bad(
             "control socket",
-            format!("mode {mode:o}: other users can move containers"),
+            format!(
+                "the socket has mode {mode:o}, so other users can offload and restore containers"
+            ),
             hint,
         );
     }
@@ -105,13 +107,15 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         None if facts.config_file.exists() => {
             group.good("configuration", format!("{file} is valid"))
         }
-        None => group.good("configuration", format!("no {file}: the defaults apply")),
+        None => {
+            group.good("configuration", format!("{file} does not exist, so the defaults apply"))
+        }
     }
     group.checks
 }
 
-/// The check of the controller: its pid and version. `None` if no controller listens, `Err` if its
-/// response is invalid or missing.
+/// The check of the controller. `said` contains the controller's pid and version. `None`: no
+/// controller listens. `Err`: its response is invalid or missing.
 #[must_use]
 pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
     let own = env!("CARGO_PKG_VERSION");
@@ -123,13 +127,13 @@ pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
         }
         Ok(Some((pid, version))) => group.warning(
             name,
-            format!("process {pid} is {version}, this command is {own}"),
-            format!("kill {pid}: a shim starts the installed version within a second; containers are not affected"),
+            format!("process {pid} has version {version}, but this command has version {own}"),
+            format!("run kill {pid}. A shim then starts the installed version within a second, and containers are not affected"),
         ),
-        Ok(None) => group.good(name, "not running: the first GPU container starts it"),
+        Ok(None) => group.good(name, "no controller runs: the first GPU container starts it"),
         Err(why) => {
             let hint = "see controller.log in the run directory, or the journal if systemd runs the controller";
-            group.bad(name, format!("cannot connect: {why}"), hint);
+            group.bad(name, format!("cannot connect to the controller: {why}"), hint);
         }
     }
     group.checks.remove(0)

@@ -92,7 +92,7 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
             "NVML",
             format!("cannot load {}: {why}", facts.library.display()),
             format!(
-                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; set driver.root in the configuration if the driver has another root"
+                "install the NVIDIA driver, version {MIN_DRIVER} or newer, and check that nvidia-smi works. If the driver is installed under another root folder, set driver.root in the configuration"
             ),
         ),
     }
@@ -111,12 +111,16 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
     } else {
         group.bad(
             "driver",
-            format!("{} cannot checkpoint processes", seen.driver),
-            format!("install version {MIN_DRIVER} or newer"),
+            format!("driver {} cannot checkpoint processes", seen.driver),
+            format!("install driver {MIN_DRIVER} or newer"),
         );
     }
     if seen.gpus.is_empty() {
-        group.bad("devices", "none", "find the cause with nvidia-smi and dmesg | grep NVRM");
+        group.bad(
+            "devices",
+            "NVML lists no GPU",
+            "find the cause with nvidia-smi and dmesg | grep NVRM",
+        );
         return;
     }
     for gpu in &seen.gpus {
@@ -134,7 +138,7 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
     } else {
         group.warning(
             "persistence mode",
-            format!("off on GPU {off}"),
+            format!("persistence mode is off on GPU {off}"),
             "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver is unloaded \
              when no process uses the GPU, and the next process waits until it is loaded again",
         );
@@ -143,7 +147,7 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
     if !cut.is_empty() {
         let hint = "NVML does not report the free VRAM of MIG instances, so containers on them are not \
              offloaded: turn MIG off with nvidia-smi -mig 0";
-        group.warning("MIG", format!("on for GPU {cut}"), hint);
+        group.warning("MIG", format!("MIG is on for GPU {cut}"), hint);
     }
 }
 

@@ -38,7 +38,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec
         if kubernetes {
             group.bad("handler", found, "enable the CRI plugin of containerd");
         } else {
-            group.good("handler", format!("{found}: not needed without Kubernetes"));
+            group.good("handler", format!("{found}, and no handler is needed without Kubernetes"));
         }
         return group.checks;
     };
@@ -76,11 +76,11 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
 /// Affinode's handler copies. `ours` is the name of Affinode's handler. `cdi`: whether containers
 /// get their devices from CDI.
 ///
-/// | handlers | copied |
+/// | handlers in the configuration | model handler |
 /// | --- | --- |
-/// | the default one is `nvidia`, or there is no `nvidia` | the default one |
-/// | devices come from CDI | the default one: `nvidia` would also give GPUs to a container that requests none, by the variables of its image |
-/// | else | `nvidia`: pods get their GPU because their runtime class names it |
+/// | the default handler is `nvidia`, or there is no `nvidia` | the default handler |
+/// | devices come from CDI | the default handler: `nvidia` would also give GPUs to a container that requests none, by the variables of its image |
+/// | all other cases | `nvidia`: pods get their GPU because their runtime class names it |
 #[must_use]
 pub fn model<'a>(cri: &'a Table, ours: &str, cdi: bool) -> Option<(&'a str, &'a Table)> {
     let handlers = table(cri, &["runtimes"])?;
@@ -108,7 +108,10 @@ fn judge_handler(
 ) {
     let path = handler.get("runtime_path").and_then(Value::as_str).unwrap_or_default();
     if path.is_empty() || is_program(Path::new(path)) {
-        group.good("handler", format!("{name}; refer to it in a RuntimeClass (config/kubernetes)"));
+        group.good(
+            "handler",
+            format!("{name}: name this handler in a RuntimeClass (see config/kubernetes)"),
+        );
     } else {
         let hint = "set runtime_path to the file containerd-shim-affinode-v1, or remove the key";
         group.bad(
@@ -149,8 +152,11 @@ fn judge_handler(
         if theirs != ours {
             let say =
                 |value: &Option<Value>| value.as_ref().map_or("not set".into(), Value::to_string);
-            let found =
-                format!("{option}: {} for {name}, {} for {model}", say(&ours), say(&theirs));
+            let found = format!(
+                "option {option} is {} in handler {name}, but {} in handler {model}",
+                say(&ours),
+                say(&theirs)
+            );
             let hint = format!(
                 "copy the options of handler {model}, so that pods run in the same environment"
             );

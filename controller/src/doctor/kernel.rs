@@ -19,7 +19,8 @@ pub struct KernelFacts {
     pub whole_machine: bool,
     /// Release of the kernel, as in `uname -r`.
     pub release: String,
-    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, calls need no lock to pass a gate.
+    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, CUDA calls need no lock where they
+    /// check whether the process is offloaded.
     pub membarrier: bool,
     /// Whether pidfd_open works. With it, the controller notices the end of a process and detects a
     /// reused pid.
@@ -66,13 +67,12 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     if facts.uid != 0 {
         let hint =
             "run as root: only root can access containerd, the controller and /proc of containers";
-        group.bad("permissions", format!("user {}", facts.uid), hint);
+        group.bad("permissions", format!("this command runs as user {}", facts.uid), hint);
     } else if facts.whole_machine {
         group.good("permissions", "root");
     } else {
-        let hint =
-            "run it on the host: root of a user namespace cannot see all processes and limits";
-        group.warning("permissions", "root of a user namespace", hint);
+        let hint = "run affinode doctor on the host: root of a user namespace cannot see all processes and limits";
+        group.warning("permissions", "this command runs as root of a user namespace", hint);
     }
     let missing: Vec<&str> = [
         (facts.pidfd, "pidfd_open (Linux 5.3)"),
@@ -94,7 +94,7 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     } else {
         let hint = "use Linux 4.14 or newer, or allow the system call in the sandbox: otherwise each \
                     CUDA call takes about 15 ns longer";
-        group.warning("membarrier", "missing", hint);
+        group.warning("membarrier", "the system call does not work", hint);
     }
     group.checks
 }

@@ -24,14 +24,15 @@ pub struct LibraryFacts {
     pub path: PathBuf,
     /// `Err`: the reason why a loader could not load the library.
     pub fault: Result<(), String>,
-    /// Whether every user can read it.
+    /// Whether every user can read the library.
     pub readable: bool,
-    /// Whether its file system is mounted noexec.
+    /// Whether the library's file system is mounted noexec.
     pub no_exec: bool,
 }
 
 impl LibraryFacts {
-    /// Reads the library, its mode and its folder's, and the mount options of its file system.
+    /// Reads the library, the modes of its file and its folder, and the mount options of its file
+    /// system.
     #[must_use]
     pub fn gather(lib_dir: &Path) -> LibraryFacts {
         let path = lib_dir.join(paths::LIB_FILE);
@@ -51,37 +52,37 @@ impl LibraryFacts {
 }
 
 /// Checks whether these bytes can be loaded in every image: a shared object for x86-64 that
-/// requires no other library, no symbol version, and no symbol that is not weak.
+/// requires no other library and no symbol version, and whose undefined symbols are all weak.
 ///
 /// # Errors
 /// The rule that the file violates.
 pub fn loadable(bytes: &[u8]) -> Result<(), String> {
-    let unread = |error: object::Error| format!("is not an ELF file for x86-64: {error}");
+    let unread = |error: object::Error| format!("the file is not an ELF file for x86-64: {error}");
     let file = ElfFile64::<object::Endianness>::parse(bytes).map_err(unread)?;
     let header: &FileHeader64<_> = file.elf_header();
     let endian = file.endian();
     if header.e_type(endian) != elf::ET_DYN || header.e_machine(endian) != elf::EM_X86_64 {
-        return Err("is not a shared object for x86-64".into());
+        return Err("the file is not a shared object for x86-64".into());
     }
     let table = file.elf_section_table();
     let dynamic = table.dynamic(endian, bytes).map_err(unread)?;
     let Some((entries, _)) = dynamic else {
-        return Err("has no dynamic section".into());
+        return Err("the file has no dynamic section".into());
     };
     for entry in entries {
         match entry.tag(endian) {
-            elf::DT_NEEDED => return Err("needs another library".into()),
-            elf::DT_VERNEED => return Err("needs a version of the C library".into()),
+            elf::DT_NEEDED => return Err("the file needs another library".into()),
+            elf::DT_VERNEED => return Err("the file needs a version of the C library".into()),
             _ => {}
         }
     }
     if !file.dynamic_symbols().any(|symbol| symbol.name() == Ok("dlsym") && !symbol.is_undefined())
     {
-        return Err("has no hooks: it is another library".into());
+        return Err("the file is another library, because it has no hooks".into());
     }
     let strong = file.dynamic_symbols().find(|symbol| symbol.is_undefined() && !symbol.is_weak());
     match strong {
-        Some(symbol) => Err(format!("needs the symbol {}", symbol.name().unwrap_or("?"))),
+        Some(symbol) => Err(format!("the file needs the symbol {}", symbol.name().unwrap_or("?"))),
         None => Ok(()),
     }
 }
@@ -100,14 +101,14 @@ pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
         group.bad("library", format!("{path}: {why}"), hint);
     } else if facts.no_exec {
         let hint = format!(
-            "its file system is mounted noexec: install the library in another folder and set {} in containerd's environment to that folder",
+            "the library's file system is mounted noexec: install the library in another folder and set {} in containerd's environment to that folder",
             paths::LIB_DIR_ENV
         );
         group.bad("library", format!("{path} cannot be mapped for execution"), hint);
     } else if facts.readable {
-        group.good("library", format!("{path}, loads in any image"));
+        group.good("library", format!("{path} can be loaded in any image"));
     } else {
-        let hint = format!("chmod a+rX {} and the file in it", folder(facts));
+        let hint = format!("run chmod a+rX on {} and on the library in it", folder(facts));
         group.bad("library", format!("some users cannot read {path}"), hint);
     }
     group.checks
@@ -142,7 +143,7 @@ mod tests {
     #[test]
     fn other_files_are_not_the_library() {
         let own = fs::read(std::env::current_exe().unwrap()).unwrap();
-        assert_eq!(loadable(&own).unwrap_err(), "needs another library");
+        assert_eq!(loadable(&own).unwrap_err(), "the file needs another library");
         assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("not an ELF file"));
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(judge(&LibraryFacts::gather(folder.path()))[0].verdict, CheckVerdict::Bad);

@@ -57,8 +57,8 @@ fn cgroups(root: &Path) -> CgroupVersion {
     }
     let controllers = |path: &str| std::fs::read_to_string(root.join(path)).ok();
     match controllers("cgroup.controllers") {
-        // A container sees only its own cgroup as the root. This file lists the controllers there
-        // too.
+        // In a container, the root is the container's own cgroup. `cgroup.controllers` lists its
+        // controllers, too.
         Some(names) if names.split_whitespace().any(|name| name == "memory") => CgroupVersion::V2,
         Some(_) => CgroupVersion::NoMemory,
         None if root.join("unified").exists() || root.join("cpu").exists() => {
@@ -74,18 +74,26 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("memory");
     let hint = "the memory limits of containers cannot be read: mount cgroup2 at /sys/fs/cgroup; if the memory controller is missing there, boot with the kernel argument cgroup_enable=memory";
     match facts.cgroups {
-        CgroupVersion::V2 => group.good("cgroups", "version 2, memory limits can be read"),
-        CgroupVersion::V1 => group.good("cgroups", "version 1, memory limits can be read"),
-        CgroupVersion::NoMemory => group.bad("cgroups", "no memory controller", hint),
-        CgroupVersion::Nothing => group.bad("cgroups", "nothing at /sys/fs/cgroup", hint),
+        CgroupVersion::V2 => group.good("cgroups", "cgroup version 2: memory limits can be read"),
+        CgroupVersion::V1 => group.good("cgroups", "cgroup version 1: memory limits can be read"),
+        CgroupVersion::NoMemory => {
+            group.bad("cgroups", "the cgroup hierarchy has no memory controller", hint)
+        }
+        CgroupVersion::Nothing => {
+            group.bad("cgroups", "no cgroup hierarchy is mounted at /sys/fs/cgroup", hint)
+        }
     }
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
     match &facts.available_bytes {
-        Err(why) => group.bad("host RAM", format!("cannot be read: {why}"), "is /proc mounted?"),
+        Err(why) => group.bad(
+            "host RAM",
+            format!("cannot read the available memory: {why}"),
+            "check that /proc is mounted",
+        ),
         Ok(available) => {
             let room = available.saturating_sub(facts.kept_bytes);
             let found = format!(
-                "{} available, enough for {} of VRAM; {} of VRAM in use now",
+                "{} available, which is enough to offload {} of VRAM. {} of VRAM is in use now",
                 mib(*available),
                 mib(room),
                 mib(facts.vram_used_bytes)

@@ -130,7 +130,8 @@ pub struct DoctorPaths {
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
-    // Shims inherit containerd's environment, so its variables prevail for them.
+    // Shims inherit containerd's environment. Therefore containerd's variables take precedence over
+    // those of this command.
     let named = |variable: &str, own: PathBuf| {
         let theirs = daemon.as_ref().ok().and_then(|daemon| daemon.variable(variable));
         theirs.map_or(own, PathBuf::from)
@@ -177,7 +178,8 @@ pub(crate) fn is_on_path(program: &str) -> bool {
     on_path(std::env::split_paths(&path), program).is_some()
 }
 
-/// Number of processes whose arguments, which end with a zero byte each, match.
+/// Number of processes whose command line matches. Each argument in a command line ends with a zero
+/// byte.
 pub(crate) fn processes_with(matches: impl Fn(&[u8]) -> bool) -> usize {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());

@@ -27,7 +27,8 @@ pub struct ProgramFacts {
 }
 
 impl ProgramFacts {
-    /// Searches the programs in the same folders as containerd.
+    /// Searches the programs on containerd's PATH. The stock shim may also be in the folder of
+    /// containerd or of Affinode's shim.
     #[must_use]
     pub fn gather(daemon: &ContainerdProcess) -> ProgramFacts {
         let path = daemon.path();
@@ -75,7 +76,10 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
             group.good("shim", format!("{}, {version}", path.display()));
         }
         Some((path, Ok(version))) => {
-            let found = format!("{} is {version}, this command is {own}", path.display());
+            let found = format!(
+                "{} has version {version}, but this command has version {own}",
+                path.display()
+            );
             group.bad("shim", found, "install the shim and affinode from the same release");
         }
         Some((path, Err(why))) => {

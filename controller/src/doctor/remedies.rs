@@ -38,15 +38,15 @@ checks! {
         "Install the NVIDIA driver 570 or newer. Then check that `nvidia-smi` works. If the driver is installed in another folder, set `driver.root` in the configuration. If only the library has another path, set `nvml.library`.";
     "GPU", "driver":
         "The driver must have functions that checkpoint a process. It has them from version 570 on.",
-        "The driver is older.",
+        "The driver is older than version 570.",
         "Install driver 570 or newer.";
     "GPU", "devices":
         "NVML must list at least one GPU.",
         "No GPU is attached, or the driver did not initialise it.",
         "Find the cause with `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
-        "Nothing. The check shows a GPU that NVML lists, with its VRAM.",
-        "None: the check gives only information and cannot fail. It marks a simulated GPU as \
+        "This check requires nothing. It shows a GPU that NVML lists, with its VRAM.",
+        "This check cannot fail: it gives only information. It marks a simulated GPU as \
          simulated.",
         "No action is needed.";
     "GPU", "persistence mode":
@@ -59,7 +59,7 @@ checks! {
         "Turn MIG off with `nvidia-smi -mig 0`.";
     "GPU", "MPS":
         "The daemon of CUDA's Multi-Process Service must not run.",
-        "The daemon runs. The driver cannot checkpoint processes that use this service, so they are not offloaded.",
+        "The MPS daemon runs. The driver cannot checkpoint processes that use this service, so they are not offloaded.",
         "Stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
     "machine", "permissions":
         "`affinode doctor` must run as root of the machine.",
@@ -88,7 +88,7 @@ checks! {
         "Start containerd, or name its socket with `--containerd`.";
     "containerd", "version":
         "The version of containerd must be 1.6 or newer.",
-        "containerd is older, or the check could not read its version.",
+        "containerd is older than 1.6, or the check could not read its version.",
         "Install containerd 1.6 or newer. Versions 1.6 to 2.4 were tested.";
     "containerd", "configuration":
         "containerd's configuration, as `containerd config dump` prints it, must be valid.",
@@ -132,12 +132,12 @@ checks! {
         "The device plugin assigns each GPU to only one pod, or offers MIG instances, or the check could not read the kubelet's file about device plugins.",
         "Share GPUs by time-slicing, KAI or DRA, as in the examples of `config/kubernetes/sharing`. If the file could not be read, restart the kubelet, which writes it again.";
     "Kubernetes", "KAI":
-        "Nothing. The check reports that the scheduler KAI assigns fractions of GPUs on this node.",
-        "None: the check gives only information and cannot fail.",
+        "This check requires nothing. It reports that the scheduler KAI assigns fractions of GPUs on this node.",
+        "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "DRA":
-        "Nothing. The check reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
-        "None: the check gives only information and cannot fail.",
+        "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
+        "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "HAMi":
         "The GPU sharing library of HAMi should not be installed, because containers would load it in addition to Affinode's. Affinode was not tested with it, only with a similar library.",
@@ -146,7 +146,7 @@ checks! {
     "installation", "run directory":
         "Root must own the run directory, no other user may have write access to it, and containerd's shims must use the same run directory as `affinode`.",
         "The directory has the wrong owner or mode, its file system is read-only, or containerd's shims use another directory.",
-        "Wrong owner or mode: run the command that the check prints. Another directory: pass the option `--run-dir` that the check prints. Read-only file system: name another directory in the environment variable `AFFINODE_RUN_DIR` of containerd.";
+        "If the owner or the mode is wrong, run the command that the check prints. If containerd's shims use another directory, pass the option `--run-dir` that the check prints. If the file system is read-only, name another directory in the environment variable `AFFINODE_RUN_DIR` of containerd.";
     "installation", "control socket":
         "Only root may be able to connect to the control socket.",
         "The mode of the socket lets other users connect, so they could offload and restore containers.",

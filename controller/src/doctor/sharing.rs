@@ -85,7 +85,7 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
     )
 }
 
-/// The checks of sharing. There are none without Kubernetes.
+/// The checks of GPU sharing. Without Kubernetes there are no such checks.
 #[must_use]
 pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");
@@ -104,26 +104,26 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     }
     if facts.kai > 0 {
         let s = if facts.kai == 1 { "" } else { "s" };
-        group.good("KAI", format!("{} GPU{s} assigned in fractions", facts.kai));
+        group.good("KAI", format!("KAI assigns fractions of {} GPU{s}", facts.kai));
     }
     if facts.dra {
-        let found = "NVIDIA's DRA driver; pods that name one claim share its GPU";
+        let found = "NVIDIA's DRA driver is installed: pods that name the same claim share its GPU";
         group.good("DRA", found);
     }
     if facts.hami {
         let hint = format!(
-            "containers load HAMi's library before Affinode's, so its limits apply. Containers with its virtual device memory are not offloaded. Affinode was tested with a similar library, not with HAMi itself ({EXAMPLES})"
+            "containers load HAMi's library before Affinode's, so HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded. Affinode was tested with a similar library, not with HAMi itself ({EXAMPLES})"
         );
-        group.warning("HAMi", "its library is installed", hint);
+        group.warning("HAMi", "HAMi's library is installed", hint);
     }
     group.checks
 }
 
 fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
     if resource.starts_with(MIG) {
-        let hint = "containers on instances are not offloaded: turn MIG off with nvidia-smi -mig \
+        let hint = "containers on MIG instances are not offloaded: turn MIG off with nvidia-smi -mig \
                     0, and share whole GPUs by time-slicing";
-        group.warning("sharing", format!("{resource}: {} instances", ids.len()), hint);
+        group.warning("sharing", format!("{resource}: {} MIG instances", ids.len()), hint);
         return;
     }
     if resource != GPU && resource != "nvidia.com/gpu.shared" {
@@ -136,7 +136,7 @@ fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared
         group.good("sharing", found);
     } else {
         let hint = format!(
-            "each GPU is assigned to one pod, so no other pod can use VRAM that it frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI or DRA"
+            "each GPU is assigned to one pod, so no other pod can use the VRAM that an offload frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI or DRA"
         );
         group.warning("sharing", found, hint);
     }
