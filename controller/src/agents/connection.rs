@@ -20,7 +20,7 @@ use tokio::{
 use super::{AgentHandle, AgentMail, OUTBOX, OutgoingFrame, peer, rate_limit::RateLimits};
 use crate::{error_chain, sys};
 
-/// Time limit for a peer's Hello.
+/// Time limit for the Hello, the first message of a process that connects.
 const HELLO: Duration = Duration::from_secs(2);
 /// Time limit for the socket to accept a message.
 const WRITE: Duration = Duration::from_secs(5);
@@ -36,10 +36,10 @@ enum ConnectionRefusal {
     Io(#[from] io::Error),
     #[error("cannot parse the agent's first message")]
     Frame(#[from] FrameError),
-    #[error("the first message is not a Hello")]
+    #[error("the agent's first message is not a Hello")]
     NoHello,
     #[error(
-        "the library has protocol version {0}, the controller {WIRE_VERSION}: restart the container to manage it again"
+        "the container's library has protocol version {0}, but the controller has version {WIRE_VERSION}: restart the container, so that it is managed again"
     )]
     Version(u32),
     #[error("cannot identify the process that connected")]
@@ -62,7 +62,7 @@ pub async fn serve(
             let retry = !matches!(refusal, ConnectionRefusal::Version(_));
             let goodbye = ControllerMessage::Refuse { version: WIRE_VERSION, retry }.encode();
             let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
-            // The peer closed the connection before its Hello: there is nothing to report.
+            // A peer that closed the connection before its Hello is not reported.
             let silent = matches!(&refusal, ConnectionRefusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
             if !silent && let Some(why) = budgets.refusals.tell(error_chain::chain(&refusal)) {
                 let _ = mail.send(AgentMail::Refused { key, why }).await;
@@ -79,8 +79,8 @@ pub async fn serve(
     let page = Arc::new(page);
     let ward = Handle::current();
     let agent = AgentHandle { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
-    // The reader starts after Joined is queued: the actor never gets a message of an unknown
-    // process.
+    // The reader starts after `Joined` is queued, so that the actor never gets a message of an
+    // unknown process.
     let comes = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(comes).await.is_err() {
         return;
@@ -180,7 +180,7 @@ async fn read(
         if count > RATE {
             tokio::time::sleep_until(second + Duration::from_secs(1)).await;
         }
-        // Unread frames stay in the process's socket, which blocks only its own writer.
+        // Unread frames stay in the process's socket, so only that process has to wait.
         budgets.messages.take().await;
         match AgentMessage::decode(&frame) {
             Ok(message) => {
@@ -195,7 +195,7 @@ async fn read(
                 if let Some(why) = budgets.refusals.tell(error.to_string()) {
                     tracing::warn!(
                         process = id.0,
-                        "process {}: connection closed, invalid message: {why}",
+                        "process {}: connection closed, because a message is invalid: {why}",
                         id.0
                     );
                 }

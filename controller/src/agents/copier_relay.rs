@@ -21,11 +21,11 @@ pub async fn carry(process: OwnedFd, copier: OwnedFd) {
     };
     let Err(error) = ended;
     if error.kind() == io::ErrorKind::InvalidInput {
-        tracing::warn!(%error, "relay to the copier closed");
+        tracing::warn!(%error, "the relay between a process and its copier was closed");
     }
 }
 
-/// Relays in one direction until an error.
+/// Relays frames in one direction until an error occurs.
 async fn pass(
     from: &AsyncFd<OwnedFd>,
     to: &AsyncFd<OwnedFd>,

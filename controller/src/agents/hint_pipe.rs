@@ -41,8 +41,8 @@ impl ReceivedHint {
     }
 }
 
-/// The reading end. It is also opened for writing, so that it does not read an end of file when the
-/// container closes its end.
+/// The reading end of the pipe. It is also opened for writing, because otherwise it would read an
+/// end of file when the container closes its own end.
 #[derive(Debug)]
 pub struct HintPipe(File);
 

@@ -32,22 +32,22 @@ use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSock
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
 /// Accepts and serves a container's agents, on a thread of the container's own. Dropping the
-/// listener ends both.
+/// listener ends the thread and its connections.
 #[derive(Debug)]
 pub struct AgentListener {
     _ward: IsolatedRuntime,
     hints: ReceivedHint,
     folder: PathBuf,
-    /// The status in the state file; `None`: there is no file yet.
+    /// The status in the state file. `None`: there is no file yet.
     written: Option<ContainerStatus>,
     /// Whether the last write of the state file failed.
     state_failed: bool,
 }
 
 impl AgentListener {
-    /// Listens at the socket in the folder that the container sees. It replaces an old socket,
-    /// unless a systemd unit has stored it. `owner`: the only user, besides root, whose processes
-    /// may connect; `None`: any user.
+    /// Listens at the socket in the folder that the container sees. An old socket is replaced,
+    /// except a socket that systemd has stored. `owner`: the only user, besides root, whose
+    /// processes may connect. `None`: processes of any user may connect.
     ///
     /// # Errors
     /// The folder or the socket cannot be created.
@@ -106,7 +106,8 @@ impl AgentListener {
     }
 
     /// Writes the container's own state into a file that the container can read, unless the file
-    /// already contains that state. `since_unix_ms`: start of the state.
+    /// already contains that state. `since_unix_ms`: start of the state, in milliseconds since
+    /// 1970.
     ///
     /// # Errors
     /// The file cannot be written. Only the first of consecutive failures is returned.
@@ -159,7 +160,8 @@ async fn accept(
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // The process probably has no free descriptor. Descriptors are released later.
+                // The controller probably has no free descriptor. It tries again, because other
+                // connections release descriptors.
                 tracing::warn!(%key, %error, "container {key}: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
@@ -172,8 +174,8 @@ async fn accept(
             tracing::warn!(%key, "container {key}: rejected connection: peer uid {uid} does not own this container");
             continue;
         }
-        // Too many connections: this one is dropped. The agent sees the end of the connection and
-        // retries.
+        // If the container has too many connections, this connection is dropped. The agent sees the
+        // end of the connection and retries.
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             continue;
         };

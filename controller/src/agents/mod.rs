@@ -12,9 +12,9 @@
 //! wait for the exit of its processes.
 //!
 //! Everything that an agent sends is untrusted. The kernel identifies the process (`SO_PEERCRED`,
-//! pidfd), the shared counters are read with `pread`, and frames have one size. The messages and
-//! connections of a container have a maximum rate, its connections a maximum number, and the Hello
-//! a deadline.
+//! pidfd), the shared counters are read with `pread`, and frames have one size. Limits exist for
+//! the rate of a container's messages, for the rate and number of its connections, and for the time
+//! until the Hello.
 
 mod connection;
 mod copier_relay;
@@ -44,7 +44,8 @@ use crate::copier;
 pub use listener::AgentListener;
 pub(crate) use rate_limit::RefusalLog;
 
-/// Maximum number of messages that wait for an agent. If there are more, its connection is closed.
+/// Maximum number of messages that wait for an agent. If there are more, the agent's connection is
+/// closed.
 const OUTBOX: usize = 64;
 
 /// Messages from the connections to the actor.
@@ -78,7 +79,7 @@ pub enum AgentMail {
     },
 }
 
-/// A message, and a descriptor that is sent with it.
+/// A message to an agent, and the descriptor that is sent with it.
 #[derive(Debug)]
 pub struct OutgoingFrame {
     message: ControllerMessage,
@@ -109,10 +110,10 @@ pub struct AgentHandle {
 #[derive(Debug, thiserror::Error)]
 pub enum CounterReadError {
     /// The file cannot be read.
-    #[error("cannot read the counters")]
+    #[error("cannot read the process's counters")]
     Io(#[from] std::io::Error),
     /// The content is invalid.
-    #[error("the counters are invalid")]
+    #[error("the process's counters are invalid")]
     Content(#[from] CounterError),
 }
 
@@ -122,7 +123,7 @@ impl AgentHandle {
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
         if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
             tracing::debug!(order, ?action, "order queued");
-            // 0 would mean that no time was sent.
+            // The time is at least 1, because 0 would mean that no time was sent.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
             debug_assert!(
                 self.abilities.contains(action.requires()),
@@ -133,8 +134,8 @@ impl AgentHandle {
         self.queue(message.into())
     }
 
-    /// Sends the process a connection to its copier, through a relay, because the copier also
-    /// serves other processes.
+    /// Sends the process a connection to its copier. The connection goes through a relay, because
+    /// the process must not be able to block the copier, which also serves other processes.
     pub fn send_copier(&mut self, copier: OwnedFd) -> bool {
         let Ok((ours, theirs)) = copier::pair() else { return false };
         let message = ControllerMessage::Copier;
@@ -145,15 +146,16 @@ impl AgentHandle {
         sent
     }
 
-    /// Cancels the copy out of the process's current generation by a word in its counters, because
-    /// the process reads no messages while it copies.
+    /// Cancels the process's copy out in progress. For this, writes the process's current
+    /// generation into a word of the counters, because the process reads no messages while it
+    /// copies.
     ///
     /// # Errors
     /// The counters cannot be read or written: the container has changed the file or made it
     /// read-only.
     pub fn turn_back(&self) -> std::io::Result<()> {
-        // The container can change both values. A false value affects only that container's own
-        // copy.
+        // The container can change both words in the counters. A false value affects only that
+        // container's own copy.
         let mut generation = [0; 8];
         self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
         self.page.write_all_at(&generation, header::TURN_BACK as u64)

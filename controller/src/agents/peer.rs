@@ -23,20 +23,22 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
     /// The kernel does not report the peer's pid.
-    #[error("the peer has no pid in this namespace")]
+    #[error("the process that connected has no pid in the controller's pid namespace")]
     NoPid,
     /// The process has ended, or /proc cannot be read.
-    #[error("process {pid} cannot be identified")]
+    #[error("cannot identify process {pid}")]
     Process {
         pid: u32,
         #[source]
         source: std::io::Error,
     },
     /// The process ended while it was identified.
-    #[error("process {0} ended")]
+    #[error("process {0} ended while it was identified")]
     Ended(u32),
     /// The Hello came without a counter file, or with several descriptors.
-    #[error("the Hello carried {0} descriptors, expected one")]
+    #[error(
+        "the Hello must carry the counter file and no other descriptor (other descriptors: {0})"
+    )]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]
@@ -84,12 +86,13 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
 /// Takes the counter file from the descriptors of a Hello.
 ///
 /// # Errors
-/// [`PeerError`]: not exactly one descriptor, or not a memfd of the right size.
+/// [`PeerError`]: there is not exactly one descriptor, or it is not a memfd of the right size.
 pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
         return Err(PeerError::Descriptors(descriptors.len()));
     };
-    // `fstat` of any other file may block until its server answers (FUSE).
+    // Other files are refused here, because `fstat` on a file in FUSE may block until its server
+    // answers.
     if !is_memory(&page) {
         return Err(PeerError::NotAPage);
     }

@@ -7,13 +7,13 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Messages of a container: size of a burst, then number per second. Further messages wait in the
-/// container's sockets.
+/// Limit for the messages of a container: size of a burst, then number per second. Further messages
+/// wait in the container's sockets.
 const MESSAGES: (u32, u32) = (2_000, 1_000);
-/// Connections of a container: size of a burst, then number per second. All processes of a large
-/// container may start at the same time.
+/// Limit for the connections of a container: size of a burst, then number per second. All processes
+/// of a large container may start at the same time.
 const CONNECTIONS: (u32, u32) = (512, 50);
-/// Logged refusals of peers: size of a burst, then number per second.
+/// Limit for the logged refusals of peers: size of a burst, then number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
 /// A token bucket. It stores only the time at which all tokens taken so far will have been
@@ -32,7 +32,7 @@ impl RateLimit {
         RateLimit { ahead, interval, paid: Mutex::new(Instant::now()) }
     }
 
-    /// Takes one token; waits until it is available.
+    /// Takes one token. Waits until a token is available.
     pub async fn take(&self) {
         let paid = {
             let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -42,7 +42,7 @@ impl RateLimit {
         tokio::time::sleep_until(paid - self.ahead).await;
     }
 
-    /// Takes one token if it is available.
+    /// Takes one token, if a token is available. Returns whether it was.
     pub fn try_take(&self) -> bool {
         let now = Instant::now();
         let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -80,7 +80,7 @@ impl Default for RefusalLog {
 }
 
 impl RefusalLog {
-    /// Returns the text to log for one refusal. `None`: too many were logged already.
+    /// Returns the text to log for one refusal. `None`: too many refusals were logged recently.
     pub fn tell(&self, why: String) -> Option<String> {
         let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {
@@ -95,7 +95,7 @@ impl RefusalLog {
 }
 
 impl RateLimits {
-    /// Limits from which no token was taken.
+    /// Creates the limits of a container that has used none of them.
     pub fn new() -> RateLimits {
         RateLimits {
             messages: RateLimit::new(MESSAGES),

@@ -10,7 +10,7 @@ use super::Config;
 use crate::conversion;
 
 /// The engine that the controller will choose for a container with this announcement. If the
-/// configuration cannot be read: the default engine.
+/// configuration cannot be read, the default engine is returned.
 #[must_use]
 pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
     let config = Config::load(file).unwrap_or_else(|error| {
@@ -18,7 +18,7 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
         tracing::warn!(
             id = announcement.id,
             error,
-            "container {}: invalid configuration, using the default engine",
+            "container {}: the configuration is invalid, so the default engine is used",
             announcement.id
         );
         Config::default()
@@ -27,8 +27,8 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
     policy_of(&config.settings().policies, &spec).0.engine
 }
 
-/// The OCI runtime from the configuration. Empty if the configuration has none, or if it cannot be
-/// read; the controller then reports the error.
+/// The OCI runtime from the configuration. The path is empty if the configuration has no runtime or
+/// cannot be read. The controller reports a configuration that cannot be read.
 #[must_use]
 pub fn oci_runtime_of(file: &Path) -> PathBuf {
     Config::load(file).map(|config| config.oci.runtime).unwrap_or_default()

@@ -12,9 +12,10 @@ pub struct KubernetesSection {
     pub api_server: String,
     /// File with the certificate authority of the API server.
     pub ca_file: String,
-    /// File with the controller's own token for the API server; read again for each request.
+    /// File with the controller's own token for the API server. The file is read again for each
+    /// request.
     pub token_file: String,
-    /// Audiences that a client's token must have; empty: the API server's own.
+    /// Audiences that a client's token must have. Empty: the audiences of the API server.
     pub audiences: Vec<String>,
 }
 
@@ -25,7 +26,7 @@ impl KubernetesSection {
     /// Host and port of the API server.
     ///
     /// # Errors
-    /// `api_server` is not a URL of that form; the text names the accepted form.
+    /// `api_server` is not a URL of the form `https://host:port`. The error names this form.
     pub fn host_and_port(&self) -> Result<(String, u16), String> {
         let bad = || {
             format!(
@@ -53,7 +54,7 @@ impl KubernetesSection {
         for (key, file) in [("ca_file", &self.ca_file), ("token_file", &self.token_file)] {
             if !file.starts_with('/') {
                 return Err(ConfigError::Bad(format!(
-                    "http.kubernetes.{key}: {file:?}: accepted: /path, needed by http.auth = \"token-review\""
+                    "http.kubernetes.{key}: {file:?}: accepted: an absolute path, because http.auth = \"token-review\" needs this file"
                 )));
             }
         }

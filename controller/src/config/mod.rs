@@ -69,7 +69,7 @@ pub struct Config {
     pub report: ReportSection,
     /// Section `[jobs]`: programs without a container.
     pub jobs: JobsSection,
-    /// Section `[oci]`: the runtime behind `affinode-runtime`.
+    /// Section `[oci]`: the OCI runtime that `affinode-runtime` runs.
     pub oci: OciSection,
     /// The file or variable that set each value of `[policy]`, by key.
     #[serde(skip)]
@@ -100,18 +100,19 @@ impl Config {
         InstallationPaths::own().config
     }
 
-    /// Parses the text of one file, without drop-ins and environment.
+    /// Parses the text of one configuration file. Drop-ins and environment are not read.
     ///
     /// # Errors
-    /// [`ConfigError`]: an unknown key or an invalid value.
+    /// [`ConfigError`]: a key is unknown, or a value is invalid.
     pub fn from_toml(text: &str) -> Result<Config, ConfigError> {
         Config::extract(&Figment::from(WholeNumbers(Toml::string(text))))
     }
 
-    /// Reads file, drop-ins and environment. If the file does not exist, its defaults apply.
+    /// Reads the configuration file, its drop-ins and the environment. If the file does not exist,
+    /// the defaults apply.
     ///
     /// # Errors
-    /// [`ConfigError`]: an unknown key or an invalid value, or the drop-ins cannot be listed.
+    /// [`ConfigError`]: a key is unknown, a value is invalid, or the drop-ins cannot be listed.
     pub fn load(file: &Path) -> Result<Config, ConfigError> {
         Config::load_with(file, None)
     }

@@ -1,5 +1,5 @@
 //! Applies a configuration that was read again. Some parts apply immediately. The other parts apply
-//! when the controller starts next; their names are returned.
+//! when the controller starts next, and their names are returned.
 
 use super::Config;
 

@@ -14,7 +14,7 @@ pub struct TimingSection {
     /// Interval at which the counters of processes are read, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub sample_interval: Millis,
-    /// Maximum time for which an offload waits for calls in progress when a gate closes, in
+    /// Maximum time for which an offload waits until CUDA calls in progress have returned, in
     /// milliseconds.
     #[serde(deserialize_with = "duration")]
     pub close_deadline: Millis,
@@ -28,8 +28,8 @@ pub struct TimingSection {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemorySection {
-    /// Host memory that the driver needs in addition to the VRAM of a process, in MiB (measured:
-    /// 530 MiB).
+    /// Host memory that the driver needs for an offloaded process in addition to the size of its
+    /// VRAM, in MiB (measured: 530 MiB).
     pub driver_overhead_mib: u64,
     /// Host memory that stays free on the node after an offload, in MiB. `None`: a sixteenth of the
     /// node's memory, at least 1 GiB.
@@ -49,7 +49,7 @@ pub struct DriverSection {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct NvmlSection {
-    /// Name or path of the library.
+    /// Name or path of NVML's library.
     pub library: String,
 }
 
@@ -69,7 +69,7 @@ pub struct CopierSection {
 pub struct LogSection {
     /// Filter of the crate `tracing`: error, warn, info, debug, or one level per module.
     pub level: String,
-    /// text, json or journald.
+    /// Format of the log: text, json or journald.
     pub format: LogFormat,
 }
 
@@ -92,7 +92,7 @@ impl Default for TimingSection {
 }
 
 impl MemorySection {
-    /// The reserve in bytes; `None`: not configured.
+    /// The node's memory reserve in bytes. `None`: not configured.
     #[must_use]
     pub fn node_reserve_bytes(&self) -> Option<u64> {
         self.node_reserve_mib.map(|mib| mib << 20)

@@ -15,15 +15,16 @@ use super::{ConfigError, KubernetesSection, duration};
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSection {
-    /// Address: `auto`, `off`, `address:port` or `unix:/path`.
+    /// Address at which HTTP is served: `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
     /// Method by which clients of the API authenticate.
     pub auth: HttpAuth,
-    /// With `token`: file with the token that clients must send; empty: no token.
+    /// With `auth = "token"`: file with the token that clients must send. Empty: clients need no
+    /// token.
     pub token_file: String,
-    /// With `token-review`: configuration of the API server that checks tokens.
+    /// With `auth = "token-review"`: configuration of the API server that checks tokens.
     pub kubernetes: KubernetesSection,
-    /// File with the certificate and its intermediate certificates; empty: no TLS.
+    /// File with the certificate and its intermediate certificates. Empty: no TLS.
     pub tls_cert_file: String,
     /// File with the private key of that certificate.
     pub tls_key_file: String,
@@ -40,7 +41,8 @@ pub enum HttpActions {
     /// Clients with a token, and clients of a Unix socket, which only root may use.
     #[default]
     Authenticated,
-    /// Also clients without a token: all users of the machine, and pods with its network.
+    /// All clients, also without a token. These include all users of the machine, and pods in the
+    /// host's network.
     AnyClient,
     /// No client, with or without a token.
     Off,
@@ -50,11 +52,11 @@ pub enum HttpActions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HttpAuth {
-    /// With the token of `token_file`.
+    /// Clients send the token in `token_file`.
     #[default]
     Token,
-    /// With a Kubernetes token. The API server identifies its user and decides which requests that
-    /// user may send.
+    /// Clients send a Kubernetes token. The API server identifies the token's user and decides
+    /// which requests that user may send.
     TokenReview,
 }
 
@@ -62,7 +64,8 @@ pub enum HttpAuth {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ControlSection {
-    /// Group whose members may read the state but change nothing; empty: only root may read it.
+    /// Group whose members may read the node's state but change nothing. Empty: only root may read
+    /// the state.
     pub view_group: String,
 }
 
@@ -70,12 +73,12 @@ pub struct ControlSection {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HistorySection {
-    /// Folder: `auto`, `off` or a path.
+    /// Folder of the history: `auto`, `off` or a path.
     pub dir: String,
     /// Time for which the history is kept, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub keep: Millis,
-    /// Maximum size in MiB; the oldest part is removed first.
+    /// Maximum size of the history in MiB. The oldest part is removed first.
     pub max_mib: u64,
 }
 
@@ -83,17 +86,17 @@ pub struct HistorySection {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReportSection {
-    /// Price of a GPU for an hour; 0: no prices are shown.
+    /// Price of one GPU for one hour. 0: no prices are shown.
     pub price_per_gpu_hour: f64,
     /// Currency of the price, at most 8 letters.
     pub currency: String,
 }
 
-/// Section `[oci]`: the runtime behind `affinode-runtime`.
+/// Section `[oci]`: the OCI runtime that `affinode-runtime` runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OciSection {
-    /// Name or path of the OCI runtime; empty: `crun`, else `runc`.
+    /// Name or path of the OCI runtime. Empty: `crun` if it is installed, else `runc`.
     pub runtime: PathBuf,
 }
 
@@ -101,9 +104,10 @@ pub struct OciSection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct JobsSection {
-    /// Whether `affinode run` is served; the controller then also runs without containers.
+    /// Whether users can run jobs with `affinode run`. If so, the controller also runs while there
+    /// is no container.
     pub enabled: bool,
-    /// Users besides root who may run jobs; `*`: all users.
+    /// Users besides root who may run jobs. `*`: all users.
     pub users: Vec<String>,
 }
 
@@ -153,11 +157,11 @@ const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
     /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller. For a
-    /// private controller it is a socket in the run directory, so that several controllers can run
-    /// on one machine.
+    /// private controller, which has another run directory, `auto` is a socket in that directory.
+    /// Thus several controllers can run on one machine.
     ///
     /// # Errors
-    /// `listen` has another form; the text names the accepted forms.
+    /// `listen` has none of the accepted forms. The error names them.
     pub fn listen(&self, run_dir: &Path) -> Result<ListenAddress, String> {
         match self.listen.as_str() {
             "off" => Ok(ListenAddress::Off),
@@ -226,8 +230,8 @@ impl HttpSection {
 }
 
 impl HistorySection {
-    /// The folder, or `None` if the history is off. `auto` is /var/lib/affinode for the node's own
-    /// controller, and a folder in the run directory for a private controller.
+    /// The folder of the history. `None`: the history is off. `auto` is /var/lib/affinode for the
+    /// node's own controller, and a folder in the run directory for a private controller.
     #[must_use]
     pub fn folder(&self, run_dir: &Path) -> Option<PathBuf> {
         match self.dir.as_str() {

@@ -21,17 +21,17 @@ const FILE: &str = "90-affinode-policy-set.toml";
 const HEADER: &str =
     "# Written by `affinode policy set`; `affinode policy unset` removes values.\n";
 
-/// Reason why nothing was changed.
+/// Reason why `affinode policy set` changed nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
     /// No policy value has this name.
     #[error("unknown policy value {0:?}; accepted: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
     Name(String),
     /// The configuration would be invalid.
-    #[error("nothing was changed")]
+    #[error("the policy was not changed, because the configuration would be invalid")]
     Config(#[from] ConfigError),
     /// The existing drop-in is not valid TOML.
-    #[error("nothing was changed: {path} is not valid TOML")]
+    #[error("the policy was not changed, because {path} is not valid TOML")]
     Old {
         /// Path of the drop-in.
         path: PathBuf,
@@ -40,7 +40,7 @@ pub enum SetError {
         source: Box<toml::de::Error>,
     },
     /// The drop-in cannot be read or written.
-    #[error("nothing was changed: cannot write {path}")]
+    #[error("the policy was not changed, because {path} cannot be read or written")]
     File {
         /// Path of the drop-in.
         path: PathBuf,
@@ -50,12 +50,12 @@ pub enum SetError {
     },
 }
 
-/// Changes values of `[policy]` for the configuration in `file`. Names and values are as in the
-/// file; an empty value removes the name. The result is read and checked before anything is
-/// written.
+/// Changes values of `[policy]` for the configuration in `file`. Names and values are written as in
+/// that file. An empty value removes the name. The resulting configuration is checked before
+/// anything is written.
 ///
 /// # Errors
-/// [`SetError`]; then nothing was changed.
+/// [`SetError`]: nothing was changed.
 pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     let folder = file.parent().unwrap_or(Path::new("/")).join("conf.d");
     let path = folder.join(FILE);

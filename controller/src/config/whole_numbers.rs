@@ -9,7 +9,7 @@ use figment::{
 /// Largest number up to which an f64 represents every whole number exactly.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
-/// A source whose floats without a fraction are read as integers.
+/// A source of the configuration in which floats without a fraction are read as integers.
 pub(super) struct WholeNumbers<P>(pub(super) P);
 
 impl<P: Provider> Provider for WholeNumbers<P> {

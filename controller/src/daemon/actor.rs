@@ -91,8 +91,8 @@ pub(super) struct NodeActor {
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: GpuPolling,
-    /// The container whose connections were counted last. Each turn counts only some of the
-    /// containers.
+    /// The container whose TCP connections were counted last. Each tick counts the connections of
+    /// only some containers.
     pub(super) counted: Option<Key>,
     busy: GpuUtilization,
     pub(super) sweep: GarbageCollector,
@@ -104,8 +104,8 @@ pub(super) struct NodeActor {
     dashboard: String,
 }
 
-/// Serves until a signal. Without a supervisor and without jobs, it also ends when there was no
-/// container for `LINGER`.
+/// Serves until the process receives a signal. A controller without a supervisor and without jobs
+/// also ends when there was no container for `LINGER`.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let file = |what, path: PathBuf| move |source| DaemonError::File { what, path, source };
     let folder = run_dir.join(paths::JOURNAL_DIR);
@@ -168,12 +168,12 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     match overrides::read(&run_dir) {
         Ok(overrides) => actor.feed(Input::Overridden(overrides)),
         Err(error) => {
-            tracing::warn!(%error, "cannot read operator overrides from {}; starting with none",
+            tracing::warn!(%error, "controller: cannot read the operator overrides in {}, so none apply",
                 run_dir.display())
         }
     }
-    // Before any socket is served: a restore of the earlier controller may still be running, and
-    // its VRAM must not be promised to another container.
+    // The journal is read before any socket is served. A restore that the earlier controller
+    // ordered may still be running, and its VRAM must not be promised to another container.
     actor.recall().map_err(file("cannot read", folder))?;
     actor.recall_jobs();
     actor.recall_containers();
@@ -204,8 +204,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     loop {
         let levels_due = actor.levels_due.unwrap_or(next_tick);
         tokio::select! {
-            // Polled in this order. Agents come last: containers can keep that channel full, and
-            // must not delay signals, readings, requests or ticks.
+            // The channels are polled in this order. Agents come last: containers can keep their
+            // channel full, and must not delay signals, readings, requests or ticks.
             biased;
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
@@ -231,8 +231,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         // A queue or a move needs shorter ticks than planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
-    // From here on commands get no response: a dropped channel returns `ShuttingDown` to its
-    // caller.
+    // From here on, commands get no response. Each caller that waits gets `ShuttingDown`, because
+    // its channel is dropped.
     drop(from_api);
     show.end();
     Ok(())
@@ -265,14 +265,15 @@ impl NodeActor {
     fn recall(&mut self) -> std::io::Result<()> {
         let (records, bad) = self.journal.read_all()?;
         for why in bad {
-            tracing::warn!("journal record ignored: {why}");
+            tracing::warn!("controller: a journal record is invalid and is ignored: {why}");
         }
         for (key, record) in records {
             self.unclaimed.add(key.clone(), &record);
             let restoring = record.step == JournalStep::Restore;
             for process in record.processes {
                 let identity = (process.pid, process.start_ticks);
-                // A pid that belongs to another process by now, or to none, is not recalled.
+                // A process that has ended is not recalled, even if another process has its pid
+                // now.
                 let lives = process::lives(process.pid, process.start_ticks);
                 if lives {
                     let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
@@ -308,7 +309,8 @@ impl NodeActor {
         }
     }
 
-    /// While a copy out is in progress, the host memory available to it is read at short intervals.
+    /// Reads the host memory that is available to the copies out in progress. The readings are
+    /// repeated at short intervals until no copy out is in progress.
     fn read_levels(&mut self) {
         let copies = self.node.copies_in_progress();
         let next = tokio::time::Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
@@ -489,7 +491,8 @@ impl NodeActor {
             self.witness_asked = Some(Instant::now());
             self.witness.ask();
         }
-        // Before the tick, which decides about idle containers and wakes.
+        // Hints and connections are read before the tick, because the tick decides about idle
+        // containers and wakes.
         self.read_hints();
         self.read_connections();
         self.feed(Input::Clock(unix_ms()));

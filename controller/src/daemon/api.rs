@@ -37,7 +37,8 @@ use crate::{
 /// Maximum time for which a request for events waits.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Maximum number of spans in one response, far below the maximum size of a message.
+/// Maximum number of spans of the history in one response. Such a response is far smaller than the
+/// maximum size of a message.
 const SPANS: usize = 1_000;
 
 /// Name that events show as the author of a request from this API.
@@ -53,7 +54,7 @@ pub(super) struct ControlService {
     prices: ReportSection,
 }
 
-/// Listens at the socket, which only root may use, and serves.
+/// Serves the control API at its socket, which only root may use.
 pub(super) async fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
@@ -81,7 +82,7 @@ fn refused(code: ttrpc::Code, error: &dyn std::error::Error) -> ttrpc::Error {
 }
 
 impl ControlService {
-    /// The API of an actor that receives from `calls`.
+    /// Creates the API of the actor that receives commands from `calls`.
     pub(super) fn new(
         calls: mpsc::Sender<Command>,
         events: Arc<EventLog>,
@@ -105,10 +106,10 @@ impl ControlService {
         read: impl FnOnce(&NodeHistory) -> Result<T, StoreError> + Send + 'static,
     ) -> ttrpc::Result<T> {
         let Some(history) = self.history.clone() else {
-            let why = "there is no history: see history.dir in the configuration and the controller's log";
+            let why = "there is no history on disk: check history.dir in the configuration, and see the controller's log";
             return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
         };
-        // The disk may be slow; the actor must not wait for it.
+        // The disk may be slow, and the actor must not wait for it.
         match tokio::task::spawn_blocking(move || read(&history)).await {
             Ok(Ok(found)) => Ok(found),
             Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, error_chain::chain(&error))),

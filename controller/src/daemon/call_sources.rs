@@ -1,4 +1,4 @@
-//! The processes whose calls can be traced.
+//! Lists the processes whose CUDA calls can be traced.
 
 use affinode_core::Key;
 

@@ -21,7 +21,7 @@ pub enum CommandError {
     #[error(transparent)]
     Key(#[from] InvalidKey),
     /// The socket for the container's processes cannot be created.
-    #[error("container {id}: cannot create its socket")]
+    #[error("container {id}: cannot create the socket for the container's processes")]
     Socket {
         /// Id of the container.
         id: String,
@@ -32,7 +32,7 @@ pub enum CommandError {
     /// The operator's override cannot be stored.
     #[error("cannot store the operator override in {}", folder.display())]
     Override {
-        /// The run directory, in which it is stored.
+        /// The run directory, in which the override is stored.
         folder: PathBuf,
         /// Error of the system call.
         #[source]
@@ -49,30 +49,32 @@ pub enum CommandError {
 /// A command of the control API or the HTTP API, with the channel of its response.
 #[derive(Debug)]
 pub enum Command {
-    /// A container was created. Response: its invalid annotations.
+    /// A container was created. Response: warnings about its invalid annotations.
     Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, CommandError>>),
-    /// A container was deleted: key and generation.
+    /// A container was deleted. The values are the container's key and generation.
     Withdraw(String, u64),
-    /// The state of the node with all GPUs and containers.
+    /// Returns the state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// The connected processes of these containers; `None`: of all containers.
+    /// Returns the connected processes of these containers. `None`: of all containers.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
-    /// The key of the container with this name. If there is not exactly one, the error describes
-    /// how to name it.
+    /// Finds the key of the container with this name. If no container or several containers have
+    /// the name, the error describes how to name one.
     Find(String, oneshot::Sender<Result<Key, FindError>>),
     /// Offload or restore the container with this name.
     Act(String, Request, oneshot::Sender<ActionResponse>),
-    /// Pin (`true`) or unpin the container with this name; the third value is the author of the
-    /// request.
+    /// Pin (`true`) or unpin (`false`) the container with this name. The third value is the author
+    /// of the request.
     Pin(String, bool, String, oneshot::Sender<ActionResponse>),
-    /// Turn automatic offloads on or off; the second value is the author of the request. Response:
-    /// whether that is a change, or the reason why it cannot be stored.
+    /// Turn automatic offloads on or off. The second value is the author of the request. Response:
+    /// whether the setting has changed, or the reason why it cannot be stored.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, CommandError>>),
-    /// Read the configuration again. Response: whether something changed.
+    /// Read the configuration again. Response: whether a value has changed, and which changes apply
+    /// only at the next start.
     Reload(oneshot::Sender<Result<ReloadedConfig, CommandError>>),
-    /// A hint that the container with this name is idle or busy; the third value is its author.
+    /// A hint that the container with this name is idle or busy. The third value is the author of
+    /// the hint.
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, FindError>>),
-    /// The policy of all containers, or of the one with this name.
+    /// Returns the policy of the container with this name. Empty name: of all containers.
     Policy(String, oneshot::Sender<Result<PolicyResponse, FindError>>),
     /// Change values of the node's policy. An empty value removes the setting of that name.
     /// Response: the values in effect.

@@ -12,7 +12,7 @@ use super::{actor::NodeActor, command::CommandError};
 use crate::{agents::AgentListener, conversion, error_chain, inventory::process};
 
 impl NodeActor {
-    /// A shim announced a container. Returns its invalid annotations.
+    /// Handles the announcement of a container. Returns warnings about its invalid annotations.
     pub(super) fn announced(
         &mut self,
         announcement: Announcement,
@@ -21,7 +21,8 @@ impl NodeActor {
         self.announce(key, conversion::spec_of(announcement))
     }
 
-    /// A container was created, or a job admitted. Returns its invalid annotations.
+    /// Handles a container that was created, or a job that was admitted. Returns warnings about its
+    /// invalid annotations.
     pub(super) fn announce(
         &mut self,
         key: Key,
@@ -37,14 +38,14 @@ impl NodeActor {
             let listener =
                 AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
                     .map_err(|source| CommandError::Socket { id: spec.id.clone(), source })?;
-            // The file exists before the container's programs start.
+            // The pressure file must exist before the container's programs start.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
                 tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
             }
             self.listeners.insert(key.clone(), listener);
         }
         self.feed(Input::Announced(Box::new(spec), key.clone()));
-        // This file, too, exists before the container's programs start.
+        // The state file, too, must exist before the container's programs start.
         self.write_states();
         Ok(self.node.annotation_warnings(&key))
     }
@@ -64,8 +65,8 @@ impl NodeActor {
         }
     }
 
-    /// Handles the withdrawal of a deleted container of this generation; 0: any generation. A later
-    /// container of the same id may have been announced already, and stays.
+    /// Handles the withdrawal of a deleted container. A later container with the same id has
+    /// another generation, and stays. Generation 0 matches every container.
     pub(super) fn withdrawn(&mut self, key: &str, generation: u64) {
         if let Ok(key) = Key::parse(key)
             && !self.node.is_of_another(&key, generation)
@@ -113,7 +114,7 @@ fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
         // Containers of shims have no such file.
         File::open(&path).ok()?.take(MAX_ANNOUNCEMENT_BYTES).read_to_end(&mut bytes).ok()?;
         Announcement::parse_from_bytes(&bytes)
-            .inspect_err(|error| tracing::error!(%error, "cannot read {}", path.display()))
+            .inspect_err(|error| tracing::error!(%error, "controller: cannot parse the announcement in {}", path.display()))
             .ok()
     });
     files.filter(|announcement| announcement.init_pid != 0).collect()

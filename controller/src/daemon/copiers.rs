@@ -17,7 +17,7 @@ impl NodeActor {
         }
     }
 
-    /// Gives a process a connection to its copier, through a relay of its container.
+    /// Gives a process a connection to its copier. A relay of the container passes the messages on.
     pub(super) fn attach_copier(
         &mut self,
         copier: CopierId,
@@ -30,7 +30,7 @@ impl NodeActor {
                 self.agents.get_mut(&process).is_some_and(|agent| agent.send_copier(socket))
             }
             Err(error) => {
-                tracing::debug!(process = process.0, %error, "process {}: no copier", process.0);
+                tracing::debug!(process = process.0, %error, "process {}: cannot attach the process to a copier", process.0);
                 if let AttachError::Order(error) = error {
                     self.unreachable(copier, &error);
                 }
@@ -58,18 +58,23 @@ impl NodeActor {
     pub(super) fn end_copier(&mut self, copier: CopierId, why: CopierEnd) {
         let Some(gpu) = self.copiers.end(copier) else { return };
         match why {
-            CopierEnd::Unused => tracing::info!(gpu, "copier {gpu}: ended, no process needs it"),
-            CopierEnd::MakesRoom => {
-                tracing::info!(gpu, "copier {gpu}: ended, a container waits for its VRAM");
+            CopierEnd::Unused => {
+                tracing::info!(gpu, "copier {gpu}: ended, because no process needs it")
             }
-            CopierEnd::Lost => tracing::warn!(gpu, "copier {gpu}: ended"),
+            CopierEnd::MakesRoom => {
+                tracing::info!(
+                    gpu,
+                    "copier {gpu}: ended, because a container waits for the copier's VRAM"
+                );
+            }
+            CopierEnd::Lost => tracing::warn!(gpu, "copier {gpu}: ended unexpectedly"),
             CopierEnd::NeverReady { pause_ms } => {
                 let pause_s = pause_ms / 1_000;
                 tracing::warn!(
                     gpu,
                     pause_s,
-                    "copier {gpu}: failed to start; processes are restored without it, and it is \
-                     not started again for {pause_s} s"
+                    "copier {gpu}: failed to start. Processes are restored without a copier. The \
+                     next start is tried after {pause_s} s"
                 );
             }
         }

@@ -36,8 +36,8 @@ impl NodeActor {
                     None => self.journal.remove(&key),
                 };
                 if let Err(error) = written {
-                    tracing::error!(%key, %error, "container {key}: cannot write its journal; \
-                                                   after a restart the controller must estimate \
+                    tracing::error!(%key, %error, "container {key}: cannot write its journal record. \
+                                                   After a restart, the controller must estimate \
                                                    the offloaded sizes");
                 }
             }
@@ -80,7 +80,8 @@ impl NodeActor {
 
     pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-            // The move has changed the use of VRAM, which the dashboard shows after a new reading.
+            // The move has changed the use of VRAM. The dashboard shows this after a new reading of
+            // the GPUs.
             self.ask_gpus();
         }
         tracing::info!(

@@ -42,14 +42,16 @@ impl EventLog {
         self.added.notify_waiters();
     }
 
-    /// Events after a number. Waits up to `wait` for the first one. A number above the newest is
-    /// from an earlier controller; then all events are returned.
+    /// Returns the events whose number is above `sequence`. Waits up to `wait` for the first such
+    /// event. If `sequence` is above the newest number, it comes from an earlier controller, and
+    /// all events are returned.
     pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
             let added = self.added.notified();
             tokio::pin!(added);
-            // Registered before the check, so that no event is missed between the two.
+            // The reader registers before it checks for events, so that it misses no event in
+            // between.
             added.as_mut().enable();
             let found = self.now(sequence);
             if !found.is_empty() || tokio::time::timeout_at(deadline, added).await.is_err() {

@@ -14,7 +14,7 @@ use crate::{
     observe::{ViewHub, ViewObserver},
 };
 
-/// The thread, and the parts that the control API uses.
+/// The thread of history, metrics and dashboard, and the parts that the control API uses.
 #[derive(Debug)]
 pub struct Frontend {
     /// Address of the dashboard; empty if it is off.
@@ -67,7 +67,7 @@ impl Frontend {
             let runtime = match runtime {
                 Ok(runtime) => runtime,
                 Err(error) => {
-                    return tracing::error!(%error, "cannot start the thread of dashboard and history");
+                    return tracing::error!(%error, "controller: cannot start the thread of dashboard and history");
                 }
             };
             runtime.block_on(async {
@@ -83,7 +83,7 @@ impl Frontend {
         };
         let thread = std::thread::Builder::new().name("show".into()).spawn(work);
         if let Err(error) = &thread {
-            tracing::error!(%error, "cannot start the thread of dashboard and history");
+            tracing::error!(%error, "controller: cannot start the thread of dashboard and history");
         }
         Frontend { dashboard, history, hub, thread: thread.ok() }
     }
@@ -106,7 +106,7 @@ fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<NodeHistory>> {
     match NodeHistory::open(&folder, limits) {
         Ok(history) => Some(Arc::new(history)),
         Err(error) => {
-            tracing::error!("history: not recorded: {}", error_chain::chain(&error));
+            tracing::error!("history: cannot be recorded: {}", error_chain::chain(&error));
             None
         }
     }
@@ -118,19 +118,19 @@ struct ServedFrontend {
     papers: Option<http::TlsIdentity>,
     place: String,
     guard: HttpGuard,
-    /// Reason why clients may not move containers. `None`: they may.
+    /// Reason why clients may not move containers. `None`: clients may move containers.
     only_shows: Option<&'static str>,
 }
 
 fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
     let none = |why: String| {
-        tracing::error!("dashboard: not served: {why}");
+        tracing::error!("dashboard: cannot be served: {why}");
         None
     };
     let http = &config.http;
     let guard = match HttpGuard::new(http) {
         Ok(guard) => guard,
-        // Without its token the API would be open.
+        // Without the configured token, the API would be open to every client.
         Err(error) => return none(error_chain::chain(&error)),
     };
     let papers = match http.tls_cert_file.as_str() {

@@ -29,7 +29,7 @@ pub type EndedContainer = (Key, u64);
 pub struct GarbageCollector {
     run_dir: PathBuf,
     last: Instant,
-    /// Ended containers whose folders could not be removed, because the lock was held.
+    /// Ended containers whose folders could not be removed, because another program held the lock.
     remaining: Vec<EndedContainer>,
 }
 
@@ -69,7 +69,9 @@ impl GarbageCollector {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.remaining.push((key.clone(), generation));
             }
-            Err(error) => tracing::warn!(%error, "cannot remove {}", folder.display()),
+            Err(error) => {
+                tracing::warn!(%error, "container {key}: cannot remove its folder {}", folder.display())
+            }
         }
     }
 
@@ -100,8 +102,8 @@ fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>) -> Vec
         .collect()
 }
 
-/// Whether the container has ended. The bundle of a job is its lock file: a job has ended when no
-/// process holds that lock.
+/// Whether the container has ended. For a job, `spec.bundle` is the path of its lock file: the job
+/// has ended when no process holds the lock.
 fn has_ended(spec: &ContainerSpec) -> bool {
     if let Some((pid, start_ticks)) = spec.init {
         return !process::lives(pid, start_ticks);

@@ -16,7 +16,7 @@ impl GpuPolling {
         !std::mem::replace(&mut self.asked, true)
     }
 
-    /// Notes that a reading is complete. `true`: start the next one now.
+    /// Records that a reading is complete. `true`: start the next one now.
     pub fn came(&mut self) -> bool {
         self.asked = std::mem::take(&mut self.again);
         self.asked

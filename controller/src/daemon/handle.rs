@@ -25,7 +25,7 @@ pub struct ControllerHandle {
 }
 
 impl ControllerHandle {
-    /// A handle to the actor that receives from `calls`.
+    /// Creates a handle to the actor that receives commands from `calls`.
     #[must_use]
     pub fn new(calls: mpsc::Sender<Command>, events: Arc<EventLog>) -> ControllerHandle {
         ControllerHandle { calls, events }
@@ -39,7 +39,7 @@ impl ControllerHandle {
         self.ask(Command::List).await
     }
 
-    /// The connected processes of these containers; `None`: of all containers.
+    /// The connected processes of these containers. `None`: of all containers.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.
@@ -47,7 +47,7 @@ impl ControllerHandle {
         self.ask(|answer| Command::Sights(keys, answer)).await
     }
 
-    /// Offloads or restores a container; returns when it is done or refused.
+    /// Offloads or restores a container. Returns when the move is complete or refused.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.
@@ -72,8 +72,8 @@ impl ControllerHandle {
         self.ask(|answer| Command::Pin(name, pinned, who, answer)).await
     }
 
-    /// Turns automatic offloads on or off. Returns whether that is a change, or the reason why it
-    /// cannot be stored.
+    /// Turns automatic offloads on or off. Returns whether the setting has changed, or the reason
+    /// why it cannot be stored.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.

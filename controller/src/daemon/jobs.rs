@@ -16,7 +16,7 @@ use crate::{
 pub(super) enum JobError {
     #[error(transparent)]
     Refused(#[from] JobRefusal),
-    #[error("user {0} has {MAX_JOBS} jobs already")]
+    #[error("user {0} already has {MAX_JOBS} jobs, which is the maximum: end a job first")]
     TooMany(String),
     #[error("cannot create the job's folder")]
     Folder(#[source] io::Error),
@@ -46,8 +46,8 @@ impl NodeActor {
     /// garbage-collected like containers.
     pub(super) fn recall_jobs(&mut self) {
         let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
-            tracing::error!(%error, "cannot list the jobs of an earlier controller; these jobs run \
-                                     unmanaged");
+            tracing::error!(%error, "controller: cannot list the jobs of an earlier controller, so \
+                                     these jobs run unmanaged");
             Vec::new()
         });
         for job in jobs {
@@ -64,7 +64,7 @@ impl NodeActor {
         if let Err(error) = job.write_engine(policy.engine) {
             // Without the file, allocations use the engine checkpoint until the controller's first
             // message.
-            tracing::warn!(key = %job.key(), %error, "job {}: cannot write its engine", job.key());
+            tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file with the job's engine", job.key());
         }
         self.announce(job.key().clone(), spec)
     }

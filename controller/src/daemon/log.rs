@@ -10,7 +10,7 @@ use crate::config::{LogFormat, LogSection};
 pub fn begin(log: &LogSection) {
     let filter = || EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
     let journal = (log.format == LogFormat::Journald).then(tracing_journald::layer);
-    // An error means that a logger is installed already, by a test.
+    // `try_init` fails only if a test has already installed a logger.
     let _ = match journal {
         Some(Ok(journal)) => {
             let journal = journal
@@ -23,7 +23,7 @@ pub fn begin(log: &LogSection) {
         None => lines(filter()).try_init(),
         Some(Err(error)) => {
             let begun = lines(filter()).try_init();
-            tracing::error!(%error, "cannot connect to systemd's journal; logging to standard error");
+            tracing::error!(%error, "controller: cannot connect to systemd's journal, so the log goes to standard error");
             begun
         }
     };

@@ -26,7 +26,8 @@ struct LogSink {
 }
 
 impl LogOutput {
-    /// The present standard error: a file whose path is known, or anything else.
+    /// Creates the writer for the present standard error. The size is limited only if standard
+    /// error is a regular file with a known path.
     #[must_use]
     pub fn standard_error() -> LogOutput {
         let name = std::fs::read_link("/proc/self/fd/2").ok();
@@ -43,8 +44,8 @@ impl LogOutput {
 }
 
 impl LogSink {
-    /// The path of the log file if it is full and must be renamed before the next line. Returned
-    /// once each time that it is full.
+    /// Returns the path of the log file if the file is full and must be renamed before the next
+    /// line. The path is returned only once each time that the file is full.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
         self.bytes = 0;

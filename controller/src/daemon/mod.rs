@@ -1,9 +1,10 @@
 //! The controller's process: one per node, held by a lock.
 //!
-//! Startup: lock, configuration, journal, control socket; then one task drives the core
-//! ([`actor`]). The controller may end at any time: shims then start the next one and announce
-//! their containers again, and agents connect again and report their state. A controller that is a
-//! systemd unit waits for the lock while a shim's controller holds it.
+//! At its start, the controller reads the configuration, takes the lock, reads the journal and
+//! opens the control socket. Then one task drives the core ([`actor`]). The controller may end at
+//! any time: shims then start the next one and announce their containers again, and agents connect
+//! again and report their state. A controller that is a systemd unit waits for the lock while a
+//! shim's controller holds it.
 
 mod actor;
 mod api;
@@ -61,9 +62,9 @@ pub(crate) enum DaemonError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot start the runtime")]
+    #[error("the controller cannot start its threads or signal handlers")]
     Runtime(#[source] io::Error),
-    #[error("cannot serve {path}")]
+    #[error("the controller cannot serve the socket {path}")]
     Serve {
         path: PathBuf,
         #[source]
@@ -71,7 +72,8 @@ pub(crate) enum DaemonError {
     },
 }
 
-/// Runs the controller. `args` are the arguments after the subcommand; it accepts none.
+/// Runs the controller. `args` are the arguments after the subcommand. The controller accepts no
+/// arguments.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if let Some(extra) = args.into_iter().next() {
         tracing_subscriber::fmt().with_writer(io::stderr).init();
@@ -85,7 +87,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     match start() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Without a configuration no logger is installed yet.
+            // If the configuration is invalid, no logger is installed yet.
             let _ = tracing_subscriber::fmt().with_writer(io::stderr).with_ansi(false).try_init();
             tracing::error!("{}", error_chain::chain(&error));
             ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
@@ -97,8 +99,8 @@ fn start() -> Result<(), DaemonError> {
     let InstallationPaths { run_dir, config, .. } = InstallationPaths::own();
     let config = Config::load(&config)?;
     log::begin(&config.log);
-    // Before anything else of the run directory is read: two controllers would promise the same
-    // VRAM.
+    // The lock is taken before anything else in the run directory is read, because two controllers
+    // would promise the same VRAM.
     let Some(_lock) = lock(&run_dir)? else {
         tracing::info!("another controller serves {}: this controller exits", run_dir.display());
         return Ok(());
@@ -118,12 +120,12 @@ fn raise_descriptors() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, most)| setrlimit(Resource::RLIMIT_NOFILE, most, most));
     if let Err(error) = raised {
-        tracing::warn!(%error, "cannot raise the limit of open files");
+        tracing::warn!(%error, "controller: cannot raise the limit of open files");
     }
 }
 
-/// Takes the node's lock; `None` if another controller holds it. A supervised controller waits for
-/// the lock instead, and can be killed meanwhile. The kernel releases the lock when the process
+/// Takes the node's lock. `None`: another controller holds the lock. A supervised controller waits
+/// for the lock instead, and can be killed meanwhile. The kernel releases the lock when the process
 /// ends for any reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
@@ -132,8 +134,8 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         move |source| DaemonError::File { what, path, source }
     };
     fs::create_dir_all(run_dir).map_err(fail("cannot create", run_dir))?;
-    // Users pass through it to the folders of their own jobs; the folders of containers are for
-    // root only.
+    // Users pass through the run directory to the folders of their own jobs. Only root can enter
+    // the folders of containers.
     fs::set_permissions(run_dir, fs::Permissions::from_mode(0o711))
         .map_err(fail("cannot set the mode of", run_dir))?;
     let file = File::options()

@@ -47,7 +47,7 @@ impl NodeActor {
             self.note(Some(&key), shown, format!("the container was {word} by {who}"));
         }
         let state = self.node.state(&key).unwrap_or(State::Unregistered);
-        // An offloaded container is restored: it must be on the GPU.
+        // A pinned container must be on the GPU, so an offloaded container is restored.
         let resident = [State::Active, State::Idle, State::Unregistered, State::Lost];
         if pinned && !resident.contains(&state) {
             return self.call(Command::Act(key.to_string(), Request::Restore, answer));
@@ -63,7 +63,7 @@ impl NodeActor {
         self.publish(conversion::event_of(event));
     }
 
-    /// Stores overrides, then puts them in force. Returns whether they are a change.
+    /// Stores the overrides, then applies them. Returns whether they differ from the previous ones.
     pub(super) fn override_with(&mut self, fresh: OperatorOverrides) -> Result<bool, CommandError> {
         let changed = fresh != *self.node.overrides();
         overrides::write(&self.run_dir, &fresh)

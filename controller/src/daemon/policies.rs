@@ -20,7 +20,7 @@ impl NodeActor {
         Ok(taken)
     }
 
-    /// The policy of all containers (empty name), or of the one with this name.
+    /// The policy of the container with this name. Empty name: of all containers.
     pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, FindError> {
         if name.is_empty() {
             return Ok(conversion::policies(&self.node, None));

@@ -41,12 +41,14 @@ use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 use super::api::ControlService;
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
 
-/// Maximum number of connections at the same time: of one user, and of all users together.
+/// Maximum number of simultaneous connections, of one user (`PER_USER`) and of all users together
+/// (`IN_ALL`).
 const PER_USER: usize = 16;
 const IN_ALL: usize = 128;
 
-/// Serves the members of a group until the returned runtime is dropped. `None`: no group is named,
-/// or its socket cannot be served; root is served nevertheless.
+/// Serves the members of a group until the returned runtime is dropped. `None`: no group is
+/// configured, or its socket cannot be served. Root uses another socket, which is served in any
+/// case.
 pub(super) fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
@@ -72,7 +74,7 @@ pub(super) fn serve(
         .ok()
 }
 
-/// Opens the socket to the group, and serves it.
+/// Allows the group to connect to the socket, and serves the socket.
 async fn admit(listener: net::UnixListener, path: PathBuf, group: String, service: ControlService) {
     let opened = async {
         // Before Linux 6.16 the kernel cannot refuse descriptors. A client can then send
@@ -105,7 +107,8 @@ fn gid_of(group: &str) -> io::Result<u32> {
     found.map(|group| group.gid.as_raw()).ok_or_else(unknown)
 }
 
-/// Lets the members of the group connect. The group is set before the mode allows it to connect.
+/// Lets the members of the group connect. The group is set before the mode allows the group to
+/// connect.
 fn open_to(path: &Path, gid: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     chown(path, None, Some(gid))?;
@@ -114,7 +117,7 @@ fn open_to(path: &Path, gid: u32) -> io::Result<()> {
 
 type ViewerListener = (UnixListener, ViewerCount);
 
-/// Accepts the next connection whose user has fewer than the maximum.
+/// Accepts the next connection of a user who has fewer connections than the maximum.
 async fn accept(
     (listener, count): ViewerListener,
 ) -> Option<(io::Result<ViewerConnection>, ViewerListener)> {
@@ -141,7 +144,8 @@ async fn accept(
 struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
 
 impl ViewerCount {
-    /// Counts a connection until its place is dropped. `None`: there are too many.
+    /// Counts a connection of a user until the returned place is dropped. `None`: there are too
+    /// many connections.
     fn take(&self, uid: u32) -> Option<ViewerPlace> {
         let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {
