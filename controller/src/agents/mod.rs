@@ -172,7 +172,7 @@ impl AgentHandle {
     }
 
     /// The counters, and the queue to the agent. The queue is `None` if the library cannot record
-    /// calls. It is weak, so that the call trace does not keep the connection open.
+    /// calls. The queue's handle is weak, so that the call trace does not keep the connection open.
     #[must_use]
     pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<OutgoingFrame>>) {
         let records = self.abilities.intersects(Capabilities::RECORDS_CALLS);

@@ -71,7 +71,7 @@ pub struct Config {
     pub jobs: JobsSection,
     /// Section `[oci]`: the OCI runtime that `affinode-runtime` runs.
     pub oci: OciSection,
-    /// The file or variable that set each value of `[policy]`, by key.
+    /// For each key of `[policy]` that is set: the file or environment variable that set the value.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,
 }
@@ -187,7 +187,7 @@ impl Config {
     }
 }
 
-/// The file or variable that set this value of `[policy]`.
+/// The file or environment variable that set the key `name` of `[policy]`.
 fn origin(figment: &Figment, name: &str) -> Option<String> {
     let metadata = figment.find_metadata(&format!("policy.{name}"))?;
     Some(match &metadata.source {

@@ -59,7 +59,7 @@ pub struct NvmlSection {
 pub struct CopierSection {
     /// Whether the controller starts copiers.
     pub enabled: bool,
-    /// Name or path of the driver's library.
+    /// Name or path of the CUDA driver's library, which copiers load.
     pub library: String,
 }
 

@@ -26,9 +26,9 @@ pub struct HttpSection {
     pub kubernetes: KubernetesSection,
     /// File with the certificate and its intermediate certificates. Empty: no TLS.
     pub tls_cert_file: String,
-    /// File with the private key of that certificate.
+    /// File with the private key of the certificate in `tls_cert_file`.
     pub tls_key_file: String,
-    /// Names by which clients may call the node, besides addresses and localhost.
+    /// Host names of the node that clients may use in requests, besides IP addresses and localhost.
     pub hosts: Vec<String>,
     /// Clients that may offload, restore and pin containers over HTTP.
     pub actions: HttpActions,
@@ -111,7 +111,7 @@ pub struct JobsSection {
     pub users: Vec<String>,
 }
 
-/// The address to listen at.
+/// The address at which the HTTP server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
     /// No address: HTTP is off.
@@ -149,16 +149,16 @@ impl Default for ReportSection {
     }
 }
 
-/// Address of the node's own controller.
+/// HTTP address of the node's own controller if `listen` is `auto`.
 const NODE_ADDRESS: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9410);
-/// Folder of the history of the node's own controller.
+/// Folder of the history of the node's own controller if `dir` is `auto`.
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
-    /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller. For a
-    /// private controller, which has another run directory, `auto` is a socket in that directory.
-    /// Thus several controllers can run on one machine.
+    /// The address at which the HTTP server listens. `auto` is 127.0.0.1:9410 for the node's own
+    /// controller. For a private controller, which has another run directory, `auto` is a socket in
+    /// that directory. Thus several controllers can run on one machine.
     ///
     /// # Errors
     /// `listen` has none of the accepted forms. The error names them.
@@ -176,7 +176,7 @@ impl HttpSection {
         }
     }
 
-    /// Checks whether clients of an address may move containers.
+    /// Checks whether clients that connect to this address may move containers.
     ///
     /// # Errors
     /// Clients may not move containers. The text describes how to allow it.

@@ -228,7 +228,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             Some(mail) = from_copiers.recv() => actor.copier_said(mail),
             Some(mail) = from_agents.recv() => actor.mail(mail),
         }
-        // A queue or a move needs shorter ticks than planned.
+        // If a container now waits or moves, the next tick comes earlier than planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
     // From here on, commands get no response. Each caller that waits gets `ShuttingDown`, because
@@ -421,8 +421,8 @@ impl NodeActor {
             }
             Command::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
-                    // The memory that the offload moves may have been allocated after the last
-                    // sample of the counters.
+                    // The memory that an offload moves may have been allocated after the last
+                    // sample of the counters. Therefore the counters are read again.
                     for id in self.node.connected_of(&key) {
                         self.read_page(id);
                     }

@@ -29,7 +29,7 @@ impl NodeActor {
         spec: ContainerSpec,
     ) -> Result<Vec<String>, CommandError> {
         if self.node.is_of_another(&key, spec.generation) {
-            // The previous container with that id is gone, and its shim has not withdrawn it.
+            // The previous container with this id is gone, but its shim has not withdrawn it.
             self.withdraw(key.clone());
         }
         if !self.listeners.contains_key(&key) {
@@ -111,7 +111,7 @@ fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
     let files = folders.into_iter().flatten().flatten().filter_map(|folder| {
         let path = folder.path().join(paths::ANNOUNCEMENT_FILE);
         let mut bytes = Vec::new();
-        // Containers of shims have no such file.
+        // Containers of shims have no announcement file.
         File::open(&path).ok()?.take(MAX_ANNOUNCEMENT_BYTES).read_to_end(&mut bytes).ok()?;
         Announcement::parse_from_bytes(&bytes)
             .inspect_err(|error| tracing::error!(%error, "controller: cannot parse the announcement in {}", path.display()))

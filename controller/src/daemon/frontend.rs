@@ -17,16 +17,17 @@ use crate::{
 /// The thread of history, metrics and dashboard, and the parts that the control API uses.
 #[derive(Debug)]
 pub struct Frontend {
-    /// Address of the dashboard; empty if it is off.
+    /// Address of the dashboard. Empty: the dashboard is off.
     pub dashboard: String,
-    /// The history on disk; `None`: off, or it cannot be opened.
+    /// The history on disk. `None`: the history is off or cannot be opened.
     pub history: Option<Arc<NodeHistory>>,
     hub: Arc<ViewHub>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Frontend {
-    /// Starts every part that can be started.
+    /// Starts history, metrics and dashboard. If a part cannot be started, the others are started
+    /// without it.
     pub fn start(
         run_dir: &Path,
         config: &Config,

@@ -18,7 +18,7 @@ use affinode_proto::paths;
 
 use crate::{inventory::process, jobs};
 
-/// Time between two scans.
+/// Time between two scans for ended containers.
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// A container that has ended, with the generation of its announcement.
@@ -83,8 +83,8 @@ impl GarbageCollector {
 }
 
 fn remove_owned(containers: &Path, folder: &Path, generation: u64) -> io::Result<()> {
-    // A program that prepares a container holds this lock. It may be stopped, and the controller
-    // must not wait for it.
+    // A program that prepares a container holds this lock. That program may be stopped, and the
+    // controller must not wait for it.
     let lock = File::open(containers)?;
     lock.try_lock()?;
     let text = fs::read_to_string(folder.join(paths::GENERATION_FILE)).unwrap_or_default();

@@ -10,13 +10,13 @@ pub struct GpuPolling {
 }
 
 impl GpuPolling {
-    /// Requests a reading. `true`: start it now.
+    /// Requests a reading. `true`: the caller must start the reading now.
     pub fn wanted(&mut self) -> bool {
         self.again = self.asked;
         !std::mem::replace(&mut self.asked, true)
     }
 
-    /// Records that a reading is complete. `true`: start the next one now.
+    /// Records that a reading is complete. `true`: the caller must start the next reading now.
     pub fn came(&mut self) -> bool {
         self.asked = std::mem::take(&mut self.again);
         self.asked

@@ -1,4 +1,4 @@
-//! The controller's process: one per node, held by a lock.
+//! The controller's process. A lock ensures that only one controller serves a node.
 //!
 //! At its start, the controller reads the configuration, takes the lock, reads the journal and
 //! opens the control socket. Then one task drives the core ([`actor`]). The controller may end at

@@ -16,8 +16,9 @@ use std::{
 use super::{CheckGroup, DoctorCheck};
 use crate::error_chain;
 
-/// Sockets of distributions, in the order of the search. Those of Kubernetes distributions come
-/// first: on such a node, a second containerd serves Docker, which needs no handler.
+/// Sockets of distributions, in the order of the search. The sockets of Kubernetes distributions
+/// come first: on a node of such a distribution, a second containerd serves Docker, which needs no
+/// handler.
 const SOCKETS: [&str; 4] = [
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",

@@ -27,7 +27,7 @@ pub struct PathFacts {
     pub read_only: bool,
     /// Path of the configuration file.
     pub config_file: PathBuf,
-    /// Reason why the configuration is invalid; `None` if it is valid.
+    /// Reason why the configuration is invalid. `None`: it is valid.
     pub config_error: Option<String>,
 }
 

@@ -38,7 +38,8 @@ pub struct GpuCheck {
     pub vram_bytes: u64,
     /// VRAM in use, in bytes.
     pub vram_used_bytes: u64,
-    /// Whether persistence mode is on: the driver stays loaded without a client. `None`: unknown.
+    /// Whether persistence mode is on, which keeps the driver loaded while no process uses the GPU.
+    /// `None`: unknown.
     pub persistent: Option<bool>,
     /// Whether the GPU is in MIG mode.
     pub mig: bool,

@@ -15,11 +15,12 @@ pub const ANNOTATIONS: &str = "affinode.io/*";
 /// Names of two handlers: the stock handler, and the handler that NVIDIA's toolkit adds.
 const STOCK: &str = "runc";
 const NVIDIA: &str = "nvidia";
-/// Options that must have the same values as in the default handler.
+/// Options of Affinode's handler that must have the same values as in the model handler (see
+/// [`model`]).
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
-/// Checks the configuration. `kubernetes`: whether pods run on this machine. `cdi`: whether
-/// containers get their devices from CDI.
+/// Checks containerd's configuration. `kubernetes`: whether pods run on this machine. `cdi`:
+/// whether containers get their devices from CDI.
 #[must_use]
 pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
@@ -184,7 +185,8 @@ runtime_type = "io.containerd.runc.v2"
         checks.iter().map(|check| (check.name, check.verdict)).collect()
     }
 
-    /// A configuration for containerd 2, with the shim's path if it is installed on this machine.
+    /// A configuration for containerd 2, with the path of a shim that exists in the returned
+    /// folder.
     fn snippet() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let shim = folder.path().join(SHIM);

@@ -72,7 +72,7 @@ pub struct DoctorCheck {
     pub verdict: CheckVerdict,
     /// Text of the finding.
     pub found: String,
-    /// Remedy; empty if the check passed.
+    /// Remedy for the finding. Empty: the check passed.
     pub hint: String,
 }
 

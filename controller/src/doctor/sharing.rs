@@ -14,13 +14,15 @@ use super::{CheckGroup, DoctorCheck};
 
 /// Path of the kubelet's record of device plugins, relative to the root directory.
 const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
-/// Maximum number of bytes read of that file. On a large node it has a few hundred KiB.
+/// Maximum number of bytes that are read from the kubelet's record. On a large node, the record has
+/// a few hundred KiB.
 const CHECKPOINT_BYTES: u64 = 16 << 20;
 /// Folder of NVIDIA's DRA driver.
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 /// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
-/// Folder with one subfolder for each pod, whose name consists of namespace, pod and uid.
+/// Folder with one subfolder for each pod. A subfolder's name consists of the pod's namespace, name
+/// and uid.
 const PODS: &str = "var/log/pods";
 /// Name prefix of the pods with which KAI reserves the GPUs that it shares.
 const KAI: &str = "kai-resource-reservation_";
@@ -57,7 +59,7 @@ struct CheckpointData {
 }
 
 impl SharingFacts {
-    /// Reads these values below a root directory.
+    /// Reads these values from the files below a root directory.
     #[must_use]
     pub fn gather(root: &Path) -> SharingFacts {
         let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();

@@ -7,13 +7,13 @@ use toml::{Table, Value};
 use super::handler::{self, HandlerSpec};
 use crate::doctor::handler::PLUGINS;
 
-/// First line of the block.
+/// First line of the block that is added to containerd's configuration.
 pub const BEGIN: &str =
     "# >>> affinode: added by `affinode install`, removed by `affinode uninstall`\n";
 /// Last line of the block.
 pub const END: &str = "# <<< affinode\n";
 
-/// Why the block cannot be created.
+/// Reason why the block for containerd's configuration cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     /// The configuration is of version 1, which has other names for plugins.

@@ -58,7 +58,7 @@ pub enum RestartRequest {
     None,
 }
 
-/// Reason why containerd's configuration was not changed, or was put back.
+/// Reason why containerd's configuration was not changed, or was restored.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// No containerd was found.
@@ -175,7 +175,7 @@ impl ContainerdNode {
         InstallTarget::of(&self.config_file(), &self.root(), &self.files(), merges)
     }
 
-    /// The configuration files that containerd reads, in order.
+    /// The configuration files that containerd reads. A file may override the files before it.
     pub fn files(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
     }
@@ -231,7 +231,8 @@ impl ContainerdNode {
         Ok(dumped)
     }
 
-    /// The restart to use, with the name of containerd's unit.
+    /// Returns the requested kind of restart. If it names no systemd unit, the name of containerd's
+    /// unit is added.
     pub fn way(&self, how: &RestartRequest) -> RestartRequest {
         match how {
             RestartRequest::Systemd { unit: None } => {
@@ -458,7 +459,8 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
 mod tests {
     use super::*;
 
-    /// Without systemd containerd was not stopped. So the error must not say that containerd fails.
+    /// Without systemd, systemctl does not stop containerd. Therefore the error must not say that
+    /// containerd failed.
     #[test]
     fn a_restart_without_systemd_names_the_option() {
         let printed = "System has not been booted with systemd as init system (PID 1). Can't \

@@ -195,7 +195,8 @@ impl DockerPlan {
             (DockerRequest::Never, _) => return Ok(DockerPlan::LeftOut),
             (DockerRequest::Required(socket), _) => DockerDaemon::find(socket)?,
             (DockerRequest::Detected, Some(socket)) if alone => DockerDaemon::find(socket)?,
-            // A connection to systemd's socket would start dockerd, which does not run now.
+            // If dockerd does not run, its socket is left alone: systemd would start dockerd at a
+            // connection.
             (DockerRequest::Detected, _) if !process_runs(&[daemon::PROGRAM]) => {
                 return Ok(DockerPlan::LeftOut);
             }
@@ -210,7 +211,7 @@ impl DockerPlan {
         DockerChange::to_register(daemon, record.as_ref(), name)
     }
 
-    /// Plans the removal of the runtime in the record of this folder.
+    /// Plans to remove the runtime whose record is in the folder `state_dir`.
     ///
     /// # Errors
     /// [`DockerError`]: the removal would fail.
@@ -262,7 +263,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     files::tidy(&DockerRecord::file(state_dir))?;
     match DockerRecord::read(state_dir) {
         Ok(Some(record)) => files::tidy(&record.config_file),
-        // The next step reports a record that cannot be read.
+        // A record that cannot be read is no error here, because the next step reports it.
         Ok(None) | Err(_) => Ok(()),
     }
 }

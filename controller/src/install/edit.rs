@@ -198,7 +198,7 @@ impl ConfigEdit {
     }
 }
 
-/// Whether a file of Affinode has no settings except its version.
+/// Whether the text of a configuration file sets nothing except the version.
 fn is_bare(text: &str) -> bool {
     text.parse::<Table>().is_ok_and(|rest| {
         rest.iter().all(|(key, value)| key == "version" || handler::is_empty(value))

@@ -28,7 +28,7 @@ fn present(prefix: &Path) -> Result<PathsFile, FileError> {
     })
 }
 
-/// The run directory of these folders.
+/// The run directory in these folders, or else the default run directory.
 pub fn run_dir(folders: &PathsFile) -> PathBuf {
     folders.run_dir.clone().unwrap_or_else(|| paths::RUN_DIR.into())
 }

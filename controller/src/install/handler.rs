@@ -146,8 +146,8 @@ pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
     PLUGINS.iter().find_map(of)
 }
 
-/// A copy of the model handler that passes Affinode's annotations. It has no program: the caller
-/// sets it.
+/// A copy of the model handler that passes Affinode's annotations. The copy names no program,
+/// because the caller sets the program.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = model.map(copied).unwrap_or_default();
     for key in ["pod_annotations", "container_annotations"] {

@@ -41,7 +41,7 @@ pub fn of(root: &Path) -> ConfigImports {
     found
 }
 
-/// The imports of one file. Relative paths begin at its folder.
+/// The imports of one file. Relative paths start at the folder of that file.
 fn imports(file: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let said = text.parse::<Table>().unwrap_or_default();

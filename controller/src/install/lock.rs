@@ -1,5 +1,5 @@
 //! A lock that ensures that only one installer runs on a node. If nothing is installed when the
-//! lock is released, its file is removed.
+//! lock is released, the lock's file is removed.
 
 use std::{
     fs::{self, File},

@@ -459,7 +459,8 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         let effect = InstallEffect { node: &node, before: &before, restart: &restart, options };
         effect.edit(edit, &plan)?;
     } else if let Ok(node) = &node {
-        // k3s and rke2 render their file again at their next start, then without the handler.
+        // The file of k3s and rke2 may still contain the handler. At their next start they render
+        // the file again, without the handler.
         let rendered = node.config_file().ends_with(RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }

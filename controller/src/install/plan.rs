@@ -1,11 +1,11 @@
 //! Plans how an installation or an uninstallation changes the handler.
 //!
-//! | containerd's whole configuration has | installation |
+//! | containerd's whole configuration contains | what the installation does |
 //! | --- | --- |
-//! | the wanted handler, in whichever file | records it |
-//! | no handler of this name | adds it |
-//! | another handler with Affinode's program | removes it from every file and adds the wanted one |
-//! | a handler with another program | is refused |
+//! | the wanted handler, in any file | records the handler |
+//! | no handler of this name | adds the wanted handler |
+//! | another handler with Affinode's program | removes that handler from every file and adds the wanted handler |
+//! | a handler with another program | fails |
 //!
 //! A handler with an earlier `--runtime-name` stays while a shim runs, because containerd needs
 //! this handler to restart a container of a running pod.
@@ -38,7 +38,7 @@ const BASE: &str = "{{ template \"base\" . }}";
 pub struct HandlerPlan {
     /// The edit of containerd's files. `None`: no file is changed.
     pub edit: Option<ConfigEdit>,
-    /// The handler that this installation adds. `None`: it adds none.
+    /// The handler that this installation adds. `None`: no handler is added.
     pub wanted: Option<HandlerSpec>,
     /// Whether a handler of this installation is replaced. Otherwise a new one is added.
     pub replaces: bool,
@@ -46,11 +46,12 @@ pub struct HandlerPlan {
     pub gone: Vec<HandlerSpec>,
     /// Whether containerd must be restarted.
     pub restarts: bool,
-    /// The handler for the record.
+    /// The handler's entry for the record.
     pub block: Option<AddedBlock>,
-    /// Handlers with earlier names that stay.
+    /// Handlers with earlier names that stay in containerd's configuration.
     pub former: Vec<AddedBlock>,
-    /// The file that already contains the wanted handler. The installation records it.
+    /// The file that already contains the wanted handler. The installation only records this
+    /// handler.
     pub adopted: Option<PathBuf>,
 }
 
@@ -115,7 +116,8 @@ pub fn install(
     edit.remove_handlers(&specs, &merged(&specs, dump))?;
     if !stays {
         let mut texts = add(&mut edit, &target, node, dump, &spec)?;
-        // Until containerd serves the new handler, the files may still contain the old text.
+        // Until containerd serves the new handler, the files may still contain the old texts.
+        // Therefore the record keeps these texts.
         texts.extend(recorded.iter().flat_map(AddedBlock::texts));
         let mut block = AddedBlock::added(&spec.name, texts, node, cdi);
         recorded.iter().filter(|_| plan.replaces).for_each(|old| block.replaces(old, node));

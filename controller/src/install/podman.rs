@@ -37,7 +37,7 @@ pub enum PodmanRequest {
 pub struct PodmanFile {
     /// Path of the file.
     pub path: PathBuf,
-    /// The content that it gets.
+    /// Content of the file.
     pub text: String,
 }
 

@@ -1,4 +1,4 @@
-//! The record of the installed files and handlers, from which they can be uninstalled.
+//! The record of the installed files and handlers. An uninstallation removes what the record lists.
 
 use std::{
     fs, io,
@@ -189,7 +189,7 @@ pub enum RecordError {
 }
 
 impl InstallRecord {
-    /// Creates the record of an installation that begins.
+    /// Creates the record of an installation that is about to begin.
     pub fn of(
         prefix: &Path,
         source: &SourceFile,

@@ -57,11 +57,12 @@ impl ControllerReplacement {
     /// Replaces the controllers.
     ///
     /// # Errors
-    /// [`InstallError::Unit`]: the rest of the installation is in place.
+    /// [`InstallError::Unit`]: the unit was not installed or started, but the rest of the
+    /// installation is in place.
     pub fn make(&self, options: &InstallOptions) -> Result<(), InstallError> {
         let made = self.unit.make(&options.state_dir);
         for controller in &self.old {
-            // A controller that cannot be ended continues; `affinode doctor` reports it.
+            // A controller that cannot be ended continues to run, and `affinode doctor` reports it.
             let _ = process::end(controller, false);
         }
         made.map_err(|error| UnitError::NotStarted(Box::new(error)).into())

@@ -172,7 +172,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     files::tidy(&UnitRecord::file(state_dir))?;
     match UnitRecord::read(state_dir) {
         Ok(Some(record)) => files::tidy(&record.path),
-        // The next step reports a record that cannot be read.
+        // A record that cannot be read is no error here, because the next step reports it.
         Ok(None) | Err(_) => Ok(()),
     }
 }

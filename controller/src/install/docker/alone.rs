@@ -53,7 +53,7 @@ fn serves_pods(config: &Table) -> bool {
 /// Installs the files, and registers the runtime in Docker.
 ///
 /// # Errors
-/// [`InstallError`]: if it was a first installation, no file is left.
+/// [`InstallError`]: a step failed. If this was a first installation, no file is left.
 pub fn install(
     docker: &DockerPlan,
     options: &InstallOptions,

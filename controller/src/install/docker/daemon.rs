@@ -27,8 +27,8 @@ const CONFIG_FILE: &str = "/etc/docker/daemon.json";
 const CONFIG_FLAG: &str = "--config-file";
 /// API version of Docker 23, the first release that supports shims as runtimes.
 const MIN_API: (u32, u32) = (1, 42);
-/// Time limit for a reload. dockerd reads its file within a second of the signal. If it rejects the
-/// file, it reports this only in its log.
+/// Time limit for a reload. dockerd reads its file within a second of the signal. If dockerd
+/// rejects the file, it reports this only in its log.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -92,7 +92,7 @@ impl DockerDaemon {
         info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
     }
 
-    /// Checks a configuration with dockerd's own program, with dockerd's flags and PATH.
+    /// Checks a configuration: runs dockerd's own program with dockerd's flags and PATH.
     ///
     /// # Errors
     /// dockerd would not start with it. The error is the program's output.
@@ -140,7 +140,7 @@ fn behind(socket: &Path) -> io::Result<Option<u32>> {
     if is_dockerd(peer) {
         return Ok(Some(peer));
     }
-    // The peer is systemd, which listens on the socket and has passed it to dockerd.
+    // The peer may be systemd, which listens on the socket and has passed it to dockerd.
     let table = fs::read_to_string(format!("/proc/{peer}/net/unix"))?;
     let real = |path: &str| fs::canonicalize(path).ok();
     let wanted = fs::canonicalize(socket)?;

@@ -30,7 +30,7 @@ pub enum UnitPlan {
     /// Stops, disables and removes the unit.
     Remove {
         record: UnitRecord,
-        /// Whether the file is as it was installed. Otherwise it stays.
+        /// Whether the file is as it was installed. A changed file is not removed.
         unchanged: bool,
     },
 }
@@ -79,7 +79,7 @@ impl UnitPlan {
         })
     }
 
-    /// Plans the removal of the unit in the record of this folder.
+    /// Plans to remove the unit whose record is in the folder `state_dir`.
     ///
     /// # Errors
     /// [`UnitError`]: the record or the file cannot be read.
@@ -89,7 +89,7 @@ impl UnitPlan {
         Ok(UnitPlan::Remove { record, unchanged })
     }
 
-    /// The process of the unit, which systemd replaces.
+    /// Pid of the unit's process that systemd replaces. `None`: systemd replaces no process.
     pub fn main_pid(&self) -> Option<u32> {
         match self {
             UnitPlan::Update { main_pid, .. } | UnitPlan::Restart { main_pid } => *main_pid,
