@@ -1,5 +1,6 @@
-//! Requirement, cause of failure and remedy of each check of `affinode doctor`: the text of the troubleshooting
-//! page. [`CheckGroup`](super::CheckGroup) rejects checks that have no entry here.
+//! Requirement, cause of failure and remedy of each check of `affinode doctor`. The troubleshooting
+//! page consists of these texts. [`CheckGroup`](super::CheckGroup) rejects checks that have no
+//! entry here.
 
 use serde::Serialize;
 
