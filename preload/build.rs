@@ -1,4 +1,4 @@
-//! Sets how the product is linked: without any library.
+//! Build script of the preload library: links the product without libc or any other library.
 
 use std::path::Path;
 
@@ -11,12 +11,13 @@ fn main() {
         // No libc, no start files: the library must load into any process.
         "-nostdlib",
         "-nostartfiles",
-        // The library has a thread and hands out addresses of its code: it must never be unmapped.
+        // The library runs a thread and gives out addresses of its functions, so it must never be
+        // unmapped.
         "-Wl,-z,nodelete",
-        // All relocations are made at load, none inside a signal handler.
+        // The loader makes all relocations at load, so it makes none inside a signal handler.
         "-Wl,-z,now",
         "-Wl,-soname,libaffinode_preload.so",
-        // Each loader reads at least one of the two hash tables.
+        // Write both kinds of hash table, because each loader reads at least one of them.
         "-Wl,--hash-style=both",
     ] {
         println!("cargo::rustc-link-arg={argument}");

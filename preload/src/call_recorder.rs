@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! thunk: gate and one_in both 0 ──> (not watched, nothing below happens)
-//!        gate 0, one_in not: skip -= 1, still not below 0 ──> call unrecorded
+//!        gate 0, one_in not 0: skip -= 1, still 0 or above ──> call unrecorded
 //!                            below 0 ──> slow path: begin ──> call ──> end
 //! ```
 //!
@@ -23,7 +23,7 @@ use crate::{libc, sys};
 /// Minimum number of calls between two attempts while the ring is full.
 const PAUSE: u32 = 63;
 
-/// Sampling state of a slot. The same threads write it as the slot's counters.
+/// Sampling state of a slot. The threads that write the slot's counters also write this state.
 #[repr(C)]
 pub struct CallSampler {
     /// Number of calls before the next recorded call. The thunk counts it down.

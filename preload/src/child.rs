@@ -59,8 +59,8 @@ pub fn output_of<'o>(
     let stacks = sys::MappedRegion::new(2 * STACK_BYTES).ok()?;
     job.program_stack = stacks.start() + STACK_BYTES;
     let keeper_stack = stacks.start() + 2 * STACK_BYTES;
-    // SAFETY: the stack is its own, `job` outlives it because this thread sleeps until it has
-    // ended, and it only makes system calls, as the module header demands.
+    // SAFETY: the keeper has its own stack. `job` outlives the keeper, because this thread sleeps
+    // until the keeper has ended. The keeper only makes system calls: see the module header.
     let keeper = unsafe { task::spawn(0, keeper_stack, keep, (&raw mut job).cast()) };
     if let Ok(keeper) = keeper {
         let _ = task::wait_child(keeper);
@@ -72,14 +72,15 @@ pub fn output_of<'o>(
 unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
     const SIGCHLD: usize = 17;
     task::die_with_parent();
-    // SAFETY: made by `output_of`, whose thread sleeps until this one has ended.
+    // SAFETY: `output_of` made the job, and its thread sleeps until this task has ended.
     let job = unsafe { &mut *job.cast::<ChildJob<'_>>() };
     let Ok(pipe) = task::pipe() else {
         return 1;
     };
     job.pipe = pipe;
     let stack = job.program_stack;
-    // SAFETY: its own stack; this task sleeps until the program runs or has failed to start.
+    // SAFETY: the new task has its own stack. This task sleeps until the program runs or has failed
+    // to start.
     let started = unsafe { task::spawn(SIGCHLD, stack, become_program, (&raw mut *job).cast()) };
     let Ok(program) = started else {
         return 1;
@@ -113,12 +114,13 @@ unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
 
 unsafe extern "C" fn become_program(job: *mut core::ffi::c_void) -> i32 {
     task::die_with_parent();
-    // SAFETY: made by `output_of`; the keeper sleeps until this task has become a program.
+    // SAFETY: `output_of` made the job. The keeper sleeps until this task has become a program.
     let job = unsafe { &*job.cast::<ChildJob<'_>>() };
     task::take_standard_streams(job.pipe[1]);
     let no_environment = [core::ptr::null()];
-    // SAFETY: all lists end with null pointers, their strings with zeros. If the application
-    // changes its environment just now, the kernel may find other memory there, and fails.
+    // SAFETY: all lists end with null pointers, and their strings with zeros. If the application
+    // changes its environment at this moment, the kernel may find other memory there, and the call
+    // fails.
     unsafe {
         task::execute(job.path, job.arguments.as_ptr(), libc::environ());
         task::execute(job.path, job.arguments.as_ptr(), no_environment.as_ptr());

@@ -75,7 +75,7 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
         Function::cuDeviceComputeCapability => (c, ConstantQuery::Values([(a, 4), (b, 4)])),
         Function::cuDeviceGetUuid | Function::cuDeviceGetUuid_v2 => (b, one(16)),
         Function::cuDeviceTotalMem_v2 => (b, one(8)),
-        // cuDeviceGet, and the size in its 32-bit version.
+        // These are cuDeviceGet, and cuDeviceTotalMem in its 32-bit version.
         _ => (b, one(4)),
     };
     let device = usize::try_from(device as i32).ok()?;
@@ -99,7 +99,7 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     }
     let mut kept = answer.bytes.iter();
     let mut keep = |at: u64, bytes: usize| {
-        // SAFETY: the driver has written this many bytes there.
+        // SAFETY: the driver has written this many bytes at this address.
         let said = unsafe { slice::from_raw_parts(at as *const u8, bytes) };
         said.iter().zip(&mut kept).for_each(|(byte, to)| to.store(*byte, Ordering::Relaxed));
     };
@@ -128,7 +128,7 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
 /// # Safety
 /// `at` must point to a text with its end, or to `room` bytes.
 unsafe fn length(at: u64, room: usize) -> Option<usize> {
-    // SAFETY: as the function demands; nothing after the end is read.
+    // SAFETY: the function's `# Safety` guarantees it. Nothing after the end is read.
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
@@ -161,8 +161,8 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     true
 }
 
-/// Empties the cache, because the process gets other devices. Only called while no call is in
-/// progress.
+/// Empties the cache, because after a restore on another GPU the process has other devices. Only
+/// called while no call is in progress.
 pub fn forget() {
     CONSTANTS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
 }

@@ -13,8 +13,8 @@ use crate::sys;
 
 /// Counters of one thread. Slot 0 is for all threads that do not own a slot.
 ///
-/// Only the owner's thread writes an owned slot, with plain increments. Slot 0 is written with
-/// atomic increments.
+/// Only the thread that owns a slot writes it, with plain increments. Slot 0 is written with atomic
+/// increments.
 #[repr(C, align(64))]
 pub struct ThreadSlot {
     pub inflight: AtomicU32,
@@ -22,8 +22,8 @@ pub struct ThreadSlot {
     pub calls: AtomicU64,
     pub polls: AtomicU64,
     pub owner: SlotOwner,
-    /// Selects the calls of this slot that are recorded in the ring. This field and the next ones are
-    /// private to the library, because the protocol leaves the rest of a slot free.
+    /// Selects the calls of this slot that are recorded in the ring. The protocol leaves the rest
+    /// of a slot free, so this field and the next ones are private to the library.
     pub pick: CallSampler,
     /// Number of calls inside the driver that may take device memory.
     pub allocating: AtomicU32,
@@ -33,8 +33,8 @@ pub struct ThreadSlot {
     waits_until_us: AtomicU64,
 }
 
-/// The owner of a slot: a thread id in the lower half, 0 while the slot is free; in the upper half
-/// the number of times that the slot was taken.
+/// The owner of a slot. The lower half is the owner's thread id, or 0 while the slot is free. The
+/// upper half is the number of times that the slot was taken.
 ///
 /// A thread takes a slot by one compare-and-exchange of the whole word: if the slot is free, if its
 /// owner has ended, or if the ended owner had this thread's id. The upper half distinguishes an
@@ -71,7 +71,8 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    /// The generation whose copy out the controller cancels. The controller writes it.
+    /// The generation (number of the gate's closing) whose copy-out the controller cancels. The
+    /// controller writes this field.
     turn_back: AtomicU64,
     /// Bytes of host memory that the copy out in progress must still touch.
     pub filling_bytes: AtomicU64,
@@ -80,8 +81,8 @@ pub struct CounterPage {
     /// The sampling rate: about one of this many calls is recorded; 0: none. The field is next to
     /// the gate, so that one comparison covers both fields.
     pub one_in: AtomicU32,
-    /// Becomes 1 when no call that the gate must hold is in progress: each count was read as zero.
-    /// While it is 1, nested calls wait too. Private to the library.
+    /// Set to 1 once each count was read as zero, so that no call that the gate must hold is in
+    /// progress. While it is 1, nested calls wait too. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -115,7 +116,7 @@ const _: () = {
     assert!(offset_of!(CounterPage, hazards) == header::HAZARDS);
     assert!(offset_of!(CounterPage, generation) == header::GENERATION);
     assert!(offset_of!(CounterPage, one_in) == call_ring::SAMPLE_EVERY);
-    // The thunk compares both as one word.
+    // The thunk compares the gate and the sampling rate as one word.
     assert!(call_ring::SAMPLE_EVERY == header::GATE + 4);
     assert!(offset_of!(CounterPage, ring) == call_ring::CLAIMED);
     assert!(offset_of!(CounterPage, swappable_bytes) == header::SWAPPABLE_BYTES);
@@ -167,8 +168,8 @@ impl CounterPage {
         let slot = take(&|owner| owner == tid)
             .or_else(|| take(&|owner| owner == 0))
             .or_else(|| take(&|owner| !sys::thread_lives(owner)))?;
-        // Reset the count, because a thread that was cancelled inside a call has not subtracted
-        // that call.
+        // Reset the count, because an earlier owner that was cancelled inside a call has not
+        // subtracted that call.
         slot.inflight.store(0, Ordering::SeqCst);
         slot.allocating.store(0, Ordering::SeqCst);
         slot.waits_until_us.store(0, Ordering::SeqCst);
@@ -278,7 +279,7 @@ impl CounterPage {
         }
     }
 
-    /// Sets the gate, and wakes waiting callers when it opens further.
+    /// Sets the gate. If the new value lets more calls pass, wakes waiting callers.
     pub fn set_gate(&self, gate: Gate) {
         self.gate.store(gate as u32, Ordering::SeqCst);
         if gate != Gate::Closed {
@@ -309,13 +310,14 @@ impl CounterPage {
     pub fn is_turned_back(&self) -> bool {
         let turn_back = self.turn_back.load(Ordering::Relaxed);
         self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
-            // The gate was closed at least once before any copy, so 0 is no valid generation.
+            // The gate was closed at least once before any copy, so 0 is never the generation of a
+            // copy-out.
             && turn_back != 0
             && turn_back == self.generation.load(Ordering::Relaxed)
     }
 
-    /// Whether all work on the GPU has ended, and none can begin: from the driver's lock on,
-    /// until calls pass again. Only meaningful while the gate is closed.
+    /// Whether all work on the GPU has ended and no new work can begin. This is so from the
+    /// driver's lock until calls pass again. Only meaningful while the gate is closed.
     pub fn is_finished(&self) -> bool {
         const FINISHED: [Phase; 8] = [
             Phase::Locked,

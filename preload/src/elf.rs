@@ -1,6 +1,6 @@
 //! Reads loaded objects in memory: which object is at an address, and which functions it defines.
 //!
-//! This library cannot use `dlsym`, which takes the loader's lock, leaves an error for the
+//! This library cannot use `dlsym`. That function takes the loader's lock, leaves an error for the
 //! application's `dlerror`, and is itself hooked.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
@@ -160,7 +160,7 @@ impl DynamicSection {
         const DT_SONAME: usize = 14;
         const DT_GNU_HASH: usize = 0x6fff_fef5;
         const DT_VERSYM: usize = 0x6fff_fff0;
-        // glibc relocates these pointers in place, musl and the kernel's vDSO do not.
+        // glibc has added the base to these pointers in place. musl and the kernel's vDSO have not.
         let pointer = |value: usize| {
             if value < base { value.wrapping_add(base) } else { value }
         };
@@ -186,7 +186,7 @@ impl DynamicSection {
                 DT_VERSYM => dynamic.versions = pointer(value) as *const u16,
                 _ => {}
             }
-            // SAFETY: not yet at the end.
+            // SAFETY: this entry is not DT_NULL, so another entry follows.
             entry = unsafe { entry.add(1) };
         }
         let usable = !dynamic.symbols.is_null() && !dynamic.strings.is_null();
@@ -199,7 +199,7 @@ impl DynamicSection {
     }
 
     fn string(&self, offset: usize) -> &[u8] {
-        // SAFETY: an offset that the object itself holds, into its table of strings.
+        // SAFETY: this offset into the object's string table is from the object itself.
         unsafe { CStr::from_ptr(self.strings.add(offset)) }.to_bytes()
     }
 

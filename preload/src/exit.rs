@@ -54,8 +54,8 @@ pub fn has_begun() -> bool {
 static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
 static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
 
-/// Finds the code of `exit`, once. It is called at the first CUDA call, because it walks the loader's
-/// list of objects: see [`libcuda`].
+/// Finds the code of `exit`, once. This is called at the first CUDA call, because it walks the
+/// loader's list of objects: see [`libcuda`].
 pub fn find_code() {
     if CODE_IS_KNOWN.load(Ordering::Acquire) != 0 {
         return;
@@ -104,7 +104,7 @@ pub fn is_running(stack: usize) -> bool {
     false
 }
 
-/// A release whose call returned without the driver.
+/// A release of a handle whose call has returned without reaching the driver.
 #[derive(Clone, Copy)]
 struct PendingRelease {
     number: u32,
@@ -123,7 +123,8 @@ struct RecordedRelease {
 
 struct ReleaseCell(UnsafeCell<RecordedRelease>);
 
-// SAFETY: reached through `with_record` alone, which lets in one thread, and no handler of it.
+// SAFETY: the record is reached only through `with_record`. That function admits one thread at a
+// time, and none of its signal handlers.
 unsafe impl Sync for ReleaseCell {}
 
 const NO_RELEASE: PendingRelease = PendingRelease { number: 0, real: 0, arguments: [0; 2] };
@@ -133,9 +134,9 @@ static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     made: 0,
     context_is_gone: false,
 }));
-/// The thread whose releases are recorded: its id in the upper bits, and the number of its process's
-/// registration below; 0: none. Two threads may be inside `exit` at once (glibc before 2.41), and a child may
-/// be forked from inside it.
+/// The thread whose releases are recorded; 0: none. The upper bits are the thread's id, the lower
+/// bits the number of its process's registration. Two threads may be inside `exit` at once (glibc
+/// before 2.41), and a child may be forked from inside `exit`.
 static OWNER: AtomicU64 = AtomicU64::new(0);
 
 fn own_mark() -> u64 {
@@ -157,14 +158,15 @@ fn becomes_owner() -> bool {
     is_new || owner == own
 }
 
-/// Runs `body` on the record, if the calling thread is its owner. It must not call the driver.
+/// Runs `body` on the record, if the calling thread is its owner. `body` must not call the driver.
 fn with_record<R>(body: impl FnOnce(&mut RecordedRelease) -> R) -> Option<R> {
     if OWNER.load(Ordering::SeqCst) != own_mark() {
         return None;
     }
-    // A signal handler of this thread may make calls, too.
+    // Block signals, because a signal handler of this thread may make calls, too.
     let mask = sys::set_signal_mask(!libc::internal_signals());
-    // SAFETY: no other thread comes here, and no handler of this one; `body` cannot come here again.
+    // SAFETY: no other thread and no signal handler of this thread gets here, and `body` cannot get
+    // here again.
     let result = body(unsafe { &mut *RECORDED.0.get() });
     sys::set_signal_mask(mask);
     Some(result)
@@ -239,7 +241,7 @@ fn driver_is_up() -> bool {
 pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
-    // A driver that has ended returns DEINITIALIZED instead.
+    // If the driver has ended, the call must reach it, because it then returns DEINITIALIZED.
     if kind == ReleaseKind::Other || !becomes_owner() || !driver_is_up() {
         return false;
     }
@@ -253,13 +255,14 @@ pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool
     is_answered == Some(true)
 }
 
-/// Makes the recorded releases. The calling thread is counted as inside the driver.
+/// Makes the recorded releases in the driver. The caller must count the calling thread as inside
+/// the driver.
 pub fn catch_up() {
     if OWNER.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // One by one: a signal handler that calls the driver in between continues with the next
-    // release.
+    // Take the releases one by one. A signal handler that calls the driver in between then
+    // continues with the next release.
     while let Some(release) = with_record(RecordedRelease::take).flatten() {
         let target = swap::stand_in(release.number, release.real).unwrap_or(release.real);
         let [first, second] = release.arguments;

@@ -13,7 +13,7 @@ macro_rules! export {
         /// The driver function of this name.
         ///
         /// # Safety
-        /// As the driver's documentation has it.
+        /// See the driver's documentation of this function.
         #[allow(non_snake_case)]
         #[unsafe(naked)]
         #[unsafe(no_mangle)]
@@ -38,12 +38,13 @@ macro_rules! export_nvml {
         /// The function of NVML of this name.
         ///
         /// # Safety
-        /// As NVML's documentation has it.
+        /// See NVML's documentation of this function.
         #[allow(non_snake_case)]
         #[unsafe(naked)]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name() {
-            // Without unwind information, which is larger than the code: it calls nothing.
+            // The stub has no unwind information: it calls nothing, and the information would be
+            // larger than the code.
             naked_asm!(
                 "endbr64",
                 "mov r11d, {place}",
@@ -58,7 +59,7 @@ affinode_cuda_sys::nvml_functions!(export_nvml);
 /// `cuGetProcAddress` as of CUDA 11.3.
 ///
 /// # Safety
-/// As the driver's documentation has it.
+/// See the driver's documentation of this function.
 #[allow(non_snake_case)]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -75,7 +76,7 @@ pub unsafe extern "C" fn cuGetProcAddress() {
 /// `cuGetProcAddress` as of CUDA 12.0.
 ///
 /// # Safety
-/// As the driver's documentation has it.
+/// See the driver's documentation of this function.
 #[allow(non_snake_case)]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -89,11 +90,12 @@ pub unsafe extern "C" fn cuGetProcAddress_v2() {
     )
 }
 
-/// `dlsym`. Jumps to the real `dlsym`, which uses the address of its caller, unless the name begins
-/// with `cu` and a capital letter, or with `nvml`.
+/// Stands in front of the real `dlsym`. This library handles names that begin with `cu` and a
+/// capital letter, or with `nvml`. For every other name this function jumps to the real `dlsym`,
+/// which uses the address of its caller.
 ///
 /// # Safety
-/// As its manual page has it.
+/// See the manual page of `dlsym`.
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dlsym() {
@@ -112,7 +114,7 @@ pub unsafe extern "C" fn dlsym() {
         "sub eax, 0x41",
         "cmp eax, 25",
         "ja 2f",
-        // A name of the driver.
+        // The name begins like that of a function of the driver or of NVML.
         "6:",
         "mov rdx, qword ptr [rsp]",
         "push rdi",

@@ -32,19 +32,21 @@ impl TrackedFd {
     }
 }
 
-/// The newest socket to the controller. This process has made it, or, in a forked child, the
-/// parent.
+/// The newest socket to the controller. In a forked child, it is the parent's socket until the
+/// child makes its own.
 pub static SOCKET: InheritedFd = InheritedFd::none();
-/// The file of the counters. This process has made it, or, in a forked child, the parent.
+/// The file of the counters. In a forked child, it is the parent's file until the child makes its
+/// own.
 pub static PAGE: InheritedFd = InheritedFd::none();
 /// The socket of the copier.
 pub static COPIER: InheritedFd = InheritedFd::none();
-/// The file of the staging pool.
+/// The file of the staging buffer.
 pub static POOL: InheritedFd = InheritedFd::none();
 /// The socket on which this process receives requests of processes that open its memory.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
-/// A recorded descriptor that a forked child still finds.
+/// The record of a descriptor of this library. A forked child inherits the record and can close the
+/// descriptor.
 pub struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,

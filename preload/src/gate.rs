@@ -6,7 +6,7 @@
 //!   inflight += 1                             sealed = 0, gate = Closed
 //!   gate?  Open ──> call ──> inflight -= 1    barrier on all threads
 //!          Closed ─> inflight -= 1            every inflight 0?
-//!                    wait, poke the agent    sealed = 1
+//!                    wait, signal the agent   sealed = 1
 //!                    start again              every inflight 0? ──> no call is inside,
 //!          Closed, nested, not sealed            │                  none can come in
 //!                ──> call ──> inflight -= 1      └ no: sealed = 0, wait
@@ -27,15 +27,16 @@
 //! after the outer call was counted and before it read the gate, when the closer has already seen
 //! every count at zero. A nested call must therefore also pass a second gate, the seal:
 //!
-//! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed`
-//!   before it reads the counts for the last time. All four are sequentially consistent (the slow
-//!   path counts by locked instructions), so one of the two sees the other: either the nested call
-//!   reads that the gate is sealed, and waits; or the closer reads its count, and breaks the seal.
-//! - If the outer call was let through, its count was there before the gate was closed or is
-//!   seen behind the barrier, and stays until the call ends: the gate is not sealed meanwhile, and
-//!   the nested call never waits for a closer that waits for the outer call.
+//! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed` before
+//!   it reads the counts for the last time. All four accesses are sequentially consistent (the slow
+//!   path counts by locked instructions), so at least one side sees the other. Either the nested
+//!   call reads that the gate is sealed, and waits. Or the closer reads the nested call's count,
+//!   and breaks the seal.
+//! - If the gate let the outer call through, the closer sees the outer call's count after the
+//!   barrier at the latest, and the count stays until the call ends. So the gate is not sealed
+//!   meanwhile, and the nested call never waits for a closer that waits for the outer call.
 //! - If the outer call was only counted, the gate holds it as soon as it reads the gate, whatever
-//!   its handler has done.
+//!   the signal handler has done.
 //!
 //! Held allocations are sealed in the same way, by the counts of allocating calls. A nested
 //! allocation passes until the agent reports the hold, and waits from then on, even if its outer
@@ -208,7 +209,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
 /// # Safety
 /// Only the thunk calls it, with the frame that [`enter`] filled.
 pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
-    // SAFETY: as in `enter`.
+    // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
     let class = entry.class();
     if frame.began_ns != 0
@@ -280,7 +281,7 @@ enum EnterResult {
     Through,
     /// The gate holds the call; it is not counted.
     Held { nested: bool },
-    /// No call may reach the driver; this one is not counted.
+    /// No call may reach the driver. The call is not counted.
     Damaged,
     /// The process is a forked child, so the slot belongs to its parent.
     Forked,
@@ -296,8 +297,9 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
     if class.is_special() {
         slot.allocating.fetch_add(1, Ordering::SeqCst);
     }
-    // A depth above 0 means that an outer call is counted, also for a signal handler that
-    // interrupts here: so the depth grows after the count, and shrinks before it.
+    // A depth above 0 means that an outer call is counted. This must also hold for a signal handler
+    // that interrupts this function. So the depth is incremented after the count, and decremented
+    // before it.
     let thread = process::thread();
     // SAFETY: the calling thread's own block; a handler leaves it as it found it.
     let outer = unsafe {
@@ -380,8 +382,8 @@ fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
 /// Sleeps until the gate passes calls of this class. Signal handlers run as usual, and signals that
 /// end the process end it.
 fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool) {
-    // The agent wakes all waiters when it opens the gate. The sleep still has a time limit: it is a
-    // safeguard, and it renews the wait before the wait is no longer counted.
+    // The agent wakes all waiters when it opens the gate. The sleep still has a time limit, for two
+    // reasons: as a safeguard, and to renew the wait before it is no longer counted.
     const LOOK_AGAIN_MS: u64 = 1_000;
     let Some(slot) = place.slot() else {
         return;

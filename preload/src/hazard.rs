@@ -49,12 +49,12 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         Class::Peer => Hazards::PEER_ACCESS,
         Class::Import => Hazards::SHARED_MEMORY,
         Class::Interop => Hazards::DIRECT_ACCESS,
-        // (address, size, descriptors, count)
+        // The arguments are (address, size, descriptors, count).
         // SAFETY: the driver has read this array of descriptors without an error.
         Class::Access => unsafe { peer_access(c as *const MemAccessDesc, d, device_of(a)) },
-        // (pool, descriptors, count); the pool's own device has access from the start,
-        // so a call is about another device.
-        // SAFETY: as above.
+        // The arguments are (pool, descriptors, count). The pool's own device has access from the
+        // start, so such a call is about another device.
+        // SAFETY: the driver has read this array of descriptors without an error.
         Class::PoolAccess => unsafe { peer_access(b as *const MemAccessDesc, c, None) },
         Class::Work
         | Class::Poll

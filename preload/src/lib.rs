@@ -18,15 +18,15 @@
 //! | `thunk`, `gate` | the fast path and the slow path of a call |
 //! | `overhead`, `call_recorder` | what the hook adds to a call; recorded calls |
 //! | `exit` | releases that exit handlers make while the process is offloaded |
-//! | `process`, `counters`, `hazard` | registration; the shared counters; what is unsafe |
+//! | `process`, `counters`, `hazard` | registration; shared counters; detection of hazards |
 //! | `fds`, `child` | descriptors of this library; programs that it runs |
-//! | `tools` | profilers, debuggers, video: access to the driver past its public functions |
+//! | `tools` | detection of profilers, debuggers and video libraries |
 //! | `constants` | cached results that do not change, for calls during an offload |
 //! | `oom_wait` | allocations that wait for memory instead of failing |
 //! | `swap` | device memory that the agent copies by itself |
 //! | `nvml` | calls into NVML, which would block while the context is checkpointed |
 //! | `agent` | the thread that serves the controller and calls the checkpoint interface |
-//! | `sys`, `libc`, `elf`, `libcuda`, `rt` | the edge: kernel, libc, loader, driver |
+//! | `sys`, `libc`, `elf`, `libcuda`, `rt` | interfaces to kernel, libc, loader and driver |
 //!
 //! The library is loaded into every process of a container, so it must be harmless in processes that
 //! do not need it. It has no dependency, no constructor and no strong undefined symbol. It never

@@ -1,6 +1,7 @@
 //! Functions that only the process's own libc can provide, found at run time.
 //!
-//! References are weak, so the library also loads where one of them is missing.
+//! The references to these functions are weak, so the library also loads into a process whose libc
+//! lacks one of them.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +46,7 @@ pub unsafe fn iterate_objects(visit: Visit, data: *mut c_void) {
         // SAFETY: the symbol has had this signature in every libc that has it.
         let iterate: unsafe extern "C" fn(Visit, *mut c_void) -> c_int =
             unsafe { core::mem::transmute(address) };
-        // SAFETY: the caller vouches for `visit` and `data`.
+        // SAFETY: the caller guarantees that `visit` may be called with `data`.
         unsafe { iterate(visit, data) };
     }
 }
@@ -62,7 +63,8 @@ pub fn monotonic_ns() -> Option<u64> {
     // SAFETY: the symbol has had this signature in every libc of this machine that has it.
     let get: unsafe extern "C" fn(c_int, *mut i64) -> c_int =
         unsafe { core::mem::transmute(address) };
-    // SAFETY: a clock that every kernel has, and space for the result: it cannot fail.
+    // SAFETY: the call cannot fail, because every kernel has this clock, and there is space for the
+    // result.
     unsafe { get(CLOCK_MONOTONIC, time.as_mut_ptr()) };
     let [seconds, nanoseconds] = time.map(i64::cast_unsigned);
     Some(seconds.wrapping_mul(1_000_000_000).wrapping_add(nanoseconds))
@@ -78,9 +80,8 @@ pub fn environ() -> *const *const c_char {
 /// The value of an environment variable of the process.
 pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     let environ = environ();
-    // SAFETY: a list that ends with a null pointer, or null itself.
-    // A program that changes its environment during its first CUDA call breaks this as
-    // it breaks getenv.
+    // SAFETY: a list that ends with a null pointer, or null itself. If a program changes its
+    // environment during its first CUDA call, this read is unsafe, as a call of `getenv` would be.
     unsafe {
         let mut entry = environ;
         while !entry.is_null() && !(*entry).is_null() {
@@ -118,10 +119,10 @@ pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     let location: unsafe extern "C" fn() -> *mut c_int = unsafe { core::mem::transmute(address) };
     // SAFETY: the calling thread's errno, valid as long as the thread.
     let errno = unsafe { location() };
-    // SAFETY: as above.
+    // SAFETY: this is the calling thread's errno.
     let before = unsafe { errno.read() };
     let result = body();
-    // SAFETY: as above.
+    // SAFETY: this is the calling thread's errno.
     unsafe { errno.write(before) };
     result
 }
@@ -146,8 +147,9 @@ pub struct LinkMap {
     pub dynamic: *const [usize; 2],
 }
 
-/// Adds a reference to a loaded library for the life of the process. It takes the loader's lock, so
-/// the agent's thread must not call it. `None`: the library is not loaded, or libc cannot tell where.
+/// Adds a reference to a loaded library for the life of the process. Takes the loader's lock, so
+/// the agent's thread must not call it. `None`: the library is not loaded, or libc cannot return
+/// its address.
 pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
     const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
     const RTLD_DI_LINKMAP: c_int = 2;
@@ -172,8 +174,8 @@ pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
     // SAFETY: the symbol has this signature in glibc and musl.
     let dlinfo: Dlinfo = unsafe { core::mem::transmute(address) };
     let mut map: *const LinkMap = core::ptr::null();
-    // SAFETY: a handle that is never closed; the request writes one pointer, to a description
-    // that exists as long as the library is loaded, which is for ever.
+    // SAFETY: the handle is never closed. The request writes one pointer, to a description that
+    // exists as long as the library is loaded, which is until the process ends.
     unsafe {
         let failed = dlinfo(handle, RTLD_DI_LINKMAP, (&raw mut map).cast()) != 0;
         map.as_ref().filter(|_| !failed)

@@ -19,7 +19,7 @@ static KEPT: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 /// Keeps libcuda loaded for the life of the process. Takes the loader's lock.
 pub fn keep() {
     let Some(map) = libc::keep_loaded(c"libcuda.so.1") else { return };
-    // SAFETY: as the loader describes a library that is never unloaded.
+    // SAFETY: the loader describes a library that is never unloaded.
     let Some(dynamic) = (unsafe { DynamicSection::read(map.base, map.dynamic) }) else { return };
     if dynamic.function(b"cuInit").is_some() {
         let [base, section] = &KEPT;
@@ -52,7 +52,8 @@ fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"cuInit").is_some()
 }
 
-/// The address of a function that libcuda exports. `None` also if no libcuda is loaded.
+/// The address of a function that libcuda exports. `None`: there is no such function, or no libcuda
+/// is loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     #[cfg(test)]
     if let Some(fake) = crate::swap::fake_driver::function(name) {

@@ -45,9 +45,9 @@ fn hooked(name: &[u8], real: usize) -> usize {
     real
 }
 
-/// A wrapper of one real `cuGetProcAddress`: there are two signatures, and each has a
-/// variant for per-thread default streams. All are called with the five arguments of
-/// the longest; a function with four arguments ignores the fifth.
+/// The real `cuGetProcAddress` that one wrapper calls. The driver has two signatures, and each has
+/// a variant for per-thread default streams. All are called with the five arguments of the longer
+/// signature. A function with four arguments ignores the fifth.
 struct LookupEntry {
     real: AtomicUsize,
 }
@@ -94,11 +94,11 @@ impl LookupEntry {
     }
 }
 
-/// `cuGetProcAddress` through one of [`LOOKUP_ENTRIES`]. Entry 0 is the exported one, entry 1
-/// the exported `cuGetProcAddress_v2`.
+/// Calls the `cuGetProcAddress` of one of [`LOOKUP_ENTRIES`]. Entry 0 is the exported
+/// `cuGetProcAddress`, entry 1 the exported `cuGetProcAddress_v2`.
 ///
 /// # Safety
-/// As for the driver's function.
+/// See the driver's documentation of `cuGetProcAddress`.
 pub unsafe extern "C" fn through<const DOOR: usize>(
     symbol: *const c_char,
     function: *mut usize,
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
     code
 }
 
-/// What the exported `dlsym` must do next, in two registers.
+/// What the exported `dlsym` must do next. It is returned in two registers.
 #[repr(C)]
 pub struct LookupResult {
     address: usize,
@@ -147,8 +147,9 @@ impl LookupResult {
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library. An
-/// object loaded before may be another library that hooks `dlsym` and calls this library's. Returns
-/// 0 if there is no such object. A program with a weak reference would also have got 0.
+/// object that was loaded before this library may itself hook `dlsym` and call this library's
+/// `dlsym`. Returns 0 if there is no such object. Without this library, a weak reference of the
+/// program would also be 0.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
@@ -200,9 +201,9 @@ pub unsafe extern "C" fn dlsym_of_driver(
     if found != 0 && !is_ours(found) {
         return LookupResult::is(hooked(text, found));
     }
-    // Nothing found, or only this library's export. Without a handle, the result depends on the
-    // caller's scope, which only the loader knows: any function of a loaded library that works is
-    // better than none.
+    // The look-up has found nothing, or only this library's export. Without a handle, the result
+    // depends on the caller's scope, which only the loader knows. Any function of a loaded library
+    // that works is then better than none.
     let may_be_local = found != 0 || handle as usize == RTLD_DEFAULT;
     match function(text).filter(|_| may_be_local) {
         Some(of_driver) => LookupResult::is(hooked(text, of_driver)),

@@ -12,8 +12,9 @@
 //!   GIVE_UP or timeout ──> FREE, wakes the agent ──────> AllocWaitDone; the error is returned
 //! ```
 //!
-//! A waiting allocation blocks nothing, so its process may be offloaded like any other. Only one
-//! allocation of a process is reported at a time. Others that fail wait until the state is FREE.
+//! A waiting allocation does not count as a call inside the driver, so its process may be offloaded
+//! like any other. Only one allocation of a process is reported at a time. Others that fail wait
+//! until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -178,7 +179,7 @@ impl OomWaiter {
 
     fn leave(&self, tid: u32, served: bool) {
         if self.owner.load(Ordering::Relaxed) != tid {
-            return; // Forked since: the waiter is the parent's.
+            return; // The process was forked meanwhile, and the waiter is the parent's.
         }
         if served {
             self.served.store(self.ticket.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -190,8 +191,7 @@ impl OomWaiter {
     }
 }
 
-/// Maximum sleep before the state is checked again. It only guards against a lost wake, as for
-/// callers at the gate.
+/// Maximum sleep before the state is checked again. The limit only guards against a lost wake.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
 /// Whether a call of this function may be repeated after it failed for lack of memory. This
@@ -249,9 +249,10 @@ pub unsafe fn wanted(
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Lets a call wait for memory if it has failed, and ends its wait if it has not. To be called
-/// after a call has returned and is no longer counted. True: the call must be repeated. `until_us` is
-/// 0 the first time, and is kept for the next.
+/// Lets a call wait for memory if it has failed, and ends its wait if it has not. Must be called
+/// after a call has returned and is no longer counted. True: the call must be repeated. `until_us`
+/// is the end of the wait. It must be 0 at the first call of this function, and is then kept for
+/// the next.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,
@@ -351,7 +352,7 @@ mod tests {
             });
             let first = asked(&waiter);
             assert_eq!((first.want, first.attempts), (WANT, 0));
-            waiter.answer(first.ticket + 1, false); // Another's.
+            waiter.answer(first.ticket + 1, false); // Another allocation's ticket.
             waiter.answer(first.ticket, true);
             while waiter.case().is_none_or(|case| case.attempts == 0) {}
             let second = asked(&waiter);

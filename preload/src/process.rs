@@ -101,8 +101,8 @@ global_asm!(
 /// The calling thread's block.
 pub fn thread() -> *mut ThreadState {
     let block: *mut ThreadState;
-    // SAFETY: the offset of our thread-local block from the thread pointer, which the
-    // first word at fs points to, as the ABI has it.
+    // SAFETY: the ABI defines this way to find a thread-local block: its offset is added to the
+    // thread pointer, which is the first word at fs.
     unsafe {
         asm!(
             "mov {0}, qword ptr [rip + affinode_thread@GOTTPOFF]",
@@ -187,15 +187,15 @@ pub fn leave_fast_path() {
 /// calls are otherwise not counted.
 pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
-    // SAFETY: the calling thread's own block. The slot is left before the page goes.
+    // SAFETY: the calling thread's own block. The slot is replaced before the page is freed.
     let before = unsafe { ((*thread).slot, (*thread).token) };
-    // SAFETY: as above.
+    // SAFETY: the calling thread's own block.
     unsafe {
         (*thread).slot = scratch.shared_slot();
         (*thread).token = PROCESS.token.load(Ordering::Acquire);
     }
     let done = run();
-    // SAFETY: as above.
+    // SAFETY: the calling thread's own block.
     unsafe { ((*thread).slot, (*thread).token) = before };
     done
 }
@@ -205,7 +205,8 @@ fn register() -> Option<&'static CounterPage> {
         match PROCESS.state.load(Ordering::Acquire) {
             READY => return page(),
             UNMANAGED => return None,
-            // A library in front of libc calls the driver while it creates the agent's thread.
+            // This call comes from a library that is loaded in front of libc and calls the driver
+            // while this thread creates the agent's thread.
             BUSY if PROCESS.registering_tid.load(Ordering::Relaxed) == sys::gettid() => {
                 return None;
             }
@@ -231,7 +232,7 @@ fn register() -> Option<&'static CounterPage> {
     }
 }
 
-/// Makes the kernel zero [`PROCESS`] in a forked child. False: it refused.
+/// Makes the kernel zero [`PROCESS`] in a forked child. False: the kernel refused.
 pub fn children_start_anew() -> bool {
     static ARRANGED: AtomicU32 = AtomicU32::new(0);
     match ARRANGED.load(Ordering::Relaxed) {

@@ -89,12 +89,12 @@ pub const ETOOMANYREFS: Errno = Errno(109);
 /// Makes one system call.
 ///
 /// # Safety
-/// As the system call with these arguments demands.
+/// The arguments must meet the conditions of this system call.
 unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     let [a, b, c, d, e, f] = args;
     let ret: isize;
-    // SAFETY: the kernel preserves all registers but rax, rcx and r11; the memory that
-    // it reads and writes is what the caller vouches for.
+    // SAFETY: the kernel preserves all registers but rax, rcx and r11. The caller guarantees that
+    // the memory that the kernel reads and writes is valid.
     unsafe {
         asm!(
             "syscall",
@@ -109,7 +109,7 @@ unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
 
 /// Makes a system call whose arguments are numbers, or pointers to memory that outlives the call.
 fn plain(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
-    // SAFETY: private to this module; each use below passes numbers, or references
+    // SAFETY: this function is private to the module. Each use below passes numbers, or references
     // that live across the call with the sizes that the kernel assumes.
     unsafe { call(n, args) }
 }
@@ -151,8 +151,9 @@ pub fn set_signal_mask(mask: u64) -> u64 {
     old
 }
 
-/// Waits until a blocked signal of `mask` is pending, and takes it. If the kernel refuses the call, it
-/// sleeps for a short time. The caller must then check the state that the signal announces.
+/// Waits until a blocked signal of `mask` is pending, and takes it. If the kernel refuses the call,
+/// the function sleeps for a short time. The caller must then check the state that the signal
+/// announces.
 pub fn wait_signal(mask: u64, timeout_ms: u64) {
     const MOMENT_MS: u64 = 50;
     static NEVER_WOKEN: AtomicU32 = AtomicU32::new(0);
@@ -161,7 +162,7 @@ pub fn wait_signal(mask: u64, timeout_ms: u64) {
     let args = [mask, 0, timeout, size_of::<u64>(), 0, 0];
     match plain(number::RT_SIGTIMEDWAIT, args) {
         Ok(_) | Err(EAGAIN | EINTR) => {}
-        // Waits by a futex, because the filter that refused this call may also refuse a sleep.
+        // Wait with a futex, because the filter that refused this call may also refuse a sleep.
         Err(_) => futex_wait(&NEVER_WOKEN, 0, timeout_ms.min(MOMENT_MS)),
     }
 }
@@ -453,8 +454,9 @@ impl Drop for Descriptor {
     }
 }
 
-/// Receives bytes from a socket without blocking, and a descriptor if one was sent with them; 0 at
-/// the end of the stream. If several descriptors were sent, the kernel passes only the first.
+/// Receives bytes from a socket without blocking, and a descriptor if one was sent with them.
+/// Returns 0 bytes at the end of the stream. If several descriptors were sent, the kernel passes
+/// only the first.
 pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>), Errno> {
     const DONTWAIT_CLOEXEC: usize = 0x40 | 0x4000_0000;
     const SOL_SOCKET_RIGHTS: u64 = 1 | 1 << 32;
@@ -516,7 +518,8 @@ mod tests {
     fn own_thread_lives_and_a_joined_one_does_not() {
         assert!(thread_lives(gettid()));
         let tid = std::thread::spawn(gettid).join().unwrap();
-        // The kernel clears the id in join before the task has completely ended.
+        // `join` returns when the kernel clears the thread's id, which is before the task has
+        // completely ended.
         while thread_lives(tid) {
             std::thread::yield_now();
         }

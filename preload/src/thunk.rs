@@ -136,7 +136,7 @@ global_asm!(
     "cmp eax, 1",
     "jb 4f",
     "ja 5f",
-    // 1: counted.
+    // Result 1 of `enter`: the call is counted. Copy its stack arguments and call the function.
     "push qword ptr [rbp + 72]",
     "push qword ptr [rbp + 64]",
     "push qword ptr [rbp + 56]",
@@ -152,7 +152,7 @@ global_asm!(
     "movaps xmmword ptr [rsp + 80], xmm0",
     "mov rdi, rsp",
     "call {leave}",
-    // 1: the call found no memory and has waited. Repeat the call, through the gate.
+    // Result 1 of `leave`: the call found no memory and has waited. Repeat it, through the gate.
     "test eax, eax",
     "jnz 6b",
     "mov rax, qword ptr [rsp + 24]",
@@ -163,14 +163,14 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
-    // 0: not managed. Jump, as if this library were not loaded.
+    // Result 0 of `enter`: the call is not managed. Jump, as if this library were not loaded.
     "4:",
     ".cfi_remember_state",
     "leave",
     ".cfi_def_cfa rsp, 8",
     "jmp r11",
     ".cfi_restore_state",
-    // 2: call nothing; the frame has the result.
+    // Result 2 of `enter`: call nothing. The frame has the result.
     "5:",
     "mov eax, dword ptr [rsp + 24]",
     "leave",
@@ -178,7 +178,8 @@ global_asm!(
     "ret",
     ".cfi_endproc",
     ".size affinode_thunk, . - affinode_thunk",
-    // The stubs of the pool, one per entry and as far apart.
+    // The stubs of the pool. There is one per entry, at the same distance from each other as the
+    // entries.
     ".p2align 6",
     ".globl affinode_stubs",
     ".hidden affinode_stubs",

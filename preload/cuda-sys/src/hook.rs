@@ -4,13 +4,14 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
-    /// Counted as activity, and held while the gate is closed.
+    /// Calls count as activity. They wait while the gate is closed.
     Work = 0,
-    /// Held like [`Class::Work`], but counted as a poll, because an idle framework polls.
+    /// Calls are held like [`Class::Work`], but count as polls, because a framework polls even when
+    /// it is idle.
     Poll = 1,
-    /// May take device memory, so it is also held while allocations are held.
+    /// Calls may take device memory, so they are also held while allocations are paused.
     Alloc = 2,
-    /// Like [`Class::Alloc`]. Success means that managed memory is in use.
+    /// Calls are held like [`Class::Alloc`]. A successful call means that managed memory is in use.
     Managed = 3,
     /// A successful call means that peer access between devices is in use.
     Peer = 4,
@@ -37,8 +38,9 @@ pub enum Class {
     /// `cuGetExportTable`. Requests for tables of the CUDA runtime and its libraries pass
     /// unrecorded. Any other request is recorded, then held and counted like [`Class::Work`].
     Table = 11,
-    /// Requests a value that is constant for the life of the process. Answered with an earlier
-    /// result if one is cached, else held. Counted like [`Class::Poll`].
+    /// Calls request a value that is constant for the life of the process. If an earlier result is
+    /// cached, the call gets that result. Otherwise the call is held. Calls count like
+    /// [`Class::Poll`].
     Constant = 12,
     /// A successful call means that another API, such as a graphics API, may access memory of the
     /// process later. The calls do not show which memory.
@@ -199,10 +201,10 @@ pub fn passes(name: &[u8]) -> bool {
         )
 }
 
-/// Number and class for any name that does not [pass](passes): those of the listed function with
-/// this name, else those of the function with its base name, else a class derived from the words in
-/// the name. An unknown function is held, because a call into the driver of a checkpointed process
-/// could end the process.
+/// Returns the number and class for a function that does not [pass](passes). They are those of the
+/// listed function with this name, or else of the listed function with its base name. If neither is
+/// listed, the class is derived from the words in the name. An unknown function is held, because a
+/// call into the driver of a checkpointed process could end the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {
@@ -255,7 +257,7 @@ mod tests {
             ("cuIpcOpenMemHandle_v2", Class::Import),
             // A process that opens such an event continues when this process has finished its work.
             ("cuIpcGetEventHandle", Class::Import),
-            // Each returns a handle by which another process opens the memory.
+            // Each of these functions returns a handle by which another process opens the memory.
             ("cuIpcGetMemHandle", Class::Import),
             ("cuMemExportToShareableHandle", Class::Import),
             ("cuMemGetHandleForAddressRange", Class::Import),

@@ -42,7 +42,8 @@ pub mod result {
         const ILLEGAL_ADDRESS: u32 = 700;
         const LAUNCH_TIMEOUT: u32 = 702;
         const ASSERT: u32 = 710;
-        // Faults of the stack, the instruction, the address, its space, the counter; launch failed.
+        // These codes are faults of the hardware stack, the instruction, its address, the address
+        // space or the program counter, and a failed launch.
         const HARDWARE_STACK_ERROR: u32 = 714;
         const LAUNCH_FAILED: u32 = 719;
         matches!(
@@ -133,7 +134,7 @@ pub struct MemAccessDesc {
 pub struct MemAllocationProp {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types as which it can be exported.
+    /// Bit set of the handle types as which the memory can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
@@ -157,7 +158,7 @@ pub struct MemAllocationProp {
 pub struct MemPoolProps {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types as which it can be exported.
+    /// Bit set of the handle types as which the pool's memory can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,

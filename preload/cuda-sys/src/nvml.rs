@@ -8,11 +8,12 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
-    /// Passes in every state, because it does not reach the driver.
+    /// Calls pass in every state, because they do not reach the driver.
     Pass,
-    /// Counted by the library while NVML is initialised. Otherwise the process is restored first.
+    /// While NVML is initialised, the library only counts the call. Otherwise the process is
+    /// restored first.
     Init,
-    /// Counted by the library. NVML stays initialised in a process that uses CUDA.
+    /// The library only counts the call. NVML stays initialised in a process that uses CUDA.
     Shutdown,
     /// `(u32 *)`: returns the last result.
     Word,
@@ -50,7 +51,7 @@ pub enum Class {
     Processes,
     /// `(set, data *, timeout)`: waits outside NVML, and does not restore the process.
     Wait,
-    /// Held until the process is restored.
+    /// Calls are held until the process is restored.
     Held,
 }
 

@@ -11,14 +11,16 @@
 //!   there still, without having run ─────────> inside the driver, and not so before the lock?
 //!                                              └─ yes: counts as a waiting caller
 //! Open again:
-//!   it has gone on ──────> a way past the hooks: Hazards::HIDDEN_WAY, the context is kept from now on
-//!   it is where it was ──> it waits for something else: this place is never counted again
+//!   it has gone on ──────> its call bypassed the hooks: Hazards::HIDDEN_WAY, the context is kept
+//!   it is where it was ──> it waits for something else, so this place is never counted again
 //! ```
 //!
 //! A place is the system call, the stack pointer and the program counter of
-//! `/proc/self/task/TID/syscall`. It is inside the driver if the first return address on the stack
-//! that is not libc's is in the code of a driver library. The driver's own threads are at such places,
-//! too: they are recognised by their names, or by being where they were before the lock.
+//! `/proc/self/task/TID/syscall`. To decide whether a place is inside the driver, the agent finds
+//! the first return address on the stack that is not in libc. The place is inside the driver if
+//! this address is in the code of a driver library. The driver's own threads sleep at such places,
+//! too. The agent recognises them by their names, or because they were at the same place before the
+//! lock.
 
 use core::ffi::CStr;
 
@@ -26,8 +28,8 @@ use crate::sys;
 
 /// Maximum number of watched threads. In a process with more, the oldest are watched.
 const MAX_THREADS: usize = 256;
-/// Maximum number of places that are known as waits for something other than the GPU's restore. A
-/// new place replaces the oldest.
+/// Maximum number of places at which a thread is known to wait for something other than the
+/// restore. A new place replaces the oldest.
 const MAX_EXCUSED: usize = 16;
 /// Number of unnecessary restores after which the process is no longer watched.
 const MAX_FALSE_ALARMS: u32 = 3;
@@ -275,8 +277,9 @@ fn place_of(tid: u32) -> Option<ThreadLocation> {
     place_in(ProcPath::of(tid, b"syscall").read(&mut buffer)?)
 }
 
-/// Parses the call's number, six arguments, stack pointer and program counter. The text is
-/// `running` if the thread runs.
+/// Parses the content of `/proc/self/task/TID/syscall`: the call's number, six arguments, stack
+/// pointer and program counter. `None` also if the thread runs: the content is then the word
+/// `running`.
 fn place_in(text: &[u8]) -> Option<ThreadLocation> {
     let mut words = text.trim_ascii_end().split(|byte| *byte == b' ');
     let call = number(words.next()?, 10)?;
@@ -310,7 +313,8 @@ enum Code {
 impl Code {
     /// The owner of code, found by the path of the mapped file.
     fn of(path: &[u8]) -> Code {
-        // One string each: a table of references would cost every process a relocation per name.
+        // Each list is one string, because a table of references would cost every process a
+        // relocation per name.
         const DRIVER: &[u8] = b"libcuda.so libnvidia- libcupti libnvcuvid libnvoptix \
             libcudadebugger libEGL_nvidia libGLX_nvidia";
         const LIBC: &[u8] = b"libc.so libc- libc.musl libpthread ld-";
@@ -381,7 +385,8 @@ fn attribute(words: &mut Words) -> bool {
         if bytes == 0 {
             return true;
         }
-        // The path in a line that exceeds the buffer is not that of a driver library.
+        // A line that exceeds the buffer is dropped, because no driver library has such a long
+        // path.
         let used = if used == 0 && filled == BUFFER_BYTES { filled } else { used };
         let mut line = [0_u8; BUFFER_BYTES];
         let rest = buffer.get(used..filled).unwrap_or(&[]);
@@ -416,7 +421,7 @@ fn follows_a_call(address: usize) -> bool {
     let byte = |back: usize| {
         if back <= 8 { high.get(8 - back) } else { low.get(16 - back) }.copied().unwrap_or(0)
     };
-    // call rel32; call through a register or memory, with its operands.
+    // Tests for `call rel32`, and for a call through a register or memory with its operands.
     byte(5) == 0xe8
         || [2, 3, 4, 6, 7].iter().any(|back| byte(*back) == 0xff && byte(*back - 1) & 0x38 == 0x10)
 }

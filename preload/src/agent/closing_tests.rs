@@ -5,8 +5,8 @@
 //! The real [`OrderMachine`] closes the gate of a real counter page. At each access of the machine
 //! to the page, the caller may continue, and stores of the caller may become visible. The caller
 //! reads the gate in the same way as the thunk's slow path. So these tests depend on the machine's
-//! steps and their order. Without the fence, the seal, or the second check of the counts, they find
-//! an interleaving in which the driver is touched during a call.
+//! steps and their order. Without the fence, the seal, or the second check of the counts, these
+//! tests find an interleaving in which the driver is touched during a call.
 
 use core::sync::atomic::Ordering;
 
@@ -128,7 +128,8 @@ impl World<'_> {
         slot.inflight.fetch_add(one, Ordering::SeqCst);
     }
 
-    /// Lets the caller take a step, the signal arrive or a store become visible, as often as chosen.
+    /// Repeats one of these, as often as chosen: the caller takes a step, the signal arrives, or a
+    /// store becomes visible.
     fn go_on(&mut self) {
         loop {
             self.violated |=

@@ -42,7 +42,7 @@ pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Optio
     for (to, from) in buffer.iter_mut().zip(path) {
         *to = *from;
     }
-    // A path that is too long has no terminating zero.
+    // If the path is too long, it has no terminating zero, and this returns `None`.
     CStr::from_bytes_until_nul(buffer).ok()
 }
 
@@ -77,7 +77,8 @@ pub enum ReceivedMessage {
 }
 
 impl ControllerConnection {
-    /// A connection before its first attempt. `named` is the result of [`named_socket`].
+    /// Creates a connection that has not tried to connect yet. `named` is the result of
+    /// [`named_socket`].
     pub fn new(named: *const c_void, tid: u32, page_file: TrackedFd) -> ControllerConnection {
         fds::PAGE.set(page_file);
         let path = socket_path(named);

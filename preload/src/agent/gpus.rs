@@ -1,9 +1,9 @@
 //! The controller's list of the node's GPUs, and the exchange of two GPUs for a restore on another
 //! GPU.
 //!
-//! The driver requires a pair for every GPU of the node, with the old and the new GPU (measured,
+//! The driver requires one pair for every GPU of the node, with the old and the new GPU (measured,
 //! driver 580), and opens the device files of all GPUs in this process. A process that cannot open
-//! all of them is not moved to another GPU, because it is unknown how the driver would fail.
+//! all of these files is not moved to another GPU, because it is unknown how the driver would fail.
 
 use core::ffi::CStr;
 

@@ -99,7 +99,8 @@ pub fn sees_one_gpu() -> bool {
 }
 
 impl DriverHost {
-    /// Records that tools are in this process. From then on, waits for work do not count as use.
+    /// Adds the hazards of tools in this process, such as profilers. If one is new, calls that wait
+    /// for work do not count as use from then on.
     fn note_tools(&self) {
         if self.page.add_hazards(tools::found()) {
             hook_table::see_waits();
@@ -128,7 +129,8 @@ impl Host for DriverHost {
     }
 
     fn fence(&mut self) -> bool {
-        // Unfenced threads count with sequentially consistent operations.
+        // If the process is not fenced, its threads count with sequentially consistent operations
+        // and need no barrier.
         !process::is_fenced() || sys::barrier().is_ok()
     }
 
@@ -155,7 +157,8 @@ impl Host for DriverHost {
         if swap::is_reached() {
             self.page.add_hazards(Hazards::DIRECT_ACCESS);
         }
-        // The hazard is added before this order is reported, because the controller plans with it.
+        // The hazard is added before the result of this order is reported, because the controller
+        // plans with it.
         self.note_tools();
         let hazards = self.page.hazards().without(Hazards::KEEPS_CONTEXT);
         hazards.is_empty() && lookup::is_tight()
@@ -168,8 +171,8 @@ impl Host for DriverHost {
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
         if matches!(call, DriverCall::Lock(_)) && swap::loader_lock::is_awaited() {
-            // No function of the driver may be called while a thread with the loader's lock may be
-            // inside it.
+            // A thread that holds the loader's lock may be inside the driver. Until it releases the
+            // lock, no function of the driver may be called.
             return Some(BUSY_LOADER);
         }
         if let DriverCall::Lock(timeout_ms) = call
@@ -184,10 +187,10 @@ impl Host for DriverHost {
             DriverCall::Unlock => b"cuCheckpointProcessUnlock",
         };
         let function = libcuda::function(name)?;
-        // SAFETY: the signatures of these functions since they exist (570), and with pairs as of
-        // the version that was asked for; the gate is closed and drained, so the only other call
-        // inside the driver is that of a thread in `exit` which asks for this process's state, and
-        // that waits for a step in progress (seen from another process).
+        // SAFETY: the functions have had these signatures since they exist (570), and with pairs
+        // since the version that was checked. The gate is closed and drained. So the only other
+        // call inside the driver is that of a thread in `exit` that queries this process's state.
+        // That call waits for a step in progress (seen from another process).
         let code = unsafe {
             match call {
                 DriverCall::Lock(timeout_ms) => {
@@ -226,7 +229,7 @@ impl Host for DriverHost {
     }
 
     fn note_threads(&mut self) {
-        // True if a thread that was blocked has continued since the process became resident.
+        // True if a thread that was blocked has continued since the process became resident again.
         if self.watch.settle_now() {
             self.page.add_hazards(Hazards::HIDDEN_WAY);
         }
@@ -239,7 +242,7 @@ impl Host for DriverHost {
 
     fn await_work(&mut self, end_us: u64) -> GpuWork {
         if !swap::is_in_use() {
-            // No memory is copied, so work on the GPU cannot change it during a copy.
+            // No memory is copied, so running work cannot change memory during a copy.
             return GpuWork::Done;
         }
         let page = self.page;

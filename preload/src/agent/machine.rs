@@ -15,12 +15,13 @@
 //! ```
 //!
 //! While a step runs, the phase names it: Closing, Locking, CopyingOut, Checkpointing, Restoring,
-//! Unlocking, CopyingIn. After each call into the driver the state that the driver reports decides
+//! Unlocking, CopyingIn. After each call into the driver, the state that the driver reports decides
 //! the phase, whatever the call returned.
 //!
-//! - A CopyOut first waits for work on the GPU, or the lock before it did. One that fails has freed
-//!   nothing (Closed). If a restore fails while it copies in, the content stays in the staging buffer
-//!   (CopiedOut), and the restore is repeated.
+//! - A CopyOut first waits for work on the GPU. After a lock it does not wait, because the lock has
+//!   already waited. A CopyOut that fails has freed nothing, and the phase is Closed. If a restore
+//!   fails while it copies in, the content stays in the staging buffer (CopiedOut), and the restore
+//!   is repeated.
 //! - If the context is lost, as after an uncorrectable memory error, the gate opens (Open) and the
 //!   program's calls return the error.
 //! - A process that ends while it is offloaded (its driver returns DEINITIALIZED) is Open.
@@ -42,7 +43,7 @@ use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 /// The outcome of an order, and the driver's code (0: no error of the driver).
 pub type Ended = (Outcome, u32);
 
-/// The phase of the process, and what a restore depends on.
+/// The phase of the process, and the values on which a restore depends.
 #[derive(Debug)]
 pub struct OrderMachine {
     phase: Phase,
@@ -54,7 +55,8 @@ pub struct OrderMachine {
     broken: Option<u32>,
 }
 
-/// Maximum wait for the GPU's work. The process has made no call for its idle timeout before.
+/// Maximum wait for running work on the GPU to end. Before this wait, the process has made no call
+/// for its idle timeout.
 const MAX_WORK_MS: u32 = 5_000;
 
 /// Number of failed restores after which calls return an error. The restore is repeated because the
@@ -91,8 +93,8 @@ impl OrderMachine {
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
         match action {
             _ if late && action.is_restore() => (Outcome::Late, 0),
-            // No copier: it would need VRAM on the device, and that may be granted to another
-            // process by now.
+            // Copy out without the copier, because the copier would need VRAM on the device. That
+            // VRAM may be granted to another process by now.
             Action::CopyOut { vram_bytes, how } if late => {
                 let how = CopyOptions { then_checkpoint: false, ..how };
                 self.execute_order(host, Action::CopyOut { vram_bytes, how })
@@ -353,7 +355,8 @@ impl OrderMachine {
             }
             host.announce_offloaded();
         }
-        // The checkpoint has failed after a copy-out: unlock, back to CopiedOut.
+        // The checkpoint has failed after a copy-out, so unlock the process. Its phase is then
+        // CopiedOut again.
         if self.phase == Phase::Locked && host.is_parked() {
             self.unlock(host);
         }

@@ -53,7 +53,7 @@ const ABILITIES: Capabilities = Capabilities(
 /// Signal set with the only signal that wakes the agent.
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
-/// The thread's main function. It never returns: callers signal its thread id.
+/// The thread's main function. It never returns, because callers send signals to its thread id.
 ///
 /// # Safety
 /// `named_socket` must come from [`connection::named_socket`]; called by pthread_create alone.
@@ -102,7 +102,8 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
         page.set_gate(Gate::Open);
     }
     loop {
-        // Managed or not, other processes may open memory that this process has exported.
+        // Managed or not, the process answers requests of other processes to open memory that it
+        // has exported.
         while swap::answer() {}
         sys::wait_signal(LOOK, 3_600_000);
     }
@@ -183,7 +184,8 @@ impl Agent {
             self.tidy();
             self.take_note();
             // The driver may be called only while it neither locks nor checkpoints the process.
-            // Memory that is shared stays on the GPU.
+            // Memory that is shared stays on the GPU, so requests for it are also answered while
+            // the process is copied out.
             self.more_asked = match self.machine.phase() {
                 Phase::Open | Phase::CopiedOut => swap::answer(),
                 Phase::Checkpointed => swap::copier_restore::recv(),
@@ -219,7 +221,8 @@ impl Agent {
                     if self.hold != AllocationHold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
-                    // The Hello contained the state at that time. Later changes are sent again.
+                    // The Hello contained the state at that time, which may be older. So hazards,
+                    // Wake and AllocWait are sent again.
                     self.told_hazards = Hazards(0);
                     (self.wake_sent, self.want_sent) = (None, None);
                 }
@@ -272,7 +275,8 @@ impl Agent {
                         local_memory_bytes: swap::local_memory::released_bytes(),
                     };
                     self.link.send(now_us, &report);
-                    // This follows the report, because the controller waits for the report.
+                    // Query the GPUs only after the report was sent, because the controller waits
+                    // for the report.
                     if matches!(action, Action::HoldAllocations { .. })
                         && self.machine.phase() == Phase::Open
                     {

@@ -12,13 +12,13 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use crate::libc::StackSize;
 use crate::{libc, libcuda, sys};
 
-/// 1 once the attempt to take the reference has ended, also if it failed.
+/// 1 once the attempt to add a reference to libcuda has ended, even if it failed.
 static DONE: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the reference on a separate thread, and waits for that thread for at most 1 s.
+/// Adds a reference to libcuda on a separate thread, and waits for that thread for at most 1 s.
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
-    // A forked child may have the reference from its parent.
+    // A forked child may have inherited the reference from its parent.
     if !libcuda::is_kept()
         && libc::start_thread(take_reference, core::ptr::null_mut(), StackSize::Default)
     {

@@ -1,4 +1,4 @@
-//! Proof of free VRAM for a self-restore.
+//! Checks that enough VRAM is free before a process restores itself without a controller.
 //!
 //! The process itself cannot query the free VRAM: while it is checkpointed, libcuda holds a lock of
 //! the process's NVML (measured, driver 580). Another process can query it, so the agent runs
@@ -23,8 +23,8 @@ const MAX_PATH: usize = 256;
 static FOLDERS_OF_PATH: [AtomicU8; 2048] = [const { AtomicU8::new(0) }; 2048];
 const MIB: u64 = 1 << 20;
 
-/// Records `PATH`. To be called on the application's thread: it may change its environment at any
-/// other time, and libc then frees the old value.
+/// Records `PATH`. Must be called on the application's thread. At any other time the application
+/// may change its environment, and libc then frees the old value.
 pub fn note_path() {
     // The caller of a setuid program must not choose which program it runs.
     let path = if libc::is_secure() { None } else { libc::environment(b"PATH") };
@@ -70,7 +70,8 @@ fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
 /// Parses lines with the free and the total MiB of a device, and checks each line. `None`: a line
 /// has another form.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
-    // As bytes: this library must not use operations on text that could panic.
+    // The text is handled as bytes, because this library must not use operations on text that could
+    // panic.
     let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
     let mut rooms = lines.map(|line| {
         let mut fields = line.split(|byte| *byte == b',');

@@ -151,7 +151,7 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     }
 }
 
-/// Returns the result of a call that must not reach NVML. `None`: none is known.
+/// Returns the result of a call that must not reach NVML. `None`: no result is known.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
@@ -281,7 +281,8 @@ unsafe fn give_reading(
                 word(2, known(reading.temperature_c)?);
             }
             Class::Power => word(0, known(reading.power_mw)?),
-            // Another sensor, or another version of the structure.
+            // A reading does not contain another sensor, nor the data for another version of the
+            // structure.
             _ => return None,
         }
     }
@@ -294,7 +295,8 @@ fn uuid(handle: u64) -> Option<[u8; 16]> {
     parse_uuid(CStr::from_bytes_until_nul(&known.bytes).ok()?.to_bytes())
 }
 
-/// Parses a UUID such as `GPU-8f3c…`. `None` also for MIG devices, whose names have another form.
+/// Parses a UUID such as `GPU-8f3c…`. Returns `None` for MIG devices, because their names have
+/// another form.
 pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     let mut digits = text.strip_prefix(b"GPU-")?.iter().filter(|byte| **byte != b'-');
     let mut uuid = [0; 16];
@@ -305,8 +307,8 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     digits.next().is_none().then_some(uuid)
 }
 
-/// Returns an empty list for (device, count, processes). The container's own processes are not on
-/// the device, and others are not visible.
+/// Returns an empty list for the arguments (device, count, processes). The container's own
+/// processes are not on the device, and other processes are not visible.
 ///
 /// # Safety
 /// `frame` must be of a call of such a function.

@@ -12,8 +12,8 @@ use crate::{libc, lookup, process};
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
 /// Function of each spare stub, as its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of the code of NVML: of the copy that was found first, or of the copy that is kept
-/// loaded.
+/// Begin and end of NVML's code. They are those of the copy of NVML that was found first. Once a
+/// copy is kept loaded, they are those of that copy.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 /// Whether the copy of NVML in [`CODE`] is kept loaded for the life of the process.
 static IS_HELD: AtomicBool = AtomicBool::new(false);
@@ -89,8 +89,8 @@ pub fn is_held(place: u64) -> bool {
     IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }
 
-/// Whether the address is in [`CODE`]. A call from there is a call of NVML itself, to a name that
-/// this library defines first.
+/// Whether the address is in [`CODE`]. A call from such an address is a call by NVML itself, of a
+/// name that this library also defines.
 pub fn is_inside(address: usize) -> bool {
     let [start, end] = &CODE;
     let first = start.load(Ordering::Acquire);

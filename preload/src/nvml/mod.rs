@@ -1,7 +1,6 @@
 //! Calls into NVIDIA's management library (NVML) from a process that uses CUDA. While the driver
 //! holds the process locked or checkpointed, every function of NVML blocks (measured, driver 580),
-//! and no step of NVML would restore the process. `docs/nvml.md` lists how each function is
-//! handled.
+//! and nothing in NVML causes a restore. `docs/nvml.md` lists how each function is handled.
 //!
 //! ```text
 //! application ──dlsym, linked name──> stub ──> thunk ──enter──> NVML ──leave──>
@@ -12,8 +11,8 @@
 //! controller ──Reading──> readings
 //! ```
 //!
-//! The gate is not that of CUDA calls: with the engine `copy` the context stays, and NVML works
-//! while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
+//! This gate is not the gate of CUDA calls. With the engine `copy` the context stays, and NVML
+//! works while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
 //! because they are also made before the process has its counters.
 
 mod answers;
@@ -238,7 +237,7 @@ fn is_copy_locked() -> bool {
         return false;
     }
     if !is_initialised() {
-        // NVML was not initialised at the fork either, so the child may initialise it.
+        // NVML was not initialised at the fork, so the child may initialise it.
         let order = Ordering::SeqCst;
         let _ = CLOSED_BY.compare_exchange(closed_by, 0, order, order);
         return false;

@@ -56,7 +56,7 @@ pub fn store(reading: &GpuReading) {
         for (to, word) in place.words.iter().zip(words) {
             to.store(word, Ordering::Relaxed);
         }
-        // 0 would mean empty.
+        // The version must not become 0, which means an empty entry.
         place.version.store((version | 1).wrapping_add(1).max(2), Ordering::Release);
     }
     CAME.fetch_add(1, Ordering::SeqCst);

@@ -112,7 +112,7 @@ global_asm!(
     "cmp eax, 1",
     "jb 3f",
     "ja 4f",
-    // Counted.
+    // The call is counted: copy its stack arguments, then call the function.
     "push qword ptr [rbp + 72]",
     "push qword ptr [rbp + 64]",
     "push qword ptr [rbp + 56]",

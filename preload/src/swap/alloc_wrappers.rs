@@ -247,7 +247,7 @@ pub unsafe extern "C" fn pointer_get_attributes(
         && let Some(found) = known_at(at)
     {
         for index in 0..many as usize {
-            // SAFETY: the driver has read `many` of both and written each value.
+            // SAFETY: the driver has read `many` entries of both arrays and written each value.
             unsafe { correct(data.add(index).read(), attributes.add(index).read(), &found) };
         }
     }
@@ -272,7 +272,8 @@ pub unsafe extern "C" fn pointer_set_attribute(
     at: u64,
 ) -> u32 {
     let code = call!(pointer_set_attribute(value, attribute, at));
-    // Whatever the result: the application wants other devices on the bus to reach the memory.
+    // Do this whatever the result was, because the application wants other devices on the bus to
+    // reach the memory.
     stays(at);
     vmm::blocks(|blocks| blocks.stay_in(at, 1));
     code
@@ -314,7 +315,7 @@ pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 
         && let Some(peers) = usize::try_from(other).ok().and_then(|other| SWAP.peers.get(other))
     {
         peers.fetch_or(1_u64.checked_shl(bit).unwrap_or(0), Ordering::AcqRel);
-        // Changes existing allocations of the peer. Later allocations read the bit that was set
+        // Give the peer access to existing allocations. Later allocations read the bit that was set
         // above.
         let mut next = 0;
         while let Some(found) = locked(|table| {

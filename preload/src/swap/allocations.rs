@@ -79,11 +79,11 @@ impl AllocationPiece {
 /// An allocation of `cuMemAlloc` or a similar function.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Allocation {
-    /// Its physical memory and address.
+    /// Physical memory and address of the allocation.
     pub piece: AllocationPiece,
     /// The size that the application requested, in bytes.
     pub asked_bytes: u64,
-    /// The number of the pool that it was allocated from; 0: none.
+    /// Number of the memory pool from which the application allocated it; 0: none.
     pub pool: u64,
     /// Point in a stream's work after which the memory is unused. It has an event of this library.
     pub mark: CompletionMark,
@@ -111,7 +111,7 @@ impl Allocations {
 pub enum AllocationId {
     /// The allocation at this address.
     Allocation(u64),
-    /// The block of this id.
+    /// The block with this id. A block is physical memory of `cuMemCreate`.
     Block(u64),
 }
 

@@ -109,7 +109,8 @@ impl<T: HasKey> ChunkedMap<T> {
             (group, place) = (group + 1, 0);
         } else if many.is_none_or(|many| many >= Self::MAX_GROUP_LEN) {
             let keeps = match many {
-                // Entries that are inserted in ascending order then leave full groups behind.
+                // Behind the last entry, begin an empty group. So entries that are inserted in
+                // ascending order leave full groups.
                 Some(many) if place == many => many,
                 Some(many) => many / 2,
                 None => 0,

@@ -81,7 +81,8 @@ fn hand(id: AllocationId, piece: &AllocationPiece, end_us: u64) -> Option<()> {
         copier_restore::send_piece(shared.number(), end_us)?;
         Some((shared, owned))
     });
-    // Unmapped only once the copier's descriptor is sent: until then a failure changes nothing.
+    // Unmap the piece only once its descriptor was sent to the copier. Until then a failure changes
+    // nothing.
     let gone = sent.is_some() && unback(piece);
     if !exportable {
         // From now on only the descriptor keeps the memory alive.

@@ -83,7 +83,7 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     if let Some(page) = process::page() {
         page.note(ProcessFlags::NO_COPIER, summary.is_none() || pool.is_sparse());
     }
-    // A copier cannot restore content that was skipped in the pool, or is not in its file.
+    // A copier cannot restore content that was skipped in the pool, or is not in the pool's file.
     let offered = summary
         .filter(|_| !pool.leaves_out() && !pool.is_shared())
         .and_then(|summary| announce_copied_out(pool, summary, is_off, vram_bytes));
@@ -274,7 +274,8 @@ pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
 /// copied out as before.
 pub fn import_from_copier() -> bool {
     if OFFERED.load(Ordering::Relaxed) == 0 {
-        // A process whose offload was cancelled before its checkpoint has offered nothing.
+        // A process whose offload was cancelled before its checkpoint has offered nothing, so there
+        // is nothing to import.
         hang_up();
         return false;
     }

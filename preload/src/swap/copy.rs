@@ -1,7 +1,7 @@
 //! Copy out and copy in, by the agent, with the gate closed and no work on the GPU.
 //!
 //! ```text
-//! copy out: begin the pool ──> copy all that it does not have already, and is not zero ──> all copied?
+//! copy out: begin the pool ──> copy pieces that are neither zero nor in the pool ────────> all copied?
 //!                                │                                          └──> unmap, release
 //!                                │ any failure: nothing was unmapped                 each
 //! copy in:  create, map, start to copy each ──> all copied? ──> done
@@ -29,8 +29,8 @@ use super::{
 };
 use crate::process;
 
-/// Maximum number of contexts whose memory is copied. A process with more cannot copy out. The
-/// controller then orders a checkpoint by the driver.
+/// Maximum number of contexts whose memory is copied. A process with more contexts cannot copy out.
+/// The controller then orders a checkpoint by the driver.
 const MAX_CONTEXTS: usize = 16;
 
 /// Error of [`copy_out`]: other processes took the host memory that the copy needs. The driver does

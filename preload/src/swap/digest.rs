@@ -195,7 +195,8 @@ fn run(kernel: usize, work: &mut [Digest]) -> u32 {
     let code = match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
         result::SUCCESS => {
             let code = run_on(kernel, table, work, stream);
-            // Also after a failure: the device must not use the table after it is freed.
+            // Synchronise also after a failure: the device must not use the table after it is
+            // freed.
             let finished = call!(stream_synchronize(stream));
             call!(stream_destroy(stream));
             if code == result::SUCCESS { finished } else { code }

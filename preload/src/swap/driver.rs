@@ -127,33 +127,34 @@ macro_rules! later_functions {
 }
 
 later_functions! {
-    /// As of CUDA 12.5.
+    /// Available as of CUDA 12.5.
     ctx_record_event = b"cuCtxRecordEvent" (usize, usize);
-    /// As of CUDA 3.1.
+    /// Available as of CUDA 3.1.
     ctx_get_limit = b"cuCtxGetLimit" (*mut usize, u32);
-    /// Same as `ctx_get_limit`.
+    /// Available as of CUDA 3.1.
     ctx_set_limit = b"cuCtxSetLimit" (u32, usize);
-    /// As of CUDA 3.2.
+    /// Available as of CUDA 3.2.
     copy_across = b"cuMemcpyDtoDAsync_v2" (u64, u64, usize, *mut c_void);
-    /// As of CUDA 11.7.
+    /// Available as of CUDA 11.7.
     mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
-    /// As of CUDA 11.1.
+    /// Available as of CUDA 11.1.
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
     /// Same as `mem_map_array`, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// As of CUDA 11.0; its handle's format differs from that of the function without `_v2`.
+    /// Available as of CUDA 11.0. Its handle's format differs from that of the function without
+    /// `_v2`.
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
-    /// The form before CUDA 11.0.
+    /// The form of the function before CUDA 11.0.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
-    /// As of CUDA 11.2, for per-thread default streams.
+    /// Available as of CUDA 11.2, for per-thread default streams.
     mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
-    /// Same as `mem_alloc_async_ptsz`, from an explicitly given pool.
+    /// Same as `mem_alloc_async_ptsz`, but allocates from an explicitly given pool.
     mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
-    /// As of CUDA 11.2, for per-thread default streams.
+    /// Available as of CUDA 11.2, for per-thread default streams.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
-    /// As of CUDA 13.0.
+    /// Available as of CUDA 13.0.
     ctx_synchronize_v2 = b"cuCtxSynchronize_v2" (usize);
-    /// As of CUDA 12.4.
+    /// Available as of CUDA 12.4.
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }
 

@@ -332,7 +332,7 @@ macro_rules! functions {
 
 /// Writes a result, as the driver does.
 fn set<T>(place: *mut T, value: T) -> Option<()> {
-    // SAFETY: what is tested passes a place for the answer.
+    // SAFETY: the code under test passes a place for the result.
     unsafe { place.write(value) };
     Some(())
 }
@@ -367,7 +367,7 @@ functions! {
     "cuMemCreate" mem_create(
         handle: *mut u64, _bytes: usize, property: *const MemAllocationProp, _flags: u64
     ) |device, handle, _, property, _| {
-        // SAFETY: what is tested passes one.
+        // SAFETY: the code under test passes a pointer to properties.
         let exportable = unsafe { property.read() }.handle_types & POSIX_DESCRIPTOR != 0;
         let (name, object) = (device.name(), device.name());
         device.handles.insert(name, Handle { object, exportable });
@@ -407,7 +407,8 @@ functions! {
         _handle: *mut core::ffi::c_void, address: u64, _bytes: usize, _kind: u32, _flags: u64
     ) |device, _, address, _, _, _| device.slot(address).map(drop);
     "cuMemImportFromShareableHandle" mem_import(handle: *mut u64, shareable: usize, _kind: u32) |device, handle, shareable, _| {
-        // SAFETY: what is tested lends it; a number that is none is of no file.
+        // SAFETY: the code under test lends the descriptor. A number that is not a descriptor
+        // refers to no file.
         let object = device.exported(unsafe { BorrowedFd::borrow_raw(shareable as i32) })?;
         let name = device.name();
         device.handles.insert(name, Handle { object, exportable: false });
@@ -437,7 +438,7 @@ functions! {
         device.may_copy(to as usize, bytes)?;
         if let Some(words) = device.own.get(&from) {
             let many = (bytes / size_of::<u64>()).min(words.len());
-            // SAFETY: what is tested passes memory for as many.
+            // SAFETY: the code under test passes memory for this many words.
             unsafe { to.cast::<u64>().copy_from_nonoverlapping(words.as_ptr(), many) };
             return Some(());
         }
@@ -452,12 +453,12 @@ functions! {
         device.may_copy(from as usize, bytes)?;
         if let Some(words) = device.own.get_mut(&to) {
             let many = (bytes / size_of::<u64>()).min(words.len());
-            // SAFETY: what is tested passes as many.
+            // SAFETY: the code under test passes this many words.
             unsafe { from.cast::<u64>().copy_to_nonoverlapping(words.as_mut_ptr(), many) };
             return Some(());
         }
         for (n, slot) in device.slots(to, bytes)?.into_iter().enumerate() {
-            // SAFETY: what is tested passes memory of this many slots.
+            // SAFETY: the code under test passes memory of this many slots.
             let content = unsafe { from.wrapping_byte_add(n * SLOT_BYTES as usize).cast::<u64>().read() };
             device.contents.insert(slot, content);
         }
@@ -483,7 +484,7 @@ functions! {
         _stream: *mut core::ffi::c_void, arguments: *mut *mut core::ffi::c_void,
         _extra: *mut *mut core::ffi::c_void
     ) |device, _, _, _, _, _, _, _, _, _, arguments, _| {
-        // SAFETY: the arguments of the one kernel that there is: its table, and how many are in it.
+        // SAFETY: these are the arguments of the only kernel: its table, and the number of entries.
         let table = unsafe { arguments.read().cast::<u64>().read() };
         let mut words = device.own.remove(&table)?;
         for digest in words.chunks_exact_mut(2).filter(|digest| digest[0] != 0) {

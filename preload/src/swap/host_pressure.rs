@@ -62,7 +62,8 @@ fn group() -> Option<(u64, u64)> {
     let own = sys::read_file(c"/proc/self/cgroup", &mut own).and_then(path_of).unwrap_or(b"/");
     let mut paths = [const { [0; PATH_BYTES] }; 3];
     let [first, second, third] = &mut paths;
-    // If this process sees the cgroups of the whole node, its own cgroup is among them.
+    // If this process sees the cgroups of the whole node, its own cgroup is among them. Otherwise
+    // its own cgroup is at the root.
     let folder = if exists(own, UNIFIED[0]) { own } else { b"/" };
     let unified = exists(folder, UNIFIED[0]);
     let [limit, usage, stat] = if unified {

@@ -2,7 +2,7 @@
 //! allocates at its start, such as the weights of a model, then keeps its offset when newer memory
 //! is allocated or freed.
 //!
-//! Allocations come before the application's own blocks. Names of blocks are ascending numbers.
+//! Allocations come before the application's own blocks. The ids of blocks are ascending numbers.
 
 use super::allocations::{AllocationId, AllocationPiece, AllocationTables};
 use super::chunked_map::{ChunkedMap, HasKey};

@@ -6,11 +6,11 @@
 //! copy in, before others: the former limit   ──> allocated again; no VRAM: tried again later
 //! ```
 //!
-//! The memory has no content while no kernel runs. A kernel that needs more than the limit raises it,
-//! to 4 KiB for example, which takes 1056 MiB. Measured on an H200 with driver 580.159: the change of
-//! the limit takes 0.2 to 1.1 ms, graphs that were uploaded before it run correctly after it, and
-//! a full device fails it with `OUT_OF_MEMORY` and leaves the limit as it was. The driver's checkpoint
-//! of a context without this memory takes 0.24 s instead of 0.39 s.
+//! The memory has no content while no kernel runs. A kernel that needs more than the limit raises
+//! it, to 4 KiB for example, which takes 1056 MiB. Measured on an H200 with driver 580.159: the
+//! change of the limit takes 0.2 to 1.1 ms. Graphs that were uploaded before a change run correctly
+//! after it. On a full device the change fails with `OUT_OF_MEMORY`, and the limit stays as it was.
+//! The driver's checkpoint of a context without this memory takes 0.24 s instead of 0.39 s.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -29,7 +29,7 @@ const STACK_SIZE: u32 = 0;
 /// changed.
 const LEFT_ALONE: Hazards = Hazards::KEEPS_CONTEXT.without(Hazards::KEEPS_MEMORY);
 
-/// A context whose local memory is released. All are 0 in a free slot.
+/// A context whose local memory is released. All fields are 0 in a free slot.
 struct ReleasedLimit {
     context: AtomicUsize,
     /// The limit before the release, in bytes for each thread.
@@ -91,7 +91,8 @@ pub(super) fn context_ends(context: usize) {
 }
 
 /// Releases the local memory of all contexts. The gate is closed, no work is on the GPU, and no
-/// context may end during the call. A context that the driver refuses keeps its own.
+/// context may end during the call. If the driver refuses to change the limit of a context, this
+/// context keeps its local memory.
 pub(super) fn release() {
     let alone = process::page().is_some_and(|page| page.hazards().intersects(LEFT_ALONE));
     if alone || !pending_work::are_contexts_known() || driver::ctx_set_limit().is_none() {

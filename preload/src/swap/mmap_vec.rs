@@ -31,7 +31,7 @@ impl<T> MmapVec<T> {
         if self.first.is_null() {
             return &mut [];
         }
-        // SAFETY: as above, and `self` is borrowed exclusively.
+        // SAFETY: `len` elements were written here, and `self` is borrowed exclusively.
         unsafe { core::slice::from_raw_parts_mut(self.first, self.len) }
     }
 

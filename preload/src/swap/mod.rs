@@ -27,7 +27,7 @@
 //! | `copy`, `staging`, `prefault` | copy out and copy in; the host memory for it, and its pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
 //! | `numa` | processors near the GPU, whose memory the pool takes |
-//! | `digest`, `host_pressure` | what has not changed since the last copy; whether it can be retained |
+//! | `digest`, `host_pressure` | which content is unchanged; whether host memory is short |
 //! | `zeros` | zero pages, which are not stored |
 //! | `checksum` | whether the content after a restore is what was copied out |
 //! | `copier_restore` | restore with the copier, which fills memory while the driver restores the rest |
@@ -232,7 +232,7 @@ impl FutexLock {
     }
 }
 
-/// Runs `body` on the tables. It must not call the driver.
+/// Runs `body` on the tables. `body` must not call the driver.
 fn tables<R>(body: impl FnOnce(&mut AllocationTables) -> R) -> R {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.table_lock.hold(|| body(unsafe { &mut *SWAP.tables.get() }))
@@ -245,14 +245,14 @@ fn locked<R>(body: impl FnOnce(&mut Allocations) -> R) -> R {
 
 /// Runs `body` on the staging pool; no context ends meanwhile.
 fn with_pool<R>(body: impl FnOnce(&mut StagingPool) -> R) -> R {
-    // SAFETY: as above.
+    // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.contexts_lock.hold(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
 /// Same as [`with_pool`], but returns `None` if a context is ending now. Its end may take as long as
 /// the work in it, and the agent must continue to receive messages.
 fn with_pool_if_free<R>(body: impl FnOnce(&mut StagingPool) -> R) -> Option<R> {
-    // SAFETY: as above.
+    // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.contexts_lock.hold_if_free(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
@@ -267,8 +267,8 @@ pub fn set_engine_by_file(file: &CStr) {
 
 /// Sets the engine for new allocations. Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
-    // If a tool is in the process from its start, the memory is the driver's own, because the tool
-    // examines that memory.
+    // If a tool is in the process from its start, all memory is left to the driver, because the
+    // tool examines that memory.
     let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { Hazards::KEEPS_MEMORY };
     let wanted = engine != Engine::Checkpoint
         && process::page().is_some_and(|page| page.hazards().without(harmless).is_empty())
@@ -303,7 +303,8 @@ pub fn is_in_use() -> bool {
     SWAP.in_use.load(Ordering::Acquire) == 1
 }
 
-/// The wrapper to call instead of a driver's function, if there is one. `number`: the hook's.
+/// The wrapper to call instead of a driver's function, if there is one. `number` is the number of
+/// the hook.
 pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     if !is_in_use() {
         pending_work::note_unseen(number);

@@ -1,7 +1,7 @@
 //! Processors near a GPU. A page of host memory comes from the NUMA node whose processor touches it
 //! first, and copies to the GPU are slower the farther that node is from the GPU.
 //!
-//! No memory policy is set: the usual seccomp filter of a container refuses that.
+//! No memory policy is set, because the usual seccomp filter of a container refuses the call.
 
 use affinode_cuda_sys::{device_attribute, result};
 

@@ -26,15 +26,16 @@ const OF_GPU: [&[u8]; 6] = [
     b"termination-log",
 ];
 
-/// Whether `/dev` has a device other than these. True also if `/dev` cannot be read.
+/// Whether `/dev` has a device that is in neither of these two lists. True also if `/dev` cannot be
+/// read.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
 }
 
-/// Whether another device may access memory of this process without a call into the driver. Its
-/// device file is open in this process, and the kernel gives it the pages behind GPU addresses
-/// (`nvidia_p2p_get_pages`). The gate does not hold its writes, and no lock waits for them. They go
-/// to the memory that was mapped when the device requested the pages.
+/// Whether another device may access memory of this process without a call into the driver. The
+/// file of such a device is open in this process, and the kernel gives the device the pages behind
+/// GPU addresses (`nvidia_p2p_get_pages`). The gate does not hold the device's writes, and no lock
+/// waits for them. The writes go to the memory that was mapped when the device requested the pages.
 pub fn is_reached() -> bool {
     has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
 }

@@ -55,7 +55,7 @@ pub enum GpuWork {
     Failed(u32),
 }
 
-/// Values other than 0, in no order. A value may be in it several times.
+/// A list of values other than 0, in no order. It may contain a value several times.
 pub(super) struct ValueList {
     slots: [AtomicUsize; SLOTS],
     /// Number of values that found no slot.
@@ -94,8 +94,8 @@ impl ValueList {
     }
 }
 
-/// Waits until the work in every context is done, and ends earlier if `gives_up` returns true, which
-/// is called between two looks. The gate is closed, so that no work is added.
+/// Waits until the work in every context is done. Stops earlier if `gives_up` returns true, which
+/// is called between two queries. The gate must be closed, so that no work is added.
 pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     if !are_contexts_known() || driver::ctx_record_event().is_none() {
         return GpuWork::Unseen;
@@ -126,8 +126,8 @@ pub(super) fn contexts() -> impl Iterator<Item = usize> {
 }
 
 /// Records that a call reaches the driver without a wrapper, because memory is not swappable yet or
-/// the driver's function is a later one. If it creates a context or begins a capture, work is unseen
-/// from then on.
+/// the program uses a later version of the function. If the call creates a context or begins a
+/// capture, the result of [`wait`] is `Unseen` from then on.
 pub(super) fn note_unseen(number: u32) {
     if BEGINNINGS.iter().any(|function| *function as u32 + 1 == number) {
         SWAP.contexts.missed.fetch_add(1, Ordering::AcqRel);
@@ -266,7 +266,8 @@ fn begun_ptsz(stream: usize, code: u32) {
     begun(if stream == 0 { PER_THREAD } else { stream }, code);
 }
 
-/// A capture has ended also if it was invalid, which is an error too.
+/// Records the end of a capture. An invalid capture ends too, although the call then returns an
+/// error.
 fn ended(stream: usize, code: u32) {
     const STREAM_CAPTURE_WRONG_THREAD: u32 = 908;
     if code != STREAM_CAPTURE_WRONG_THREAD {

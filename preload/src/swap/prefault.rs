@@ -173,12 +173,14 @@ impl Prefault {
         let of_file = self.of_file.load(Ordering::Relaxed) == 1;
         for offset in (0..bytes).step_by(STEP_BYTES) {
             if is_turned_back() {
-                // SAFETY: of a chunk of the pool, which holds nothing while it is being filled.
+                // SAFETY: the range is in a chunk of the pool, which has no content while it is
+                // being filled.
                 unsafe { sys::discard(start, bytes, of_file) };
                 return false;
             }
             let step_bytes = STEP_BYTES.min(bytes - offset);
-            // SAFETY: as above.
+            // SAFETY: the range is in a chunk of the pool, which has no content while it is being
+            // filled.
             unsafe { sys::make_resident(start.add(offset), step_bytes, of_file) };
             self.count_touched(step_bytes as u64);
         }

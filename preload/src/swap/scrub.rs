@@ -1,7 +1,7 @@
 //! Avoids the driver's stall after device memory was freed. The device scrubs freed memory. The
 //! driver notices only in the next allocation that the scrub has ended: after 60 GiB, that call
-//! takes 13 to 20 ms longer (H200, driver 580.159). To keep this out of a restore, the agent makes a
-//! small allocation before, and frees it at once.
+//! takes 13 to 20 ms longer (H200, driver 580.159). So that this does not slow down a restore, the
+//! agent makes a small allocation before the restore, and frees it at once.
 //!
 //! ```text
 //! Not ──copied out──> Wiping ──WIPED_AFTER_US, allocations are not held──> Noted

@@ -1,19 +1,20 @@
-//! Host memory for copied-out content: anonymous memory of the process, charged
-//! to its container as the driver's own checkpoint is, on huge pages where the kernel gives them.
+//! Host memory for copied-out content. It is anonymous memory of the process, on huge pages where
+//! the kernel gives them. The process's container is charged for it, as for the driver's own
+//! checkpoint.
 //!
 //! ```text
 //! chunk:  empty ──helper threads──> resident ──agent──> registered ──> copied to or from
 //! ```
 //!
-//! Several threads fault pages in, because a single one is slower than the bus; the agent
-//! registers the chunks with the driver in order and copies behind them.
+//! Several threads fault pages in, because a single thread is slower than the bus. The agent
+//! registers the chunks with the driver in order, and copies each chunk after it is registered.
 //!
-//! Zero pages are not stored (`zeros`). For a copy that is retained after a restore, digests tell
-//! what has not changed by the next offload: that part is not copied again.
+//! Zero pages are not stored (`zeros`). If the copy is retained after a restore, digests show at
+//! the next offload which content has not changed. That content is not copied again.
 //!
-//! With a copier the memory is a memory file, so that the copier can read it, too; the
-//! process still maps it, and its container is charged for it. Chunks that other processes
-//! have as well may then be mapped from files that they share (`dedup`).
+//! With a copier the memory is a memory file, so that the copier can read it, too. The process
+//! still maps the file, and its container is charged for it. Chunks with content that other
+//! processes also have may be replaced by mappings of shared files (`dedup`).
 
 mod dedup;
 
@@ -61,9 +62,9 @@ pub struct StagingPool {
 /// Where the content of a slot is stored by a copy-out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
-    /// In the pool, after it is copied now.
+    /// In the pool, once this copy-out has copied it.
     Anew,
-    /// In the pool, since the last copy.
+    /// In the pool already, since an earlier copy-out.
     Already,
     /// Not stored, because it is all zero.
     Nowhere,
@@ -410,7 +411,7 @@ impl StagingPool {
         true
     }
 
-    /// Frees a chunk's pages. It must have no content.
+    /// Frees the pages of a chunk, which must have no content.
     fn discard(&mut self, chunk: usize) {
         prefault_ahead::is_spoilt();
         if self.unregister(chunk) {

@@ -30,8 +30,8 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
     SWAP.vmm_lock.hold(body)
 }
 
-/// Runs `body` with the driver's handle for the application's handle. The second argument is true
-/// if the application's handle is a name.
+/// Runs `body` with the driver's handle for the application's handle. The second argument of `body`
+/// is true if the application's handle is a name, which this library has given out.
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -40,9 +40,9 @@ fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     }
 }
 
-/// Replaces names of blocks in the arguments of a function without a wrapper. Any argument that
-/// looks like a name counts as one. The block stays on the device, because the function's effect is
-/// unknown.
+/// Replaces names of blocks in the arguments of a function without a wrapper. An argument that
+/// looks like a name is treated as a name. The block stays on the device, because the function's
+/// effect is unknown.
 pub fn translate(arguments: &mut [u64; 6]) {
     if !is_in_use() {
         return;
@@ -66,7 +66,7 @@ pub(super) unsafe extern "C" fn mem_create(
         if code != result::SUCCESS || flags != 0 || SWAP.wanted.load(Ordering::Acquire) == 0 {
             return code;
         }
-        // SAFETY: the driver has read the one and written the other, with success.
+        // SAFETY: the driver has read `property` and written `handle`, with success.
         let (property, made) = unsafe { (property.read(), handle.read()) };
         let plain = property.kind == ALLOCATION_PINNED
             && property.location_type == LOCATION_DEVICE
@@ -149,7 +149,7 @@ pub(super) unsafe extern "C" fn mem_set_access(
             let context = current_context().filter(|_| SWAP.green.load(Ordering::Acquire) == 0);
             let context = context.unwrap_or(0);
             let here = MappingPart { context, device, now: tables(AllocationTables::now) };
-            // SAFETY: the driver has read as many with success.
+            // SAFETY: the driver has read this many entries with success.
             let access = unsafe { core::slice::from_raw_parts(access, many) };
             blocks(|blocks| blocks.set_access(address, bytes as u64, access, here));
         }
@@ -203,7 +203,8 @@ pub(super) unsafe extern "C" fn mem_get_property(
             Some(piece.property)
         });
         with_handle(given, |handle, _| match made_as {
-            // The driver would return the properties with which the copier has created the memory.
+            // Return the recorded properties. The driver would return those with which the copier
+            // has created the memory.
             Some(known) if !property.is_null() => {
                 // SAFETY: the application's own place for the properties.
                 unsafe { property.write(known) };
@@ -237,7 +238,7 @@ pub(super) unsafe extern "C" fn mem_map_array_ptsz(
 /// Maps parts of sparse arrays one by one, each with the driver's handle.
 ///
 /// # Safety
-/// `list` must point to `many`, or be null.
+/// `list` must point to `many` entries, or be null.
 unsafe fn each_array(
     list: *mut ArrayMapInfo,
     many: u32,

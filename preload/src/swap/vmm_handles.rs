@@ -1,9 +1,9 @@
 //! Physical memory that the application created itself (`cuMemCreate`), and its mappings.
 //!
 //! The application knows a block by a name of this library, which stays the same when the driver's
-//! handle changes. A block is swappable while all of it is mapped exactly once and only its own
-//! device may read and write it there. Frameworks with growing segments map blocks in this way. Any
-//! other block is left to the driver.
+//! handle changes. A block is swappable while all of it is mapped exactly once, and only its own
+//! device may read and write it at that address. Frameworks with growing segments map blocks in
+//! this way. Any other block is left to the driver.
 //!
 //! ```text
 //! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> swappable
@@ -16,11 +16,12 @@ use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, MemAl
 use super::allocations::AllocationPiece;
 use super::chunked_map::{ChunkedMap, HasKey};
 
-/// The highest bits of every name; no handle, address or size has them.
+/// The highest bits of every name. A name is the value that the application gets in place of the
+/// driver's handle. No handle, address or size has these bits.
 const NAMES: u64 = 0xAFF1_0000_0000_0000;
 const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
 
-/// Whether the number is a name.
+/// Whether a value of the application is a name.
 pub fn is_name(number: u64) -> bool {
     number & NAMES_MASK == NAMES
 }
@@ -232,7 +233,8 @@ impl VmmHandleTable {
             bytes > 0 && self.mappings.insert(VmmMapping { address, bytes, offset, block: name });
         self.change(name, |block| {
             block.mappings += u32::from(noted);
-            // The application can only read it after cuMemSetAccess.
+            // The application can read the memory only after cuMemSetAccess, so it is not swappable
+            // yet.
             block.piece.address = 0;
             block.piece.stays |= !noted;
         });
@@ -288,8 +290,8 @@ impl VmmHandleTable {
         }
     }
 
-    /// Records the end of a context that was current before that time. Its blocks stay on the
-    /// device, because no context is left that could copy them.
+    /// Records the end of a context that was current before the time `before`. Its blocks stay on
+    /// the device, because no context is left that could copy them.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         let mut next = 0;
         while let Some(name) = self.name_from(next, context, before) {

@@ -7,8 +7,9 @@
 //!                16 MiB and more ─> skipped: cleared on the device at the restore
 //! ```
 //!
-//! A copier does not know what was skipped. So a process with a copier skips zeroes only if they are
-//! at least half of its memory, or 16 GiB: then the shorter copy saves more than the copier does.
+//! A copier does not know which content was skipped, so it cannot restore a process that skipped
+//! any. A process with a copier therefore skips zeroes only if they are at least half of its
+//! memory, or at least 16 GiB. Then the shorter copy saves more time than the copier.
 
 use super::digest::{Digest, SLOT_BYTES};
 use super::prefault::CHUNK_BYTES;

@@ -15,7 +15,7 @@ struct Address {
 
 impl Address {
     fn of(name: &[u8]) -> Option<Address> {
-        // The family, and the zero that makes the name abstract.
+        // Bytes before the name: the address family, and the zero that makes the name abstract.
         const BEFORE: usize = 3;
         let mut bytes = [0; 110];
         let length = BEFORE + name.len();
@@ -87,7 +87,7 @@ impl ExpectedSender<'_> {
                 two.copy_from_slice(&[load, SocketStep { if_false: is_not, ..step(IS, expected) }]);
             }
         }
-        // The step before the last: accepts the whole datagram.
+        // The step before the last one accepts the whole datagram.
         if let Some(taken) = steps.get_mut(STEPS - 2) {
             *taken = step(RETURN, u32::MAX);
         }

@@ -11,7 +11,8 @@ use super::{Errno, call, close, fcntl, number, plain};
 pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Errno> {
     const MADV_WIPEONFORK: usize = 18;
     let args = [start as usize, bytes, MADV_WIPEONFORK, 0, 0, 0];
-    // SAFETY: changes no content here; the caller vouches for the range.
+    // SAFETY: the call changes no content in this process, and the caller is responsible for the
+    // range.
     unsafe { call(number::MADVISE, args) }.map(drop)
 }
 
@@ -22,7 +23,7 @@ pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     const MADV_DONTFORK: usize = 10;
     let args = [0, bytes, PROT_READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
     let at = plain(number::MMAP, args)?;
-    // SAFETY: changes nothing here; the range was just mapped.
+    // SAFETY: the call changes nothing in this process, and the range was just mapped.
     let kept = unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) };
     if let Err(error) = kept {
         unmap(at, bytes);
@@ -34,7 +35,7 @@ pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
 /// Unmaps a part of what [`map_private`] mapped.
 ///
 /// # Safety
-/// Nothing may refer to it afterwards.
+/// Nothing may refer to the unmapped part afterwards.
 pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
     unmap(start as usize, bytes);
 }
@@ -48,17 +49,17 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
-/// Maps a part of a file, shared, over a part of what [`map_private`] mapped; a forked
-/// child has neither. False: the state of the range is unknown.
+/// Maps a part of a file, shared, over a part of what [`map_private`] mapped. A forked child has
+/// neither of the two mappings. False: the state of the range is unknown.
 ///
 /// # Safety
-/// Nothing may refer to that part.
+/// Nothing may refer to the part that is replaced.
 pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> bool {
     const PROT_READ_WRITE: usize = 1 | 2;
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
     let at = start as usize;
     let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, offset];
-    // SAFETY: the caller vouches for the range, which this library has mapped.
+    // SAFETY: this library has mapped the range, and the caller is responsible for it.
     let mapped = unsafe { call(number::MMAP, args) };
     mapped.is_ok() && is_kept_from_children(at, bytes)
 }
@@ -66,7 +67,8 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
 /// Keeps a mapping of this library out of forked children. False: the kernel refused.
 fn is_kept_from_children(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
-    // SAFETY: changes no content here; only called for mappings of this library.
+    // SAFETY: the call changes no content in this process, and is only made for mappings of this
+    // library.
     unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
 }
 
@@ -87,7 +89,7 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_POPULATE_WRITE: usize = 23;
     const PAGE_BYTES: usize = 4096;
     if of_file {
-        // SAFETY: as above.
+        // SAFETY: the caller meets the conditions of this function.
         unsafe { make_huge(start, bytes) };
     }
     // SAFETY: changes no content.
@@ -95,7 +97,7 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
         unsafe { call(number::MADVISE, [start as usize, bytes, MADV_POPULATE_WRITE, 0, 0, 0]) };
     if done.is_err() {
         for offset in (0..bytes).step_by(PAGE_BYTES) {
-            // SAFETY: inside the range, which the caller vouches for.
+            // SAFETY: this page is inside the range for which the caller is responsible.
             unsafe { start.add(offset).write_volatile(0) };
         }
     }
@@ -108,8 +110,8 @@ unsafe fn make_huge(start: *mut u8, bytes: usize) {
     const HUGE_PAGE_BYTES: usize = 2 << 20;
     for offset in (0..bytes).step_by(HUGE_PAGE_BYTES) {
         let page_bytes = HUGE_PAGE_BYTES.min(bytes - offset);
-        // SAFETY: inside the range, which the caller vouches for. The kernel only collapses a range
-        // that has a page already.
+        // SAFETY: the address is inside the range for which the caller is responsible. The kernel
+        // only collapses a range that has a page already.
         let done = unsafe {
             let page = start.add(offset);
             page.write_volatile(0);
@@ -130,7 +132,7 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_DONTNEED: usize = 4;
     const MADV_REMOVE: usize = 9;
     let advice = if of_file { MADV_REMOVE } else { MADV_DONTNEED };
-    // SAFETY: the caller vouches for the content.
+    // SAFETY: the caller guarantees that the content is not needed.
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, advice, 0, 0, 0]) };
 }
 
@@ -138,7 +140,8 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
 pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
     const EFBIG: Errno = Errno(27);
-    // The kernel would report this error by a signal that ends the process.
+    // Check this here, because the kernel would report this error by a signal that ends the
+    // process.
     if bytes > super::file_limit_bytes() {
         return Err(EFBIG);
     }
@@ -193,15 +196,16 @@ impl SealedFile {
     /// result is false.
     ///
     /// # Safety
-    /// As many bytes must be mapped there: whole pages, from the beginning of a page on.
+    /// As many bytes as this mapping has must be mapped at `at`. They must be whole pages.
     pub unsafe fn is_same(&self, at: *const u8, stop: impl Fn() -> bool) -> bool {
         const PART_BYTES: usize = 4 << 20;
         const WORD_BYTES: usize = size_of::<u64>();
         let mut parts = (0..self.bytes).step_by(PART_BYTES);
         parts.all(|offset| {
             let words = PART_BYTES.min(self.bytes - offset) / WORD_BYTES;
-            // SAFETY: inside this mapping, of a file that does not shrink, and inside what the
-            // caller vouches for; both begin with a page, and nothing writes to either.
+            // SAFETY: the pages are inside this mapping, of a file that does not shrink, and inside
+            // the range for which the caller is responsible. Both begin with a page, and nothing
+            // writes to either.
             let (one, other) = unsafe {
                 let (one, other) = ((self.at as *const u8).add(offset), at.add(offset));
                 (
@@ -213,22 +217,24 @@ impl SealedFile {
         })
     }
 
-    /// Moves this mapping over a part of what [`map_private`] mapped. This is the compared file, even if
-    /// its descriptor refers to another file by now.
+    /// Moves this mapping over a part of what [`map_private`] mapped. The mapping is of the file
+    /// that [`Self::is_same`] has compared, even if its descriptor refers to another file by now.
     ///
     /// # Safety
-    /// Nothing may write to that part from now on.
+    /// Nothing may write to the replaced part from now on.
     pub unsafe fn take_place(self, start: *mut u8) -> PagePlacement {
         const MAYMOVE_FIXED: usize = 1 | 2;
         let args = [self.at, self.bytes, self.bytes, MAYMOVE_FIXED, start as usize, 0];
-        // SAFETY: the caller vouches for the range; it and this mapping belong to this library.
+        // SAFETY: the caller is responsible for the range. The range and this mapping belong to
+        // this library.
         let moved = unsafe { call(number::MREMAP, args) };
         if moved.is_ok() {
             // The mapping has left its old address.
             core::mem::forget(self);
             PagePlacement::Taken
         } else if is_kept_from_children(start as usize, self.bytes) {
-            // This call succeeds only if the whole range is still mapped. It changes nothing then.
+            // This call succeeds only if the whole range is still mapped, and then it changes
+            // nothing.
             PagePlacement::AsBefore
         } else {
             PagePlacement::Broken

@@ -13,8 +13,8 @@ pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
 /// ended. `end_signal`: the signal that the caller gets at the task's end; 0: none.
 ///
 /// # Safety
-/// The stack must be unused until then and large enough; `main` must be sound to call with
-/// `argument`, touch no thread-local storage and return normally.
+/// The stack must be large enough, and unused until the caller continues. `main` must be sound to
+/// call with `argument`, touch no thread-local storage and return normally.
 pub unsafe fn spawn(
     end_signal: usize,
     stack_top: usize,
@@ -23,8 +23,9 @@ pub unsafe fn spawn(
 ) -> Result<i32, Errno> {
     const VM_VFORK: usize = 0x100 | 0x4000;
     let ret: isize;
-    // SAFETY: here as in `call`. In the task rsp is the new stack, the two kept registers are as
-    // here, and nothing of this frame is used: the task ends inside this block.
+    // SAFETY: for the caller, the same holds as in `call`. In the new task, rsp is the new stack,
+    // and the two preserved registers have the values of the caller. The task uses nothing of this
+    // frame, because it ends inside this block.
     unsafe {
         asm!(
             "syscall",
@@ -129,6 +130,6 @@ pub unsafe fn execute(
     environment: *const *const c_char,
 ) {
     let args = [path.as_ptr() as usize, arguments as usize, environment as usize, 0, 0, 0];
-    // SAFETY: the caller vouches for the lists.
+    // SAFETY: the caller guarantees the form of the lists.
     let _ = unsafe { call(number::EXECVE, args) };
 }

@@ -4,10 +4,9 @@
 //
 //   bench_call <threads> <million calls per round> <rounds>
 //
-// Method: per round each thread makes its calls in one loop between two readings of its
-// own processor time, so that more threads than processors cost nothing by themselves; a
-// round's figure is the mean of its threads; the result is the median over rounds, in
-// nanoseconds per call.
+// Method: in each round, each thread makes its calls in one loop between two readings of its own processor time. So
+// more threads than processors cost nothing by themselves. The figure of a round is the mean of its threads. The result
+// is the median over the rounds, in nanoseconds per call.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

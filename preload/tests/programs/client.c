@@ -1,5 +1,5 @@
-// Calls the driver by one of the ways in which programs reach it, as told on stdin: one
-// command per line, one answer per line.
+// Calls the driver by one of the ways in which programs reach it. Reads commands from stdin, one per line, and answers
+// each with one line.
 //
 //   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default,
 //                        forward (a library with functions of the driver's names)
@@ -80,7 +80,7 @@ static void *look_up(const char *name)
 		int version = route[4] == '1' ? 11030 : 12000;
 		int status;
 		Call get = dlsym(handle, version < 12000 ? "cuGetProcAddress" : "cuGetProcAddress_v2");
-		// As libcudart: ask it for itself first, with the version in use.
+		// Do as libcudart does: first request cuGetProcAddress from itself, with the version in use.
 		if (get("cuGetProcAddress", &get, version, (uint64_t)0, &status))
 			return NULL;
 		return get(name, &found, version, (uint64_t)0, &status) ? NULL : found;
@@ -184,7 +184,7 @@ static long on_threads(int count, const char *name, int small)
 	return sum;
 }
 
-// The last one that was registered runs first, as they do.
+// As in libc, the handler that was registered last runs first.
 static char at_exit[4][128];
 static int handlers;
 
@@ -204,7 +204,7 @@ static void deny(unsigned number, int command, int kills)
 	struct sock_filter filter[] = {
 		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 3),
-		// The number once more where every command is meant.
+		// If every command is meant, load and compare the number of the system call again.
 		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, command < 0 ? 0 : offsetof(struct seccomp_data, args)),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, command < 0 ? number : command, 0, 1),
 		BPF_STMT(BPF_RET | BPF_K, kills ? SECCOMP_RET_KILL_PROCESS : SECCOMP_RET_ERRNO | ENOSYS),

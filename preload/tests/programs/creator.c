@@ -1,5 +1,5 @@
-// A library in front of libc that calls the driver whenever a thread is created, on the thread that creates it. Every line
-// on stdin makes an allocation, and is answered with its result.
+// A library in front of libc. Whenever a thread is created, it calls the driver on the thread that creates the new one.
+// Every line on stdin makes an allocation, and is answered with its result.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

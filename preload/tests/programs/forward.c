@@ -1,5 +1,5 @@
-// A library that brings functions with the driver's names, which load libcuda when they
-// are called: as several frameworks do. Answers their addresses as its own code sees them.
+// A library that defines functions with the driver's names, which load libcuda when they are called. Several frameworks
+// have such a library. It returns the addresses of its functions as its own code sees them.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static Call driver(const char *name)
 int cuInit(unsigned flags) { Call call = driver("cuInit"); return call ? call(flags) : 100; }
 int cuCtxSynchronize(void) { Call call = driver("cuCtxSynchronize"); return call ? call() : 100; }
 
-// As a profiler does it: calls the next function of its own name.
+// Calls the next function of its own name, as a profiler does.
 int cuStreamSynchronize(void *stream)
 {
 	static __thread int inside;

@@ -1,5 +1,5 @@
-// Calls NVML by one of the ways in which programs reach it, as told on stdin: one command per line, one answer per
-// line: a figure, or the function's error code, negative.
+// Calls NVML by one of the ways in which programs reach it. Reads commands from stdin, one per line. Answers each with
+// one line: a figure, or the function's error code as a negative number.
 //
 //   nvml <route>   link (when built with -DLINKED), dlopen, next, default
 //   cuda           calls cuCtxSynchronize of libcuda, which registers the process
@@ -68,7 +68,7 @@ static void *blocks(void *unused) { return (void *)(long)look_up("nvmlDeviceGetS
 
 static void *waits(void *unused) { return (void *)(long)look_up("nvmlEventSetWait_v2")(NULL, NULL, ~0u); }
 
-// The value is looked at after the call.
+// `value` is read after the call.
 #define FIGURE(call, value) ({ int result = (call); result ? -result : (long)(value); })
 
 static long make(const char *command)
@@ -147,7 +147,7 @@ static long make(const char *command)
 	if (!strncmp(command, "begin", 5))
 		return pthread_create(&started, NULL, waits, NULL);
 	if (!strncmp(command, "cancel", 6)) {
-		// It is cancelled where it sleeps, inside NVML.
+		// The thread is cancelled where it sleeps, inside NVML.
 		pthread_cancel(started);
 		pthread_join(started, &value);
 		return value == PTHREAD_CANCELED ? 0 : -1;

@@ -80,7 +80,7 @@ static void *make_children(void *nothing)
 			prctl(PR_SET_PDEATHSIG, SIGKILL); // a child that hangs does not outlive the test
 			// glibc does not reset the lock of its list of objects in a child.
 			void *loaded = dlopen("libutil.so.1", RTLD_NOW);
-			// 3: a child has no state of its parent's driver.
+			// Result 3 is correct, too: a child has no state of its parent's driver.
 			int result = make(in_child);
 			_exit(loaded && (result == 0 || result == 3) ? 7 : 1);
 		}

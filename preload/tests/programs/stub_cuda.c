@@ -1,5 +1,5 @@
-// A libcuda.so.1 of a few functions, for tests of the preload library alone. It keeps
-// the driver's most important promise: a call into a checkpointed process ends it.
+// A libcuda.so.1 of a few functions, for tests of the preload library alone. Like the real driver, it ends a
+// checkpointed process that calls it.
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
@@ -23,8 +23,8 @@ static void end(void) { ended = 1; }
 static int owner;  // process of `state`
 static int within; // calls that are between their first and their last look at the state
 
-// A call and a move look at each other in the order of `membarrier`'s manual: each writes its own word first,
-// so where they overlap, one of the two sees the other.
+// A call and a move check each other, in the order that `membarrier`'s manual describes. Each writes its own word
+// first. So if they overlap, at least one of the two sees the other.
 static CUresult touch(void)
 {
 	if (ended)
@@ -183,7 +183,7 @@ EXPORT CUresult cuCheckpointProcessGetState(int pid, int *out)
 
 static CUresult move(int from, int to)
 {
-	// The driver's compiler needs more.
+	// Use 512 KiB of stack. The driver's compiler needs even more.
 	volatile char deep[512 << 10];
 	for (size_t at = 0; at < sizeof deep; at += 4096)
 		deep[at] = 1;
@@ -203,7 +203,7 @@ static CUresult move(int from, int to)
 
 EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return move(0, 1); }
 EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, void *args) { return move(1, 2); }
-// STUB_RESTORE_FAILS=<code>: nothing brings it back.
+// STUB_RESTORE_FAILS=<code>: every restore fails with this code.
 static const char *restore_fails;
 __attribute__((constructor)) static void begin(void) { restore_fails = getenv("STUB_RESTORE_FAILS"); }
 EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args)

@@ -1,5 +1,5 @@
-// A libnvidia-ml.so.1 of a few functions. It keeps NVML's most important promise: a call into it blocks while its
-// process is checkpointed. Here it ends the process, which is seen sooner.
+// A libnvidia-ml.so.1 of a few functions. In the real NVML, a call blocks while the context of its process is
+// checkpointed. In this stub such a call ends the process, so that a test notices it sooner.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>

@@ -39,7 +39,7 @@ struct Fake {
     exported: u64,
     /// True if the copier was told that the process is checkpointed.
     announced: bool,
-    /// VRAM that was requested without a controller.
+    /// Bytes of VRAM that a self-restore requested, without a controller.
     asked_room: u64,
     /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,

@@ -52,7 +52,7 @@ impl ExportIdentity {
 
 pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], address: u64) -> u32 {
     if tables(|tables| tables.opened.around(address).is_some()) {
-        // As the driver does for memory that it has opened.
+        // The driver also returns this code for memory that it has opened.
         return result::INVALID_VALUE;
     }
     let ours = locked(|table| table.around(address).copied());
@@ -106,7 +106,7 @@ pub fn answer() -> bool {
     if !is_in_use() {
         return false;
     }
-    // One byte more, to detect a message that is too long.
+    // The buffer has one byte more than a frame, to detect a message that is too long.
     let mut frame = [0; FRAME_BYTES + 1];
     for _ in 0..MAX_REQUESTS_PER_TURN {
         let Some(socket) = fds::SHARING.get() else {
@@ -125,8 +125,8 @@ pub fn answer() -> bool {
                     let _ = serve(&ask, &identity, &way);
                 }
             }
-            // Discarded with its descriptor, unopened: the sender decides how long the kernel takes
-            // to close such a file.
+            // Discard the datagram without opening its descriptor, because the sender decides how
+            // long the kernel takes to close such a file.
             None => datagram::discard(socket),
         }
     }

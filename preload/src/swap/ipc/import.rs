@@ -15,8 +15,8 @@ use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
-/// Time limit for an exporter's reply. The end of an exporter is noticed at once. An exporter whose
-/// other memory is being copied out or in replies after the copy.
+/// Time limit for an exporter's reply. If the exporter ends, this process notices it at once. The
+/// limit is long because an exporter that is copying its other memory replies only after the copy.
 const WITHIN_US: u64 = 60_000_000;
 
 /// One opened allocation of another process.
@@ -82,7 +82,8 @@ pub fn opening(number: u32, real: usize) -> Option<usize> {
     if !is(Function::cuIpcOpenMemHandle_v2) && !is(Function::cuIpcOpenMemHandle) {
         return None;
     }
-    // `cuGetProcAddress` returns the new function for the old name.
+    // The name does not show the version: `cuGetProcAddress` returns the new function for the old
+    // name.
     let is_new = libcuda::function(b"cuIpcOpenMemHandle_v2") == Some(real);
     Some(if is_new {
         ipc_open_mem_handle_v2 as *const () as usize
@@ -198,7 +199,7 @@ fn ask(handle: &IpcHandle) -> Option<(IpcReply, Descriptor)> {
     let [own, theirs] = datagram::pair().ok()?;
     let exporter = datagram::connect(&handle.socket_name()).ok()?;
     while let Err(error) = sys::send(exporter.number(), &question, Some(theirs.number())) {
-        // The socket is full of other requests.
+        // Pause between two attempts to send while the socket is full of other requests.
         const PAUSE_US: u64 = 500;
         if ![sys::EAGAIN, sys::EINTR].contains(&error) || left_us() == 0 {
             return None;

@@ -11,7 +11,8 @@
 //!
 //! The first handle marks the allocation to stay on the device. Exporter and importer then have a
 //! hazard, so the driver checkpoints neither. Their other memory can be copied out. The agent of an
-//! exporter that is copied out replies, because the driver runs.
+//! exporter that is copied out still replies, because the exporter's driver is neither locked nor
+//! checkpointed.
 
 mod export;
 mod import;

@@ -84,7 +84,8 @@ impl StagingPool {
     }
 
     /// Maps the file after the kernel has unmapped a chunk but had no memory to map its
-    /// replacement. The content is then only in the file. Without it the agent cannot continue.
+    /// replacement. The content is then only in the file. Without that content the agent cannot
+    /// continue.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {

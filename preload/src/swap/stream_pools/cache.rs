@@ -1,6 +1,6 @@
-//! Memory that the application has freed in a stream, and its pools. Decides which piece an
-//! allocation gets, which work a piece waits for, and which piece is freed next. Makes no call into
-//! the driver.
+//! Memory that the application has freed in a stream, and its pools. This module decides which
+//! piece an allocation gets, which work a piece waits for, and which piece is freed next. It makes
+//! no call into the driver.
 //!
 //! ```text
 //!         cuMemAllocAsync                        cuMemFreeAsync
@@ -247,7 +247,8 @@ impl PoolCache {
             return None;
         }
         let mut best: Option<((bool, u64), u64)> = None;
-        // A loop usually allocates next what it has freed last.
+        // Search the newest piece first, because a loop usually allocates next what it has freed
+        // last.
         for one in self.unused.iter().rev() {
             let Some(fit) = want.fit(one) else { continue };
             if best.is_none_or(|best| fit < best.0) {
@@ -328,8 +329,8 @@ impl PoolCache {
         }
     }
 
-    /// Takes out the oldest piece of a context that ended at that time. Skips a piece that waits
-    /// for work of another context, because that work may still use it.
+    /// Takes out the oldest piece of a context that ended at `before`. Skips a piece that waits for
+    /// work of another context, because that work may still use the piece.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<FreePiece> {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }

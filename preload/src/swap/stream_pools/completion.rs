@@ -1,8 +1,9 @@
-//! Finds work that has ended, and frees memory then. Makes the driver calls for the decisions of
-//! [`super::cache`].
+//! Finds work that has ended, and then frees the memory that the work used. Makes the driver calls
+//! for the decisions of [`super::cache`].
 //!
-//! One thread at a time queries and destroys events. An event is recorded by the call that frees, in
-//! the stream that this call names: at any other time another thread may be capturing that stream.
+//! One thread at a time queries and destroys events. The call that frees memory records the event,
+//! in the stream that this call names. At any other time another thread may be capturing that
+//! stream.
 
 use core::sync::atomic::Ordering;
 
@@ -69,7 +70,7 @@ pub fn give_back_after(one: &FreePiece) {
     });
 }
 
-/// Frees an unused piece. The lock must be held.
+/// Frees an unused piece. `unused_lock` must be held.
 fn give_back(one: &FreePiece) {
     if one.piece.may_stray() {
         strays();
@@ -78,7 +79,7 @@ fn give_back(one: &FreePiece) {
     forget(one.mark);
 }
 
-/// Finds the pieces whose work has ended. The lock must be held.
+/// Finds the pieces whose work has ended. `unused_lock` must be held.
 fn look() {
     let mut busy = PendingFree::default();
     let mut from = 0;
@@ -93,7 +94,7 @@ fn look() {
 }
 
 /// Frees the pieces without a pool. With `pools`, also frees what each pool holds above its
-/// threshold. Returns whether the next wait has more to do. The lock must be held.
+/// threshold. Returns whether the next wait has more to do. `unused_lock` must be held.
 fn give_back_surplus(pools: bool) -> bool {
     while let Some(one) = tables(|tables| tables.cache.take_loose()) {
         give_back(&one);
@@ -109,8 +110,8 @@ fn give_back_surplus(pools: bool) -> bool {
     tables(|tables| tables.cache.waits() || (!pools && !tables.cache.is_empty()))
 }
 
-/// Frees what a pool holds above `keep_bytes`, counting the driver's part of the pool as well. The
-/// lock must be held.
+/// Frees what a pool holds above `keep_bytes`, counting the driver's part of the pool as well.
+/// `unused_lock` must be held.
 fn trim(pool: &StreamPool, keep_bytes: u64) {
     let drivers = attribute(pool.handle, pool_attribute::RESERVED).unwrap_or(0);
     let keep = keep_bytes.saturating_sub(drivers);
@@ -199,7 +200,7 @@ pub fn clear() {
     });
 }
 
-/// Frees the pieces of a context that ended at `before`. The lock must be held.
+/// Frees the pieces of a context that ended at `before`. `unused_lock` must be held.
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);

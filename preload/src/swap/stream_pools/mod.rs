@@ -11,11 +11,12 @@
 //! copy out ────────────────────────── frees all that is unused; so does the end of its context
 //! ```
 //!
-//! The driver has the pool itself, with its settings, and the small allocations; this library adds its
-//! bytes to the sizes that the driver reports. Swappable are pools of one device that cannot be exported
-//! and whose size has no limit, until another device gets access to one. A thread's default stream is
-//! left to the driver: it has no id that is known to be unique. The driver may give memory of one
-//! stream to another before the first one's work has ended, and let the second wait; this library does not.
+//! The driver has the pool itself, with its settings, and the small allocations. This library adds
+//! its own bytes to the sizes that the driver reports. A pool is swappable if it is on one device,
+//! cannot be exported and has no size limit. It is no longer swappable once another device gets
+//! access to it. Memory in a thread's default stream is left to the driver, because no unique id is
+//! known for that stream. The driver may give memory of one stream to a second stream before the
+//! work of the first has ended, and let the second stream wait. This library does not.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -70,7 +71,7 @@ pub unsafe extern "C" fn mem_alloc_async_ptsz(
 ) -> u32 {
     let ours = || allocate(bytes, None, Stream::per_thread(stream));
     let driver = || call!(mem_alloc_async_ptsz(address, bytes, stream));
-    // SAFETY: as above.
+    // SAFETY: the application's own place for the address.
     unsafe { serve(address, ours, driver) }
 }
 
@@ -82,7 +83,7 @@ pub unsafe extern "C" fn mem_alloc_from_pool(
 ) -> u32 {
     let ours = || allocate(bytes, Some(pool), Stream(stream));
     let driver = || call!(mem_alloc_from_pool(address, bytes, pool, stream));
-    // SAFETY: as above.
+    // SAFETY: the application's own place for the address.
     unsafe { serve(address, ours, driver) }
 }
 
@@ -94,7 +95,7 @@ pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
 ) -> u32 {
     let ours = || allocate(bytes, Some(pool), Stream::per_thread(stream));
     let driver = || call!(mem_alloc_from_pool_ptsz(address, bytes, pool, stream));
-    // SAFETY: as above.
+    // SAFETY: the application's own place for the address.
     unsafe { serve(address, ours, driver) }
 }
 
@@ -111,15 +112,15 @@ unsafe fn serve(
     if !address.is_null()
         && let Some(swappable) = ours()
     {
-        // SAFETY: as the function demands.
+        // SAFETY: the function's `# Safety` guarantees this place.
         unsafe { address.write(swappable) };
         return result::SUCCESS;
     }
     driver()
 }
 
-/// Allocates memory of a pool; `pool` is `None`: of the device's current pool. Returns `None` if
-/// the driver must allocate.
+/// Allocates memory of `pool`, or of the device's current pool if `pool` is `None`. Returns `None`
+/// if the driver must allocate.
 fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 || stream.is_capturing()
     {
@@ -203,7 +204,7 @@ fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
     let piece = relaxed(|| make(bytes, property, context))?;
     let allocation = Allocation { piece, ..asked };
     let noted = tables(|tables| {
-        // Another thread may have given other devices access to the pool since.
+        // Another thread may meanwhile have given other devices access to the pool.
         let noted = tables.cache.can_copy(allocation.pool) && tables.insert(allocation);
         if noted {
             tables.cache.made(&allocation);

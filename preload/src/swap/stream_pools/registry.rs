@@ -58,7 +58,7 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
     if code != result::SUCCESS {
         return code;
     }
-    // SAFETY: the driver has read the one and written the other, with success.
+    // SAFETY: the driver has read `props` and written `handle`, with success.
     let (props, made) = unsafe { (props.read(), handle.read()) };
     let is_plain = props.kind == ALLOCATION_PINNED
         && props.handle_types == 0
@@ -74,7 +74,8 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
 
 /// Wrapper of `cuMemPoolDestroy`. Memory of the pool that is in use stays until it is freed.
 pub unsafe extern "C" fn pool_destroy(handle: usize) -> u32 {
-    // The thread that frees unused memory queries the driver about each pool.
+    // Hold this lock, because the thread that frees unused memory queries the driver about each
+    // pool.
     let (known, code) = SWAP.unused_lock.hold(|| {
         // Forget the pool before the call: once the pool is destroyed, another thread may get a new
         // pool with the same handle.
