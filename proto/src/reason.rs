@@ -31,39 +31,39 @@ macro_rules! reasons {
 
 reasons! {
     /// A CUDA call was made less than the idle timeout ago.
-    RecentCalls = "recent-calls", "called CUDA less than the idle timeout ago";
+    RecentCalls = "recent-calls", "the last CUDA call was less than the idle timeout ago";
     /// A CUDA call is in progress.
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
     /// Work that was launched earlier still runs on the GPU.
     GpuBusy = "gpu-busy", "NVML reports that the GPU still runs work that was launched earlier";
     /// Calls in progress did not end before the deadline of the close.
-    Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
+    Busy = "busy", "calls in progress did not end in time, so the offload is tried again later";
     /// A CUDA call arrived during the offload, while the gates of the container closed.
     WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, so the offload was cancelled";
     /// The mode is `pressure`, and no container needs the VRAM.
-    NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
+    NoPressure = "no-pressure", "the mode is pressure, and no container needs the VRAM";
     /// The mode is `auto`, and the containers of the GPU need more VRAM than it has.
-    Oversubscribed = "oversubscribed", "the containers of the GPU together need more VRAM than it has: the container stays resident until another container needs its VRAM";
+    Oversubscribed = "oversubscribed", "the containers of the GPU together need more VRAM than the GPU has: an idle container stays resident until another container needs its VRAM";
     /// The time is outside the offload window.
     OutsideWindow = "outside-window", "the time is outside the offload window: the container stays resident until another container needs its VRAM";
     /// The container holds too little VRAM for an offload.
-    TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
+    TooSmall = "too-small", "the container holds less VRAM than policy.minimum_vram_mib";
     /// A copy out would free no VRAM, and no container needs the VRAM of the context.
-    NothingToCopy = "nothing-to-copy", "holds no memory that the library can copy: its context stays until another container needs the VRAM";
+    NothingToCopy = "nothing-to-copy", "the container holds no memory that the library can copy, so its context stays until another container needs the VRAM";
     /// A hint says that the container is busy.
-    HintedBusy = "hinted-busy", "a hint reports it as busy (its hint file or `affinode hint`)";
+    HintedBusy = "hinted-busy", "a hint reports the container as busy (its hint file or `affinode hint`)";
     /// A hint says that the container is idle.
-    HintedIdle = "hinted-idle", "a hint reports it as idle (its hint file or `affinode hint`)";
+    HintedIdle = "hinted-idle", "a hint reports the container as idle (its hint file or `affinode hint`)";
     /// The mode is manual.
-    ModeManual = "mode-manual", "mode is manual: run `affinode offload` to offload it";
+    ModeManual = "mode-manual", "the mode is manual: run `affinode offload` to offload the container";
     /// The mode is off.
-    ModeOff = "mode-off", "mode is off: the container is never offloaded";
+    ModeOff = "mode-off", "the mode is off: the container is never offloaded";
     /// An operator pinned the container.
-    Pinned = "pinned", "an operator pinned it: run `affinode unpin` to release it";
+    Pinned = "pinned", "an operator pinned the container: run `affinode unpin` to release it";
     /// An operator turned automatic offloads off on this node.
     AutoOff = "auto-offload-off", "auto-offload is off on this node: run `affinode auto-offload on` to turn it on";
     /// The container was restored less than the minimum residency ago.
-    MinimumResidency = "minimum-residency", "was restored less than the minimum residency ago";
+    MinimumResidency = "minimum-residency", "the container was restored less than the minimum residency ago";
     /// No CUDA process has registered.
     NotRegistered = "not-registered", "no process of the container uses CUDA now";
     /// NVML reports no VRAM of the container.
@@ -72,17 +72,17 @@ reasons! {
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// A process uses managed memory (`cuMemAllocManaged`), so it must not be checkpointed. With the
     /// current engine the offload needs a checkpoint, or no other memory can be copied.
-    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the other memory";
+    ManagedMemory = "managed-memory", "the container uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the other memory";
     /// Peer access was enabled.
-    PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
+    PeerAccess = "peer-access", "the container uses peer access between GPUs, which does not survive a checkpoint";
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
     /// handle, so the process must not be checkpointed. With the current engine the offload needs a
     /// checkpoint, or no other memory can be copied.
-    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the other memory";
+    SharedMemory = "shared-memory", "the container shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the other memory";
     /// Another device or another API may access memory without a call that the library sees.
-    DirectAccess = "direct-access", "another device or API can access its GPU memory without the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
+    DirectAccess = "direct-access", "another device or API can access the container's GPU memory without the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
     /// A process is a client of MPS.
-    Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
+    Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so its context must not be
     /// checkpointed. With the current engine the offload needs a checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
@@ -96,7 +96,7 @@ reasons! {
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// The process runs on a GPU in MIG mode.
-    Mig = "mig", "runs on a GPU in MIG mode, where NVML does not report the free VRAM of one instance";
+    Mig = "mig", "the container runs on a GPU in MIG mode, where NVML does not report the free VRAM of one instance";
     /// The driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
     /// The memory cgroup of the container has less free memory than the VRAM needs.
@@ -114,7 +114,7 @@ reasons! {
     /// An allocation failed at once, because the VRAM that it needs can never be freed.
     NoRoomEver = "no-room", "an allocation needs more VRAM than can be freed, so it fails at once";
     /// The VRAM that the restore needs is not free.
-    WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
+    WaitingForVram = "waiting-for-vram", "the container waits for VRAM that other containers hold";
     /// NVML does not report the free VRAM.
     VramUnknown = "vram-unknown", "NVML does not report the free VRAM, so the controller starts no offload and no restore";
     /// The process is running, but its agent's connection has ended.
@@ -125,14 +125,14 @@ reasons! {
     DriverLost = "driver-lost", "the driver reports a failed restore";
     /// The process sent data that does not follow the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
-    /// An operator or a program requested the offload or restore.
-    Requested = "requested", "an operator or a program requested it";
+    /// An operator or a program requested this action.
+    Requested = "requested", "an operator or a program requested this action";
     /// The container was idle for its idle timeout.
-    IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
+    IdleTimeout = "idle-timeout", "the container made no CUDA call for the idle timeout";
     /// Another container needed the VRAM.
-    Pressure = "pressure", "another container needed its VRAM";
+    Pressure = "pressure", "another container needed the VRAM of this container";
     /// A container with the restore policy `immediate` needed the VRAM.
-    EndedForRoom = "ended-for-room", "another container with the restore policy immediate needed its VRAM, and an offload was not possible, so its processes were ended";
+    EndedForRoom = "ended-for-room", "another container with the restore policy immediate needed the VRAM, and no offload was possible, so the processes of this container were ended";
     /// The container was prewoken, because its history makes a call likely.
     Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
     /// The container was prewoken, because a connection arrived while it was offloaded.

@@ -59,8 +59,8 @@ impl Reason {
             ),
             Reason::Oversubscribed => (
                 "The mode is `auto`. On an oversubscribed GPU another container soon needs the \
-                 VRAM of an idle one in any case. An offload before that moment would save no VRAM \
-                 and could cause an additional restore, so idle containers are offloaded only when \
+                 VRAM of an idle container in any case. An earlier offload would save no VRAM and \
+                 could cause an additional restore. So idle containers are offloaded only when \
                  another container waits.",
                 "No action is needed. To offload idle containers at once nevertheless, set \
                  `policy.mode = \"eager\"`.",
@@ -81,8 +81,8 @@ impl Reason {
             Reason::NothingToCopy => (
                 "Affinode's library can copy none of the container's GPU memory, for example \
                  because the container holds only a CUDA context. A context is freed only by the \
-                 driver's checkpoint. With the engine `auto` this happens when another container \
-                 needs the VRAM, with `copy` never.",
+                 driver's checkpoint. The engine `auto` checkpoints the context when another \
+                 container needs the VRAM. The engine `copy` never does.",
                 "No action is needed. To checkpoint the context as soon as the container is idle, \
                  use the engine `full`.",
             ),

@@ -19,7 +19,7 @@ fn container(pod: &str, name: &str, state: State) -> Container {
         state: state.as_str().into(),
         since_unix_ms: NOW,
         reason: "idle-timeout".into(),
-        reason_text: "made no CUDA call for the idle timeout".into(),
+        reason_text: "the container made no CUDA call for the idle timeout".into(),
         ..Container::default()
     }
 }
@@ -55,7 +55,8 @@ fn a_pod_says_where_its_gpu_memory_is_and_why() {
     assert_eq!(standing.reason, "IdleTimeout");
     assert_eq!(
         standing.message,
-        "jupyter is Offloaded, 1.5 GiB in host memory: made no CUDA call for the idle timeout"
+        "jupyter is Offloaded, 1.5 GiB in host memory: the container made no CUDA call for the \
+         idle timeout"
     );
 }
 
