@@ -128,7 +128,7 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
 /// # Safety
 /// `at` must point to a text with its end, or to `room` bytes.
 unsafe fn length(at: u64, room: usize) -> Option<usize> {
-    // SAFETY: the function's `# Safety` guarantees it. Nothing after the end is read.
+    // SAFETY: the caller guarantees the text, and nothing after its end is read.
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
@@ -185,7 +185,7 @@ mod tests {
         let name = number(Function::cuDeviceGetName);
         let mut said = *b"A GPU\0......";
         let (mut asked, mut cut) = ([0xff_u8; 8], [0_u8; 4]);
-        // SAFETY: buffers of these sizes, and texts that end in them.
+        // SAFETY: the buffers have these sizes, and each text ends inside its buffer.
         unsafe {
             assert!(!answer(name, &text(&mut asked, 1)), "never asked");
             // A text that fills its buffer may be incomplete.
@@ -204,7 +204,7 @@ mod tests {
         let capability = number(Function::cuDeviceComputeCapability);
         let (mut major, mut minor) = (9_i32, 7_i32);
         let arguments = [&raw mut major as u64, &raw mut minor as u64, 0, 0, 0, 0];
-        // SAFETY: two integers.
+        // SAFETY: the arguments are the addresses of two integers.
         unsafe {
             remember(capability, &arguments);
             (major, minor) = (0, 0);

@@ -52,7 +52,7 @@ impl SlotOwner {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Takes the slot for thread `tid`, unless it has changed since `seen`.
+    /// Takes the slot for thread `tid` if the owner is still the value `seen`.
     fn take(&self, seen: u64, tid: u32) -> bool {
         let taken = (seen >> 32).wrapping_add(1) << 32 | u64::from(tid);
         self.0.compare_exchange(seen, taken, Ordering::SeqCst, Ordering::SeqCst).is_ok()
@@ -367,7 +367,7 @@ pub mod tests {
         let page = page();
         page.shared_slot().calls.store(3, Ordering::Relaxed);
         page.add_hazards(Hazards::MPS);
-        // SAFETY: as many bytes as the page has.
+        // SAFETY: the slice has as many bytes as the page.
         let bytes =
             unsafe { core::slice::from_raw_parts((&raw const *page).cast::<u8>(), PAGE_BYTES) };
         let got = affinode_proto::wire::counters::CounterSnapshot::decode(bytes).unwrap();

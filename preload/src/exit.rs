@@ -143,8 +143,8 @@ fn own_mark() -> u64 {
     u64::from(sys::gettid()) << 32 | u64::from(process::registration())
 }
 
-/// Makes the calling thread the owner, unless another thread of this process is. True: the calling
-/// thread is the owner.
+/// Makes the calling thread the owner, unless another thread of this process is the owner already.
+/// True: the calling thread is the owner.
 fn becomes_owner() -> bool {
     let own = own_mark();
     let owner = OWNER.load(Ordering::SeqCst);

@@ -77,7 +77,7 @@ unsafe fn peer_access(
     if descriptors.is_null() {
         return NONE;
     }
-    // SAFETY: as the function demands.
+    // SAFETY: the caller guarantees this number of descriptors.
     let descriptors = unsafe { core::slice::from_raw_parts(descriptors, count as usize) };
     let foreign = descriptors.iter().any(|descriptor| {
         descriptor.flags != 0

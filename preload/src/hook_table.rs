@@ -3,9 +3,9 @@
 //!
 //! The entry of an exported name is next to that name (`exports`). A function that the application
 //! gets as an address has an entry in a pool. The entry is found by address, so that repeated
-//! look-ups return the same stub. The pool is a hash table to which entries are only added, without a
-//! lock. So neither a thread that is stopped while it adds one nor a fork leaves an inconsistent
-//! entry.
+//! look-ups return the same stub. The pool is a hash table to which entries are only added, without
+//! a lock. So every entry stays consistent, even if a thread is stopped while it adds an entry, or
+//! the process is forked.
 
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
@@ -222,7 +222,7 @@ mod tests {
         see_waits();
         // Another test may have called `see_waits` before, without completing it.
         EXPORTED_WAITS.iter().for_each(|place| {
-            // SAFETY: as in `see_waits`.
+            // SAFETY: null, or a static entry that `is_noted` wrote.
             unsafe { place.load(Ordering::SeqCst).as_ref() }
                 .into_iter()
                 .for_each(HookEntry::see_wait);

@@ -184,7 +184,7 @@ pub unsafe extern "C" fn dlsym_of_driver(
     let Some(real) = real_dlsym().filter(|_| !process::is_disabled()) else {
         return LookupResult::JUMP;
     };
-    // SAFETY: as the function demands.
+    // SAFETY: the caller guarantees that `name` is a C string.
     let text = unsafe { CStr::from_ptr(name) }.to_bytes();
     let is_of_nvml = is_of_nvml(text);
     let owns = if is_of_nvml { nvml::owns } else { libcuda::owns };
@@ -208,7 +208,8 @@ pub unsafe extern "C" fn dlsym_of_driver(
     match function(text).filter(|_| may_be_local) {
         Some(of_driver) => LookupResult::is(hooked(text, of_driver)),
         None if found == 0 => LookupResult::JUMP,
-        // SAFETY: as above; resolves after this library, whose own function was found before.
+        // SAFETY: `name` is the application's own argument. RTLD_NEXT continues after this library,
+        // whose own function was found before.
         None => LookupResult::is(unsafe { real(RTLD_NEXT as *mut c_void, name) }),
     }
 }

@@ -168,7 +168,8 @@ unsafe fn attach(thread: *mut ThreadState, page: &'static CounterPage, token: u6
     } else {
         None
     };
-    // SAFETY: as the function demands; no signal handler comes between.
+    // SAFETY: the caller guarantees that this is its own thread's block, and no signal handler runs
+    // in between.
     unsafe {
         (*thread).slot = own.unwrap_or(page.shared_slot());
         (*thread).depth = 0;

@@ -69,7 +69,7 @@ const OF_VIDEO: [&[u8]; 2] = [b"libnvcuvid.so", b"libnvidia-encode.so"];
 /// # Safety
 /// `id` must be null or point to a table's id.
 pub unsafe fn table(id: *const TableId) -> u128 {
-    // SAFETY: as the function demands.
+    // SAFETY: the caller guarantees that `id` points to a table's id if it is not null.
     if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
 }
 
@@ -163,7 +163,7 @@ mod tests {
     fn table_of_no_known_library_is_a_tools() {
         let id = HARMLESS[0].to_be_bytes();
         assert_eq!(id[..2], [0xf8, 0xcf], "the first byte is the highest");
-        // SAFETY: null, and a place of an id's size.
+        // SAFETY: one pointer is null, and the other points to an id.
         let asked = [core::ptr::null(), &raw const id].map(|id| unsafe { table(id) });
         assert_eq!(asked, [0, HARMLESS[0]]);
         for harmless in asked.into_iter().chain(HARMLESS) {

@@ -125,7 +125,7 @@ reasons! {
     DriverLost = "driver-lost", "the driver reports a failed restore";
     /// The process sent data that does not follow the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
-    /// An operator or a program requested this action.
+    /// An operator or a program requested the offload, the restore or another change.
     Requested = "requested", "an operator or a program requested this action";
     /// The container was idle for its idle timeout.
     IdleTimeout = "idle-timeout", "the container made no CUDA call for the idle timeout";

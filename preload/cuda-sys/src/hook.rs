@@ -176,9 +176,9 @@ pub fn base(name: &[u8]) -> &[u8] {
 
 /// Whether calls of this function go directly to the driver. Such a function either belongs to the
 /// checkpoint interface itself, or it touches no context and succeeds at once even while the
-/// process is checkpointed. The second property was measured for each function. Queries of device
-/// attributes have this property; the query of a device's name does not. The current context can be
-/// changed and queried even while a checkpoint or a restore is running.
+/// process is checkpointed. The second property was measured for each function. For example,
+/// queries of device attributes have it, but the query of a device's name does not. The current
+/// context can be changed and queried even while a checkpoint or a restore is running.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
     let base = base(name);

@@ -225,7 +225,8 @@ pub mod device_attribute {
     pub const POSIX_DESCRIPTORS: i32 = 103;
     /// Whether other devices on the bus can access physical memory that is allocated separately.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
-    /// The nearest NUMA node of host memory; -1: there is only one, or it is unknown.
+    /// The NUMA node of host memory that is nearest to the device. -1: the machine has only one
+    /// node, or the nearest node is unknown.
     pub const HOST_NUMA_ID: i32 = 134;
 }
 

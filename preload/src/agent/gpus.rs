@@ -2,8 +2,9 @@
 //! GPU.
 //!
 //! The driver requires one pair for every GPU of the node, with the old and the new GPU (measured,
-//! driver 580), and opens the device files of all GPUs in this process. A process that cannot open
-//! all of these files is not moved to another GPU, because it is unknown how the driver would fail.
+//! driver 580). The driver then opens the device files of all GPUs in this process. A process that
+//! cannot open all of these files is not moved to another GPU, because it is unknown how the driver
+//! would fail.
 
 use core::ffi::CStr;
 

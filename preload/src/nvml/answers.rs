@@ -115,7 +115,7 @@ pub unsafe fn remember(place: u64, class: Class, frame: &NvmlFrame) {
     let lasts = [code::SUCCESS, code::NOT_SUPPORTED, code::NO_PERMISSION, code::NOT_FOUND];
     let Some(shape) = shape(class).filter(|_| lasts.contains(&result)) else { return };
     let Some((first, second)) = shape.addresses(&frame.arguments) else { return };
-    // SAFETY: as the function demands; there are addresses.
+    // SAFETY: the caller guarantees the frame, and `addresses` has found that no address is 0.
     let Some(key) = (unsafe { key(place, class, shape, &frame.arguments) }) else { return };
     let mut bytes = [0; BYTES];
     if result == code::SUCCESS {
@@ -144,7 +144,7 @@ pub unsafe fn remember(place: u64, class: Class, frame: &NvmlFrame) {
 /// # Safety
 /// There must be as many bytes at `from`.
 unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
-    // SAFETY: as the function demands.
+    // SAFETY: the caller guarantees this: see `# Safety` above.
     let from = unsafe { core::slice::from_raw_parts(from as *const u8, count) };
     for (to, from) in to.iter_mut().zip(from) {
         *to = *from;
@@ -162,14 +162,14 @@ pub unsafe fn answer(
     is_checkpointed: bool,
 ) -> Option<u32> {
     if class == Class::Processes {
-        // SAFETY: as the function demands.
+        // SAFETY: the caller guarantees this: see `# Safety` above.
         return unsafe { no_processes(frame) };
     }
     let shape = shape(class)?;
     let Some((first, second)) = shape.addresses(&frame.arguments) else {
         return Some(code::INVALID_ARGUMENT);
     };
-    // SAFETY: as the function demands; there are addresses.
+    // SAFETY: the caller guarantees the frame, and `addresses` has found that no address is 0.
     let known = cache::find(unsafe { key(place, class, shape, &frame.arguments) }?);
     let is_figure = matches!(
         class,
@@ -186,16 +186,16 @@ pub unsafe fn answer(
         }
         let [device, ..] = frame.arguments;
         if let Some(reading) = readings::fresh(&uuid(device)?, is_checkpointed) {
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees the frame, and no address is 0.
             return unsafe { give_reading(class, &frame.arguments, first, &reading) };
         }
         let is_young = |known: &AnswerKey| sys::now_us().saturating_sub(known.at_us) <= OLD_US;
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the frame, and no address is 0.
         return known
             .filter(|known| !is_checkpointed && is_young(known))
             .map(|known| unsafe { give(shape, first, second, &known) });
     }
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees the frame, and no address is 0.
     known.map(|known| unsafe { give(shape, first, second, &known) })
 }
 

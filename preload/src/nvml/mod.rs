@@ -155,7 +155,7 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
             continue;
         }
         let is_checkpointed = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
-        // SAFETY: as the function demands.
+        // SAFETY: the thunk passes the arguments of this function.
         if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_checkpointed) }
         {
             return frame.answer(result);

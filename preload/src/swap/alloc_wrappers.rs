@@ -230,7 +230,7 @@ pub unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32
     if code == result::SUCCESS
         && let Some(found) = known_at(at)
     {
-        // SAFETY: just written by the driver.
+        // SAFETY: the driver has just written this value.
         unsafe { correct(data, attribute, &found) };
     }
     code

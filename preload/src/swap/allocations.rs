@@ -32,7 +32,7 @@ pub struct AllocationPiece {
     pub place: MemoryPlace,
     /// True if the last copy out included the piece.
     pub has_left: bool,
-    /// Offset of the content in the pool, while it is there.
+    /// Offset of the content in the staging pool, while the content is in the pool.
     pub offset: u64,
     /// Descriptor of the exported memory, while the content is only in that memory.
     pub shared: Option<TrackedFd>,

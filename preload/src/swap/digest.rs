@@ -79,7 +79,8 @@ impl DigestTable {
     pub fn all_mut(&mut self) -> &mut [Digest] {
         match self.start {
             0 => &mut [],
-            // SAFETY: as above, and `self` is borrowed exclusively.
+            // SAFETY: mapped with this length until this is dropped, and `self` is borrowed
+            // exclusively.
             start => unsafe { core::slice::from_raw_parts_mut(start as *mut Digest, self.many) },
         }
     }
@@ -88,7 +89,7 @@ impl DigestTable {
 impl Drop for DigestTable {
     fn drop(&mut self) {
         if self.start != 0 {
-            // SAFETY: mapped in `unknown`, and the slices of it have ended.
+            // SAFETY: `unknown` has mapped the table, and no slice of the table is left.
             unsafe { sys::unmap_private(self.start as *mut u8, self.many * size_of::<Digest>()) };
         }
     }

@@ -1,9 +1,10 @@
 //! Decides whether retained host memory must be freed, before the application reaches the
 //! container's memory limit or uses up the node's memory.
 //!
-//! Host memory is short unless an eighth of the limit (at least 1 GiB) and an eighth of the node's
-//! memory stay free. It also counts as short if a value cannot be read; then nothing is retained.
-//! Limits of cgroups above the container's own are not visible inside the container.
+//! Host memory is short if less than an eighth of the limit (at least 1 GiB) or less than an eighth
+//! of the node's memory is free. It also counts as short if a value cannot be read. While it is
+//! short, nothing is retained. Limits of cgroups above the container's own are not visible inside
+//! the container.
 
 use core::ffi::CStr;
 

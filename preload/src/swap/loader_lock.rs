@@ -29,8 +29,8 @@ use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
-/// Maximum wait of the agent for the thread. Taking the lock needs microseconds; compiling the
-/// kernel for the first time needs some 100 ms.
+/// Maximum wait of the agent for the thread. To take the lock needs microseconds. To compile the
+/// kernel for the first time needs about 100 ms.
 const PATIENCE_MS: u64 = 2_000;
 
 const IDLE: u32 = 0;

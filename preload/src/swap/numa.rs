@@ -9,8 +9,8 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// Maximum length of the kernel's list. The list of two nodes with 4096 alternating processors is
-/// longer; any node is then used.
+/// Maximum length of the kernel's list. A list in which 4096 processors alternate between two nodes
+/// is longer. In this case processors of any node are used.
 const MAX_BYTES: usize = 4096;
 
 /// The processors nearest to the device of a context. `None`: no node is nearer than others, or it

@@ -326,7 +326,7 @@ pub mod tests {
         assert!((0..CHUNKS).all(|chunk| PREFAULT.wait(chunk)));
         PREFAULT.end();
         assert_eq!(PREFAULT.helpers.load(Ordering::Acquire), 0);
-        // SAFETY: mapped above, with that size.
+        // SAFETY: the test has mapped this range, and nothing uses it any more.
         unsafe {
             at.add(bytes - 1).write(7);
             sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES, false);
@@ -365,7 +365,7 @@ pub mod tests {
             page.set_phase(Phase::CopyingOut);
             assert!(fill());
         });
-        // SAFETY: mapped above, with that size.
+        // SAFETY: the test has mapped this range, and nothing uses it any more.
         unsafe { sys::unmap_private(at, 2 * CHUNK_BYTES) };
         PREFAULT.resident.clear();
     }
@@ -400,7 +400,7 @@ pub mod tests {
         assert!(PREFAULT.wait(0) && PREFAULT.wait(1), "the next time is as ever");
         PREFAULT.end();
         assert_eq!(PREFAULT.touching.load(Ordering::Acquire), 0);
-        // SAFETY: mapped above, with that size.
+        // SAFETY: the test has mapped this range, and nothing uses it any more.
         unsafe { sys::unmap_private(at, 2 * CHUNK_BYTES) };
         PREFAULT.resident.clear();
     }
@@ -415,7 +415,7 @@ pub mod tests {
         PREFAULT.begin(0, 0, 0, Some(one));
         PREFAULT.helpers.fetch_add(1, Ordering::AcqRel);
         std::thread::spawn(move || {
-            // SAFETY: there is nothing to fill.
+            // SAFETY: the argument is unused, because there is nothing to fill.
             unsafe { help(core::ptr::null_mut()) };
             assert_eq!(sys::processors_allowed(), Some(one));
         })

@@ -175,14 +175,14 @@ impl StagingPool {
             for chunk in (0..self.chunks()).filter(own) {
                 let (at, bytes) =
                     (self.at(chunk * CHUNK_BYTES).cast(), chunk_bytes(self.bytes, chunk));
-                // SAFETY: mapped here, and the pool is empty.
+                // SAFETY: the pool has mapped this range and is empty.
                 unsafe { sys::discard(at, bytes, self.of_file == 1) };
             }
             // Keep the addresses of a chunk that is still registered. Otherwise the application
             // could get new memory at these addresses, and the driver would treat that memory as
             // the registered chunk.
             if is_free {
-                // SAFETY: as above.
+                // SAFETY: the pool has mapped this range, and nothing uses it.
                 unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
             }
         }
@@ -196,7 +196,7 @@ impl StagingPool {
             if !unsafe { sys::map_over(self.start as *mut u8, bytes, file, 0) } {
                 // The state of the mapping is unknown, so no part of it is used.
                 fds::POOL.close();
-                // SAFETY: as above.
+                // SAFETY: the pool has mapped this range, and nothing uses it.
                 unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
                 (self.start, self.bytes) = (0, 0);
                 return false;
@@ -386,7 +386,7 @@ impl StagingPool {
     }
 
     /// Frees or unregisters a part of an unused pool. `prepared`: the pool is prefaulted for the
-    /// next offload. `short`: returns whether host memory is short; then nothing is retained.
+    /// next offload. `short` returns whether host memory is short. If it is, nothing is retained.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;

@@ -251,7 +251,7 @@ unsafe fn each_array(
     const ALLOCATION_HANDLE: u32 = 0;
     one_at_a_time(|| {
         for index in 0..many as usize {
-            // SAFETY: as the function demands.
+            // SAFETY: the caller guarantees that the list has `many` entries.
             let mut one = unsafe { list.add(index).read() };
             let takes_memory = (one.operation, one.handle_type) == (MAP, ALLOCATION_HANDLE);
             let given = if takes_memory { one.handle } else { 0 };

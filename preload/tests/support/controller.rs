@@ -56,7 +56,7 @@ impl Controller {
             });
             let fd = fds.next().expect("the page comes with the hello");
             #[expect(unsafe_code, reason = "a descriptor comes as a number")]
-            // SAFETY: just received, and owned by nothing else.
+            // SAFETY: the descriptor was just received and has no other owner.
             let page = unsafe { File::from_raw_fd(fd) };
             page
         };

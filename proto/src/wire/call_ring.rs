@@ -1,4 +1,5 @@
-//! The call ring: a part of the shared counters, empty unless calls are sampled.
+//! The call ring: the part of the shared counters into which a process records a sample of its CUDA
+//! calls. It is empty while no calls are sampled.
 //!
 //! ```text
 //! page header
@@ -64,7 +65,7 @@ pub struct CallRecord {
     pub hook: u16,
     /// The driver's result code.
     pub result: u16,
-    /// Number of calls that the record counts, including its own.
+    /// Number of calls that the record counts, including the recorded call.
     pub stands_for: u32,
     /// Thread id in the pid namespace of the process.
     pub thread: u32,
@@ -85,13 +86,13 @@ pub struct CallRingReader {
     stuck: bool,
 }
 
-/// Numbers of calls and records that were lost until one reading of the ring.
+/// Numbers of calls and records that were lost between two readings of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Number of calls that found the ring full since the last reading.
     pub dropped: u64,
-    /// Number of records that the reader skipped: never finished, or overwritten against the
-    /// protocol.
+    /// Number of records that the reader skipped, because they were never finished, or were
+    /// overwritten against the protocol.
     pub torn: u64,
 }
 
@@ -115,7 +116,8 @@ impl CallRingReader {
         let mut news = CallBatch { dropped: dropped.wrapping_sub(self.dropped), torn: 0 };
         self.dropped = dropped;
         if claimed.wrapping_sub(self.read) > RECORDS as u64 {
-            // No library writes such a number. Skip all records and continue from it.
+            // No library writes such a number. Skip all records up to this number, and continue
+            // from there.
             *self = CallRingReader { read: claimed, dropped, stuck: false };
             news.torn = RECORDS as u64;
             return news;

@@ -29,8 +29,8 @@
 //!   Checkpointed ───────────────────────────>  then as above
 //! ```
 //!
-//! If another process of the same dedup domain has the same content, the copier offers each of
-//! these processes a sealed file with that content, so that it is stored once while they are
+//! Two processes of the same dedup domain may have the same content. The copier then offers each of
+//! them a sealed file with this content, so that the content is stored once while both are
 //! offloaded:
 //!
 //! ```text

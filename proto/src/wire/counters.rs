@@ -21,7 +21,7 @@ use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
 /// Size of the memfd in bytes. A file of another size is refused.
 pub const PAGE_BYTES: usize = 16 * 1024;
-/// First word of the header: identifies the counters.
+/// First word of the header. It shows that the file contains counters.
 pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
 /// Offset of the first slot in bytes.
 pub const SLOTS_OFFSET: usize = 4096;
@@ -62,7 +62,7 @@ pub mod header {
     pub const WAITERS: usize = 128;
     /// u32: bits of [`crate::wire::Hazards`] found so far.
     pub const HAZARDS: usize = 132;
-    /// u64: offload generation: grows by one each time the gate closes.
+    /// u64: the generation. It grows by one each time the gate closes.
     pub const GENERATION: usize = 136;
     /// u64: bytes of device memory allocated and not yet freed, as counted by the hooks.
     pub const ALLOCATED_BYTES: usize = 144;
@@ -70,7 +70,7 @@ pub mod header {
     pub const ALLOCATIONS: usize = 152;
     /// u64: bytes of GPU memory that the agent can copy.
     pub const SWAPPABLE_BYTES: usize = 160;
-    /// u64: bytes of that memory that are copied out to host memory now.
+    /// u64: bytes of the memory in [`SWAPPABLE_BYTES`] that are copied out to host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
     /// u32: the current bits of [`crate::wire::ProcessFlags`].
     pub const NOTES: usize = 176;
@@ -119,26 +119,28 @@ pub struct CounterSnapshot {
     pub hazards: Hazards,
     /// Number of times that the gate has closed.
     pub generation: u64,
-    /// Device memory that the hooks counted, in bytes. The container's claim.
+    /// Device memory that the hooks counted, in bytes. The container can write any value.
     pub allocated_bytes: u64,
-    /// Number of device allocations that the hooks counted. The container's claim.
+    /// Number of device allocations that the hooks counted. The container can write any value.
     pub allocations: u64,
-    /// GPU memory that the agent can copy, in bytes. The container's claim.
+    /// GPU memory that the agent can copy, in bytes. The container can write any value.
     pub swappable_bytes: u64,
-    /// The part of that memory that is copied out, in bytes. The container's claim.
+    /// The part of `swappable_bytes` that is copied out, in bytes. The container can write any
+    /// value.
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-    /// Time that the hook adds to a call, in picoseconds; 0: unknown. The container's claim, at
-    /// most [`MAX_CALL_COST_PS`].
+    /// Time that the hook adds to a call, in picoseconds; 0: unknown. The container can write any
+    /// value. A value above [`MAX_CALL_COST_PS`] is reduced to it.
     pub call_cost_ps: u32,
-    /// Sum of the times that calls waited at the gate, in microseconds. The container's claim.
+    /// Sum of the times that calls waited at the gate, in microseconds. The container can write any
+    /// value.
     pub held_us: u64,
-    /// Host memory retained for the next copy out, in bytes. The container's claim, at most
-    /// [`MAX_KEPT_BYTES`].
+    /// Host memory retained for the next copy out, in bytes. The container can write any value. A
+    /// value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub kept_bytes: u64,
-    /// Host memory that the copy out in progress has not yet touched, in bytes. The container's
-    /// claim, at most [`MAX_KEPT_BYTES`].
+    /// Host memory that the copy out in progress has not yet touched, in bytes. The container can
+    /// write any value. A value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub filling_bytes: u64,
     /// Number of calls since the process registered, without polls. The sum wraps.
     pub calls: u64,

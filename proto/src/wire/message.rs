@@ -136,7 +136,7 @@ pub enum AgentMessage {
         abilities: Capabilities,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of that memory that are copied out to host memory.
+        /// Bytes of `swappable_bytes` that are copied out to host memory.
         copied_out_bytes: u64,
         /// VRAM for local memory that the contexts have released and need again at the restore, in
         /// bytes. 0 for older libraries.
@@ -166,7 +166,7 @@ pub enum AgentMessage {
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of that memory that are copied out to host memory now.
+        /// Bytes of `swappable_bytes` that are copied out to host memory now.
         copied_out_bytes: u64,
         /// Bytes that the last CopyOut did not copy because host memory had the same content.
         unchanged_bytes: u64,

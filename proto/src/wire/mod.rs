@@ -21,7 +21,7 @@ pub mod message;
 /// version with a reason, and the application of that peer runs unmanaged.
 pub const WIRE_VERSION: u32 = 1;
 
-/// Facts about a process that make a checkpoint unsafe, as a bit set. A bit, once set, stays set
+/// Facts about a process that make a checkpoint unsafe, as a bit set. A bit that is set stays set
 /// for the life of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hazards(pub u32);
@@ -116,8 +116,8 @@ impl Capabilities {
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
     /// The library can verify memory after a restore.
     pub const CHECKS: Capabilities = Capabilities(1 << 4);
-    /// The library can map one file in place of content that other processes have too, so that the
-    /// content is stored once while they are offloaded ([`copier::FromCopier::Same`]).
+    /// The library can map a file in place of content that other processes have too. The content is
+    /// then stored once while these processes are offloaded ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
     /// The library waits for the GPU's work itself, so a copy out does not need the driver's lock.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
@@ -190,7 +190,7 @@ wire_enum! {
         /// Swappable memory is in host memory and its addresses are reserved; the context is on
         /// the GPU.
         CopiedOut = 10,
-        /// The agent copies the memory back to the GPU.
+        /// The agent copies the swappable memory back to the GPU.
         CopyingIn = 11,
     }
 }
@@ -215,8 +215,8 @@ wire_enum! {
         /// remaining memory.
         Full = 2,
         /// The library copies allocations of 2 MiB and more. The driver's checkpoint takes the
-        /// remaining memory when a waiter needs it. The library does the same as for `Full`: the
-        /// controller orders the checkpoint.
+        /// remaining memory when a waiter needs it. For the library, `Auto` is the same as `Full`,
+        /// because the controller orders the checkpoint.
         Auto = 3,
     }
 }

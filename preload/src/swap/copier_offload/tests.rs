@@ -110,7 +110,7 @@ impl World {
     }
 
     fn has_come(&self, descriptor: &Descriptor) -> bool {
-        // SAFETY: it is open for as long as it is lent.
+        // SAFETY: the descriptor is open for as long as it is borrowed.
         self.fake.has_exported(unsafe { BorrowedFd::borrow_raw(descriptor.number()) })
     }
 

@@ -93,13 +93,13 @@ fn allocation_with_other_holders_stays() {
     let ways: [CreateReference; 2] = [
         |address| {
             let mut handle = 0;
-            // SAFETY: a local of the test.
+            // SAFETY: the address is that of a local variable.
             unsafe { mem_retain_handle(&raw mut handle, address) }
         },
         |address| {
             let mut handle = 0_u64;
             let at = (&raw mut handle).cast();
-            // SAFETY: as above.
+            // SAFETY: the address is that of a local variable.
             unsafe { mem_get_handle_for_range(at, address, PIECE_BYTES as usize, 1, 0) }
         },
     ];
@@ -142,7 +142,7 @@ fn exported_block_stays() {
             flags: ACCESS_READ_WRITE,
         };
         call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0));
-        // SAFETY: locals of the test.
+        // SAFETY: the addresses are those of local variables.
         let codes = unsafe {
             [
                 vmm::mem_create(&raw mut handle, bytes, &raw const property, 0),
@@ -157,7 +157,7 @@ fn exported_block_stays() {
     let blocks = [make(), make()];
     let [(shared, kept), (_, other)] = blocks;
     let mut descriptor = -1_i32;
-    // SAFETY: a local of the test.
+    // SAFETY: the address is that of a local variable.
     let code =
         unsafe { vmm::mem_export((&raw mut descriptor).cast(), shared, POSIX_DESCRIPTOR, 0) };
     assert_eq!(code, result::SUCCESS);
@@ -171,7 +171,7 @@ fn exported_block_stays() {
     crate::sys::close(descriptor);
     SWAP.wanted.store(0, Ordering::Release);
     for (handle, address) in blocks {
-        // SAFETY: each was made above.
+        // SAFETY: the mapping and the handle were created above.
         let codes = unsafe { [vmm::mem_unmap(address, bytes), vmm::mem_release(handle)] };
         assert_eq!(codes, [result::SUCCESS; 2]);
     }

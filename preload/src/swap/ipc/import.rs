@@ -329,7 +329,7 @@ mod tests {
         type W = u64;
         unsafe extern "C" fn seen(at: *mut u64, handle: ByValue, flags: u32) -> u32 {
             let ends = [handle.0[0], handle.0[63]].map(u64::from);
-            // SAFETY: a local of the test.
+            // SAFETY: the address is that of a local variable.
             unsafe { at.write(ends[0] << 8 | ends[1]) };
             flags
         }

@@ -30,7 +30,7 @@ impl StagingPool {
         let Some(sealed) = SealedFile::map(sealed, CHUNK_BYTES).filter(same) else {
             return false;
         };
-        // SAFETY: as above; nothing is copied to the chunk until it is unshared.
+        // SAFETY: a chunk of the pool, to which nothing is copied until it is no longer shared.
         match unsafe { sealed.take_place(at) } {
             PagePlacement::Taken => {}
             PagePlacement::AsBefore => return false,
@@ -131,7 +131,7 @@ mod tests {
     }
 
     fn end(pool: &StagingPool) {
-        // SAFETY: mapped in `of_file`, with that size.
+        // SAFETY: `of_file` has mapped this range, and nothing uses it any more.
         unsafe { sys::unmap_private(pool.start as *mut u8, BYTES) };
         fds::POOL.close();
         PREFAULT.resident.clear();
@@ -154,7 +154,7 @@ mod tests {
     /// Makes a file with a chunk's content and these seals.
     fn sealed(pool: &StagingPool, chunk: usize, seals: &[SealFlag]) -> OwnedFd {
         let fd = sys::memory_file(c"sealed", CHUNK_BYTES).unwrap();
-        // SAFETY: just made.
+        // SAFETY: the descriptor was just created and has no other owner.
         let mut file = unsafe { File::from_raw_fd(fd) };
         // SAFETY: a chunk of the pool, to which nothing writes meanwhile.
         let content = unsafe { core::slice::from_raw_parts(pool.chunk_at(chunk), CHUNK_BYTES) };

@@ -48,7 +48,7 @@ fn retained_copy_is_freed_when_memory_is_short() {
     let stored = |offset| pool.stored(offset, SLOT_BYTES, Some(&found));
     assert_eq!(stored(gone), (StoredChunk::Anew, SLOT_BYTES));
     assert_eq!(stored(gone - SLOT_BYTES), (StoredChunk::Already, SLOT_BYTES));
-    // SAFETY: mapped in `kept`, with that size.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -61,7 +61,7 @@ fn forked_child_does_not_wait_for_helpers() {
     pool.end();
     assert!(pool.begin(HUGE_PAGE_BYTES, 1));
     pool.end();
-    // SAFETY: mapped by the pool, with an eighth more at most.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -86,7 +86,7 @@ fn skipped_chunks_are_freed() {
     // The next copy-out copies the pool as a whole.
     pool.forget(0, pool.bytes);
     assert!(!pool.leaves_out());
-    // SAFETY: as above.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
     PREFAULT.empty.clear();
@@ -124,7 +124,7 @@ fn runs_end_at_changes_and_at_the_chunk() {
     assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
     pool.set_keeps(false);
     assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is kept");
-    // SAFETY: as above.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -137,7 +137,7 @@ fn its_pages_are_brought_in_near_the_device() {
     assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
     pool.end();
     assert_eq!(PREFAULT.near(), numa::processors_of(0).unwrap_or([0; 128]));
-    // SAFETY: mapped by the pool.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -158,7 +158,7 @@ fn tainted_pool_is_not_used_again() {
     assert!(pool.begin(HUGE_PAGE_BYTES, 1));
     pool.end();
     assert_eq!(pool.start, fresh, "it is used again");
-    // SAFETY: mapped by the pool, with an eighth more at most.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -183,7 +183,7 @@ fn copier_is_left_before_its_pages_are_freed() {
         assert_eq!((&copier).read(&mut [0]).unwrap(), 0, "hung up on");
         prefault_ahead::tests::told_nothing();
         fds::POOL.close();
-        // SAFETY: as above.
+        // SAFETY: the pool has mapped this range, and nothing uses it any more.
         unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
         PREFAULT.resident.clear();
     }
@@ -197,7 +197,7 @@ fn partial_copy_forgets_the_digests_it_touches() {
     pool.forget(SLOT_BYTES / 2, SLOT_BYTES);
     let known = pool.known().iter().take(3).map(|slot| *slot != Digest::UNKNOWN);
     assert_eq!(known.collect::<Vec<_>>(), [false, false, true]);
-    // SAFETY: mapped in `kept`, with that size.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }
@@ -232,7 +232,7 @@ fn registered_addresses_stay_mapped() {
         assert_eq!(fake.registered().len(), usize::from(is_held));
         // If the addresses were released, other memory could be there already.
         assert!(!is_held || is_mapped(start));
-        // SAFETY: mapped by the pools, and not used any more.
+        // SAFETY: the pools have mapped these ranges, and nothing uses them any more.
         unsafe {
             sys::unmap_private(pool.start as *mut u8, pool.bytes);
             if is_held {
@@ -254,7 +254,7 @@ fn copy_waits_for_the_pages_of_a_chunk() {
     PREFAULT.end();
     pool.ready(0);
     assert!(PREFAULT.resident.has(0));
-    // SAFETY: as above.
+    // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
 }

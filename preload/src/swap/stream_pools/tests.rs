@@ -30,7 +30,7 @@ impl SwapDevice {
 
     fn allocate(&self) -> u64 {
         let mut address = 0;
-        // SAFETY: a place of the test's.
+        // SAFETY: the address points to a local variable of the test.
         let code = unsafe { mem_alloc_async(&raw mut address, BYTES, stream()) };
         assert_eq!(code, result::SUCCESS);
         address
@@ -82,10 +82,10 @@ fn memory_of_the_devices_pool_is_carried() {
     let swappable = SwapDevice::new();
     let address = swappable.allocate();
     assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (1, 0));
-    // SAFETY: no arguments but numbers.
+    // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
     assert_eq!(swappable.allocate(), address, "its stream has it again");
-    // SAFETY: as above.
+    // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
     settle(true);
     assert_eq!(swappable.fake.held().mappings, 0);
@@ -100,7 +100,7 @@ fn pool_with_peer_access_is_the_drivers() {
         location_id: DEVICE + 1,
         flags: ACCESS_READ_WRITE,
     };
-    // SAFETY: a place of the test's.
+    // SAFETY: the address points to a local variable of the test.
     let code = unsafe { pool_set_access(DEFAULT_POOL, &raw const other, 1) };
     assert_eq!(code, result::SUCCESS);
     swappable.allocate();
@@ -113,7 +113,7 @@ fn no_pool_ends_while_pools_are_looked_at() {
     let swappable = SwapDevice::new();
     let pool = swappable.pool();
     let ends = SWAP.unused_lock.hold(|| {
-        // SAFETY: no arguments but numbers.
+        // SAFETY: all arguments are numbers.
         let ends = thread::spawn(move || unsafe { pool_destroy(pool) });
         until_it_waits(&ends, &SWAP.unused_lock);
         (ends, swappable.fake.pools())
@@ -146,11 +146,11 @@ fn wait_for_work_ignores_an_ending_context() {
 fn context_end_frees_its_earlier_memory() {
     let swappable = SwapDevice::new();
     let ends = SWAP.contexts_lock.hold(|| {
-        // SAFETY: no arguments but numbers.
+        // SAFETY: all arguments are numbers.
         let ends = thread::spawn(|| unsafe { super::super::contexts::ctx_destroy(CONTEXT) });
         until_it_waits(&ends, &SWAP.contexts_lock);
         let mut address = 0;
-        // SAFETY: a place of the test's.
+        // SAFETY: the address points to a local variable of the test.
         let code = unsafe { super::super::alloc_wrappers::mem_alloc(&raw mut address, BYTES) };
         (ends, code)
     });
@@ -168,12 +168,12 @@ fn primary_context_is_not_held_during_release() {
     let swappable = SwapDevice::new();
     swappable.fake.retain_primary(2);
     let mut address = 0;
-    // SAFETY: a place of the test's.
+    // SAFETY: the address points to a local variable of the test.
     let code = unsafe { super::super::alloc_wrappers::mem_alloc(&raw mut address, BYTES) };
     assert_eq!(code, result::SUCCESS);
     swappable.fake.fail("cuDevicePrimaryCtxRetain", 0);
     let other = SWAP.contexts_lock.hold(|| {
-        // SAFETY: no arguments but numbers.
+        // SAFETY: all arguments are numbers.
         let other = thread::spawn(|| unsafe { primary_release(DEVICE) });
         until_it_waits(&other, &SWAP.contexts_lock);
         assert!(swappable.fake.is_still_to_fail(), "it was not asked before its turn");
@@ -181,10 +181,10 @@ fn primary_context_is_not_held_during_release() {
     });
     assert_eq!(other.join().unwrap(), result::SUCCESS);
     assert_eq!(swappable.fake.held().mappings, 1, "one more has hold of it");
-    // SAFETY: as above.
+    // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
     assert_eq!(swappable.fake.held().mappings, 0);
-    // SAFETY: as above.
+    // SAFETY: all arguments are numbers.
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
 
@@ -198,7 +198,7 @@ fn free_ignores_mark_of_ending_context() {
     let mark = CompletionMark { event: 5, context: OTHER };
     locked(|table| table.at(address).unwrap().mark = mark);
     let frees = SWAP.unused_lock.hold(|| {
-        // SAFETY: no arguments but numbers.
+        // SAFETY: all arguments are numbers.
         let frees = thread::spawn(move || unsafe { mem_free_async(address, stream()) });
         until_it_waits(&frees, &SWAP.unused_lock);
         let now = tables(AllocationTables::now);
@@ -218,7 +218,7 @@ fn failed_free_changes_nothing() {
     for function in ["cuEventCreate", "cuStreamSynchronize"] {
         swappable.fake.fail(function, 0);
     }
-    // SAFETY: no arguments but numbers.
+    // SAFETY: all arguments are numbers.
     assert_ne!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
     assert_eq!(locked(|table| table.at(address).copied()), before);
 }

@@ -85,7 +85,7 @@ impl Exporter {
         let received = sys::receive(own.number(), &mut frame);
         let answered = match &received {
             Ok((FRAME_BYTES, Some(memory))) => {
-                // SAFETY: it is open as long as `received`.
+                // SAFETY: the descriptor is open as long as `received` exists.
                 let memory = unsafe { BorrowedFd::borrow_raw(memory.number()) };
                 assert!(self.fake.has_exported(memory), "it is no memory of the device");
                 Some(IpcReply::decode(&frame).unwrap())
@@ -199,7 +199,7 @@ fn copied_out_exporter_still_serves_its_handle() {
     let other = exporter.add_piece();
     [exporter.address, other].iter().for_each(|at| exporter.fake.write(*at, *at));
     let mut handle = [0; HANDLE_BYTES];
-    // SAFETY: a local of the test.
+    // SAFETY: the address is that of a local variable.
     let code = unsafe { ipc_get_mem_handle(&raw mut handle, exporter.address) };
     let handle = IpcHandle::decode(&handle).unwrap();
     assert_eq!((code, handle.address), (result::SUCCESS, exporter.address));
