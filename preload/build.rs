@@ -8,7 +8,7 @@ fn main() {
         return;
     }
     for argument in [
-        // No libc, no start files: the library must load into any process.
+        // Link neither libc nor start files, because the library must load into any process.
         "-nostdlib",
         "-nostartfiles",
         // The library runs a thread and gives out addresses of its functions, so it must never be

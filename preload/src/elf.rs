@@ -149,6 +149,8 @@ pub struct DynamicSection {
 }
 
 impl DynamicSection {
+    /// Reads the tables to which a dynamic section points.
+    ///
     /// # Safety
     /// `entry` must point to the dynamic section of an object loaded at `base`, which
     /// must stay mapped as long as the result is used.

@@ -143,9 +143,9 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             return ThunkAction::Pass;
         };
         frame.place = place;
-        // The hazard is added before the call is counted or waits. If the call was counted, the
-        // agent sees the hazard after every count is zero; if not, the call waits until the process
-        // is resident.
+        // Add the hazard before the call is counted or waits. If the gate lets the call pass, the
+        // agent sees the hazard once every count is zero. If the gate holds the call, the call
+        // waits until the process is resident.
         if !tool.is_empty() && page.add_hazards(tool) {
             hook_table::see_waits();
             process::poke_agent();

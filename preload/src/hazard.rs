@@ -67,6 +67,9 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
     }
 }
 
+/// The hazard of a call that sets access rights: peer access, if a descriptor names another device
+/// than `owner`.
+///
 /// # Safety
 /// `descriptors` must point to `count` descriptors.
 unsafe fn peer_access(

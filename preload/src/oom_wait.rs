@@ -195,8 +195,8 @@ impl OomWaiter {
 const LOOK_AGAIN_MS: u64 = 1_000;
 
 /// Whether a call of this function may be repeated after it failed for lack of memory. This
-/// requires that the failed call has done nothing. For the launch of a graph that is not
-/// documented: a part of the graph's work may have begun.
+/// requires that the failed call has done nothing. It is undocumented whether the failed launch of
+/// a graph has done nothing: a part of the graph's work may have begun.
 pub fn may_be_repeated(entry: &HookEntry) -> bool {
     let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"

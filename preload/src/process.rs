@@ -159,6 +159,8 @@ pub fn place() -> Option<(SlotLocation, &'static CounterPage)> {
     }
 }
 
+/// Gives the calling thread a slot in the counters.
+///
 /// # Safety
 /// `thread` must be the calling thread's block.
 unsafe fn attach(thread: *mut ThreadState, page: &'static CounterPage, token: u64) {

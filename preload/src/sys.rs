@@ -78,7 +78,7 @@ pub struct Errno(pub i32);
 /// action is to ignore the signal.
 pub const SIGURG: u64 = 23;
 
-/// `O_CLOEXEC`, as of `open`.
+/// `O_CLOEXEC`, the flag of `open`.
 const CLOEXEC: usize = 0x8_0000;
 
 pub const ESRCH: Errno = Errno(3);

@@ -257,7 +257,8 @@ fn hazards_are_reported_and_forbid_a_lock() {
     agent.done(&[Action::Open]);
 }
 
-/// The library can copy the rest of the memory, which needs the lock.
+/// Managed memory forbids the checkpoint but not the lock, because the library needs the lock to
+/// copy the other memory.
 #[test]
 fn hazard_of_allocations_forbids_a_checkpoint() {
     let controller = Controller::new();

@@ -24,12 +24,12 @@ pub enum Class {
     /// If the exporter were checkpointed, the driver would restore its memory as a separate copy,
     /// which is not shared with the importer.
     Import = 7,
-    /// Held and counted like [`Class::Work`]. The library has a wrapper for it, because it concerns
-    /// swappable memory, contexts or captures.
+    /// Calls are held and counted like [`Class::Work`]. The library has a wrapper for each of these
+    /// functions, because they concern swappable memory, contexts or captures.
     Memory = 8,
-    /// Its calls pass, because they return at once even while the process is checkpointed. If the
-    /// library has swappable memory, they are handled like [`Class::Poll`], because such memory has
-    /// no attributes while it is copied out.
+    /// Calls pass, because they return at once even while the process is checkpointed. If the
+    /// library has swappable memory, calls are handled like [`Class::Poll`], because such memory
+    /// has no attributes while it is copied out.
     Pointer = 9,
     /// A wait for work, handled like [`Class::Work`]. After it, the library releases memory that
     /// was freed in a stream. Such calls therefore take the thorough path once the library can have
@@ -70,7 +70,7 @@ impl Class {
     }
 
     /// Whether calls may take device memory or add a hazard. Such calls are also held while
-    /// allocations are held.
+    /// allocations are paused.
     #[must_use]
     pub const fn is_special(self) -> bool {
         !matches!(

@@ -261,7 +261,7 @@ pub type CheckpointGetStateFn = unsafe extern "C" fn(i32, *mut u32) -> u32;
 pub type DriverGetVersionFn = unsafe extern "C" fn(*mut i32) -> u32;
 /// The signature of `cuCtxGetDevice`.
 pub type CtxGetDeviceFn = unsafe extern "C" fn(*mut i32) -> u32;
-/// `cuDeviceGetUuid`, `cuDeviceGetUuid_v2`: 16 bytes.
+/// The signature of `cuDeviceGetUuid` and `cuDeviceGetUuid_v2`, which write 16 bytes.
 pub type DeviceGetUuidFn = unsafe extern "C" fn(*mut core::ffi::c_void, i32) -> u32;
 /// The signature of `cuPointerGetAttribute`.
 pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u32, u64) -> u32;

@@ -2,9 +2,9 @@
 //! while the process's context is checkpointed. NVML would block until the context is restored.
 
 /// How a call is handled while the context is checkpointed. The table in `docs/nvml.md` lists the
-/// functions of each class. Most comments begin with the function's arguments. "Returns the last
-/// result": the library returns the result of the last call with the same arguments. "Returns a
-/// reading": the library returns a figure that the controller has read from NVML and sent.
+/// functions of each class. Most comments begin with the function's arguments. "The same call" is a
+/// call with the same arguments. A reading is a figure that the controller has read from NVML and
+/// sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
@@ -15,41 +15,42 @@ pub enum Class {
     Init,
     /// The library only counts the call. NVML stays initialised in a process that uses CUDA.
     Shutdown,
-    /// `(u32 *)`: returns the last result.
+    /// Arguments `(u32 *)`. The library returns the last result of the same call.
     Word,
-    /// `(char *, length)`: returns the last result.
+    /// Arguments `(char *, length)`. The library returns the last result of the same call.
     Text,
-    /// `(index, device *)`: returns the last result.
+    /// Arguments `(index, device *)`. The library returns the last result of the same call.
     Handle,
-    /// `(text, device *)`: returns the last result.
+    /// Arguments `(text, device *)`. The library returns the last result of the same call.
     HandleByText,
-    /// `(device, char *, length)`: returns the last result.
+    /// Arguments `(device, char *, length)`. The library returns the last result of the same call.
     DeviceText,
-    /// `(device, u32 *)`: returns the last result.
+    /// Arguments `(device, u32 *)`. The library returns the last result of the same call.
     DeviceWord,
-    /// `(device, u64 *)`: returns the last result.
+    /// Arguments `(device, u64 *)`. The library returns the last result of the same call.
     DeviceLong,
-    /// `(device, u32 *, u32 *)`: returns the last result.
+    /// Arguments `(device, u32 *, u32 *)`. The library returns the last result of the same call.
     DevicePair,
-    /// `(device, kind, u32 *)`: returns the last result for this kind.
+    /// Arguments `(device, kind, u32 *)`. The library returns the last result of the same call.
     DeviceKindWord,
-    /// `(device, nvmlPciInfo_t *)`: returns the last result.
+    /// Arguments `(device, nvmlPciInfo_t *)`. The library returns the last result of the same call.
     DevicePci,
-    /// `(device, nvmlMemory_t *)`: returns a reading.
+    /// Arguments `(device, nvmlMemory_t *)`. The library returns a reading of the controller.
     Memory,
-    /// `(device, nvmlMemory_v2_t *)`: returns a reading.
+    /// Arguments `(device, nvmlMemory_v2_t *)`. The library returns a reading of the controller.
     MemoryV2,
-    /// `(device, nvmlUtilization_t *)`: returns a reading.
+    /// Arguments `(device, nvmlUtilization_t *)`. The library returns a reading of the controller.
     Utilization,
-    /// `(device, sensor, u32 *)`: returns a reading of the sensor.
+    /// Arguments `(device, sensor, u32 *)`. The library returns a reading of this sensor.
     Temperature,
-    /// `(device, nvmlTemperature_t *)`: returns a reading.
+    /// Arguments `(device, nvmlTemperature_t *)`. The library returns a reading of the controller.
     TemperatureV,
-    /// `(device, u32 *)`: returns a reading, in milliwatts.
+    /// Arguments `(device, u32 *)`. The library returns a reading of the controller, in milliwatts.
     Power,
-    /// `(device, count *, processes *)`: returns an empty list.
+    /// Arguments `(device, count *, processes *)`. The library returns an empty list.
     Processes,
-    /// `(set, data *, timeout)`: waits outside NVML, and does not restore the process.
+    /// Arguments `(set, data *, timeout)`. The library waits outside NVML, and does not restore the
+    /// process.
     Wait,
     /// Calls are held until the process is restored.
     Held,
@@ -600,7 +601,7 @@ mod tests {
         assert_eq!(class(COUNT), Class::Held);
     }
 
-    /// The documents must list every function that is not held, in the row of its class. All other
+    /// `docs/nvml.md` must list every function that is not held, in the row of its class. All other
     /// functions are held.
     #[test]
     fn documents_name_each_function_and_class() {

@@ -32,7 +32,7 @@ pub struct DevicePairs {
 }
 
 impl DevicePairs {
-    /// The pairs in use.
+    /// The valid pairs of the array.
     pub fn all(&self) -> &[GpuPair] {
         self.pairs.get(..self.many).unwrap_or_default()
     }

@@ -106,7 +106,8 @@ impl OrderMachine {
     /// Carries out an order completely before it returns.
     pub fn execute_order(&mut self, host: &mut impl Host, action: Action) -> Ended {
         if !admits(self.phase, action) {
-            // Another program may have moved the process with the driver's checkpoint interface.
+            // Query the driver's state first, because another program may have moved the process
+            // with the driver's checkpoint interface.
             self.observe(host);
         }
         if !admits(self.phase, action) {
@@ -155,7 +156,8 @@ impl OrderMachine {
                 self.hand_over_if_lost(host, ended)
             }
             Action::RestoreOnGpu { from, to } => {
-                // The copier would copy into memory of the GPU from which the process is moved.
+                // Close the connection to the copier, because it would copy into memory of the GPU
+                // from which the process is moved away.
                 host.leave_copier();
                 if host.exported_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
@@ -175,7 +177,7 @@ impl OrderMachine {
         }
     }
 
-    /// Ends the pause of allocations. Calls that waited only for this continue.
+    /// Ends the pause of allocations. Calls that waited only for the end of the pause continue.
     pub fn release_allocations(&mut self, host: &mut impl Host) {
         if self.allocations_held && self.phase == Phase::Open {
             host.set_gate(Gate::Open);
@@ -191,7 +193,8 @@ impl OrderMachine {
     }
 
     fn run_self_restore(&mut self, host: &mut impl Host) -> bool {
-        // The copier's device memory for this process would count as used in the check for free VRAM.
+        // Close the connection to the copier. Otherwise its device memory for this process would
+        // count as used in the check for free VRAM.
         host.leave_copier();
         self.release_allocations(host);
         self.observe(host);
@@ -338,7 +341,8 @@ impl OrderMachine {
 
     fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
         if self.phase == Phase::CopiedOut {
-            // Nothing runs on the GPU: the copy out has waited for it, and the gate is closed.
+            // Nothing runs on the GPU, because the copy out has waited for all work, and the gate
+            // is closed.
             host.release_copied(self.vram_bytes);
             let call = DriverCall::Lock(MAX_WORK_MS);
             match self.step(host, call, Phase::Locking, Phase::Locked) {
@@ -387,8 +391,9 @@ impl OrderMachine {
         }
     }
 
-    /// Ends a step of a restore. It may have failed because the context is lost, as after an
-    /// uncorrectable memory error. Then no attempt will succeed, and callers would wait without end:
+    /// Ends a step of a restore. The step may have failed because the context is lost, as after an
+    /// uncorrectable memory error. Then no attempt will succeed, and callers would wait without
+    /// end:
     ///
     /// - If the driver runs and confirms the code, calls pass, and the driver returns its error, as
     ///   without this library. No call needs the memory that is not copied in, because all calls fail.
@@ -478,9 +483,9 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits until no call of this set is inside the driver, then seals the gate. Stops waiting if a
-/// caller arrives at the gate while another call is still inside. The process is then not idle, and
-/// the call inside might need the waiting call to continue.
+/// Waits until no call of the set `calls` is inside the driver, then seals the gate. Stops waiting
+/// if a caller arrives at the gate while another call is still inside. The process is then not
+/// idle, and the call inside might need the waiting call to continue.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;

@@ -80,6 +80,8 @@ pub fn uuid_key(handle: u64) -> u64 {
     cache::key(UUID, &[handle], &[])
 }
 
+/// The key under which the result of a call is cached; `None`: the result is not cached.
+///
 /// # Safety
 /// `arguments` must be those of a call of a function of this shape, with addresses.
 unsafe fn key(place: u64, class: Class, shape: AnswerLayout, arguments: &[u64; 6]) -> Option<u64> {
@@ -141,8 +143,10 @@ pub unsafe fn remember(place: u64, class: Class, frame: &NvmlFrame) {
     cache::store(key, result, &bytes);
 }
 
+/// Copies bytes from an address.
+///
 /// # Safety
-/// There must be as many bytes at `from`.
+/// There must be `count` bytes at `from`.
 unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     // SAFETY: the caller guarantees this: see `# Safety` above.
     let from = unsafe { core::slice::from_raw_parts(from as *const u8, count) };

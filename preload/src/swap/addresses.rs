@@ -7,7 +7,7 @@ use affinode_cuda_sys::result;
 use super::driver::call;
 use super::tables;
 
-/// Maximum number of kept ranges.
+/// Maximum number of address ranges that are kept for reuse.
 const MAX_RANGES: usize = 16;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -13,13 +13,13 @@ use super::{
 
 /// Abilities of each device, as a bit set; 0: not queried yet.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
-/// Bit: the device was queried.
+/// Bit of [`ABILITIES`]: the device was queried.
 const KNOWN: u32 = 1;
-/// Bit: memory of the device can be swappable.
+/// Bit of [`ABILITIES`]: memory of the device can be swappable.
 const ABLE: u32 = 1 << 1;
-/// Bit: memory can be created so that other devices on the bus can access it.
+/// Bit of [`ABILITIES`]: memory can be created so that other devices on the bus can access it.
 const RDMA: u32 = 1 << 2;
-/// Bit: memory of the device can be exported.
+/// Bit of [`ABILITIES`]: memory of the device can be exported.
 const SHARES: u32 = 1 << 3;
 
 fn ability(device: i32) -> u32 {
@@ -89,7 +89,8 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
     let mapped = match try_once() {
         result::SUCCESS => result::SUCCESS,
-        // An earlier failure may have left a mapping there that could not be unmapped then.
+        // An earlier failure may have left a mapping at these addresses that could not be unmapped
+        // then.
         _ if call!(mem_unmap(piece.address, bytes)) == result::SUCCESS => try_once(),
         code => code,
     };

@@ -121,10 +121,10 @@ fn ends(
     code
 }
 
-/// Removes the ended context from one allocation of a memory pool that was made in it, and marks
-/// the allocation to stay on the device. Pool memory outlives its context (measured, H200, driver
-/// 580.159), but there is no longer a context in which it could be copied in. Returns the bytes
-/// that are no longer swappable, or `None` if no such allocation is left.
+/// Removes an ended context from one allocation of a memory pool that was made in this context, and
+/// marks the allocation to stay on the device. Pool memory outlives its context (measured, H200,
+/// driver 580.159), but there is no longer a context in which it could be copied in. Returns the
+/// bytes that are no longer swappable, or `None` if no such allocation is left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;

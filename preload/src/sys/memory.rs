@@ -103,6 +103,8 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     }
 }
 
+/// Faults in pages of a file as huge pages, if the kernel allows it.
+///
 /// # Safety
 /// The same conditions as for [`make_resident`].
 unsafe fn make_huge(start: *mut u8, bytes: usize) {

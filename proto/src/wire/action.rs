@@ -51,7 +51,7 @@ pub enum Action {
     },
     /// Closed → Open: release the waiting calls.
     Open,
-    /// Closed → Locked: `cuCheckpointProcessLock`.
+    /// Closed → Locked: call `cuCheckpointProcessLock`.
     Lock {
         /// Timeout of the driver's lock, in milliseconds.
         timeout_ms: u32,
@@ -66,16 +66,17 @@ pub enum Action {
         /// Options of the copy out.
         how: CopyOptions,
     },
-    /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock, then
-    /// the same call. If a copier copies the memory out, the agent waits until it has finished. If
-    /// the copier does not copy, the process is restored.
+    /// Locked → Checkpointed: call `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock
+    /// the process, then make the same call. If a copier copies the memory out, the agent waits
+    /// until it has finished. If the copier does not copy, the process is restored.
     Checkpoint {
         /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
         /// restore without a controller.
         vram_bytes: u64,
     },
-    /// Checkpointed → Locked: `cuCheckpointProcessRestore`. With copied-out memory: Checkpointed →
-    /// Closed, by unlock and copy in. Without a checkpoint: CopiedOut → Closed, by copy in.
+    /// Checkpointed → Locked: call `cuCheckpointProcessRestore`. With copied-out memory:
+    /// Checkpointed → Closed, by unlock and copy in. Without a checkpoint: CopiedOut → Closed, by
+    /// copy in.
     ///
     /// Sent only with VRAM reserved and proven free, and executed at most
     /// [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the decision: a driver restore without
@@ -91,7 +92,7 @@ pub enum Action {
         /// Position of the GPU on which the process is restored.
         to: u8,
     },
-    /// Locked → Closed: `cuCheckpointProcessUnlock`.
+    /// Locked → Closed: call `cuCheckpointProcessUnlock`.
     Unlock,
     /// Let new calls that may take VRAM wait at the gate, and wait until such calls in progress
     /// have ended. The phase stays Open.

@@ -108,6 +108,8 @@ pub unsafe extern "C" fn ipc_open_mem_handle(at: *mut u64, handle: ByValue, flag
     }
 }
 
+/// Opens a handle and writes the address of the memory to `at`. Returns the driver's code.
+///
 /// # Safety
 /// `at` must be null or a place for an address.
 unsafe fn open(at: *mut u64, handle: &IpcHandle, flags: u32) -> u32 {

@@ -57,7 +57,8 @@ fn load_that_was_given_up_is_taken_up_again() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT + 1]);
 }
 
-/// Otherwise the agent's own load would be the first one, and could wait for the lock.
+/// No digest may be computed after a failed load. The agent's own load would then be the first
+/// load, and could wait for the lock.
 #[test]
 fn no_digest_is_computed_after_a_failed_load() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -55,7 +55,7 @@ pub struct StreamPool {
     pub number: u64,
     /// The device of its memory.
     pub device: i32,
-    /// True if the driver makes new allocations of the pool.
+    /// True if new allocations of the pool are left to the driver.
     pub left: bool,
     /// Bytes in use, as requested.
     pub used: SizeClass,

@@ -144,8 +144,8 @@ pub fn unsettle() {
 
 /// Frees the pieces that are due, if any was freed since the last check or still waits. With
 /// `waited`, the call has waited for work, and pieces of pools are freed too, as the driver does.
-/// If another thread is freeing pieces now, the next call does it instead: that thread may be
-/// ending a context whose work needs this thread to continue.
+/// If another thread is freeing pieces now, this call frees nothing and leaves the pieces to the
+/// next call. The other thread may be ending a context whose work needs this thread to continue.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;

@@ -226,9 +226,10 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Takes an allocation, which is freed in a stream of a context, out of the table, so that no other
-/// thread can free it. A mark of another context is destroyed, because the end of that context
-/// would be missed once the mark is outside the table.
+/// Takes an allocation that is being freed out of the table, so that no other thread can free it.
+/// `context` is that of the stream in which it is freed. If the mark of the allocation is of
+/// another context, the mark is destroyed, because the library would miss the end of that context
+/// once the mark is outside the table.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
