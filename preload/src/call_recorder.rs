@@ -253,8 +253,8 @@ mod tests {
         }
         assert_eq!(taken, slow);
         let left = total(slot) - slot.pick.told.load(Ordering::Relaxed);
-        assert_eq!(sum + left, CALLS, "what was called before the watch is not told");
-        assert!((1_500..2_500).contains(&taken), "one in 50, about: {taken}");
+        assert_eq!(sum + left, CALLS, "calls before the recording are not counted");
+        assert!((1_500..2_500).contains(&taken), "about one call in 50 is recorded: {taken}");
     }
 
     #[test]

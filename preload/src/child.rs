@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn a_program_says_something_or_not() {
         assert_eq!(shell(c"echo one; echo two >&2; echo three", 60_000).unwrap(), b"one\nthree\n");
-        assert_eq!(shell(c"cat; true", 60_000).unwrap(), b"", "its input is empty");
+        assert_eq!(shell(c"cat; true", 60_000).unwrap(), b"", "the input of the program is empty");
         assert_eq!(shell(c"echo one; exit 3", 60_000), None);
         assert_eq!(shell(c"kill -9 $$", 60_000), None);
         let mut output = [0; 64];

@@ -193,9 +193,12 @@ mod tests {
             assert!(!answer(name, &text(&mut asked, 1)));
             remember(name, &text(&mut said, 1));
             assert!(answer(name, &text(&mut asked, 1)));
-            assert_eq!(&asked, b"A GPU\0\xff\xff", "and nothing behind it");
-            assert!(!answer(name, &text(&mut cut, 1)), "no room for all of it");
-            assert!(!answer(name, &text(&mut asked, 0)), "of another device");
+            assert_eq!(&asked, b"A GPU\0\xff\xff", "no byte after the text is written");
+            assert!(!answer(name, &text(&mut cut, 1)), "the buffer is too small for the text");
+            assert!(
+                !answer(name, &text(&mut asked, 0)),
+                "the name of another device is not cached"
+            );
             for device in [16, u64::from(u32::MAX)] {
                 remember(name, &text(&mut said, device));
                 assert!(!answer(name, &text(&mut asked, device)), "{device}");
@@ -210,8 +213,11 @@ mod tests {
             (major, minor) = (0, 0);
             assert!(answer(capability, &arguments));
             assert_eq!((major, minor), (9, 7));
-            assert!(!answer(capability, &[0; 6]), "nowhere to put it");
-            assert!(!answer(number(Function::cuInit), &arguments), "not such a function");
+            assert!(!answer(capability, &[0; 6]), "the addresses are null");
+            assert!(
+                !answer(number(Function::cuInit), &arguments),
+                "the results of this function are not cached"
+            );
             forget();
             assert!(!answer(capability, &arguments));
         }

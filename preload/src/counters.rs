@@ -387,10 +387,10 @@ pub mod tests {
         for slot in &page.slots[2..] {
             slot.own_for_test(own);
         }
-        assert!(page.claim(own + 1).is_none(), "all belong to the living");
+        assert!(page.claim(own + 1).is_none(), "all slots belong to living threads");
         page.slots[7].own_for_test(dead);
         page.slots[7].inflight.store(1, Ordering::Relaxed);
-        assert!(page.drained(|s| &s.inflight), "counts of the dead");
+        assert!(page.drained(|s| &s.inflight), "counts of ended threads are ignored");
         let taken = page.claim(own + 1).unwrap();
         assert!(core::ptr::eq(taken, &page.slots[7]));
         assert_eq!(taken.inflight.load(Ordering::Relaxed), 0);
@@ -472,7 +472,7 @@ pub mod tests {
         // renewed.
         assert_eq!(page.count_waiters(10 + WAIT_COUNTS_US), 0);
         assert!(!page.may_have_waiters());
-        assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "it had lapsed");
+        assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "the wait no longer counted");
         assert!(!page.renew_wait(own, 11 + WAIT_COUNTS_US));
         assert_eq!(page.count_waiters(11 + WAIT_COUNTS_US), 1);
         page.end_wait(own, 12 + WAIT_COUNTS_US);

@@ -298,8 +298,8 @@ mod tests {
         for n in 1..=3 {
             assert!(record.add(release(n), ReleaseKind::Release));
         }
-        assert!(!record.add(release(2), ReleaseKind::Release), "it is repeated");
-        assert!(!record.add(release(0), ReleaseKind::Release), "its handle is null");
+        assert!(!record.add(release(2), ReleaseKind::Release), "the release is repeated");
+        assert!(!record.add(release(0), ReleaseKind::Release), "the handle of the release is null");
         let made: Vec<_> = core::iter::from_fn(|| record.take()).map(|one| one.real).collect();
         assert_eq!(made, [1, 2, 3]);
         assert!(record.take().is_none() && !record.context_is_gone);
@@ -308,7 +308,7 @@ mod tests {
         assert!(record.add(release(0), ReleaseKind::ContextRelease) && record.context_is_gone);
         record.begin();
         assert!((1..=MAX_NOTED as u64).all(|n| record.add(release(n), ReleaseKind::Release)));
-        assert!(!record.add(release(9_999), ReleaseKind::Release), "it is full");
+        assert!(!record.add(release(9_999), ReleaseKind::Release), "the record is full");
     }
 
     #[test]
@@ -316,10 +316,10 @@ mod tests {
         find_code();
         let [from, to] = &CODE[0];
         let (from, to) = (from.load(Ordering::Relaxed), to.load(Ordering::Relaxed));
-        assert!(from != 0 && to > from, "libc defines it");
+        assert!(from != 0 && to > from, "libc defines exit");
         let stack = [0_usize, from, 0];
         let at = stack.as_ptr() as usize;
-        assert!(!is_in_code(stack[1]), "a pointer to the function");
+        assert!(!is_in_code(stack[1]), "a pointer to exit is not a return address");
         assert!(is_in_code(from + 1) && is_in_code(to - 1) && !is_in_code(to));
         assert!(!is_running(at), "a test is not inside exit");
         let stack = [0_usize, from + 5, 0];

@@ -218,7 +218,10 @@ mod tests {
         let exported: &HookEntry = Box::leak(Box::new(HookEntry::exported(number, Class::Sync)));
         let is_seen = || exported.meta.load(Ordering::Relaxed) & THOROUGH_BIT != 0;
         assert_eq!(exported.resolve(|_| Some(77)), Some(77));
-        assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(), "nothing is to be seen yet");
+        assert!(
+            SEES_WAITS.load(Ordering::Relaxed) || !is_seen(),
+            "waits take the thorough path too early"
+        );
         see_waits();
         // Another test may have called `see_waits` before, without completing it.
         EXPORTED_WAITS.iter().for_each(|place| {

@@ -286,7 +286,7 @@ fn denied_system_calls_are_not_needed() {
     agent.start(CLOSE);
     while agent.page().phase != Phase::Closing {}
     client.ask("release");
-    assert_eq!(agent.report().0, Outcome::Done, "a call from inside a call");
+    assert_eq!(agent.report().0, Outcome::Done, "a call that was made inside another call");
     // If the page cannot be created, or the kernel cannot zero state in forked children, the
     // process is not managed.
     for denied in [MEMFD_CREATE, MADVISE] {

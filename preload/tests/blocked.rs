@@ -46,7 +46,7 @@ fn drivers_own_thread_is_no_alarm() {
     assert!(agent.is_silent_for(std::time::Duration::from_secs(5)));
     client.ask("hidden");
     client.ask("inside 2");
-    assert_eq!(agent.wake().1, 1, "the other one is found");
+    assert_eq!(agent.wake().1, 1, "the second blocked thread is found");
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("join"), 0);
 }

@@ -38,7 +38,7 @@ impl Watched {
     fn wait_for_one_in(&self, expected: u32) {
         let end = Instant::now() + Duration::from_secs(60);
         while self.page()[SAMPLE_EVERY..SAMPLE_EVERY + 4] != expected.to_ne_bytes() {
-            assert!(Instant::now() < end, "the agent does not watch one in {expected}");
+            assert!(Instant::now() < end, "the agent does not record one call in {expected}");
             std::thread::yield_now();
         }
     }
@@ -73,7 +73,7 @@ fn overhead_is_measured_without_counted_calls() {
     agent.page.read_exact_at(&mut *page, 0).unwrap();
     let snapshot = CounterSnapshot::decode(&*page).unwrap();
     assert!((1..MAX_CALL_COST_PS).contains(&snapshot.call_cost_ps), "{snapshot:?}");
-    assert!(snapshot.calls + snapshot.polls < 100, "thousands were made to measure it");
+    assert!(snapshot.calls + snapshot.polls < 100, "the calls of the measurement are not counted");
     assert_eq!((snapshot.inflight, snapshot.held_us), (0, 0));
     println!("a hooked call costs {} ps more", snapshot.call_cost_ps);
 }
@@ -151,7 +151,7 @@ fn a_watched_process_is_held_and_goes_on_as_ever() {
     w.agent.done(&[CLOSE]);
     w.client.send("cuLaunchKernel");
     w.agent.wake();
-    assert!(w.taken().is_empty(), "it is not in the driver");
+    assert!(w.taken().is_empty(), "the waiting call is not in the driver");
     w.agent.done(&[Action::Open]);
     assert_eq!(w.client.answer(), 0);
     assert_eq!(w.names(), ["cuLaunchKernel"]);

@@ -63,7 +63,7 @@ fn is_answered_while_away(build: Build, route: &str) {
     asks(&mut client, &KNOWN);
     assert!(
         client.ask("calls") >= reached + KNOWN.len() as i64,
-        "{route}: it passes when resident"
+        "{route}: calls pass while the process is resident"
     );
     let before = agent.page();
     agent.done(&OFFLOAD);
@@ -76,10 +76,14 @@ fn is_answered_while_away(build: Build, route: &str) {
     assert_eq!(client.answer(), 1_500, "{route}");
     asks(&mut client, &[("total", 2_000), ("used", 500), ("used2", 400), ("rates", 30_005)]);
     asks(&mut client, &[("temperature", 41), ("power", 80_000), ("processes", 0)]);
-    assert_eq!(client.ask("calls"), reached, "{route}: none has reached NVML");
+    assert_eq!(client.ask("calls"), reached, "{route}: no call has reached NVML");
     let after = agent.page();
     assert_eq!((after.calls, after.polls), (before.calls, before.polls), "{route}: no activity");
-    assert_eq!((after.phase, after.waiters), (Phase::Checkpointed, 0), "{route}: none wakes");
+    assert_eq!(
+        (after.phase, after.waiters),
+        (Phase::Checkpointed, 0),
+        "{route}: no call sends a wake"
+    );
     // A call without a cached result restores the process.
     client.send("clock 2");
     assert_eq!(agent.wake().1, 1, "{route}");

@@ -125,7 +125,7 @@ fn caller_that_jumps_out_waits_no_more() {
     let guard = std::time::Instant::now() + std::time::Duration::from_secs(60);
     let until_no_waiters = |agent: &support::controller::Connection| {
         while agent.page().waiters > 0 {
-            assert!(std::time::Instant::now() < guard, "a waiter that is none");
+            assert!(std::time::Instant::now() < guard, "a caller that has left counts as waiting");
             std::thread::yield_now();
         }
     };
@@ -223,7 +223,7 @@ fn no_allocation_before_welcome_or_under_hold() {
         wait_for_room_ms: 0,
         engine: Engine::Checkpoint,
     });
-    assert_eq!(client.answer(), 0, "a Welcome alone lets it go on");
+    assert_eq!(client.answer(), 0, "a Welcome alone lets the allocation continue");
 }
 
 #[test]
@@ -250,7 +250,11 @@ fn hazards_are_reported_and_forbid_a_lock() {
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.welcome();
     assert_eq!(client.ask("cuCtxEnablePeerAccess"), 0);
-    assert_eq!(agent.page().hazards, Hazards::PEER_ACCESS, "at the call's return");
+    assert_eq!(
+        agent.page().hazards,
+        Hazards::PEER_ACCESS,
+        "the hazard is set when the call returns"
+    );
     assert_eq!(agent.notice(), Hazards::PEER_ACCESS);
     agent.done(&[CLOSE]);
     assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
@@ -265,7 +269,11 @@ fn hazard_of_allocations_forbids_a_checkpoint() {
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.welcome();
     assert_eq!(client.ask("cuMemAllocManaged"), 0);
-    assert_eq!(agent.page().hazards, Hazards::MANAGED_MEMORY, "at the call's return");
+    assert_eq!(
+        agent.page().hazards,
+        Hazards::MANAGED_MEMORY,
+        "the hazard is set when the call returns"
+    );
     assert_eq!(agent.notice(), Hazards::MANAGED_MEMORY);
     agent.done(&[CLOSE, LOCK]);
     assert_eq!(agent.order(CHECKPOINT).0, Outcome::Unsupported);
@@ -346,7 +354,7 @@ fn poll_while_closing_waits_for_lock() {
     let (polls, made) = (agent.page().polls, client.ask("count"));
     client.ask("start cuStreamQuery");
     client.ask("release");
-    assert_eq!(agent.report(), (Outcome::Done, Phase::Closed, 0), "a poll turns no close round");
+    assert_eq!(agent.report(), (Outcome::Done, Phase::Closed, 0), "a poll does not cancel a close");
     assert_eq!((agent.page().polls, agent.page().waiters), (polls, 0));
     agent.done(&[LOCK]);
     assert_eq!(client.ask("join"), 0);

@@ -30,7 +30,7 @@ fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
 fn wait_for(client: &mut Client, what: &str, more: i64) {
     let (start, end) = (client.ask(what), Instant::now() + GUARD);
     while client.ask(what) < start + more {
-        assert!(Instant::now() < end, "{what}: no {more} more in time");
+        assert!(Instant::now() < end, "{what} has not increased by {more} in time");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -39,7 +39,7 @@ fn wait_for(client: &mut Client, what: &str, more: i64) {
 fn close(agent: &mut Connection) {
     let end = Instant::now() + GUARD;
     while agent.order(CLOSE).0 != Outcome::Done {
-        assert!(Instant::now() < end, "always busy");
+        assert!(Instant::now() < end, "the gate never closes, because a call is always inside");
     }
 }
 

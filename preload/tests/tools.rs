@@ -51,7 +51,10 @@ fn runtime_table_is_no_call_and_no_tool() {
         let mut client = started(&controller, "dlopen", &[]);
         let ask = format!("table {id}");
         assert_eq!(client.ask(&ask), 0);
-        assert!(!client.threads().contains(&"affinode-agent".to_owned()), "no call of CUDA's yet");
+        assert!(
+            !client.threads().contains(&"affinode-agent".to_owned()),
+            "the request alone must not start the agent"
+        );
         assert_eq!(client.ask("cuInit"), 0);
         let mut agent = controller.welcome();
         let before = agent.page();

@@ -144,7 +144,11 @@ mod tests {
         let prefix = tempfile::tempdir().unwrap();
         let program = prefix.path().join("bin/containerd-shim-affinode-v1 (deleted)");
         let of = || InstallationPaths::of(Some(&program), |_| None);
-        assert_eq!(of(), InstallationPaths::of(None, |_| None), "nothing is beside it");
+        assert_eq!(
+            of(),
+            InstallationPaths::of(None, |_| None),
+            "there is no library or file beside the program"
+        );
         let library = prefix.path().join(LIBRARY);
         fs::create_dir_all(&library).unwrap();
         fs::write(library.join(paths::LIB_FILE), "").unwrap();
@@ -169,7 +173,7 @@ mod tests {
         };
         assert_eq!(of("/run/mine").run_dir, Path::new("/run/mine"));
         assert_eq!(of("/run/mine").config, Path::new("/etc/lab/config.toml"));
-        assert_eq!(of("").run_dir, Path::new("/run/lab"), "an empty variable is none");
+        assert_eq!(of("").run_dir, Path::new("/run/lab"), "an empty variable counts as not set");
     }
 
     #[test]

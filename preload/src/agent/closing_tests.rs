@@ -40,7 +40,7 @@ impl Choices {
             self.forks.push((0, many));
         }
         let (taken, there) = self.forks[self.at];
-        assert_eq!(there, many, "a run is repeated as it was");
+        assert_eq!(there, many, "a repeated run has the same choices");
         self.at += 1;
         taken
     }

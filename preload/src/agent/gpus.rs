@@ -135,7 +135,7 @@ mod tests {
         let mut gpus = GpuMap::none();
         assert!(gpus.exchanged(0, 1).is_none());
         gpus.take(0, 7, &part(0));
-        assert!(gpus.exchanged(0, 1).is_none(), "a part is missing");
+        assert!(gpus.exchanged(0, 1).is_none(), "a part of the list is missing");
         gpus.take(5, 7, &part(5));
         let pairs = gpus.exchanged(6, 1).unwrap();
         let pairs: Vec<_> = pairs.all().iter().map(|p| (p.old[0] - 1, p.new[0] - 1)).collect();
@@ -154,7 +154,7 @@ mod tests {
         assert!(gpus.exchanged(0, 1).is_none());
         gpus.take(0, 12, &part(0));
         gpus.take(5, 11, &part(5));
-        assert!(gpus.exchanged(0, 1).is_none(), "of another length");
+        assert!(gpus.exchanged(0, 1).is_none(), "a part of a list of another length");
         gpus.take(0, 2, &part(0));
         assert_eq!(gpus.exchanged(0, 1).unwrap().all().len(), 2);
         for bad in [[0; 16], gpu(0).uuid] {
@@ -166,7 +166,7 @@ mod tests {
         }
         gpus.take(0, 255, &part(0));
         (1..51).for_each(|n| gpus.take(n * 5, 255, &part(0)));
-        assert!(gpus.exchanged(0, 1).is_none(), "more than there is room for");
+        assert!(gpus.exchanged(0, 1).is_none(), "the list is longer than the array");
     }
 
     #[test]

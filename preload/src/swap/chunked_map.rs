@@ -213,7 +213,7 @@ mod tests {
         for n in [5, 1, 9, 3] {
             assert!(sorted.insert(n));
         }
-        assert!(!sorted.insert(3), "a key is there once");
+        assert!(!sorted.insert(3), "a key exists only once");
         assert_eq!(all(&sorted), [1, 3, 5, 9]);
         assert_eq!(sorted.at(3), Some(&mut 3));
         assert_eq!(sorted.nth(2), Some(&5));

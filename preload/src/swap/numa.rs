@@ -92,12 +92,16 @@ mod tests {
         let mut one = [0; 128];
         one[first / 64] = 1 << (first % 64);
         std::thread::spawn(move || {
-            assert!(!sys::run_on(&[0; 128]), "it has to run somewhere");
+            assert!(!sys::run_on(&[0; 128]), "an empty set of processors is refused");
             assert_eq!(sys::processors_allowed(), Some(everywhere));
             assert!(sys::run_on(&one));
             assert_eq!((sys::processors(), sys::processors_allowed()), (1, Some(one)));
             stay(&everywhere);
-            assert_eq!(sys::processors_allowed(), Some(one), "where it was not let before");
+            assert_eq!(
+                sys::processors_allowed(),
+                Some(one),
+                "the thread uses only processors that it was allowed to use"
+            );
         })
         .join()
         .unwrap();

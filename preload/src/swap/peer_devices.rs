@@ -85,7 +85,7 @@ mod tests {
     fn open_peer_device_reaches_the_process() {
         let dir = std::env::temp_dir().join(format!("affinode-open-{}", std::process::id()));
         let path = std::ffi::CString::new(dir.to_str().unwrap()).unwrap();
-        assert!(is_reached_by(&path, false), "it cannot be told");
+        assert!(is_reached_by(&path, false), "an unreadable folder counts as reached");
         for (device, alone, with_peers) in [
             ("/dev/nvidia0", false, false),
             ("socket:[7]", false, false),
@@ -101,6 +101,6 @@ mod tests {
             assert_eq!(found, [alone, with_peers], "{device}");
             std::fs::remove_dir_all(&dir).unwrap();
         }
-        assert!(!is_reached_by(DESCRIPTORS, true), "this one has none");
+        assert!(!is_reached_by(DESCRIPTORS, true), "this process has no such device open");
     }
 }

@@ -353,9 +353,9 @@ pub mod tests {
             page.generation.store(1, Ordering::Relaxed);
             page.turn_back_for_test(1);
             page.set_phase(Phase::CopyingOut);
-            assert!(!fill(), "it would be touched");
+            assert!(!fill(), "the chunk must not be touched");
             assert_eq!((resident(), PREFAULT.touching.load(Ordering::Acquire)), (0, 0));
-            assert_eq!(page.filling_bytes.load(Ordering::Relaxed), 0, "it is over");
+            assert_eq!(page.filling_bytes.load(Ordering::Relaxed), 0, "the copy out is over");
             // The cancellation must not stop a prefault while no copy out is in progress.
             page.set_phase(Phase::Open);
             assert!(fill());
@@ -392,12 +392,12 @@ pub mod tests {
         let at = sys::map_private(2 * CHUNK_BYTES).unwrap();
         host_pressure::tests::TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
         PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
-        assert!(!PREFAULT.wait(1), "it would be touched");
+        assert!(!PREFAULT.wait(1), "the chunk must not be touched");
         PREFAULT.end();
         assert!(!PREFAULT.resident.has(0) && !PREFAULT.resident.has(1));
         host_pressure::tests::TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
         PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
-        assert!(PREFAULT.wait(0) && PREFAULT.wait(1), "the next time is as ever");
+        assert!(PREFAULT.wait(0) && PREFAULT.wait(1), "the next prefault succeeds");
         PREFAULT.end();
         assert_eq!(PREFAULT.touching.load(Ordering::Acquire), 0);
         // SAFETY: the test has mapped this range, and nothing uses it any more.

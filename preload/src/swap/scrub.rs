@@ -129,7 +129,7 @@ mod tests {
         let mut released = ScrubState::Not;
         assert!(!released.is_due(0, true, false));
         assert!(!released.is_due(300_000, true, true));
-        assert_eq!(released.patience_ms(300_000), u64::MAX, "the end of the hold is told");
+        assert_eq!(released.patience_ms(300_000), u64::MAX, "the agent wakes when the pause ends");
         assert!(released.is_due(300_001, true, false));
         let mut released = ScrubState::Not;
         assert!(!released.is_due(0, true, false) && !released.is_due(100_000, false, false));

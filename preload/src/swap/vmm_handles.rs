@@ -335,7 +335,7 @@ mod tests {
         let (mut blocks, name) = one();
         assert_eq!(blocks.handle(name), Handle::Named(5));
         blocks.map(name, 8 * MIB, 2 * MIB, 0);
-        assert_eq!(blocks.swappable_bytes(), 0, "without access rights");
+        assert_eq!(blocks.swappable_bytes(), 0, "a mapping without access rights is not swappable");
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
         let piece = blocks.at(name).unwrap().piece;
         assert_eq!((piece.address, piece.context, piece.leaves()), (8 * MIB, 77, true));
@@ -366,7 +366,7 @@ mod tests {
         let (mut blocks, name) = swappable();
         blocks.map(name, 16 * MIB, 2 * MIB, 0);
         blocks.set_access(16 * MIB, 2 * MIB, &[OWN], HERE);
-        assert_eq!(blocks.swappable_bytes(), 0, "at two addresses");
+        assert_eq!(blocks.swappable_bytes(), 0, "a block at two addresses is not swappable");
         assert_eq!(blocks.unmap(16 * MIB, 2 * MIB), Some(HandleRelease::Lives));
         assert_eq!(blocks.swappable_bytes(), 0);
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
@@ -375,7 +375,7 @@ mod tests {
         let part = blocks.insert(6, MemAllocationProp::default(), 4 * MIB).unwrap();
         blocks.map(part, 32 * MIB, 2 * MIB, 2 * MIB);
         blocks.set_access(32 * MIB, 2 * MIB, &[OWN], HERE);
-        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "only the first");
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "only the first block is swappable");
     }
 
     #[test]
@@ -391,9 +391,9 @@ mod tests {
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 0, ..other }], HERE);
         assert_eq!(blocks.swappable_bytes(), 2 * MIB, "access of another device revoked");
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 1, ..OWN }], HERE);
-        assert_eq!(blocks.swappable_bytes(), 0, "only to read");
+        assert_eq!(blocks.swappable_bytes(), 0, "memory with read access only is not swappable");
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], MappingPart { context: 78, device: 1, now: 1 });
-        assert_eq!(blocks.swappable_bytes(), 0, "no context to copy in");
+        assert_eq!(blocks.swappable_bytes(), 0, "no context could copy the block in");
 
         let (mut blocks, name) = swappable();
         blocks.stay_in(9 * MIB, 1);
@@ -425,7 +425,11 @@ mod tests {
         let (mut blocks, _) = swappable();
         blocks.context_ends(78, 2);
         blocks.context_ends(77, 1);
-        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "of another, or of a later one");
+        assert_eq!(
+            blocks.swappable_bytes(),
+            2 * MIB,
+            "another context or a later context has ended"
+        );
         blocks.context_ends(77, 2);
         assert_eq!(blocks.swappable_bytes(), 0);
     }

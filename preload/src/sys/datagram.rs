@@ -183,7 +183,10 @@ mod tests {
         let name = name();
         assert!(connect(&name).is_err(), "no socket has the name");
         let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
-        assert!(bind(&name, None, sys::gettid(), sys::SIGURG).is_err(), "one has it");
+        assert!(
+            bind(&name, None, sys::gettid(), sys::SIGURG).is_err(),
+            "another socket has the name"
+        );
         let [own, theirs] = pair().unwrap();
         let to = connect(&name).unwrap();
         assert_eq!(sys::send(to.number(), b"hello", Some(theirs.number())), Ok(5));
@@ -194,7 +197,11 @@ mod tests {
         assert_eq!(&bytes[..length], b"hello");
         assert_eq!(sys::send(way.unwrap().number(), b"yes", None), Ok(3));
         assert_eq!(sys::receive(own.number(), &mut bytes).unwrap().0, 3);
-        assert_eq!(sys::receive(own.number(), &mut bytes).unwrap().0, 0, "the way was closed");
+        assert_eq!(
+            sys::receive(own.number(), &mut bytes).unwrap().0,
+            0,
+            "the other end was closed"
+        );
         assert_eq!(sys::receive(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 

@@ -354,16 +354,20 @@ mod tests {
             let [first, second] = [(); 2].map(|()| SealedFile::map(fd, BYTES).unwrap());
             assert!(!first.is_same(at, || false));
             let own = first.at as *mut u8;
-            assert_eq!(first.take_place(own), PagePlacement::AsBefore, "it is there already");
+            assert_eq!(
+                first.take_place(own),
+                PagePlacement::AsBefore,
+                "the mapping is already at this address"
+            );
             assert_eq!(at.read(), 7);
             at.write(0);
             assert!(second.is_same(at, || false) && !second.is_same(at, || true));
             assert_eq!(second.take_place(at), PagePlacement::Taken);
             assert_eq!(at.read(), 0);
         }
-        assert!(SealedFile::map(fd, BYTES + 4096).is_none(), "it has fewer bytes");
+        assert!(SealedFile::map(fd, BYTES + 4096).is_none(), "the file has fewer bytes");
         unmap(at as usize + BYTES / 2, BYTES / 2);
-        assert!(!is_kept_from_children(at as usize, BYTES), "a part is not mapped");
+        assert!(!is_kept_from_children(at as usize, BYTES), "a part of the range is not mapped");
         unmap(at as usize, BYTES / 2);
         close(fd);
     }

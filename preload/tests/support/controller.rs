@@ -54,7 +54,7 @@ impl Controller {
                 ControlMessageOwned::ScmRights(fds) => fds.first().copied(),
                 _ => None,
             });
-            let fd = fds.next().expect("the page comes with the hello");
+            let fd = fds.next().expect("the Hello has no descriptor of the counters");
             #[expect(unsafe_code, reason = "a descriptor comes as a number")]
             // SAFETY: the descriptor was just received and has no other owner.
             let page = unsafe { File::from_raw_fd(fd) };

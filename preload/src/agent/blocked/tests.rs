@@ -85,13 +85,13 @@ impl Sleeper {
 fn threads_asleep_elsewhere_are_no_alarm() {
     let sleeper = Sleeper::start();
     let place = place_of(sleeper.tid).unwrap();
-    assert!(!is_inside_driver(place), "it sleeps in a test");
+    assert!(!is_inside_driver(place), "the thread sleeps in a test, not in the driver");
     let mut watch = BlockedThreadWatch::new();
     for _ in 0..5 {
         assert!(!watch.is_blocked(sleeper.tid));
     }
     sleeper.end();
-    assert!(!watch.is_blocked(1), "no thread of this process");
+    assert!(!watch.is_blocked(1), "thread 1 is not a thread of this process");
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn thread_that_goes_on_is_recognised() {
     assert!(watch.has_blocked());
     // The process is resident, and the thread is still at the same place.
     assert!(!watch.settle(1_000_000));
-    assert!(!watch.has_blocked(), "it is not restored twice");
+    assert!(!watch.has_blocked(), "the process is not restored twice for this thread");
     assert!(!watch.settle(1_000_000 + GOES_ON_WITHIN_US));
     assert_eq!((watch.suspect, watch.false_alarms), (None, 1));
     assert!(watch.excused.contains(&(tid, place)));
@@ -120,5 +120,5 @@ fn too_many_false_alarms_end_the_watch() {
     (0..MAX_FALSE_ALARMS).for_each(|tid| watch.excuse(tid, ThreadLocation::default()));
     watch.note();
     assert!(!watch.look(u64::MAX));
-    assert_eq!(watch.switches, 0, "nothing was looked at");
+    assert_eq!(watch.switches, 0, "no thread was sampled");
 }

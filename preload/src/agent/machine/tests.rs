@@ -110,7 +110,7 @@ impl Host for Fake {
         self.can_fence
     }
     fn drained(&mut self, _: CallAdmission) -> bool {
-        assert!(self.fenced, "counts prove nothing before a fence behind the gate's change");
+        assert!(self.fenced, "counts prove nothing before a fence after the change of the gate");
         self.now_us >= self.inside_until_us
     }
     fn has_waiters(&mut self) -> bool {
@@ -150,7 +150,7 @@ impl Host for Fake {
         self.says.unwrap_or(Some(self.state))
     }
     fn note_threads(&mut self) {
-        assert_eq!(self.state, process_state::RUNNING, "before the lock");
+        assert_eq!(self.state, process_state::RUNNING, "the threads are recorded before the lock");
     }
     fn has_driver_ended(&mut self) -> bool {
         self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
@@ -177,7 +177,11 @@ impl Host for Fake {
         Ok(())
     }
     fn settle(&mut self) -> bool {
-        assert_eq!(self.state, process_state::CHECKPOINTED, "beside the checkpoint");
+        assert_eq!(
+            self.state,
+            process_state::CHECKPOINTED,
+            "the copier settles during the checkpoint"
+        );
         if self.with_copier {
             self.exported = 0;
         }
@@ -211,7 +215,7 @@ impl Host for Fake {
         to < 2
     }
     fn is_broken(&mut self, code: u32) -> bool {
-        assert_eq!(self.state, process_state::RUNNING, "elsewhere no call may be made");
+        assert_eq!(self.state, process_state::RUNNING, "no call may be made in another state");
         self.broken == Some(code)
     }
     fn set_damaged(&mut self) {
@@ -408,7 +412,7 @@ fn a_hold_outlasts_a_way_out_and_back() {
     let mut host = Fake::new();
     let mut machine = offloaded(&mut host);
     assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Done);
-    assert_eq!(host.gate, Gate::Closed, "a hold lets no call in");
+    assert_eq!(host.gate, Gate::Closed, "a pause of allocations lets no call pass");
     for action in [Action::Restore, Action::Unlock, Action::Open] {
         assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
@@ -443,7 +447,7 @@ fn exit_while_offloaded_is_allowed() {
     let mut host = Fake::new();
     let mut machine = offloaded(&mut host);
     host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
-    assert!(machine.restore_self(&mut host), "without a controller, too");
+    assert!(machine.restore_self(&mut host), "the process also ends without a controller");
     assert_eq!(host.returns_ended, 1);
 }
 
@@ -582,6 +586,6 @@ fn ended_driver_opens_the_gate_without_orders() {
     host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
     assert!(machine.has_ended(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
-    assert_eq!(host.calls.len(), asked, "no return was tried");
-    assert!(!machine.has_ended(&mut host), "an open process is left as it is");
+    assert_eq!(host.calls.len(), asked, "no restore was tried");
+    assert!(!machine.has_ended(&mut host), "an open process does not change");
 }

@@ -170,7 +170,7 @@ fn export_is_held_by_descriptors_until_copied() {
         world.says(FromCopier::Copied);
         assert!(settle());
         assert_eq!((world.places(), bytes()), ([MemoryPlace::Pool; PIECES].into(), 0));
-        assert_eq!(world.fake.held(), offloaded(0), "nothing holds the memory any more");
+        assert_eq!(world.fake.held(), offloaded(0), "the memory has no reference any more");
         assert!(!with_pool(|pool| pool.is_tainted()) && fds::COPIER.get().is_some());
     }
 }
@@ -189,7 +189,11 @@ fn shared_chunks_are_offered_to_no_other_copier() {
             copier_restore::offer(pool, PIECES as u64 * PIECE_BYTES);
             pool.say_shared(0, false);
         });
-        assert_eq!(fds::COPIER.get().is_none(), shared, "hung up on, or told");
+        assert_eq!(
+            fds::COPIER.get().is_none(),
+            shared,
+            "the connection is closed if chunks are shared"
+        );
     }
 }
 
@@ -252,7 +256,10 @@ fn failed_export_leaves_all_on_the_device() {
             assert!(!world.fake.is_still_to_fail(), "{call}, {which}");
             assert_eq!(world.hears(), which);
             assert!(world.is_resident(), "{call}, {which}: {:?}", world.fake.held());
-            assert!(world.has_left_the_copier(), "it may be writing to the pool: {call}, {which}");
+            assert!(
+                world.has_left_the_copier(),
+                "the copier may be writing to the pool: {call}, {which}"
+            );
             assert_eq!(holds_imported(), made == Imported || which > 0);
         }
     }
@@ -354,7 +361,7 @@ fn export_uses_a_quarter_of_the_descriptors() {
 fn copier_is_ready_for_the_announced_bytes() {
     let world = World::new(PIECES, Exportable);
     let own = TrackedFd::note(fds::COPIER.get().unwrap());
-    assert!(!prefault_ahead::is_ready(0), "nothing was prepared");
+    assert!(!prefault_ahead::is_ready(0), "nothing was prefaulted");
     prefault_ahead::tests::told(PIECE_BYTES);
     assert!(!prefault_ahead::is_ready(PIECE_BYTES));
     world.says(FromCopier::Ready);

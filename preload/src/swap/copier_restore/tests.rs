@@ -157,5 +157,8 @@ fn process_without_offer_does_not_import() {
     assert!(!import_from_copier());
     let mut said = Vec::new();
     copier.read_to_end(&mut said).unwrap();
-    assert!(said.is_empty() && fds::COPIER.get().is_none(), "hung up on, without a word");
+    assert!(
+        said.is_empty() && fds::COPIER.get().is_none(),
+        "the connection is closed without a message"
+    );
 }

@@ -112,7 +112,11 @@ fn allocation_with_other_holders_stays() {
             let places = world.pieces().iter().map(|piece| piece.place).collect::<Vec<_>>();
             let (device, pool) = (MemoryPlace::Device, MemoryPlace::Pool);
             assert_eq!(places, [pool, device, pool]);
-            assert_eq!(world.fake.read(shared.address), Some(2), "the content of the holder");
+            assert_eq!(
+                world.fake.read(shared.address),
+                Some(2),
+                "the other reference has changed the content"
+            );
             assert_eq!(world.fake.held().mappings, 1);
             assert_eq!(copy_in(), Ok(()));
             let contents = [first, shared, last].map(|piece| world.fake.read(piece.address));
@@ -163,7 +167,7 @@ fn exported_block_stays() {
     assert_eq!(code, result::SUCCESS);
     for _ in 0..2 {
         assert_eq!(copy_out(true, false, None), Ok(()));
-        assert_eq!(world.fake.read(kept), Some(kept), "it never left");
+        assert_eq!(world.fake.read(kept), Some(kept), "the allocation never left the device");
         assert_eq!((world.fake.read(other), world.fake.held().mappings), (None, 1));
         assert_eq!(copy_in(), Ok(()));
         assert_eq!((world.fake.read(kept), world.fake.read(other)), (Some(kept), Some(other)));
@@ -181,7 +185,7 @@ fn exported_block_stays() {
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
-    assert!(!is_broken(result::OUT_OF_MEMORY), "nothing is parked");
+    assert!(!is_broken(result::OUT_OF_MEMORY), "nothing is copied out");
     assert_eq!(copy_out(false, false, None), Ok(()));
     assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
     world.fake.fail("cuCtxSynchronize", 0);

@@ -313,8 +313,12 @@ mod tests {
         let good =
             |handle: &IpcHandle| IpcReply { proof: handle.proof, bytes: UNIT, asked_bytes: 9 };
         assert_eq!(answered(good, true).map(|answer| answer.bytes), Some(UNIT));
-        assert_eq!(answered(good, false), None, "no memory");
-        assert_eq!(answered(|h| IpcReply { proof: 78, ..good(h) }, true), None, "the name alone");
+        assert_eq!(answered(good, false), None, "the reply has no memory");
+        assert_eq!(
+            answered(|h| IpcReply { proof: 78, ..good(h) }, true),
+            None,
+            "the sender knows only the name of the socket"
+        );
         for bytes in [0, UNIT + 1, UNIT / 2] {
             assert_eq!(answered(|h| IpcReply { bytes, ..good(h) }, true), None, "{bytes}");
         }

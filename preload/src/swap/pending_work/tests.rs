@@ -96,11 +96,11 @@ fn captured_stream_is_not_disturbed() {
     for (stream, name) in [(STREAM, STREAM), (0, PER_THREAD)] {
         let begin = if stream == 0 { begun_ptsz } else { begun };
         begin(stream, 1);
-        assert_eq!(wait(never), GpuWork::Done, "it did not begin");
+        assert_eq!(wait(never), GpuWork::Done, "a capture that did not begin is not recorded");
         begin(stream, result::SUCCESS);
         assert_eq!(wait(never), GpuWork::Unseen);
         ended(name, 908);
-        assert_eq!(wait(never), GpuWork::Unseen, "another thread may not end it");
+        assert_eq!(wait(never), GpuWork::Unseen, "another thread cannot end the capture");
         ended(name, 901);
         assert_eq!(wait(never), GpuWork::Done);
     }

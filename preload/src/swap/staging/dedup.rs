@@ -193,11 +193,14 @@ mod tests {
         assert!(share(&mut pool, 1, &common));
         drop(common);
         assert_eq!((read(&pool, 0), read(&pool, 1)), ((7, 8), (9, 9)));
-        assert_eq!(has_bytes(&pool), CHUNK_BYTES, "its own is given back");
+        assert_eq!(has_bytes(&pool), CHUNK_BYTES, "the process's own chunk is freed");
         assert!(pool.is_shared());
-        assert_eq!(pool.kept_bytes(), CHUNK_BYTES as u64, "of host memory that it can count on");
+        assert_eq!(pool.kept_bytes(), CHUNK_BYTES as u64, "only chunks that are not shared count");
         assert!(pool.unshare_next() && !pool.unshare_next());
-        assert!(!pool.is_shared() && !PREFAULT.resident.has(1), "its pages are to be brought in");
+        assert!(
+            !pool.is_shared() && !PREFAULT.resident.has(1),
+            "the chunk has no pages of its own"
+        );
         write(&pool, 1, 5, 6);
         assert_eq!((read(&pool, 1), has_bytes(&pool)), ((5, 6), 2 * CHUNK_BYTES));
         end(&pool);
@@ -223,7 +226,7 @@ mod tests {
             });
             pool.end();
             assert!(!pool.is_shared() && !pool.is_tainted());
-            assert_eq!(pool.kept_bytes(), pool.bytes as u64, "its pages are its own");
+            assert_eq!(pool.kept_bytes(), pool.bytes as u64, "all pages are its own again");
             write(&pool, 0, 5, 6);
             assert_eq!(read(&pool, 0), (5, 6));
             end(&pool);
@@ -249,8 +252,12 @@ mod tests {
         pool.taint();
         assert!(!share(&mut pool, 0, &same));
         pool.tainted = 0;
-        assert_eq!((read(&pool, 0), has_bytes(&pool)), ((7, 8), 2 * CHUNK_BYTES), "as it was");
-        assert!(share(&mut pool, 0, &same), "this one fits");
+        assert_eq!(
+            (read(&pool, 0), has_bytes(&pool)),
+            ((7, 8), 2 * CHUNK_BYTES),
+            "a refused chunk does not change"
+        );
+        assert!(share(&mut pool, 0, &same), "a file with the same content is accepted");
         assert!(!share(&mut pool, 0, &same), "once");
         end(&pool);
     }

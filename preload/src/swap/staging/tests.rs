@@ -40,7 +40,7 @@ fn retained_copy_is_freed_when_memory_is_short() {
     assert_eq!(
         pool.tidy(false, || false),
         TrimResult::All,
-        "not kept any more, though there is memory"
+        "the pool is no longer retained, although host memory is free"
     );
     let found = digests(pool.bytes / SLOT_BYTES);
     let gone = KEPT_CHUNKS * CHUNK_BYTES;
@@ -123,7 +123,7 @@ fn runs_end_at_changes_and_at_the_chunk() {
     found.all_mut()[6] = Digest::UNKNOWN;
     assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
     pool.set_keeps(false);
-    assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is kept");
+    assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is retained");
     // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
@@ -153,11 +153,11 @@ fn tainted_pool_is_not_used_again() {
     assert!(pool.begin(HUGE_PAGE_BYTES, 1));
     pool.end();
     assert!(pool.start != start && pool.bytes < bytes && !pool.is_tainted());
-    assert!(pool.known().is_empty(), "nothing of it is known");
+    assert!(pool.known().is_empty(), "no digest is known");
     let fresh = pool.start;
     assert!(pool.begin(HUGE_PAGE_BYTES, 1));
     pool.end();
-    assert_eq!(pool.start, fresh, "it is used again");
+    assert_eq!(pool.start, fresh, "the fresh pool is used again");
     // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     PREFAULT.resident.clear();
@@ -180,7 +180,7 @@ fn copier_is_left_before_its_pages_are_freed() {
         prefault_ahead::tests::told(pool.bytes as u64);
         gives_back(&mut pool);
         assert!(fds::COPIER.get().is_none());
-        assert_eq!((&copier).read(&mut [0]).unwrap(), 0, "hung up on");
+        assert_eq!((&copier).read(&mut [0]).unwrap(), 0, "the connection is closed");
         prefault_ahead::tests::told_nothing();
         fds::POOL.close();
         // SAFETY: the pool has mapped this range, and nothing uses it any more.

@@ -84,7 +84,7 @@ fn memory_of_the_devices_pool_is_carried() {
     assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (1, 0));
     // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
-    assert_eq!(swappable.allocate(), address, "its stream has it again");
+    assert_eq!(swappable.allocate(), address, "the same stream reuses the memory");
     // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
     settle(true);
@@ -137,7 +137,7 @@ fn wait_for_work_ignores_an_ending_context() {
         told.recv_timeout(LONG)
     });
     assert!(told.is_ok());
-    assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next does it");
+    assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next call frees the pieces");
 }
 
 /// Memory that is allocated while the end of its context waits for the lock must end with the
@@ -176,11 +176,14 @@ fn primary_context_is_not_held_during_release() {
         // SAFETY: all arguments are numbers.
         let other = thread::spawn(|| unsafe { primary_release(DEVICE) });
         until_it_waits(&other, &SWAP.contexts_lock);
-        assert!(swappable.fake.is_still_to_fail(), "it was not asked before its turn");
+        assert!(
+            swappable.fake.is_still_to_fail(),
+            "the driver was called before the lock was free"
+        );
         other
     });
     assert_eq!(other.join().unwrap(), result::SUCCESS);
-    assert_eq!(swappable.fake.held().mappings, 1, "one more has hold of it");
+    assert_eq!(swappable.fake.held().mappings, 1, "another reference to the context is left");
     // SAFETY: all arguments are numbers.
     assert_eq!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
     assert_eq!(swappable.fake.held().mappings, 0);

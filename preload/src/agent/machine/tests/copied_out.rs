@@ -58,7 +58,11 @@ fn copy_out_with_running_work_is_busy() {
     host.work = GpuWork::Failed(result::DEINITIALIZED);
     let ended = (Outcome::DriverError, result::DEINITIALIZED);
     assert_eq!(machine.execute_order(&mut host, COPY_OUT), ended);
-    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open), "the process ends");
+    assert_eq!(
+        (machine.phase(), host.gate),
+        (Phase::Open, Gate::Open),
+        "calls pass, because the process ends"
+    );
 }
 
 #[test]
@@ -105,9 +109,12 @@ fn failed_copy_in_stays_copied_out_and_repeats() {
         );
         assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::WrongPhase);
         host.room = false;
-        assert!(!machine.restore_self(&mut host), "the room may be promised to another");
+        assert!(!machine.restore_self(&mut host), "the VRAM may be promised to another process");
         host.room = true;
-        assert!(machine.restore_self(&mut host), "also without a controller");
+        assert!(
+            machine.restore_self(&mut host),
+            "the process restores itself without a controller"
+        );
         assert_eq!((machine.phase(), host.copied_out), (Phase::Open, false));
     }
 }
@@ -130,19 +137,19 @@ fn copier_learns_of_restore_before_the_driver() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     host.copy_fails = Some(result::OUT_OF_MEMORY);
     assert_eq!(machine.execute_order(&mut host, Action::Restore).0, Outcome::DriverError);
-    assert!(!host.with_copier, "what it has made would be in the way of the next try");
+    assert!(!host.with_copier, "the copier's memory would obstruct the next attempt");
 
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     assert_eq!(machine.execute_order(&mut host, Action::Restore), (Outcome::Done, 0));
     assert!(host.with_copier);
     assert_eq!(machine.execute_order(&mut host, Action::Open), (Outcome::Done, 0));
-    assert!(!host.with_copier, "nothing of a copier's is needed while it runs");
+    assert!(!host.with_copier, "a resident process needs no copier");
 
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     host.with_copier = true;
     host.room = false;
     assert!(!machine.restore_self(&mut host));
-    assert!(!host.with_copier, "it would hold the room that is looked for");
+    assert!(!host.with_copier, "the copier would hold the VRAM that the process looks for");
 }
 
 #[test]
@@ -158,13 +165,13 @@ fn restore_on_other_gpu_leaves_the_copier() {
         (Phase::Checkpointed, calls),
         "nothing was done"
     );
-    assert!(!host.with_copier, "it holds room that the next try wants");
+    assert!(!host.with_copier, "the copier would hold VRAM that the next attempt needs");
 
     host.with_copier = true;
     host.now_us = 60_000_000;
     assert_eq!(machine.obey(&mut host, there, 1), (Outcome::Late, 0));
     assert_eq!(machine.obey(&mut host, there, 60_000), (Outcome::Done, 0));
-    assert!(!host.with_copier, "it would fill memory of the GPU before");
+    assert!(!host.with_copier, "the copier would fill memory of the previous GPU");
     assert_eq!(host.calls[calls..], [DriverCall::RestoreOn(0, 1), DriverCall::Unlock]);
     assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
 }
@@ -173,7 +180,11 @@ fn restore_on_other_gpu_leaves_the_copier() {
 fn only_offloaded_process_changes_gpu() {
     let there = Action::RestoreOnGpu { from: 0, to: 1 };
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
-    assert_eq!(machine.execute_order(&mut host, there).0, Outcome::WrongPhase, "its context stays");
+    assert_eq!(
+        machine.execute_order(&mut host, there).0,
+        Outcome::WrongPhase,
+        "the context stays on its GPU"
+    );
     assert_eq!(machine.execute_order(&mut host, CHECKPOINT).0, Outcome::Done);
     host.fails = Some((DriverCall::RestoreOn(0, 1), 1));
     assert_eq!(machine.execute_order(&mut host, there), (Outcome::DriverError, 1));
@@ -181,7 +192,7 @@ fn only_offloaded_process_changes_gpu() {
     assert_eq!(
         machine.execute_order(&mut host, Action::Restore),
         (Outcome::Done, 0),
-        "where it was"
+        "a restore on the same GPU"
     );
 }
 

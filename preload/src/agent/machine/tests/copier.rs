@@ -32,12 +32,16 @@ fn copier_is_awaited_after_the_checkpoint() {
 fn uncopied_export_is_taken_back() {
     let (mut host, mut machine) = exported(false);
     assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::NotCopied, 0));
-    assert_eq!((machine.phase(), host.announced), (Phase::Checkpointed, false), "no copier has it");
+    assert_eq!(
+        (machine.phase(), host.announced),
+        (Phase::Checkpointed, false),
+        "no copier has the content"
+    );
     let other = Action::RestoreOnGpu { from: 0, to: 1 };
     assert_eq!(
         machine.execute_order(&mut host, other).0,
         Outcome::Unreachable,
-        "it is on this GPU"
+        "the content is on this GPU"
     );
     for action in [Action::Restore, Action::Open] {
         assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));

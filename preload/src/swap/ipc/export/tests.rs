@@ -79,7 +79,7 @@ impl Exporter {
         sys::send(way.number(), bytes, Some(along)).unwrap();
         drop(theirs);
         let before = self.fake.held();
-        assert!(!answer(), "one request is not many");
+        assert!(!answer(), "one request leaves no further request");
         assert!(self.is_quiet(), "a request is left");
         let mut frame = [0; FRAME_BYTES];
         let received = sys::receive(own.number(), &mut frame);
@@ -87,13 +87,16 @@ impl Exporter {
             Ok((FRAME_BYTES, Some(memory))) => {
                 // SAFETY: the descriptor is open as long as `received` exists.
                 let memory = unsafe { BorrowedFd::borrow_raw(memory.number()) };
-                assert!(self.fake.has_exported(memory), "it is no memory of the device");
+                assert!(
+                    self.fake.has_exported(memory),
+                    "the descriptor is no memory of the device"
+                );
                 Some(IpcReply::decode(&frame).unwrap())
             }
             _ => None,
         };
         drop(received);
-        assert_eq!(self.fake.held().handles, before.handles, "a hold of the memory is left");
+        assert_eq!(self.fake.held().handles, before.handles, "a reference to the memory is left");
         assert_eq!(self.fake.held().descriptors, 0, "a descriptor of the memory is left");
         let closed = matches!(sys::receive(own.number(), &mut frame), Ok((0, None)));
         (answered, closed)
@@ -119,7 +122,7 @@ fn request_with_the_word_gets_the_memory() {
     let (answer, closed) = exporter.ask(&exporter.good().encode(), None);
     let proof = exporter.identity.proof;
     assert_eq!(answer, Some(IpcReply { proof, bytes: PIECE_BYTES, asked_bytes: ASKED_BYTES }));
-    assert!(closed, "the exporter keeps the way");
+    assert!(closed, "the exporter keeps the socket");
 }
 
 #[test]
@@ -136,7 +139,7 @@ fn request_for_memory_that_is_freed_gets_none() {
         assert_eq!(exporter.ask(&ask.encode(), None), (None, true), "{ask:?}");
     }
     tables(|tables| tables.identity = ExportIdentity::none());
-    assert_eq!(exporter.ask(&good.encode(), None), (None, true), "it has no name");
+    assert_eq!(exporter.ask(&good.encode(), None), (None, true), "the exporter has no identity");
     assert_eq!(exporter.ask(&IpcRequest { word: [0; 16], ..good }.encode(), None), (None, true));
 }
 
@@ -148,7 +151,10 @@ fn request_with_another_descriptor_harms_nothing() {
     for other in [folder.as_fd(), pipe.as_fd()] {
         assert_eq!(exporter.ask(&exporter.good().encode(), Some(other)), (None, true));
     }
-    assert!(exporter.ask(&exporter.good().encode(), None).0.is_some(), "it answers still");
+    assert!(
+        exporter.ask(&exporter.good().encode(), None).0.is_some(),
+        "the exporter still replies"
+    );
 }
 
 /// Changes each byte of a valid request, and tries each length. The exporter must refuse all of
@@ -170,7 +176,7 @@ fn request_that_differs_gets_nothing() {
         sent.resize(length, 0);
         assert_eq!(exporter.ask(&sent, None), (None, true), "{length} bytes");
     }
-    assert!(exporter.ask(&good, None).0.is_some(), "it answers still");
+    assert!(exporter.ask(&good, None).0.is_some(), "the exporter still replies");
 }
 
 /// The agent must read its controller's messages again, even if requests never end.
@@ -211,10 +217,14 @@ fn copied_out_exporter_still_serves_its_handle() {
         assert_eq!(exporter.fake.read(exporter.address), Some(exporter.address));
         assert!(
             exporter.ask(&exporter.good().encode(), None).0.is_some(),
-            "while it is copied out"
+            "the exporter replies while it is copied out"
         );
         let unmarked = IpcRequest { address: other, since: handle.since + 1, ..exporter.good() };
-        assert_eq!(exporter.ask(&unmarked.encode(), None), (None, true), "it was never marked");
+        assert_eq!(
+            exporter.ask(&unmarked.encode(), None),
+            (None, true),
+            "the allocation was never marked"
+        );
         assert_eq!(copy_in(), Ok(()));
         assert_eq!(exporter.fake.read(other), Some(other));
     }

@@ -48,14 +48,22 @@ fn stream_gets_best_fit_it_freed_last() {
     let mut cache = cache(&[(8, 1), (10, 1), (8, 1), (8, 2), (12, 1)]);
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(3));
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(1));
-    assert_eq!(take(&mut cache, want(8, 1, true)), Some(2), "at most a quarter too much");
-    assert_eq!(take(&mut cache, want(8, 1, true)), None, "a third is, and the rest is another's");
+    assert_eq!(
+        take(&mut cache, want(8, 1, true)),
+        Some(2),
+        "a piece may be up to a quarter too large"
+    );
+    assert_eq!(
+        take(&mut cache, want(8, 1, true)),
+        None,
+        "one piece is a third too large, the other is of another stream"
+    );
     assert_eq!(take(&mut cache, PieceRequest { pool: 8, ..want(8, 2, true) }), None);
-    assert_eq!(take(&mut cache, want(10, 2, true)), None, "less than it wants");
+    assert_eq!(take(&mut cache, want(10, 2, true)), None, "every piece is too small");
     assert_eq!(
         take(&mut cache, PieceRequest { context: 8, ..want(6, 2, true) }),
         None,
-        "another of that id"
+        "a stream of another context with the same id"
     );
     assert_eq!(take(&mut cache, want(6, 2, true)), Some(4));
 }
@@ -66,7 +74,11 @@ fn other_streams_get_ended_pieces_if_allowed() {
     assert_eq!(take(&mut cache, want(8, 3, true)), None);
     cache.has_ended(1);
     assert_eq!(take(&mut cache, want(8, 3, false)), None);
-    assert_eq!(take(&mut cache, want(8, 2, true)), Some(2), "its own before another's");
+    assert_eq!(
+        take(&mut cache, want(8, 2, true)),
+        Some(2),
+        "a piece of the same stream comes first"
+    );
     assert_eq!(take(&mut cache, want(8, 2, true)), Some(1));
 }
 
@@ -126,7 +138,7 @@ fn a_pool_keeps_what_it_is_to_keep() {
     assert_eq!(surplus(27), Some(1));
     assert_eq!(surplus(20), None);
     assert_eq!(surplus(0), Some(2));
-    assert_eq!(surplus(0), None, "work is not over");
+    assert_eq!(surplus(0), None, "the work of this piece has not ended");
     let pool = cache.pool(POOL.handle).unwrap();
     assert_eq!(pool.reserved, SizeClass { bytes: 12 * MIB, high: 28 * MIB });
     assert_eq!(pool.used, SizeClass { bytes: 4 * MIB, high: 8 * MIB });
@@ -184,7 +196,7 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert_eq!(
         taken(),
         None,
-        "work of another may use it; a later one is of the next of that number"
+        "work of another context may use the piece, or the piece is of a later context"
     );
     assert_eq!(cache.take_ended().map(|one| one.since), Some(6));
     cache.has_ended(5);
@@ -246,7 +258,7 @@ fn pieces_are_reused_once_after_their_work() {
                                 && of.piece.bytes == bytes
                                 && matches!(is, Is::Freed { stream: s, .. } if *s == stream)
                         };
-                        assert!(!model.values().any(fits), "there was one");
+                        assert!(!model.values().any(fits), "a piece that fits was not found");
                         let of = Allocation { pool, ..allocation(now << 30, bytes) };
                         cache.made(&of);
                         model.insert(of.piece.address, (of, Is::Used));
