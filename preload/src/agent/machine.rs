@@ -157,7 +157,7 @@ impl OrderMachine {
             }
             Action::RestoreOnGpu { from, to } => {
                 // Close the connection to the copier, because it would copy into memory of the GPU
-                // from which the process is moved away.
+                // that the process leaves.
                 host.leave_copier();
                 if host.exported_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
