@@ -1,8 +1,9 @@
-//! Handles reports of agents on orders, and orders whose report is late.
+//! Handles the reports of agents on the controller's orders, and orders whose report is late. An
+//! agent is the thread of Affinode's library in a CUDA process.
 //!
-//! A report contains the phase in which the agent left the process. The controller records this
-//! phase first, whatever the outcome is. The outcome then decides whether the offload or restore
-//! continues, is given up, or is tried again.
+//! A report contains the phase in which the agent left the process, such as `CopiedOut`. The
+//! controller records this phase first, whatever the outcome of the order is. The outcome then
+//! decides whether the offload or restore continues, is given up, or is tried again.
 
 use affinode_proto::{
     event::EventKind,
@@ -19,11 +20,11 @@ use super::{
     registration::NEVER_MOVED,
 };
 
-/// Time after the deadline of a close or lock order until its missing report counts as late. The
-/// offload is then given up.
+/// Time after the deadline of a close or lock order after which a missing report counts as late.
+/// The offload is then given up.
 const LATE_MS: Millis = 5_000;
-/// Time after which an order without a deadline is shown as slow. The driver call is never
-/// interrupted.
+/// Time after which an order without a deadline is shown as slow. The driver call that the order
+/// caused is never interrupted.
 pub(super) const SLOW_MS: Millis = 60_000;
 impl Node {
     pub(super) fn report(&mut self, id: ProcessId, report: OrderReport) {
@@ -115,8 +116,8 @@ impl Node {
         }
     }
 
-    /// Handles late orders. If a close or lock is late, the offload is given up. If a driver call
-    /// is late, it is only shown as slow.
+    /// Handles orders whose report is late. If a close or lock order is late, the offload is given
+    /// up. If an order that runs a driver call is late, it is only shown as slow.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
         let late = self.processes.of(key).find_map(|(_, p)| {

@@ -1,5 +1,5 @@
-//! Prewakes for connections (`wake_on = "connection"`). A connection to an offloaded container may
-//! mean that a CUDA call follows soon.
+//! Restores containers when connections to them arrive (`wake_on = "connection"`). A connection to
+//! an offloaded container may mean that a CUDA call follows soon.
 //!
 //! ```text
 //! offloaded ──connection count rises──> connection ──half were followed by a call, VRAM free──> prewake
@@ -7,9 +7,9 @@
 //!                                       └── none: miss; counted also without a prewake
 //! ```
 //!
-//! If connections are not followed by calls, as with health probes, they cause no more prewakes
-//! after a few misses. Connections without a prewake are counted too, so prewakes resume when calls
-//! follow again.
+//! If most connections are not followed by calls, as with health probes, connections cause no more
+//! prewakes after a few misses. Connections without a prewake are counted too, so prewakes resume
+//! when calls follow again.
 
 use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
@@ -20,10 +20,10 @@ use super::{
     policy::{Mode, WakeOn},
 };
 
-/// Maximum time between a connection and a call for the call to count as its result.
+/// A CUDA call counts as the result of a connection if it follows the connection within this time.
 const FOLLOWS_MS: Millis = 30_000;
-/// Number of counted connections from which the share that a call followed decides about prewakes.
-/// Before that, each connection may cause a prewake.
+/// Number of counted connections before which each connection may cause a prewake. From this number
+/// on, connections cause prewakes only if a call followed at least half of them.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
 /// Number of counted connections at which the counts of connections and of followed connections are
 /// halved, so that old outcomes lose weight.
@@ -52,7 +52,7 @@ impl ConnectionOutcomes {
         true
     }
 
-    /// Records a call. The call counts as the result of the last connection if that connection
+    /// Records a CUDA call. It counts as the result of the last connection if that connection
     /// arrived less than 30 s ago.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
@@ -67,7 +67,8 @@ impl ConnectionOutcomes {
 }
 
 impl Node {
-    /// Containers whose connections are counted, each with a process in the container's network.
+    /// Containers whose connections are counted, each with the pid of a process in its network
+    /// namespace.
     pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
         let pid = |key: &Key| self.processes.of(key).map(|(_, p)| p.identity.pid).next();
         let listening = self.containers.iter().filter(|(_, c)| is_listening(c));
@@ -80,7 +81,7 @@ impl Node {
             return;
         };
         let Some(count) = count else { return self.has_no_network(key) };
-        // The first reading is only the base for later ones.
+        // The first reading causes no prewake: later readings are compared with it.
         let came = container.connections.replace(count).is_some_and(|before| count > before);
         let worth_it = container.connection_outcomes.are_worth_it();
         if !came || !container.connection_outcomes.knock(now) || !worth_it {

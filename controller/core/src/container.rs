@@ -13,25 +13,27 @@ use super::{
     wake_latency::Wakes,
 };
 
-/// Maximum time between an offload and a call for the offload to count as too early.
+/// An offload counts as too early if a call wakes the container within this time after it.
 const EARLY_MS: Millis = 30_000;
 /// Number of forced offloads in a row, each given up because calls did not end, after which the
 /// container counts as immovable.
 const PUSHES: u32 = 3;
-/// Number of early wakes in a row that do not change the keep-alive, because they may be chance.
+/// Number of early wakes in a row up to which the keep-alive stays unchanged, because these wakes
+/// may be chance.
 const THRASH: u32 = 2;
 /// Maximum number of times that a learned keep-alive is doubled.
 const MAX_EARLY: u32 = 5;
 
-/// The residency that the controller works towards.
+/// Whether the controller works towards a resident or an offloaded container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// Resident: the gate of every process is open.
+    /// The container is to be resident: the gate of every process, at which CUDA calls wait during
+    /// a move, is open.
     Resident,
-    /// An offload was requested. The controller waits for readings of host memory and GPUs (the
-    /// survey), and has not changed any process yet.
+    /// An offload was requested. The controller waits for the survey (readings of host memory and
+    /// GPUs) and has not changed any process yet.
     OffloadRequested,
-    /// Offloaded: every process checkpointed or copied out.
+    /// The container is to be offloaded: every process is checkpointed or copied out.
     Offloaded,
 }
 
@@ -47,11 +49,11 @@ pub enum IncompleteRestore {
 /// The state of one container. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Container {
-    /// The container's names, annotations and places, as its shim announced them.
+    /// The container's names, annotations and paths, as its shim announced them.
     pub spec: ContainerSpec,
     /// The policy that results from the annotations, the namespace rule and the node's settings.
     pub policy: Policy,
-    /// One warning for each invalid annotation.
+    /// One warning for each invalid annotation of the container.
     pub warnings: Vec<String>,
     /// The state shown to users.
     pub state: State,
@@ -59,15 +61,15 @@ pub struct Container {
     pub state_since: Millis,
     /// When the shim announced the container.
     pub announced_at: Millis,
-    /// The residency that the controller works towards.
+    /// Whether the controller works towards a resident or an offloaded container.
     pub goal: Goal,
     /// Whether the offload also checkpoints the CUDA context, because another container needs the
     /// context's VRAM.
     pub evict_context: bool,
-    /// Why one process was not restored. Kept while restores of the container's other processes
-    /// run.
+    /// Why one process was not restored although its VRAM was granted. The value is kept while
+    /// restores of the container's other processes run.
     pub incomplete_restore: Option<IncompleteRestore>,
-    /// Whether the offload is forced: a call does not cancel it.
+    /// Whether the offload is forced, which means that a CUDA call does not cancel it.
     pub forced: bool,
     /// Number of forced offloads in a row that were given up because calls did not end.
     pub failed_forced_offloads: u32,
@@ -79,7 +81,8 @@ pub struct Container {
     /// The reason shown to users, and its detail: why the container was offloaded, why it stays
     /// resident, or what it waits for.
     pub reason: (Reason, String),
-    /// Reason of the last refusal for which an event was published.
+    /// Reason in the last event that reported why the container is not offloaded. It prevents a
+    /// repeated event.
     pub refused: Option<Reason>,
     /// Last use: a call, work on the GPU, a hint or a waiting allocation.
     pub last_use: Millis,
@@ -91,21 +94,21 @@ pub struct Container {
     pub offload_not_before: Millis,
     /// Earliest time at which the container enters the queue again, after failed restores.
     pub restore_not_before: Millis,
-    /// Number of grants in a row that led to neither a restore nor an allocation, while other
-    /// processes paused their allocations.
+    /// Number of grants of VRAM in a row after which the container was neither restored nor made
+    /// its allocation, although other processes had paused their allocations for it.
     pub failed_restores: u32,
     /// Until this time, the controller waits only briefly for the container's processes to pause
-    /// their allocations, because some of them ignored an order to hold.
+    /// their allocations, because some of them ignored such an order.
     pub short_hold_until: Millis,
     /// Number of periods so far in which the controller waits only briefly (`short_hold_until`).
     /// Each period is longer than the period before.
     pub ignored_hold_periods: u32,
-    /// Refused and completed holds of the container's processes since the last period of brief
-    /// waits began.
+    /// Counts of the orders to pause allocations that the container's processes refused or carried
+    /// out since the last period of brief waits began.
     pub hold_record: HoldRecord,
-    /// When victims were last searched for this container.
+    /// When the controller last searched for containers to evict for this container.
     pub eviction_searched_at: Option<Millis>,
-    /// Failed offloads in a row; 0 after a completed one.
+    /// Number of failed offloads in a row. A completed offload sets it to 0.
     pub failures: u32,
     /// When the pending survey of host memory and GPUs was requested. `None`: no survey is pending.
     pub survey_asked: Option<Millis>,
@@ -115,9 +118,9 @@ pub struct Container {
     pub restore_began: Option<Millis>,
     /// When the first call began to wait for the restore in progress. `None`: no call waits.
     pub wake_began: Option<Millis>,
-    /// Requests of operators that are not answered yet.
+    /// Requests of operators that the controller has not answered yet.
     pub commands: Vec<(CommandId, Request)>,
-    /// Learned uses and pauses of the container.
+    /// Lengths of the container's earlier uses and pauses, from which its next use is predicted.
     pub history: History,
     /// When the use in progress, or the last one, began.
     pub use_began: Millis,
@@ -214,7 +217,8 @@ impl Container {
     }
 
     /// Time without use after which the container is idle, in milliseconds. With `keep_alive =
-    /// "learned"` it is learned once the history suffices. 0 after an idle hint.
+    /// "learned"` the time is learned once the history has enough pauses. After an idle hint it is
+    /// 0.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
         if self.hinted_idle() {
@@ -228,8 +232,8 @@ impl Container {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// Records a call that wakes the container. After several early wakes in a row, each further
-    /// one doubles the keep-alive.
+    /// Records a call that wakes the container, and whether the call came early after the offload.
+    /// After several early wakes in a row, each further early wake doubles the keep-alive.
     pub fn left_early(&mut self, now: Millis) {
         if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             let early = now.saturating_sub(self.state_since) < EARLY_MS;
@@ -237,9 +241,9 @@ impl Container {
         }
     }
 
-    /// Records a failed offload, and whether the failure shows that the container is immovable. If
-    /// calls did not end, only several forced offloads in a row show that. If VRAM was unknown, the
-    /// failure never shows it.
+    /// Records a failed offload, and whether it shows that the container is immovable. If the
+    /// reason is that calls did not end, only several forced offloads in a row show this. If the
+    /// reason is that VRAM was unknown, the failure does not show it.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {
@@ -266,8 +270,8 @@ impl Container {
         self.failed_restores = self.failed_restores.saturating_add(1);
     }
 
-    /// Ends a pause in the container's use and learns from it, if it was long enough. Returns the
-    /// pause in milliseconds.
+    /// Ends a pause in the container's use, and learns from the pause if it was long enough.
+    /// Returns the length of the pause in milliseconds.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         let pause_ms = now.saturating_sub(self.last_use);
         if pause_ms >= PAUSE_MS {

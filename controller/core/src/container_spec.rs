@@ -6,8 +6,7 @@ use std::collections::BTreeMap;
 /// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerSpec {
-    /// containerd's namespace of the container; without containerd the name of the container
-    /// engine.
+    /// Namespace of the container in containerd. Without containerd: name of the container engine.
     pub namespace: String,
     /// containerd's id of the container.
     pub id: String,
@@ -31,22 +30,24 @@ pub struct ContainerSpec {
     pub bundle: String,
     /// Number that differs between containers that reuse an id. 0: unknown.
     pub generation: u64,
-    /// Pid and start time of the container's first process, if no shim reports the container's
-    /// deletion. `None`: a shim does, or the container is a job.
+    /// Pid and start time of the container's first process. They are set if no shim reports the
+    /// deletion of the container. `None`: a shim reports it, or the container is a job.
     pub init: Option<(u32, u64)>,
     /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,
 }
 
 impl ContainerSpec {
-    /// Namespace that rules match: Kubernetes' namespace if there is one, else containerd's.
+    /// Namespace that the rules of `[[policy.namespace]]` match: the namespace in Kubernetes if
+    /// there is one, else the namespace in containerd.
     #[must_use]
     pub fn rule_namespace(&self) -> &str {
         if self.pod_namespace.is_empty() { &self.namespace } else { &self.pod_namespace }
     }
 
-    /// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. A
-    /// container without a name is shown by its id, cut to 12 digits if containerd generated it.
+    /// Name shown to users: `namespace/pod/container`, or `namespace/name` outside Kubernetes. A
+    /// container without a name is shown by its id. If containerd generated the id, it is cut to 12
+    /// digits.
     #[must_use]
     pub fn display_name(&self) -> String {
         const SHORT: usize = 12;

@@ -1,5 +1,6 @@
-//! Pauses between failed starts of a copier. Each further failure on a GPU doubles the pause. The
-//! cause of a single failure may end quickly, but if the driver refuses a copier, it usually keeps
+//! Pauses between failed starts of a copier, which is Affinode's process on a GPU that copies
+//! memory for other processes. Each further failure on a GPU doubles the pause. The cause of a
+//! single failure may end quickly. If the driver refuses a copier, however, it usually keeps
 //! refusing.
 
 use std::collections::BTreeMap;
@@ -8,10 +9,10 @@ use super::Millis;
 
 /// Pause after the first failure.
 const FIRST_MS: Millis = 5_000;
-/// Longest pause between two starts.
+/// Maximum pause between two starts.
 const MAX_BACKOFF_MS: Millis = 300_000;
 
-/// Last failure and its pause. Key: UUID of the GPU.
+/// The last failed start of a copier on each GPU, and the pause after it. Key: UUID of the GPU.
 #[derive(Debug, Default)]
 pub(super) struct RestartBackoff(BTreeMap<String, CopierFailure>);
 
@@ -22,7 +23,7 @@ struct CopierFailure {
 }
 
 impl RestartBackoff {
-    /// Records a failed start; returns the pause before the next one.
+    /// Records a failed start. Returns the pause before the next start, in milliseconds.
     pub(super) fn note(&mut self, uuid: &str, now: Millis) -> Millis {
         let before = self.0.get(uuid).map_or(0, |failure| failure.pause_ms);
         let pause_ms = (before * 2).clamp(FIRST_MS, MAX_BACKOFF_MS);

@@ -9,7 +9,8 @@ use super::{
 };
 
 impl Node {
-    /// Attaches a process to the copier of its GPU, if it will be copied out and then checkpointed.
+    /// Attaches a process to the copier of its GPU if the process will be copied out and then
+    /// checkpointed.
     pub(super) fn attach_for_offload(&mut self, id: ProcessId) {
         if let Some((uuid, most_bytes)) = self.offloads_through_copier(id)
             && !self.copiers.was_attached_ahead(id, &uuid)
@@ -61,8 +62,8 @@ impl Node {
     }
 
     /// Records that a process has no connection to its copier and therefore copies its memory
-    /// itself. If the process is resident, its prefaulting ends. If the process is being offloaded,
-    /// it already uses its prefaulted memory.
+    /// itself. If the process is resident, its prefaulting ends. If it is being offloaded, its
+    /// prefaulted memory is kept, because the offload already uses it.
     pub(super) fn not_attached(&mut self, id: ProcessId) {
         if self.copiers.detach(id) {
             self.end_prefault(id);
@@ -83,9 +84,9 @@ impl Node {
         self.copiers = copiers;
     }
 
-    /// Requests the NVML sample for each grant whose processes all pause their allocations. Does
-    /// nothing while a copier starts or ends, because the copier may take VRAM right after the
-    /// sample. No other function requests these samples.
+    /// Requests the NVML sample for each grant for which all processes have paused their
+    /// allocations. No other function requests these samples. Requests none while a copier starts
+    /// or ends, because the copier may take VRAM right after the sample.
     pub(super) fn prove_when_copiers_rest(&mut self) {
         let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
         if !self.grants.values().any(|grant| waits(&grant.stage)) {
@@ -112,8 +113,8 @@ impl Node {
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// Like `offloads_through_copier`. `held`: the VRAM that the process has now, or had before its
-    /// offload.
+    /// Like `offloads_through_copier`. `held` is the VRAM that the process has now, or had before
+    /// its offload.
     pub(super) fn for_copier(
         &self,
         process: &Process,

@@ -1,5 +1,6 @@
 //! The copiers of the node: at most one process per GPU. This module decides which GPU has a
-//! copier, which processes it serves, when it ends, and when a proof of free VRAM waits for it.
+//! copier, which processes it serves, when it ends, and when NVML's proof of free VRAM waits for
+//! it.
 //!
 //! ```text
 //! none ──offload or prefault begins──> Starting ──CopierReport: Ready──> Ready
@@ -32,7 +33,7 @@ const FILL_MS: Millis = 20_000;
 /// Time limit for the start of a copier. Proofs of free VRAM wait until the copier has started, so
 /// a slower start counts as failed.
 pub(super) const START_MS: Millis = 5_000;
-/// Longest time for which a proof of free VRAM waits until a copier has ended.
+/// Maximum time for which a proof of free VRAM waits until a copier has ended.
 pub(super) const END_MS: Millis = 5_000;
 
 /// The number of a copier. Numbers are not reused.
@@ -44,7 +45,7 @@ pub struct CopierId(pub u64);
 pub enum CopierEnd {
     /// No process was attached to the copier for `LINGER_MS`.
     Unused,
-    /// A container waits for the VRAM that the copier takes.
+    /// A container waits for the VRAM that the copier's context takes.
     MakesRoom,
     /// The copier's connection or its process ended.
     Lost,
@@ -103,15 +104,15 @@ struct AttachedProcess {
 /// Figures about the copier of a GPU that users see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopierFigures {
-    /// Resident processes whose prefaulted memory is registered.
+    /// Number of resident processes whose prefaulted memory is registered.
     pub prefaulted: u32,
-    /// Processes whose memory is being registered or unregistered.
+    /// Number of processes whose memory is being registered or unregistered.
     pub registering: u32,
-    /// Offloaded processes whose memory is registered.
+    /// Number of offloaded processes whose memory is registered.
     pub registered: u32,
-    /// Restores in which a copier of this GPU copied the memory back into VRAM.
+    /// Number of restores in which a copier of this GPU copied the memory back into VRAM.
     pub restores: u64,
-    /// Offloads in which a copier of this GPU copied the memory.
+    /// Number of offloads in which a copier of this GPU copied the memory.
     pub offloads: u64,
     /// Deduplicated memory of the copier's processes, in bytes.
     pub shared_bytes: u64,
@@ -124,8 +125,8 @@ pub struct CopierFigures {
 pub(super) struct CopierRegistry {
     by_gpu: BTreeMap<String, GpuCopier>,
     attached: BTreeMap<ProcessId, AttachedProcess>,
-    /// Copiers that were ended and have not exited, each with the time of its end. The driver may
-    /// still hold memory for them.
+    /// Copiers that were ordered to end and have not exited, each with the time of the order. The
+    /// driver may still hold memory for them.
     ending: BTreeMap<CopierId, Millis>,
     backoff: RestartBackoff,
     restores: BTreeMap<String, u64>,
@@ -139,10 +140,12 @@ pub(super) struct CopierRegistry {
 
 impl CopierRegistry {
     /// Attaches a process to the copier of its GPU, and starts that copier if there is none. The
-    /// process need not wait until the copier has started. `most_bytes`: maximum number of bytes
-    /// that the copier accepts from the process. `domain`: the copier may deduplicate the memory
-    /// with other processes of this domain. `ahead`: the process is attached before its offload.
-    /// Returns false if no copier may be started.
+    /// process need not wait until the copier has started. Returns false if no copier may be
+    /// started.
+    ///
+    /// `most_bytes`: maximum number of bytes that the copier accepts from the process. `domain`:
+    /// the processes whose memory the copier may deduplicate together with this process's memory.
+    /// `ahead`: the process is attached before its offload.
     pub(super) fn attach(
         &mut self,
         now: Millis,
@@ -190,8 +193,8 @@ impl CopierRegistry {
         true
     }
 
-    /// Whether a process whose offload begins was attached to this GPU's copier before. The process
-    /// must then keep its connection, because a second connection would discard the registered
+    /// Whether a process whose offload begins was attached to this GPU's copier before. Such a
+    /// process must keep its connection, because a second connection would discard the registered
     /// memory.
     pub(super) fn was_attached_ahead(&mut self, process: ProcessId, uuid: &str) -> bool {
         let attached = self.attached.get_mut(&process).filter(|attached| attached.uuid == uuid);
@@ -314,7 +317,7 @@ impl CopierRegistry {
         }
     }
 
-    /// Records that the process of a copier has exited. It no longer holds memory.
+    /// Records that the process of a copier has exited, so that it no longer holds memory.
     pub(super) fn exited(&mut self, now: Millis, id: CopierId, effects: &mut Vec<Effect>) {
         self.ended(now, id, effects);
         self.ending.remove(&id);
@@ -349,7 +352,8 @@ impl CopierRegistry {
                 if self.member(process, &uuid).is_some() {
                     self.attached.remove(&ProcessId(process));
                 }
-                // If no process shares a file any more, the copier removes the file.
+                // The copier removes its file of deduplicated memory when no process shares the
+                // file any more. No stored bytes are then left.
                 if self.shared_bytes(&uuid) == 0
                     && let Some(copier) = self.by_gpu.get_mut(&uuid)
                 {
@@ -388,8 +392,8 @@ impl CopierRegistry {
         }
     }
 
-    /// Ends a copier that lost its connection or does not respond. If it was never ready, this
-    /// counts as a failed start.
+    /// Ends a copier that lost its connection or does not respond. If the copier was never ready,
+    /// its start counts as failed.
     fn end_lost(&mut self, now: Millis, uuid: &str, effects: &mut Vec<Effect>) {
         let why = match self.has_ready(uuid) {
             true => CopierEnd::Lost,
@@ -419,12 +423,12 @@ impl CopierRegistry {
         self.by_gpu.iter().find(|(_, copier)| copier.id == id).map(|(uuid, _)| uuid.clone())
     }
 
-    /// The attached process with this number in the copier's reports.
+    /// Finds the attached process that has this number in the copier's reports.
     fn member(&mut self, process: u64, uuid: &str) -> Option<&mut AttachedProcess> {
         self.attached.get_mut(&ProcessId(process)).filter(|attached| attached.uuid == uuid)
     }
 
-    /// The number of a domain in orders to copiers. 0: no domain.
+    /// The number that orders to copiers contain for a domain. 0: no domain.
     fn number_of(&mut self, domain: Option<Domain>) -> u64 {
         let next = self.domains.len() as u64 + 1;
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))

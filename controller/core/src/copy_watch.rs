@@ -1,18 +1,5 @@
-//! Watches host memory during copy outs, and cancels a copy out for which it no longer suffices.
-//!
-//! Host memory is promised to a copy out before it starts. Another process of the pod or the node
-//! can still take some of it during the copy. The library checks the node's free memory and the
-//! limit of its container. Only the controller can check the limits of the cgroups above:
-//!
-//! ```text
-//! copy ordered ──> free memory read every 20 ms ──> less free than the copy has still to touch?
-//!                                                         no: continues
-//!                                                         yes: cancelled ──> NoHostMemory, undone
-//! ```
-//!
-//! The counters of a process show how many bytes its copy still has to write. The container can
-//! falsify this number. The controller compares the number only with the free memory of that same
-//! container, so a false number affects no other container.
+//! Watches free host memory while containers are copied out. Cancels a copy out that needs more
+//! host memory than is free.
 
 use affinode_proto::wire::message::Action;
 
@@ -47,8 +34,8 @@ impl Node {
     }
 
     /// Cancels each copy out that needs more host memory than is free. The free memory was read
-    /// before the counters. A copy may have progressed in between, so its need can be
-    /// underestimated but not overestimated.
+    /// before the counters that show the progress. A copy may have progressed in between, so its
+    /// need can be underestimated but not overestimated.
     pub(super) fn host_levels_read(&mut self, levels: Vec<Levels>) {
         for (key, pools) in levels {
             let copying = self.processes.of(&key).filter(|(_, process)| is_copying(process));

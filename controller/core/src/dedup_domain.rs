@@ -5,7 +5,7 @@ use affinode_proto::wire::Capabilities;
 
 use super::{ContainerSpec, Node, ProcessId};
 
-/// A set of processes that may store identical content once.
+/// A set of processes whose identical content may be stored only once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Domain {
     /// Containers of one namespace. The names in containerd and in Kubernetes must both be equal,
@@ -19,8 +19,8 @@ pub enum Domain {
     /// Jobs of one user and namespace. They never share with containers, even if the namespaces
     /// have the same name.
     Jobs {
-        /// User id of the job's owner, as the kernel reports it. Different users may have the same
-        /// name.
+        /// User id of the job's owner, as the kernel reports it. A user name would not suffice,
+        /// because different users may have the same name.
         uid: u32,
         /// Namespace of the job. Only root may choose it.
         namespace: String,
@@ -43,8 +43,8 @@ impl Domain {
 }
 
 impl Node {
-    /// The dedup domain of a process. `None` if the policy has no dedup, or if the library does not
-    /// support it.
+    /// The dedup domain of a process. `None` if the policy does not enable deduplication, or if the
+    /// library does not support it.
     pub(super) fn domain_of(&self, id: ProcessId) -> Option<Domain> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
         let container = self.containers.get(&process.key).filter(|c| c.policy.dedup)?;

@@ -1,4 +1,5 @@
-//! Makes the decisions of a node, without I/O. It receives inputs with a time and returns effects.
+//! Decides when the containers of a node are moved, without I/O. The crate receives inputs, each
+//! with a time, and returns effects.
 //!
 //! ```text
 //!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML, events
@@ -88,8 +89,7 @@ pub struct InvalidKey(String);
 impl Key {
     /// Parses a key that a shim announced.
     ///
-    /// # Errors
-    /// [`InvalidKey`].
+    /// # Errors [`InvalidKey`]: the text is not 32 lower-case hex digits.
     pub fn parse(text: &str) -> Result<Key, InvalidKey> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
@@ -143,7 +143,7 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The controller's number for a CUDA process; a process that reconnects gets a new one.
+/// The controller's number for a CUDA process. A process that reconnects gets a new number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProcessId(pub u64);
 

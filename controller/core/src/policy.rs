@@ -19,7 +19,8 @@ use super::history::KeepAliveTarget;
 pub use affinode_proto::wire::Engine;
 
 impl Policy {
-    /// The objective of the learned keep-alive. `None`: the keep-alive is fixed.
+    /// The objective by which the container's keep-alive (the time without use after which it is
+    /// idle) is learned. `None`: the policy has a fixed keep-alive.
     #[must_use]
     pub fn keep_alive_target(&self) -> Option<KeepAliveTarget> {
         (self.keep_alive == KeepAlive::Learned).then_some(KeepAliveTarget {
@@ -29,13 +30,13 @@ impl Policy {
     }
 }
 
-/// Values of the node, and rules of namespaces.
+/// The policy values of the node, and the rules that replace them in single namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     /// Policy of a container that has neither a rule nor annotations.
     pub node: Policy,
-    /// Source of each of the node's values, by name: a file or a variable. A value without a source
-    /// is the default.
+    /// The file or environment variable that sets a value of the node. Key: name of the setting. A
+    /// setting without an entry has its default.
     pub origins: BTreeMap<String, String>,
     /// Rules of namespaces. The first rule that names the container's namespace applies.
     pub rules: Vec<NamespaceRule>,
@@ -93,7 +94,7 @@ impl Policies {
 /// Annotation that disables offloads, for a container whose clients cannot wait for a restore.
 pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
-/// Reason why a value of a policy is invalid: what would be accepted.
+/// Why the value of a setting is invalid. Each variant contains what would be accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidValue {
     /// The value is not one of the accepted words, which are listed here.
@@ -102,10 +103,11 @@ pub enum InvalidValue {
     /// The value does not have the accepted form, which is described here.
     #[error("accepted: {0}")]
     Form(&'static str),
-    /// The operator does not let containers choose this value.
+    /// The operator does not let containers choose this value. The text says what is accepted
+    /// instead.
     #[error("accepted here: {0}")]
     NotPermitted(&'static str),
-    /// No annotation has this name.
+    /// No annotation has this name. The list contains the names of all annotations.
     #[error("no such annotation; accepted: {}", .0.join(", "))]
     Name(Vec<&'static str>),
 }
@@ -117,8 +119,7 @@ const PREFIX: &str = "affinode.io/";
 
 /// Applies one annotation to a policy.
 ///
-/// # Errors
-/// [`InvalidValue`]: the annotation or its value is invalid. The policy is as before.
+/// # Errors [`InvalidValue`]: the annotation or its value is invalid. The policy is then unchanged.
 pub fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
     match name {
         LATENCY_SENSITIVE => {
@@ -143,8 +144,8 @@ fn annotations() -> Vec<&'static str> {
     all.map(|name| name.strip_prefix(PREFIX).unwrap_or(name)).collect()
 }
 
-/// Refuses the restore policy `immediate` of an annotation unless an operator leaves it to
-/// annotations: it may end processes of other containers.
+/// Refuses the restore policy `immediate` in an annotation if the operator's value is `queue`. With
+/// `immediate`, processes of other containers may be ended.
 fn annotated_restore(operators: &Restore, chosen: &Restore) -> Result<(), InvalidValue> {
     match (operators, chosen) {
         (Restore::Queue, Restore::Immediate) => Err(InvalidValue::NotPermitted(
@@ -154,7 +155,8 @@ fn annotated_restore(operators: &Restore, chosen: &Restore) -> Result<(), Invali
     }
 }
 
-/// Refuses an annotation that enables deduplication, which costs the node CPU time.
+/// Refuses an annotation that enables deduplication if the operator's value is `false`.
+/// Deduplication costs the node CPU time.
 fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> {
     match (operators, chosen) {
         (false, true) => {

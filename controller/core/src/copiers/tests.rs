@@ -34,8 +34,8 @@ impl CopierRegistry {
         effects
     }
 
-    /// Whether the copier ends because a container waits for its VRAM. `leaves`: result of the
-    /// callback that returns whether a process is about to free VRAM.
+    /// Whether the copier ends because a container waits for its VRAM. The callback in this test
+    /// returns `leaves`: whether a process is about to free VRAM.
     fn ends_for_room(&mut self, leaves: bool) -> bool {
         let mut effects = Vec::new();
         self.make_room(0, &[GPU.to_owned()].into(), |_| leaves, &mut effects);

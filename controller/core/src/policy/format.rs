@@ -21,14 +21,14 @@ pub trait Format {
 
     /// Parses the text of an annotation.
     ///
-    /// # Errors
-    /// [`InvalidValue`]: what would be accepted.
+    /// # Errors [`InvalidValue`]: the text is not an accepted value. The error contains what would
+    /// be accepted.
     fn parse(text: &str) -> Result<Self::Value, InvalidValue>;
 
-    /// Accepts the value of a file.
+    /// Converts a value that was read from a configuration file.
     ///
-    /// # Errors
-    /// [`InvalidValue`]: what would be accepted.
+    /// # Errors [`InvalidValue`]: the value is not accepted. The error contains what would be
+    /// accepted.
     fn accept(written: &Self::Written) -> Result<Self::Value, InvalidValue>;
 
     /// The value as configuration files write it.

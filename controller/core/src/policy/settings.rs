@@ -1,6 +1,7 @@
-//! The settings of a policy, one entry each. From this table come the policy, the section `[policy]`
-//! of the configuration file, the rules of namespaces, the annotations, and the values that
-//! `affinode policy show` explains. `config/config.toml` has the sentence for the reference page.
+//! The settings of a policy, one entry for each setting. A macro generates from these entries the
+//! policy, the section `[policy]` of the configuration file, the rules of namespaces, the
+//! annotations, and the values that `affinode policy show` explains. The descriptions on the
+//! reference page come from `config/config.toml`.
 
 use affinode_proto::wire::Engine;
 use serde::Deserialize;
@@ -12,22 +13,23 @@ use super::{
 };
 use crate::{victims::VictimRule, window::Window};
 
-/// A setting, as `affinode policy show` and the annotations use it.
+/// What `affinode policy show` and the parser of annotations need to know about one setting.
 pub(crate) struct Setting {
     /// Key in configuration files.
     pub name: &'static str,
     /// Annotations of a container that change the setting.
     pub annotations: &'static [&'static str],
-    /// The value as configuration files write it.
+    /// Returns the value of the setting as configuration files write it.
     pub shown: fn(&Policy) -> String,
-    /// Whether the rule of a namespace replaces the setting.
+    /// Whether the rule of a namespace sets a value for this setting.
     pub is_ruled: fn(&NamespaceRule) -> bool,
-    /// Sets the value that an annotation has.
+    /// Parses the value of an annotation and sets it in the policy.
     pub annotate: fn(&mut Policy, &str) -> Result<(), InvalidValue>,
 }
 
-/// `field: format = default, key, [annotations]`, and after `if` a function that refuses values
-/// which an operator does not leave to annotations.
+/// Generates the types of a policy from entries of the form `field: format = default, key,
+/// [annotations]`. A function after `if` refuses values that the operator does not let annotations
+/// set.
 macro_rules! settings {
     ($(
         $(#[$doc:meta])*
@@ -46,14 +48,15 @@ macro_rules! settings {
             }
         }
 
-        /// Section `[policy]`: conditions and method of offloads.
+        /// Section `[policy]` of the configuration file: when and how containers are offloaded and
+        /// restored.
         #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
         #[serde(deny_unknown_fields, default)]
         pub struct PolicySection {
             $($(#[$doc])* #[serde(rename = $key)] pub $field: FileValue<$format>,)*
-            /// Rule for the choice of victims.
+            /// Rule that decides which containers are evicted first when a waiter needs VRAM.
             pub victims: VictimRule,
-            /// Rules for one namespace each, `[[policy.namespace]]`.
+            /// Rules that each apply to one namespace, `[[policy.namespace]]`.
             pub namespace: Vec<NamespaceRule>,
         }
 
@@ -75,7 +78,7 @@ macro_rules! settings {
             }
         }
 
-        /// A rule for one namespace. `None` in a field: the node's value applies.
+        /// A rule for one namespace. A field that is `None` does not replace the node's value.
         #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct NamespaceRule {
@@ -85,7 +88,7 @@ macro_rules! settings {
         }
 
         impl NamespaceRule {
-            /// Replaces the values that the rule sets.
+            /// Replaces the values in `policy` for which the rule has a value.
             pub(super) fn apply(&self, policy: &mut Policy) {
                 $(if let Some(value) = &self.$field {
                     policy.$field.clone_from(&value.0);
@@ -113,21 +116,21 @@ macro_rules! settings {
 settings! {
     /// When the container is offloaded.
     mode: Mode = Mode::Auto, "mode", ["affinode.io/offload", LATENCY_SENSITIVE];
-    /// Time without use after which the container is idle, in milliseconds. If the keep-alive is
-    /// learned, the maximum of that time.
+    /// Time without use after which the container is idle, in milliseconds. If this time is learned
+    /// (`keep_alive`), the value is the maximum.
     idle_timeout_ms: Duration = 300_000, "idle_timeout", ["affinode.io/idle-timeout"];
-    /// Time that the container stays resident after a restore, in milliseconds.
+    /// Minimum time for which the container stays resident after a restore, in milliseconds.
     minimum_residency_ms: Duration = 10_000, "minimum_residency", [];
     /// Priority in the queue, -1000 to 1000. The highest is served first.
     priority: Priority = 0, "priority", ["affinode.io/priority"];
-    /// Whether the container's keep-alive is learned or fixed.
+    /// Whether the time without use after which the container is idle is learned or fixed.
     keep_alive: KeepAlive = KeepAlive::Learned, "keep_alive", ["affinode.io/keep-alive"];
     /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
     /// costs as much as one wake.
     wake_cost_ms: Duration = 34_000, "wake_cost", [];
-    /// Whether the container is prewoken before a call that its history makes likely.
+    /// Whether the container is restored shortly before a CUDA call that its history makes likely.
     prewake: bool = false, "prewake", ["affinode.io/prewake"];
-    /// The events that restore the container: calls, or calls and connections.
+    /// The events that restore the container: CUDA calls, or CUDA calls and TCP connections.
     wake_on: WakeOn = WakeOn::Call, "wake_on", ["affinode.io/wake-on"];
     /// How the container's restore gets VRAM that other containers hold.
     restore: Restore = Restore::Queue, "restore", ["affinode.io/restore"] if annotated_restore;
@@ -141,15 +144,17 @@ settings! {
     retain_host_copy: bool = false, "retain_host_copy", ["affinode.io/retain-host-copy"];
     /// Whether a restore verifies that copied memory is unchanged.
     checksum: bool = false, "checksum", ["affinode.io/checksum"];
-    /// Whether offloaded memory of the container is stored once if other containers of its
+    /// Whether offloaded memory of the container is stored only once if other containers of its
     /// namespace have the same content.
     dedup: bool = false, "dedup", ["affinode.io/dedup"] if annotated_dedup;
-    /// Whether host memory is prefaulted while the container is idle.
+    /// Whether host memory for the next offload is prepared (prefaulted) while the container is
+    /// idle.
     prefault: bool = false, "prefault", ["affinode.io/prefault"];
-    /// Whether the container may be restored on another GPU if its own is full.
+    /// Whether the container may be restored on another GPU if its own GPU is full.
     allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];
     /// VRAM in bytes below which the container is not offloaded.
     minimum_vram_bytes: Mebibytes = 0, "minimum_vram_mib", ["affinode.io/minimum-vram-mib"];
-    /// Times of the week during which the container is offloaded when idle.
+    /// Times of the week during which the idle container may be offloaded although no waiter needs
+    /// its VRAM.
     offload_window: Window = Window::default(), "offload_window", ["affinode.io/offload-window"];
 }

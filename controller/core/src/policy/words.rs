@@ -1,4 +1,5 @@
-//! Settings with a few values, and the word for each value in configuration, annotations and output.
+//! Settings whose value is one of a few words, and the word for each value in configuration,
+//! annotations and output.
 
 use affinode_proto::wire::Engine;
 use serde::{Deserialize, Deserializer, de::Error as _};
@@ -8,12 +9,13 @@ use super::{
     format::{Format, word},
 };
 
-/// A value that a file has as a word.
+/// A value that is written as a word in a configuration file.
 #[derive(Clone, Copy, Debug)]
 pub struct Word<T>(T);
 
-/// Generates enums, with one word for each variant, and their format. Words after `annotations` may
-/// be written in annotations; all words may be written in files.
+/// Generates enums with one word for each variant, and the functions that parse and show these
+/// words. Configuration files may contain all words. Annotations may contain only the words of the
+/// variants after `annotations`.
 macro_rules! words {
     ($(
         $(#[$doc:meta])*
@@ -69,25 +71,25 @@ macro_rules! format_of_words {
 words! {
     /// When a container is offloaded.
     pub enum Mode {
-        /// When the container is idle, if its GPUs are not oversubscribed or it has just started.
-        /// Otherwise when it is idle and a waiter needs its VRAM.
+        /// As soon as the container is idle, while its GPUs are not oversubscribed or a container
+        /// has just started. Otherwise only when it is idle and a waiter needs its VRAM.
         Auto = "auto",
-        /// As soon as the container is idle.
+        /// As soon as the container is idle, even if no waiter needs its VRAM.
         Eager = "eager",
         /// When the container is idle and a waiter needs its VRAM.
         Pressure = "pressure",
-        /// When an operator or a program requests the offload.
+        /// Only when an operator or a program requests the offload.
         Manual = "manual",
-        /// Never, not even by request.
+        /// Never, not even if an operator requests the offload.
         Off = "off",
     }
     annotations { Auto, Eager, Pressure, Manual, Off }
 
-    /// Whether the keep-alive, the time without use after which a container is idle, is learned.
+    /// Whether the keep-alive (the time without use after which a container is idle) is learned.
     pub enum KeepAlive {
-        /// Learned from the container's pauses. The idle timeout is the maximum.
+        /// The keep-alive is learned from the container's pauses. The idle timeout is its maximum.
         Learned = "learned",
-        /// Fixed: the keep-alive is the idle timeout.
+        /// The keep-alive is always the idle timeout.
         Fixed = "fixed",
     }
     annotations { Learned, Fixed }
@@ -96,7 +98,8 @@ words! {
     pub enum OnOom {
         /// The allocation fails, as it would without Affinode.
         Fail = "fail",
-        /// The allocation waits until neighbours are evicted or its timeout expires.
+        /// The allocation waits until other containers on the GPU are evicted or its timeout
+        /// expires.
         Wait = "wait",
     }
     annotations { Fail, Wait }
@@ -105,19 +108,19 @@ words! {
     pub enum WakeOn {
         /// A CUDA call of the container.
         Call = "call",
-        /// A call, or a connection to a socket of the container's network if the VRAM is free without
-        /// an eviction.
+        /// A CUDA call, or a new TCP connection in the container's network namespace. A connection
+        /// restores the container only if the VRAM is free without an eviction.
         Connection = "connection",
     }
     annotations { Call, Connection }
 
     /// How a restore gets VRAM that other containers hold.
     pub enum Restore {
-        /// The container waits until neighbours that are not in use are evicted.
+        /// The container waits until containers on its GPU that are not in use are evicted.
         Queue = "queue",
-        /// The container is served before others of its priority, and takes VRAM of neighbours in use.
-        /// Neighbours that can be moved are offloaded. Processes of neighbours that cannot be moved are
-        /// ended.
+        /// The container is served before others of its priority, and takes VRAM of containers in
+        /// use on its GPU. Containers that can be moved are offloaded. Processes of containers that
+        /// cannot be moved are ended.
         Immediate = "immediate",
         /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
         /// `queue` for all others.
