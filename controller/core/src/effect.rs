@@ -15,7 +15,7 @@ use super::{
 pub struct RecordedProcess {
     /// Pid on the host.
     pub pid: u32,
-    /// Start time in clock ticks.
+    /// Start time of the process, in clock ticks since boot.
     pub start_ticks: u64,
     /// VRAM that the process held at its offload and needs for its restore.
     pub offloaded: Vec<DeviceBytes>,
@@ -82,7 +82,8 @@ pub enum Effect {
         /// Host pid of each process, and the bytes that it would move to host memory; 0 if unknown.
         processes: Vec<(u32, u64)>,
     },
-    /// Read the GPUs now. Report the result with [`super::Input::Proven`] and the same number.
+    /// Read the GPUs now, to prove that the VRAM of the container's grant is free. Report the
+    /// result with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
     /// Start a copier on a GPU.
     StartCopier {
@@ -100,7 +101,8 @@ pub enum Effect {
         process: ProcessId,
         /// Maximum memory that the process may copy out, in bytes.
         most_bytes: u64,
-        /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
+        /// Dedup domain. The copier may share content between processes with the same number. 0: no
+        /// sharing.
         domain: u64,
     },
     /// Order a copier to copy the memory of a process back into VRAM that is granted and proven
@@ -113,11 +115,12 @@ pub enum Effect {
         /// Granted VRAM in bytes.
         most_bytes: u64,
     },
-    /// Order a copier to take no VRAM except for [`Effect::FillMemory`], or to continue as usual.
+    /// Order a copier to take no VRAM except for [`Effect::FillMemory`], or withdraw this order.
     HoldCopier {
         /// Number of the copier.
         copier: CopierId,
-        /// True: VRAM is being proven or taken. False: the copier continues as usual.
+        /// True: VRAM is being proven free or taken, so the copier must wait. False: the copier
+        /// continues as usual.
         on: bool,
     },
     /// End a copier. When its process has exited, report [`super::Input::CopierExited`].

@@ -23,7 +23,8 @@ pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
     HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
 }
 
-/// Time without a call after which running GPU work is shown as the reason for staying resident.
+/// Time without a call after which running GPU work is shown as the reason why a container stays
+/// resident.
 const QUIET_MS: Millis = 2_000;
 
 /// Why a container is not offloaded: the reason, and a detail for people.
@@ -131,7 +132,8 @@ impl OffloadFacts<'_> {
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
-        // If the container calls all the time, "recent calls" is the better reason to show.
+        // While the container makes calls, "recent calls" is the better reason to show than work on
+        // the GPU.
         let quiet_ms = self.now.saturating_sub(c.last_called);
         if let Some((pid, percent)) = idle.working
             && quiet_ms >= QUIET_MS.min(c.idle_after_ms())

@@ -1,4 +1,5 @@
-//! Eviction of neighbours for containers that wait for VRAM, and prewakes.
+//! Evicts neighbours (other containers on the same GPU) of containers that wait for VRAM. Also
+//! decides about prewakes, which are restores before an expected call.
 //!
 //! ```text
 //! waiter ──does not fit──> missing = need + promises - free - VRAM being freed
@@ -25,13 +26,14 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use after which a neighbour may be evicted, unless its own idle timeout is shorter.
-/// With a shorter time, programs that are loading data would be evicted.
+/// Time without use after which a neighbour may be evicted. If its own idle timeout is shorter,
+/// that timeout applies. If this constant were smaller, programs that are loading data would be
+/// evicted.
 const FREE_MS: Millis = 10_000;
 /// Interval between two searches for victims for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Waiting time after which all possible victims that free some of the missing VRAM are evicted,
-/// even if together they do not free enough.
+/// Waiting time after which every possible victim that frees some of the missing VRAM is evicted,
+/// even if all of them together do not free enough.
 const GATHER_MS: Millis = 30_000;
 /// Time between a prewake and the expected call.
 const LEAD_MS: Millis = 5_000;
@@ -115,8 +117,8 @@ impl Node {
             let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
             let left = self.freed_since_sample.iter().filter(|left| left.uuid == need.uuid);
             let ending = self.termination_of().filter(|held| held.uuid == need.uuid);
-            // VRAM that is being freed counts here, so that no further victim is evicted for it. It
-            // is promised only when a sample shows that it is free.
+            // VRAM that is being freed counts as free here, so that no further victim is evicted
+            // for it. It is promised to a waiter only when a sample shows that it is free.
             let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
                 + left.map(|left| left.bytes).sum::<u64>()
                 + ending.map(|held| held.bytes).sum::<u64>()
@@ -129,8 +131,8 @@ impl Node {
         needs.iter().filter_map(missing).collect()
     }
 
-    /// VRAM that an offload of the container frees. With `deep`, this includes the contexts. A
-    /// container that is copied out already can free only the VRAM that it still has.
+    /// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its
+    /// contexts. A container that is copied out already can free only the VRAM that it still has.
     pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let has_second_level = self.has_second_level(key);
@@ -144,9 +146,9 @@ impl Node {
         merge_needs(&of_each.flatten().collect::<Vec<_>>())
     }
 
-    /// Whether the context of a copied-out container may be evicted. A container that waits for its
-    /// restore is included: otherwise its context would block other containers during the wait.
-    /// Processes without VRAM, which may have started meanwhile, do not matter.
+    /// Whether the context of a copied-out container may be evicted. This is also allowed while the
+    /// container waits for its restore: otherwise its context would block other containers during
+    /// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
     fn may_evict_context(&self, key: &Key) -> bool {
         let waits = |c: &Container| match c.goal {
             Goal::Offloaded => c.state == State::Offloaded,
@@ -222,7 +224,7 @@ impl Node {
             .collect()
     }
 
-    /// Prewakes a container whose next call is expected, if this needs no eviction.
+    /// Prewakes a container whose next call is expected soon, if its restore needs no eviction.
     pub(super) fn expect(&mut self, key: &Key) {
         let Some(at) = self.prewake_at(key) else { return };
         let until = self.prewake_until(key);
@@ -272,8 +274,8 @@ impl Node {
             .unwrap_or(0)
     }
 
-    /// Time of the next decision about the container that is known now. `None`: no decision is
-    /// planned.
+    /// Next time at which a decision about the container is due, as far as it is known now. `None`:
+    /// no decision is planned.
     #[must_use]
     pub fn due_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;

@@ -39,7 +39,8 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether every awaited process pauses its allocations while the VRAM is not proven free yet.
+    /// Whether all awaited processes have paused their allocations, but the VRAM is not proven free
+    /// yet.
     #[must_use]
     pub fn is_held(&self) -> bool {
         matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))
@@ -62,7 +63,8 @@ pub struct Grant {
     /// Whether the grant was taken over from the journal of an earlier controller. A restore may be
     /// running under it. No other restore is started under it.
     pub recalled: bool,
-    /// Whether holds may have ended since the grant began, so that the proof may be wrong.
+    /// Whether other processes may have ended their pauses of allocations since the grant began, so
+    /// that the proof of free VRAM may be wrong.
     pub doubted: bool,
     /// Number of times that NVML had to be read again because a process registered during the
     /// proof.

@@ -1,4 +1,4 @@
-//! Gives grants to waiters: moves each from the queue to VRAM that is proven free.
+//! Gives grants of VRAM to the waiters in the queue, after NVML has shown that the VRAM is free.
 //!
 //! `grant.rs` draws the stages. `serve_queue` begins grants. `proven` completes them or gives them
 //! up. `check_grants` ends grants that take too long.
@@ -25,10 +25,11 @@ use super::{
 /// Time limit for the pause of allocations during a restore, in addition to the expected time of
 /// the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// Time after which a `CopyOut` in progress no longer counts as taking VRAM: the part in which its
-/// agent needs VRAM has ended by then.
+/// Time after which a `CopyOut` in progress no longer counts as taking VRAM. An agent that exports
+/// memory to a copier needs VRAM only in the first part of its `CopyOut`.
 const HANDS_OVER_MS: Millis = 10_000;
-/// Time limit for NVML's sample, in addition to the time that the holds may take.
+/// Time limit for the NVML sample of a grant, in addition to the time limit for the pauses of
+/// allocations.
 const PROOF_MS: Millis = 1_600;
 /// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
@@ -48,8 +49,8 @@ impl GpuClaims {
 }
 
 impl Node {
-    /// Begins a grant for each waiter that is next on its GPUs and whose VRAM seems free. If a
-    /// waiter does not fit, later waiters on its GPUs wait behind it.
+    /// Begins a grant for each waiter that is next on its GPUs and whose VRAM need seems to fit. If
+    /// a waiter does not fit, later waiters on its GPUs wait behind it.
     pub(super) fn serve_queue(&mut self) {
         if self.queue.is_empty() {
             return;
@@ -109,8 +110,8 @@ impl Node {
                 !waits
             });
         }
-        // Partly restored containers are rare. Without such a container, the order of the queue
-        // stays.
+        // Partly restored containers are rare. If there is none, the waiters stay in the order of
+        // the queue.
         let (all, queue) = (self.processes.half_way(), &self.queue);
         let half_way: BTreeSet<Key> =
             all.iter().filter(|key| queue.contains(key)).cloned().collect();
@@ -226,7 +227,7 @@ impl Node {
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
         let allocates = want.map(|(id, _)| id);
         let mut everyone = if self.settings.hold { self.processes.ids() } else { Vec::new() };
-        // An order to hold would stop the very allocation that this grant is for.
+        // An order to pause allocations would also stop the allocation that this grant is for.
         everyone.retain(|id| Some(*id) != allocates);
         let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now);
         grant.want = want;
@@ -248,9 +249,9 @@ impl Node {
     }
 
     /// Takes over a record from the journal of an earlier controller: a process was offloaded, and
-    /// its restore may be running. If so, the process's VRAM counts as promised until the process
-    /// registers. All other processes pause their allocations, because the driver may be taking
-    /// this VRAM now.
+    /// its restore may be running. If the restore may be running, the process's VRAM counts as
+    /// promised until the process registers. All other processes then pause their allocations,
+    /// because the driver may be taking this VRAM now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
@@ -287,9 +288,9 @@ impl Node {
         merge_needs(&needs)
     }
 
-    /// Ends a grant taken over from the journal once its last process has registered or exited. The
-    /// phase of each process is known by then. A restore that is not complete begins again under a
-    /// grant of its own.
+    /// Ends a grant taken over from the journal once its last process has registered or exited, so
+    /// that the phase of each process is known. A restore that is not complete begins again under a
+    /// new grant.
     pub(super) fn recall_settled(&mut self, key: &Key) {
         self.promise_to_unseen(key);
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
@@ -361,8 +362,9 @@ impl Node {
         self.count_vain_return(key, &grant);
     }
 
-    /// Counts a grant that led to no restore while other processes paused their allocations. The
-    /// first such grant has no consequence; each further one in a row delays the next attempt.
+    /// Counts a grant that led to no restore although other processes paused their allocations. The
+    /// first such grant has no consequence. Each further such grant in a row delays the next
+    /// attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -394,7 +396,8 @@ impl Node {
                 self.unclaimed_journal.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if grant.stage != Stage::Granted {
-                // The proof of a grant in doubt is useless, so the holds are not awaited.
+                // The proof of a grant in doubt would be rejected, so the grant waits for no more
+                // processes to pause their allocations.
                 let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
                 if holding {
                     self.settle_overdue(&key, late);

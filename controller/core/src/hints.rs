@@ -5,8 +5,8 @@
 //!   └─────"busy"──> busy: counts as in use ──"idle", or an hour──> none
 //! ```
 //!
-//! A hint may come from inside the container, like its calls. It therefore has no more effect than
-//! calls have: "busy" keeps a container resident, as constant calls would.
+//! A hint may come from inside the container, and can be false. It therefore has no more effect
+//! than the container's calls have: "busy" keeps a container resident, as constant calls would.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
@@ -50,7 +50,8 @@ impl Hint {
 }
 
 impl Container {
-    /// Whether an idle hint is in effect: the container has not been used since the hint.
+    /// Whether an idle hint is in effect, which means that the container has not been used since
+    /// the hint.
     #[must_use]
     pub fn hinted_idle(&self) -> bool {
         matches!(self.hint, Some((Hint::Idle, _)))

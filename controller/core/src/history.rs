@@ -18,19 +18,20 @@ use std::sync::LazyLock;
 
 use super::Millis;
 
-/// Number of bins per octave.
+/// Number of bins per octave, which is a doubling of the pause's length.
 const PER_OCTAVE: f32 = 4.0;
-/// Number of bins: 1 s to 2^18 s, three days.
+/// Number of bins for the lengths of pauses, from 1 s to 2^18 s (three days).
 pub const BINS: usize = 72;
-/// Number of paces: mean pauses of 1, 2, 4, ... 128 s and more.
+/// Number of paces. A pace is the mean length of a container's last pauses: 1, 2, 4, ... 128 s and
+/// more.
 const PACES: usize = 8;
-/// Weight of the node's counts, as a number of pauses.
+/// Weight of the counts of all containers of the node, as a number of the container's own pauses.
 const NODE_WEIGHT: f32 = 100.0;
-/// Weight of the uniform prior over all bins.
+/// Weight of the uniform prior over all bins, as a number of the container's own pauses.
 const PRIOR_WEIGHT: f32 = 0.5;
-/// Sum at which the counts of one pace are halved, so that old pauses lose weight.
+/// Sum of the counts of one pace at which these counts are halved, so that old pauses lose weight.
 const FADE_AT: f32 = 4096.0;
-/// Time during which calls wait at a wake, in seconds: for the end of an offload and for the
+/// Time for which calls wait at a wake, in seconds. It includes the end of an offload and the
 /// restore.
 const RETURN_S: f32 = 2.0;
 /// Estimated number of calls per second of use.
@@ -57,8 +58,8 @@ struct Counts {
     sum: f32,
 }
 
-/// Counts of pauses. `counts`: one entry per pace, the mean length of the pauses before. `seen`:
-/// number of all pauses.
+/// Counts of pauses by length. `counts`: one entry for each pace, which is the mean length of the
+/// pauses before. `seen`: number of all counted pauses.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -79,12 +80,12 @@ impl Pauses {
     }
 }
 
-/// Learned uses and pauses of one container.
+/// What the controller has learned about the uses and pauses of one container.
 #[derive(Clone, Debug, Default)]
 pub struct History {
     own: Pauses,
-    /// Running mean of the binary logarithm of the last pauses, in seconds. `None`: there was no
-    /// pause.
+    /// Running mean of the binary logarithms of the last pauses' lengths in seconds. `None`: there
+    /// was no pause.
     pace: Option<f32>,
     /// Lengths of the last pauses during which the container was offloaded, in milliseconds.
     long: Vec<Millis>,
@@ -97,7 +98,7 @@ pub struct History {
     hits: u32,
 }
 
-/// The objective of a learned keep-alive: the cost of a wake, and the maximum keep-alive.
+/// The objective by which a keep-alive is learned: the cost of a wake, and the maximum keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
     /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
@@ -201,9 +202,9 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// Time of the prewake, and time until which the prewoken container waits for a call. Both are
-    /// milliseconds after the last use. `None` if the last long pauses differ, or if too many
-    /// prewakes were missed.
+    /// Time of the prewake, and time until which the prewoken container stays resident for a call.
+    /// Both are milliseconds after the last use. `None` if the last long pauses differ, or if too
+    /// many prewakes were missed.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;

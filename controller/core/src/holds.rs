@@ -1,5 +1,5 @@
-//! Holds: while VRAM of a GPU is proven free and then taken, no managed process may take VRAM of
-//! that GPU.
+//! Holds are pauses of allocations. While VRAM of a GPU is proven free for a waiter and then taken
+//! by it, no other managed process may take VRAM of that GPU.
 //!
 //! ```text
 //! ordered to hold ──Done──────────────────────────> holds until the grant ends
@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A process that does not hold causes one full delay. For the next grant the controller waits for
-//! it only briefly, later not at all. A process that reported Busy pauses its new allocations
-//! nevertheless.
+//! A process that does not hold delays a grant once for the full time limit. For the next grant the
+//! controller waits for it only briefly, and later not at all. A process that reported Busy pauses
+//! its new allocations nevertheless.
 
 use std::collections::BTreeSet;
 
@@ -38,15 +39,15 @@ const STALL_MS: Millis = 200;
 /// An order to pause allocations that has no report yet.
 #[derive(Clone, Debug)]
 pub(super) struct HoldOrder {
-    /// The container that the grant is for.
+    /// The container whose grant needs the pause.
     pub(super) key: Key,
-    /// The process that is ordered to hold.
+    /// The process that is ordered to pause its allocations.
     process: ProcessId,
     /// When the order was sent.
     since: Millis,
 }
 
-/// Number of orders to hold that a process, or all processes of a container, refused.
+/// Counts the orders to pause allocations that a process, or the processes of a container, refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRecord {
     refused: u32,
@@ -64,12 +65,14 @@ impl HoldRecord {
         }
     }
 
-    /// Records a completed hold: reduces the number of refusals by one, but never to 0.
+    /// Records a completed hold, which reduces the number of refusals by one. If there were
+    /// refusals, at least one stays recorded.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
 
-    /// Time limit for the process's report, in milliseconds. `None`: the full time.
+    /// Time limit for the process's report, in milliseconds. `None`: the process never refused, so
+    /// the full limit applies.
     fn patience_ms(self) -> Option<Millis> {
         let before = self.refused.checked_sub(1)?;
         Some(SHORT_PATIENCE_MS.checked_shr(before).unwrap_or(0))
@@ -115,7 +118,8 @@ impl Node {
                 Stage::Holding(waiting) if awaited => {
                     waiting.insert(id);
                 }
-                // NVML's running sample may be older than the allocations of this process.
+                // NVML's running sample may miss the last allocations of this process, so the grant
+                // waits for its report and is then proven again.
                 stage @ (Stage::AwaitingCopiers | Stage::Proving(_)) if awaited => {
                     *stage = Stage::Holding(BTreeSet::from([id]));
                     grant.restarts += 1;
@@ -172,7 +176,8 @@ impl Node {
         }
     }
 
-    /// Handles the report of a hold. Returns false if the report is on another order.
+    /// Handles the report about an order to hold. Returns false if the report is about another kind
+    /// of order.
     pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
         let Some(asked) = self.hold_orders.get(&order) else {
             return false;
@@ -187,13 +192,14 @@ impl Node {
         } else {
             self.shorten_hold_timeout(id);
         }
-        // In this grant, do not wait again for a process that cannot hold. Its new allocations are
-        // paused until the release. NVML shows the VRAM that its allocation in progress has taken.
+        // Whatever the outcome is, this grant does not wait for the process again. A process that
+        // cannot hold pauses its new allocations until the release. NVML shows the VRAM that its
+        // allocation in progress has taken.
         self.hold_settled(&key, id);
         true
     }
 
-    /// Stops waiting for a process. If it was the last one, the proof begins.
+    /// Stops waiting for a process. If the grant waits for no other process, the proof begins.
     fn hold_settled(&mut self, key: &Key, id: ProcessId) {
         if let Some(Stage::Holding(awaited)) =
             self.grants.get_mut(key).map(|grant| &mut grant.stage)
@@ -308,6 +314,6 @@ fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let mut known = process.vram.iter().chain(process.offloaded_vram.iter().flatten());
     let on = known.clone().any(|device| uuids.contains(&device.uuid));
     let goes = process.target_gpu.as_ref().is_some_and(|to| uuids.contains(to));
-    // A restore from the journal names no GPU if the journal has no VRAM for it.
+    // A grant that was taken over from the journal names no GPU if the journal records no VRAM.
     uuids.is_empty() || on || goes || !sees_one || known.next().is_none()
 }

@@ -63,8 +63,8 @@ pub enum MemoryShortage {
 struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
-    /// Whether the promise was taken over from the journal, for processes that have not registered.
-    /// Their offloads may be using the memory already.
+    /// Whether the promise was taken over from the journal of an earlier controller, for processes
+    /// that have not registered. Their offloads may be using the memory already.
     is_recalled: bool,
     /// Position in the order in which promises were made.
     number: u64,

@@ -63,7 +63,8 @@ impl Node {
             Some(pool) => {
                 let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
                 let detail = format!(
-                    "while process {pid} was copied out, {} had only {free} left for {need}",
+                    "while process {pid} was copied out, {} had only {free} free, but the copy still \
+                     needed {need}",
                     pool.name()
                 );
                 (reason_of(pool), detail)

@@ -109,11 +109,12 @@ impl Node {
             .filter(|(.., p)| way.take(&p.vram))
             .map(|(_, id, p)| (id, p.vram.as_slice()))
             .collect();
-        // All or nothing: no process is ended unless the waiter then fits.
+        // All or nothing: processes are ended only if the waiter fits afterwards.
         if !way.is_clear() {
             return false;
         }
-        // A process that was chosen later may free enough for an earlier one to be spared.
+        // A process that was chosen later may free so much VRAM that an earlier chosen process can
+        // be spared.
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {
@@ -143,8 +144,8 @@ impl Node {
         self.containers.iter().filter(concerned).map(|(key, _)| key)
     }
 
-    /// Whether a container in use can be offloaded. It cannot if a forced offload has failed since
-    /// `since`.
+    /// Whether a container in use can be offloaded. False if a forced offload of it has failed
+    /// since `since`.
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
@@ -255,7 +256,8 @@ impl VramShortfall {
         self.missing.iter().all(|(_, bytes)| *bytes <= 0)
     }
 
-    /// Subtracts `holds` from the missing VRAM if this reduces it. Returns whether it was reduced.
+    /// Subtracts the VRAM `holds`, which is to be freed, from the missing VRAM. Does nothing and
+    /// returns false if `holds` has no VRAM on a GPU where some is missing.
     fn take(&mut self, holds: &[DeviceBytes]) -> bool {
         let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
         if helps {
@@ -264,8 +266,8 @@ impl VramShortfall {
         helps
     }
 
-    /// Adds `holds` to the missing VRAM again if the other freed VRAM suffices. Returns whether the
-    /// other VRAM suffices.
+    /// Adds the VRAM `holds` to the missing VRAM again if enough VRAM is freed without it. Returns
+    /// false, and changes nothing, if not enough is freed.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

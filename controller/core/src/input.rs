@@ -44,7 +44,7 @@ pub enum Request {
     Restore,
 }
 
-/// NVML's reading of one GPU.
+/// NVML's reading of one GPU, including the VRAM of its processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuSample {
     /// Index of the GPU in NVML.
@@ -121,7 +121,8 @@ pub struct SwapStatus {
     /// Swappable memory that the last offload did not store because its content is all zero, in
     /// bytes.
     pub zero_bytes: u64,
-    /// VRAM of local memory that the process's contexts released and allocate again, in bytes.
+    /// Local memory (stacks and spilled registers of the GPU's threads) that the process's contexts
+    /// released at the offload and allocate again at the restore, in bytes.
     pub local_memory_bytes: u64,
 }
 
@@ -182,11 +183,12 @@ pub enum Input {
     Message(ProcessId, AgentMessage),
     /// The counters of a process were read.
     Page(ProcessId, CounterSnapshot),
-    /// The counters of a process are invalid, with the reason: its container overwrote them.
+    /// The counters of a process are invalid because its container overwrote them. The text
+    /// describes the error.
     BadPage(ProcessId, String),
     /// All GPUs were sampled.
     Gpus(Result<Vec<GpuSample>, String>),
-    /// NVML utilisation of all processes.
+    /// NVML's utilisation samples of all processes were read.
     Worked(Vec<Work>),
     /// A copier sent a report.
     CopierReport(CopierId, CopierReport),
@@ -194,14 +196,15 @@ pub enum Input {
     CopierEnded(CopierId),
     /// The process of a copier has exited, or was never started. The copier holds no memory.
     CopierExited(CopierId),
-    /// A process of [`super::Effect::AttachCopier`] did not get a connection to its copier.
+    /// The process that [`super::Effect::AttachCopier`] names did not get a connection to its
+    /// copier.
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory of each pool, for copy outs in progress. The counters of the copying
     /// processes were read after the free memory.
     HostLevels(Vec<Levels>),
-    /// The result of [`super::Effect::Prove`] with this number.
+    /// The GPUs were read for the [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// A record of an earlier controller's journal about a process.
     Recalled {
@@ -222,7 +225,8 @@ pub enum Input {
     },
     /// A request of an operator or a program.
     Command(CommandId, Key, Request),
-    /// A hint. The text names its source in the event.
+    /// A hint that a container is idle or busy. The text is the name of the hint's source for the
+    /// event.
     Hinted(Key, Hint, String),
     /// Number of connections accepted so far on the network of an offloaded container. `None`: the
     /// container has no network of its own.

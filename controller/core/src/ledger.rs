@@ -1,6 +1,6 @@
 //! The ledger of promised VRAM. A restore without enough VRAM loses its process, because the driver
-//! cannot undo it. VRAM is therefore promised before a restore, each byte to at most one container.
-//! NVML then proves that the VRAM is free at the moment of the restore.
+//! cannot undo the restore. VRAM is therefore promised before a restore, each byte to at most one
+//! container. NVML then proves that the VRAM is free at the moment of the restore.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +13,9 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Whether `needs` fit in addition to the promises to other containers, with `margin(total)`
-    /// bytes left free on each GPU. A GPU without a sample has no free VRAM. `held(uuid)`: VRAM
-    /// that the container has on that GPU now, in bytes.
+    /// Whether `needs` fit in addition to the promises to other containers. `margin(total)`: number
+    /// of bytes that must stay free on a GPU with `total` bytes. `held(uuid)`: VRAM that the
+    /// container has on that GPU now, in bytes. A GPU without a sample has no free VRAM.
     #[must_use]
     pub fn fits(
         &self,
@@ -37,7 +37,7 @@ impl Ledger {
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
                 let margin = margin(gpu.total_bytes);
                 // A container that had nearly all VRAM of a GPU may get the same amount again
-                // without the margin: with the margin, it would never fit.
+                // without the margin. If the margin were required, it would never fit.
                 let had = need.bytes.saturating_add(held(&need.uuid));
                 let fills = had > gpu.total_bytes.saturating_sub(margin);
                 let margin = if fills { 0 } else { margin };
@@ -70,7 +70,7 @@ impl Ledger {
 }
 
 /// VRAM that stays free on each GPU in addition to promises: 2 %, at most 512 MiB. The driver takes
-/// some VRAM in addition to that of the process.
+/// VRAM in addition to what a process allocates.
 #[must_use]
 pub fn margin_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 50).min(512 << 20)

@@ -52,8 +52,8 @@ impl Node {
         let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
         process.swap.swappable_bytes = page.swappable_bytes;
-        // An earlier controller may have ended before it received the report that the copy is
-        // incomplete.
+        // The agent's report of an incomplete copy may have gone to an earlier controller that has
+        // ended. The counters show the incomplete copy too.
         process.copy_out_incomplete = process.phase == Phase::Checkpointed
             && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
         process.counters = Some(page);

@@ -78,7 +78,8 @@ impl Node {
     }
 
     /// Sends the order to restore, on the process's own GPU or on the target GPU of a migration. If
-    /// the target is no longer possible, ends the grant, so that VRAM is promised and proven again.
+    /// the target is no longer possible, the grant ends, and VRAM is promised and proven again
+    /// later.
     pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
         if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
             self.order(id, Action::Restore);
@@ -89,7 +90,8 @@ impl Node {
                 let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
                 u8::try_from(at).ok()
             };
-            // The order names a GPU by its position in this list.
+            // The order to restore names a GPU by its position in the list of all GPUs, so each GPU
+            // must be in it.
             let listed = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
             let (from, to) =
                 (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
