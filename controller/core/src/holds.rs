@@ -7,7 +7,6 @@
 //!                 └─connection lost ──────────────> not waited for
 //! ```
 //!
-//! A process that does not hold causes one full delay. For the next grant the controller waits for
 //! A process that does not hold delays a grant once for the full time limit. For the next grant the
 //! controller waits for it only briefly, and later not at all. A process that reported Busy pauses
 //! its new allocations nevertheless.

@@ -160,7 +160,8 @@ impl Node {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
-        // These inputs neither free nor request VRAM, and most inputs are counter readings.
+        // These inputs neither free nor request VRAM, so the queue is not served after them. Most
+        // inputs are counter readings.
         let may_serve = !matches!(
             input,
             Input::Page(..)
@@ -303,8 +304,9 @@ impl Node {
         lives: impl Fn(u32, u64) -> bool,
     ) -> impl Iterator<Item = (&Key, &ContainerSpec)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
-        // A process that was offloaded by an earlier controller may be stopped or frozen, and
-        // register later. It then needs the socket of its container to be restored.
+        // A process that an earlier controller offloaded may be stopped or frozen, and register
+        // later. It then needs the socket of its container, so the container does not count as
+        // deserted.
         let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
         used.extend(unseen.map(|(key, ..)| key));
         self.containers
@@ -323,8 +325,8 @@ impl Node {
         let decided_ms = self.now;
         let message = ControllerMessage::Order { order, action, decided_ms };
         self.effects.push(Effect::Send(process, message));
-        // A process has at most one order of a move. Orders to hold and to release may overlap with
-        // it.
+        // A process has at most one order that belongs to a move. Orders to pause or resume its
+        // allocations may be in progress at the same time.
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
             && let Some(process) = self.processes.get_mut(&process)
         {

@@ -5,8 +5,8 @@ use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNK
 
 use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
 
-/// Maximum age of a reading that is sent. If no newer reading exists, NVML does not answer the
-/// controller. The process is then restored and queries NVML itself.
+/// Maximum age of a reading that is sent to a process. If all readings are older, NVML does not
+/// answer the controller. The process is then restored and queries NVML itself.
 const STALE_AFTER_MS: Millis = 5_000;
 
 impl Node {

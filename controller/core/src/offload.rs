@@ -65,7 +65,8 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        // No survey is pending, because the container's processes have ended meanwhile.
+        // If no survey is pending, the container's processes have ended since the survey was
+        // requested.
         let Some(asked_at) = container.survey_asked.take() else { return };
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
@@ -97,8 +98,9 @@ impl Node {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.goal = Goal::Offloaded;
                 }
-                // A process that started while the container was offloaded has waited for its
-                // siblings. Its gate closes next, and a gate does not close during a pause.
+                // A process that started while the container was offloaded has paused its
+                // allocations until its siblings are restored. Its gate closes next, and a gate
+                // does not close during a pause.
                 self.release_siblings(key);
                 self.set_state(key, State::Closing, cause, "", 0, 0);
                 self.advance(key);
@@ -151,7 +153,7 @@ impl Node {
         if process.phase != Phase::CopiedOut || process.offloaded_vram.is_none() {
             process.offloaded_vram = Some(process.vram.clone());
             // NVML may count the process's memory for a copier at this moment. The process has at
-            // least the memory that its agent can copy.
+            // least as much VRAM as its agent can copy.
             if let Some([all]) = process.offloaded_vram.as_deref_mut() {
                 let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
                 let swappable =
@@ -235,8 +237,8 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else { return };
         let called = container.wake_began.map(|_| Reason::Called);
         let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
-        // The container waited for its restore already when its context was evicted. It continues
-        // to wait.
+        // The container was already waiting for its restore when its context was evicted. It
+        // continues to wait.
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
             (container.goal, container.cause) = (Goal::Resident, cause);
             self.advance(key);
@@ -264,8 +266,9 @@ impl Node {
 
     /// Gives up an offload, counts the failure, and undoes the completed steps.
     ///
-    /// If the second level of an offload failed, the container stays at the first level. A restore
-    /// would take VRAM from the waiter that needs the contexts' VRAM.
+    /// If the memory is already copied out and only the checkpoint of the contexts failed, the
+    /// container stays copied out. A restore would take VRAM from the waiter that needs the
+    /// contexts' VRAM.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
         let is_out = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());

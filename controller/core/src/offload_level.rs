@@ -102,7 +102,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     };
     match engine {
         Engine::Copy => OffloadMethod::Copy,
-        // Memory that cannot be copied stays with the context.
+        // A process whose context must stay on the GPU is only copied. Memory that cannot be copied
+        // stays with the context.
         Engine::Auto | Engine::Full if process.keeps_context() && !process.copy_failed => {
             OffloadMethod::Copy
         }
@@ -128,8 +129,8 @@ fn may_be_imported(process: &Process) -> bool {
 }
 
 /// Expected duration of a process's restore, in milliseconds. Measured on an H200 (driver 580.159):
-/// copies run at 52 GB/s, the driver restores at 5.8 GB/s, and each has a fixed part. A copier
-/// copies while the driver restores the context.
+/// copies run at 52 GB/s, the driver restores at 5.8 GB/s, and each takes a fixed time in addition.
+/// A copier copies while the driver restores the context.
 fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Millis {
     const COPY_FIXED_MS: u64 = 4;
     const COPY_BYTES_PER_MS: u64 = 52_000_000;

@@ -175,7 +175,7 @@ impl Node {
         let offloaded = self.container_needs(key);
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
         let together = merge_needs(offloaded.iter().chain([&want.need]));
-        // Memory that a copy out left on the GPU takes VRAM in addition.
+        // Memory that a copy out left on the GPU takes VRAM in addition to what the restore needs.
         let held = |uuid: &str| self.held_bytes(key, uuid);
         let fits = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
@@ -186,8 +186,8 @@ impl Node {
         (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
     }
 
-    /// VRAM that a container needs for its restore, and for the allocation `named` if that still
-    /// waits.
+    /// VRAM that a container needs for its restore. If the allocation `named` still waits, its need
+    /// is included.
     pub(super) fn needs_with(
         &self,
         key: &Key,
@@ -209,8 +209,8 @@ impl Node {
     }
 
     /// Whether an allocation of a resident container may be served before the earlier waiter
-    /// `head`. It may if `head` must not evict the container: otherwise both would wait for each
-    /// other.
+    /// `head`. It may if `head` is not allowed to evict the container, because both would otherwise
+    /// wait for each other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
         let resident = self.container_needs(key).is_empty();
@@ -297,7 +297,8 @@ impl Node {
                 false => container.has_wasted_a_turn(self.now),
             }
         }
-        // A process that is closed, and not offloaded, needs no VRAM to become open again.
+        // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
+        // gate again.
         let is_resident = !self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
         if is_resident || want.resumed_at.is_some() {
             self.end_alloc_grant(&key);
@@ -308,8 +309,8 @@ impl Node {
         }
     }
 
-    /// Ends the container's grant if the grant is for an allocation. A grant from the journal never
-    /// is.
+    /// Ends the container's grant if the grant is for an allocation. A grant that was taken over
+    /// from the journal is never for an allocation.
     pub(super) fn end_alloc_grant(&mut self, key: &Key) {
         if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
             self.close_grant(key);

@@ -24,14 +24,14 @@ impl Default for OperatorOverrides {
 }
 
 impl OperatorOverrides {
-    /// Returns the overrides with automatic offloads and evictions turned on or off. An offloaded
-    /// container stays offloaded until its next CUDA call.
+    /// Returns a copy of the overrides in which automatic offloads and evictions are on or off.
+    /// Containers that are offloaded already stay offloaded until their next CUDA call.
     #[must_use]
     pub fn with_auto_offload(&self, on: bool) -> OperatorOverrides {
         OperatorOverrides { auto_offload: on, ..self.clone() }
     }
 
-    /// Returns the overrides with a container pinned or unpinned.
+    /// Returns a copy of the overrides in which a container is pinned or unpinned.
     #[must_use]
     pub fn with_pin(&self, key: &Key, pinned: bool) -> OperatorOverrides {
         let mut changed = self.clone();

@@ -28,8 +28,8 @@ pub struct ProcessPosition {
     /// Whether the library can wait for the GPU's work before it copies. Otherwise the driver's
     /// lock waits for the work.
     pub awaits_work: bool,
-    /// Whether a copier copies the process's memory. Then no other process is copied at the same
-    /// time.
+    /// Whether a copier copies the process's memory. While it copies, no other process of the
+    /// container is copied.
     pub is_prefaulted: bool,
 }
 
@@ -91,7 +91,7 @@ pub struct RestorePlan {
     pub done: bool,
 }
 
-/// Deadlines that close and lock orders carry.
+/// The time limits that orders to close gates and to lock processes contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderDeadlines {
     /// Time for calls in progress to end when the gate closes, in milliseconds.
@@ -154,8 +154,8 @@ pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
             _ => {}
         }
     }
-    // Copies in run at once. The driver restores one process at a time, in reverse order of the
-    // offload, as NVIDIA's own tools do.
+    // All copies in run at the same time. The driver restores one process at a time, in reverse
+    // order of the offload, as NVIDIA's own tools do.
     let restoring = positions.iter().any(|p| p.occupied && p.phase.is_offloaded());
     if !restoring {
         let free = |phase| {

@@ -1,4 +1,5 @@
-//! Prefaults host memory while a container is idle, before its offload (`policy.prefault`).
+//! Prefaults (touches and registers) host memory while a container is idle, so that its offload is
+//! faster (`policy.prefault`).
 //!
 //! ```text
 //!                ┌──in use, policy off, may not be offloaded: ordered off─┐
@@ -27,14 +28,14 @@ use super::{
     process::Process,
 };
 
-/// Time after the begin of an offload during which it is expected to free VRAM soon.
+/// Time after the begin of an offload during which the offload is expected to free VRAM soon.
 const LEAVES_MS: Millis = 20_000;
 /// Number of offloads in a row in which the copier copied nothing, after which a process is no
 /// longer prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
-    /// Time at which the idle period began. It identifies the period.
+    /// Time at which the present idle period began. It identifies the period.
     fn quiet_since(&self) -> Millis {
         self.last_use.max(self.restored_at.unwrap_or(0))
     }
@@ -72,8 +73,8 @@ impl Node {
         }
     }
 
-    /// Whether prefaulted memory is kept. A condition that may end soon, such as GPUs that cannot
-    /// be read, does not release it.
+    /// Whether prefaulted memory is kept. It is not released because of a condition that may end
+    /// soon, such as a failed reading of the GPUs.
     fn stays_prefaulted(&self, key: &Key, c: &Container) -> bool {
         let copies = self.engine_of(key) == Engine::Full;
         let verdict = self.check_offload(key, true);
@@ -135,7 +136,8 @@ impl Node {
             |p: &&Process| able(p) && p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
         let process = self.processes.get(&id).filter(may)?;
         let (uuid, _) = self.for_copier(process, &process.vram)?;
-        // NVML's last sample may be older than the last allocations: use what the agent can copy.
+        // NVML's last sample may be older than the last allocations, so the bytes that the agent
+        // can copy count instead.
         let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
         let bytes = process.swap.swappable_bytes.min(total);
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))

@@ -23,7 +23,7 @@ impl Node {
         &self.gpus_under_pressure
     }
 
-    /// Updates the GPUs with pressure and publishes changes.
+    /// Updates the set of GPUs with pressure, and publishes an event for each change.
     pub(super) fn look_at_pressure(&mut self) {
         let waiting = self.queue.in_order(self.now).into_iter().filter(|key| self.has_waited(key));
         let needs = waiting.flat_map(|key| {

@@ -24,7 +24,7 @@ pub struct PendingOrder {
 }
 
 impl PendingOrder {
-    /// Whether the process's memory may leave the GPU by this order.
+    /// Whether the process's memory may leave the GPU when this order is carried out.
     #[must_use]
     pub fn takes_vram_away(&self) -> bool {
         matches!(self.action, Action::CopyOut { .. } | Action::Checkpoint { .. })
@@ -42,7 +42,7 @@ pub struct PendingAlloc {
     pub attempts: u32,
     /// When the wait began.
     pub since: Millis,
-    /// When the process was ordered to try again; `None`: not yet.
+    /// When the process was ordered to try again. `None`: it was not ordered yet.
     pub resumed_at: Option<Millis>,
 }
 
@@ -136,8 +136,9 @@ impl Process {
         self.capabilities.contains(capabilities)
     }
 
-    /// Whether an order in progress may take the process's memory off the GPU. An order that is slow
-    /// does not count: it may hang in the driver, and its siblings must not hang with it.
+    /// Whether an order in progress may take the process's memory off the GPU. A slow order does
+    /// not count: it may hang in the driver, and the other processes of the container must not wait
+    /// for it.
     #[must_use]
     pub fn may_leave(&self, now: Millis) -> bool {
         self.pending.is_some_and(|pending| {
@@ -145,8 +146,8 @@ impl Process {
         })
     }
 
-    /// Hazards that do not prevent a copy out. An older library cannot tell which allocations must
-    /// stay.
+    /// Hazards that do not prevent a copy out. With an older library, hazards of single allocations
+    /// do prevent it, because that library cannot leave these allocations on the GPU.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
         let known = self.can(Capabilities::LEAVES_IN_PART);
@@ -173,7 +174,7 @@ impl Process {
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
         let vram_bytes = match moves {
-            // All other memory stays on the GPU.
+            // A copy moves only the swappable memory. All other memory stays on the GPU.
             OffloadMethod::Copy => self.vram_bytes().min(self.swap.swappable_bytes),
             OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => self.vram_bytes(),
         };
@@ -237,7 +238,7 @@ impl Process {
     }
 }
 
-/// Returns `all` with each GPU replaced by `to`, if `to` is given.
+/// Returns the VRAM `all` with each GPU replaced by the GPU `to`. If `to` is `None`, the GPUs stay.
 pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -246,7 +247,7 @@ pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
     all
 }
 
-/// `all` less `gone`, per GPU.
+/// Subtracts the VRAM `gone` from the VRAM `all`, for each GPU.
 pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
     let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
     all.iter()
@@ -254,8 +255,8 @@ pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// A part of `all` with this number of bytes in total. The agent does not report bytes per GPU, so
-/// the part has the same share of each GPU.
+/// Returns a part of the VRAM `all` with this number of bytes in total. The agent does not report
+/// bytes per GPU, so the part has the same share of each GPU.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

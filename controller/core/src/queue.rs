@@ -145,10 +145,10 @@ mod tests {
     }
 
     proptest! {
-        /// Containers are served one at a time, and others of any priority arrive at any time. A
-        /// container that arrived later than another may pass it only if the difference is at most
-        /// the time that the higher priority is worth. The number of later arrivals that can pass a
-        /// waiter is therefore limited.
+        /// Serves containers one at a time while others of any priority arrive at any time. A
+        /// higher priority is worth a certain waiting time. A container may pass an earlier one
+        /// only if it arrived within that time after it. The number of later arrivals that can pass
+        /// a waiter is therefore limited.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

@@ -105,8 +105,8 @@ impl Node {
         }
     }
 
-    /// Answers requests that no move will answer: the container is resident and stays so, because
-    /// after the request it was called or one of its processes started.
+    /// Answers requests that no move will answer. The container stays resident, because it was
+    /// called or one of its processes started after the request.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
         let resident = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);

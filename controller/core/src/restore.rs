@@ -50,7 +50,7 @@ impl Node {
         }
         container.last_use = now;
         let forced = container.forced && container.state != State::Offloaded;
-        // The container waits already, and its context is being evicted for an earlier waiter.
+        // If the container is queued already, its context is being evicted for an earlier waiter.
         // Repeated wakes must not end that eviction.
         let gives_up_context = container.state == State::Queued;
         if container.goal != Goal::Resident && !forced && !gives_up_context {
@@ -122,7 +122,8 @@ impl Node {
 
     pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
         let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
-        // An offload that was given up has ended the pause of a process that waited for its siblings.
+        // A process that waits for its siblings pauses its allocations. If an offload was given up,
+        // this pause has ended and must begin again.
         let open = positions.iter().filter(|p| p.phase == Phase::Open && !p.occupied && !lost);
         open.for_each(|p| self.hold_for_siblings(p.process));
         let plan = plan::plan_restore(positions, lost);
@@ -180,7 +181,8 @@ impl Node {
             return;
         };
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
-            // A grant of a container that was about to be offloaded, and now needs no VRAM.
+            // The container was about to be offloaded, and stays resident. It needs no VRAM, so a
+            // grant for its restore ends.
             let only_restores = self.grants.get(key).is_some_and(|grant| grant.want.is_none());
             if only_restores {
                 self.close_grant(key);
@@ -287,8 +289,8 @@ impl Node {
     }
 }
 
-/// VRAM that processes can have on an otherwise empty GPU: without the margin and the driver's
-/// share.
+/// Maximum VRAM that processes can have on a GPU without other users, in bytes: its size less the
+/// margin and the driver's share.
 fn most_of(total_bytes: u64) -> u64 {
     total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

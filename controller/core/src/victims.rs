@@ -8,13 +8,13 @@ use super::{DeviceBytes, Key, Millis};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// Highest value first of: expected time until the next use, times the VRAM that the offload
-    /// frees, divided by the cost of the restore.
+    /// The neighbour with the highest score first. The score is the expected time until its next
+    /// use, times the VRAM that its offload frees, divided by the cost of its restore.
     #[default]
     Expected,
-    /// Least recently used first.
+    /// The neighbour that has not been used for the longest time first.
     Lru,
-    /// Largest product of VRAM and idle time first.
+    /// The neighbour with the largest product of VRAM and idle time first.
     SizeIdle,
     /// Pseudo-random order from this seed, for comparison in simulations.
     #[serde(skip)]
@@ -49,9 +49,9 @@ impl Candidate {
         let bytes = self.bytes();
         match rule {
             VictimRule::Expected => {
-                // VRAM freed per cost of the restore. The cost has a fixed part: several small
-                // restores cost more than a large one. A restore of the copied part only costs
-                // least.
+                // The freed VRAM is divided by the cost of the restore. The cost has a fixed part,
+                // so several small restores cost more than one large restore. A restore that only
+                // copies, without the context, costs least.
                 u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.delay_ms.max(1))
             }
             VictimRule::Lru => self.idle_ms.into(),

@@ -170,8 +170,8 @@ impl Node {
         self.processes.of(key).map(|(_, p)| p).filter(|p| p.phase.is_offloaded())
     }
 
-    /// What users should know about a container: invalid annotations, and what its processes cannot
-    /// do.
+    /// Warnings about a container for users: its invalid annotations, and problems with the memory
+    /// of its processes.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
         let known = self.containers.get(key).map(|c| c.warnings.as_slice()).unwrap_or_default();
@@ -217,7 +217,7 @@ fn copy_failed_text(pid: u32) -> String {
 /// Warning of a process that could not export memory as an IPC handle, and what to do.
 pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
-        "process {pid} asked for an IPC handle of memory that a copier restored, which cannot be exported: set affinode.io/engine to copy or checkpoint"
+        "process {pid} could not export an IPC handle of its memory, because a copier restored the memory: set affinode.io/engine to copy or checkpoint"
     )
 }
 

@@ -1,7 +1,8 @@
-//! Times of the week, in UTC, in which idle containers are offloaded.
+//! Times of the week, in UTC, in which idle containers are offloaded although no waiter needs their
+//! VRAM.
 //!
 //! ```text
-//! window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
+//! offload_window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
 //! ```
 //!
 //! If the end of a span is not after its begin, the span continues on the next day. Outside its

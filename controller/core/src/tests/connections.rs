@@ -10,7 +10,7 @@ use super::{
     world::{World, key},
 };
 
-/// An offloaded container whose connections were counted once.
+/// Creates an offloaded container whose connections were counted once.
 fn listening() -> (World, ProcessId) {
     let mut world = World::new(2);
     let id = world.running(0, 600);

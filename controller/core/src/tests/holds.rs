@@ -49,7 +49,8 @@ impl Liar {
         Liar { id, manner, holds: 0, messages: 0, later: Vec::new() }
     }
 
-    /// Handles messages, and the messages that its reports cause, until no message is left.
+    /// Handles the messages of the process, and the messages that its reports cause, until no
+    /// message is left.
     fn act(&mut self, world: &mut World) {
         const MAX_ROUNDS: usize = 1_000;
         let mut taken = 0;
@@ -293,7 +294,8 @@ fn newcomer_during_a_proof_is_proven_anew() {
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
         (ProcessFlags::ONE_GPU, true, false),
-        // NVML shows no memory of the process yet. It may be about to allocate on this GPU.
+        // NVML shows no memory of the process yet, so the process may be about to allocate on this
+        // GPU.
         (ProcessFlags::ONE_GPU, false, true),
         // The process sees both GPUs.
         (ProcessFlags::default(), true, true),

@@ -12,7 +12,7 @@ use super::{
     world::{ALL_CAPABILITIES, World, key},
 };
 
-/// Hazards of allocations that stay, each with its reason.
+/// Hazards of allocations that stay on the GPU, each with the reason that users see.
 const KINDS: [(Hazards, Reason); 2] = [
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),

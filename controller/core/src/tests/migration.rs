@@ -1,4 +1,4 @@
-//! Restores on another GPU if the own GPU is full.
+//! Restores on another GPU if the container's own GPU is full.
 
 use affinode_proto::{
     state::State,
@@ -162,8 +162,8 @@ fn next_controller_knows_target_gpu() {
     }
 }
 
-/// The migration becomes impossible between promise and order. VRAM was proven only on the other
-/// GPU, so no restore on the process's own GPU is ordered.
+/// The migration becomes impossible after VRAM of the other GPU was promised and proven. No restore
+/// on the process's own GPU must be ordered, because the proof does not cover that GPU.
 #[test]
 fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = oversubscribed(0);

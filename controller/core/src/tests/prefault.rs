@@ -49,7 +49,7 @@ fn policy(world: &mut World, n: usize) -> &mut Policy {
     &mut world.node.containers.get_mut(&key(n)).unwrap().policy
 }
 
-/// A process whose container is not offloaded without a request.
+/// Creates a process whose container is offloaded only when a test requests it.
 fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     let id = world.running(n, bytes);
     let policy = policy(world, n);
@@ -58,7 +58,7 @@ fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     id
 }
 
-/// A process with prefaulted host memory.
+/// Creates a process with prefaulted host memory.
 fn prepared(world: &mut World) -> ProcessId {
     let id = staying(world, FAST, 600);
     rest(world);
@@ -72,7 +72,8 @@ fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
-/// NVML may not show the last allocation yet, or may count it for a copier.
+/// NVML may not show the last allocation yet, or may count it for a copier. The bytes that the
+/// agent can copy must count instead, at most the size of the GPU.
 #[test]
 fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);

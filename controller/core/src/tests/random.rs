@@ -280,9 +280,10 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     Ok(())
 }
 
-/// Ends the last processes of a container that has more memory than the GPU, counting what is
-/// offloaded. A container gets there only while its controller is stopped: its processes then end
-/// their holds, and take VRAM that an offloaded process of the container needs. Only an exit helps.
+/// Ends processes of a container whose resident and offloaded memory together exceed the GPU, until
+/// the rest fits. This happens only after the controller was stopped: processes of the container
+/// then ended their holds, and took VRAM that an offloaded process of the same container needs.
+/// Only an exit resolves this.
 fn exit_what_never_fits(world: &mut World) {
     for container in 0..3 {
         for gpu in 0..2 {
@@ -316,8 +317,8 @@ proptest! {
         run_in(world, &[], steps)?;
     }
 
-    /// The same with restores that do not wait for idle neighbours, and that may end processes
-    /// (`told_to_end` asserts which ones).
+    /// Like `random_steps_lose_no_container`, with restores that do not wait for idle neighbours
+    /// and that may end processes (`told_to_end` asserts which processes).
     #[test]
     fn random_immediate_steps_lose_no_container(
         immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
@@ -330,8 +331,9 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with libraries of any version, and with each policy that needs a capability. A
-    /// process gets only orders that its library supports (asserted in `feed`).
+    /// Like `random_steps_lose_no_container`, with libraries of any version and with each policy
+    /// that needs a capability. A process gets only orders that its library supports (asserted in
+    /// `feed`).
     #[test]
     fn random_libraries_follow_their_orders(
         libraries in proptest::collection::vec((0_u32..64).prop_map(Capabilities), 1..4),
@@ -347,8 +349,9 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with copiers that take VRAM and time. While a copier starts, ends or may register,
-    /// there is no proof of free VRAM (asserted in `feed`). Memory is filled only with a grant.
+    /// Like `random_steps_lose_no_container`, with copiers that take VRAM and time. While a copier
+    /// starts, ends or may register, there is no proof of free VRAM (asserted in `feed`). Memory is
+    /// filled only with a grant.
     #[test]
     fn random_copiers_move_nothing_beside_a_proof(
         prepare in any::<bool>(),
@@ -364,7 +367,8 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with migrations between two GPUs, in some cases with prefaulting.
+    /// Like `random_steps_lose_no_container`, with migrations between two GPUs, and in some cases
+    /// with prefaulting.
     #[test]
     fn random_steps_on_two_gpus_lose_no_container(
         prepare in any::<bool>(),

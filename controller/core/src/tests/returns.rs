@@ -52,7 +52,8 @@ fn two_that_do_not_fit_together_take_turns() {
 }
 
 /// A controller ends between the restores of a container's two processes. Another container, which
-/// was called earlier, needs the VRAM of the first process. It must not block the second process.
+/// was called earlier, needs the VRAM of the first process. That container must not block the
+/// second process.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -73,8 +74,8 @@ fn partly_restored_container_goes_first() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// Two controllers end one after the other during a process's offload. The second knows the process
-/// only from the journal, and must keep it in its own journal records.
+/// Two controllers end one after the other during a process's offload. The second controller knows
+/// the process only from the journal, and must keep it in its own journal records.
 #[test]
 fn journal_survives_two_controllers() {
     let mut world = World::new(1);
@@ -188,7 +189,7 @@ fn unsafe_process_is_refused_once() {
     assert_eq!(world.state(0), State::Idle);
 }
 
-/// The agent refuses the lock. It has reported the reason before.
+/// The agent reports a hazard and then refuses the lock. The hazard must be shown as the reason.
 #[test]
 fn hazard_during_offload_is_the_reason() {
     let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
@@ -440,7 +441,8 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container gets grants, so that all others hold, but it is never restored and waits again.
+/// A container gets grants, for which all other processes pause their allocations. It is never
+/// restored and waits again. Its further grants must come after longer and longer times.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);

@@ -414,7 +414,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWaitDone { ticket, served }));
     }
 
-    /// A registered process that holds VRAM, for tests in which the details do not matter.
+    /// Adds a registered process that holds VRAM, for tests in which the details do not matter.
     pub(super) fn running(&mut self, container: usize, bytes: u64) -> ProcessId {
         self.join(container);
         let id = ProcessId(self.next);
