@@ -54,7 +54,7 @@ mod tests {
         for _ in 0..8 {
             let pause_ms = failures.note("a", now);
             assert!(!failures.allow("a", now + pause_ms - 1));
-            assert!(failures.allow("b", now), "another GPU's");
+            assert!(failures.allow("b", now), "a copier of another GPU may start");
             now += pause_ms;
             assert!(failures.allow("a", now));
             pauses.push(pause_ms / 1_000);

@@ -113,8 +113,8 @@ impl Node {
         if !way.is_clear() {
             return false;
         }
-        // A process that was chosen later may free so much VRAM that an earlier chosen process can
-        // be spared.
+        // The end of a process that was chosen later may free enough VRAM to spare one that was
+        // chosen earlier.
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {

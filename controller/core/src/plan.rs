@@ -318,7 +318,7 @@ mod tests {
         let mut positions = copying(&[Phase::Closed, Phase::CopiedOut, Phase::Closed]);
         assert_eq!(plan_offload(&positions, D), out(&[0, 2]));
         positions[0].is_prefaulted = true;
-        assert_eq!(plan_offload(&positions, D), out(&[0]), "the copier has one at a time");
+        assert_eq!(plan_offload(&positions, D), out(&[0]), "a copier copies one process at a time");
         let away = copying(&[Phase::CopiedOut, Phase::Checkpointed, Phase::CopiedOut]);
         assert_eq!(plan_restore(&away, false).restore, [ProcessId(2), ProcessId(0)]);
         let mut half = copying(&[Phase::CopiedOut, Phase::CopiedOut]);

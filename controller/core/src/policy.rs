@@ -220,7 +220,11 @@ mod tests {
             (policy.dedup, warnings.len())
         };
         assert_eq!(dedup("x", &[]), (false, 0));
-        assert_eq!(dedup("x", &[("dedup", "true")]), (false, 1), "not for a container to say");
+        assert_eq!(
+            dedup("x", &[("dedup", "true")]),
+            (false, 1),
+            "an annotation cannot enable dedup"
+        );
         assert_eq!(dedup("ml", &[]), (true, 0));
         assert_eq!(dedup("ml", &[("dedup", "true")]), (true, 0));
         assert_eq!(dedup("ml", &[("dedup", "false")]), (false, 0));

@@ -72,14 +72,14 @@ fn only_registered_processes_are_filled() {
     let attach =
         Effect::AttachCopier { copier: id, process: ProcessId(7), most_bytes: 100, domain: 0 };
     assert_eq!(copiers.attach_one(7, None, false), [attach]);
-    assert_eq!(copiers.fills(7), [], "its memory is not registered yet");
+    assert_eq!(copiers.fills(7), [], "the process's memory is not registered yet");
     copiers.report(OTHER, registered(7));
-    assert_eq!(copiers.fills(7), [], "another copier's word");
+    assert_eq!(copiers.fills(7), [], "the report is from another copier");
     copiers.report(id, registered(7));
     let fill = Effect::FillMemory { copier: id, process: ProcessId(7), most_bytes: 100 };
     assert_eq!(copiers.fills(7), [fill]);
     copiers.report(id, CopierReport::Detached { process: 7 });
-    assert_eq!(copiers.fills(7), [], "it hung up");
+    assert_eq!(copiers.fills(7), [], "the process is detached");
 }
 
 fn of_namespace(pod: &str) -> Option<Domain> {
@@ -130,10 +130,14 @@ fn copier_that_never_was_ready_backs_off() {
     assert!(!copiers.start(5_009, GPU, &mut effects));
     assert!(copiers.start(5_010, GPU, &mut effects));
     let start = Effect::StartCopier { copier: CopierId(2), gpu: GPU.into() };
-    assert_eq!(effects.pop(), Some(start), "with a number of its own");
+    assert_eq!(effects.pop(), Some(start), "the second copier has a new number");
     copiers.tick(5_010 + START_MS, &mut effects);
     let why = CopierEnd::NeverReady { pause_ms: 10_000 };
-    assert_eq!(effects.pop(), Some(Effect::EndCopier { copier: CopierId(2), why }), "it is stuck");
+    assert_eq!(
+        effects.pop(),
+        Some(Effect::EndCopier { copier: CopierId(2), why }),
+        "the second copier is not ready in time"
+    );
 }
 
 #[test]
@@ -145,8 +149,8 @@ fn starting_and_ending_copiers_move_memory() {
     copiers.report(CopierId(1), CopierReport::Ready);
     assert!(!copiers.is_moving(0) && copiers.has_ready(GPU));
     copiers.ended(0, CopierId(1), &mut Vec::new());
-    assert!(copiers.is_moving(END_MS - 1), "its process may still hold memory");
-    assert!(!copiers.is_moving(END_MS), "it is not waited for any longer");
+    assert!(copiers.is_moving(END_MS - 1), "the ended copier may still hold memory");
+    assert!(!copiers.is_moving(END_MS), "the ended copier is ignored after END_MS");
     copiers.exited(1, CopierId(1), &mut Vec::new());
     assert!(!copiers.is_moving(1));
 }
@@ -172,7 +176,7 @@ fn hold_is_told_once_to_each_copier() {
     effects.clear();
     assert!(copiers.start(0, "GPU-2", &mut effects));
     let second = Effect::HoldCopier { copier: CopierId(2), on: true };
-    assert_eq!(effects[1..], [second], "a new one begins with it");
+    assert_eq!(effects[1..], [second], "a new copier starts");
     effects.clear();
     copiers.hold(false, &mut effects);
     assert_eq!(effects.len(), 2);
@@ -227,21 +231,21 @@ fn unused_copier_ends_after_a_while() {
 fn a_resident_process_counts_as_prefaulted() {
     let (mut copiers, id) = with_copier();
     copiers.attach_one(7, None, true);
-    assert_eq!(copiers.shown(), (0, 1, 0, 0), "its memory is being registered");
+    assert_eq!(copiers.shown(), (0, 1, 0, 0), "the process's memory is being registered");
     copiers.report(OTHER, prefaulted(7));
-    assert_eq!(copiers.shown(), (0, 1, 0, 0), "another copier's word");
+    assert_eq!(copiers.shown(), (0, 1, 0, 0), "the report is from another copier");
     copiers.report(id, prefaulted(7));
     assert_eq!(copiers.shown(), (1, 0, 0, 0));
     assert!(copiers.was_attached_ahead(ProcessId(7), GPU));
-    assert_eq!(copiers.shown(), (0, 1, 0, 0), "it leaves");
+    assert_eq!(copiers.shown(), (0, 1, 0, 0), "the process is being offloaded");
     copiers.report(OTHER, copied(7));
-    assert_eq!(copiers.shown(), (0, 1, 0, 0), "another copier's word");
+    assert_eq!(copiers.shown(), (0, 1, 0, 0), "the report is from another copier");
     copiers.report(id, copied(7));
     assert_eq!(copiers.shown(), (0, 1, 0, 1));
     copiers.report(id, registered(7));
     assert_eq!(copiers.shown(), (0, 0, 1, 1));
     copiers.report(id, CopierReport::Detached { process: 7 });
-    assert_eq!(copiers.shown(), (0, 1, 0, 1), "its memory is being unregistered");
+    assert_eq!(copiers.shown(), (0, 1, 0, 1), "the process's memory is being unregistered");
     copiers.report(id, CopierReport::Released);
     assert_eq!(copiers.shown(), (0, 0, 0, 1));
 }
@@ -252,22 +256,28 @@ fn a_prefaulted_process_keeps_its_copier() {
     let process = ProcessId(7);
     assert!(!copiers.was_attached_ahead(process, GPU));
     copiers.attach_one(7, None, true);
-    assert!(!copiers.was_attached_ahead(process, "GPU-2"), "it leaves another GPU");
+    assert!(
+        !copiers.was_attached_ahead(process, "GPU-2"),
+        "the process is offloaded from another GPU"
+    );
     assert!(copiers.was_attached_ahead(process, GPU));
-    assert!(!copiers.was_attached_ahead(process, GPU), "that was for one way out");
+    assert!(!copiers.was_attached_ahead(process, GPU), "an attachment counts for one offload");
     copiers.attach_one(7, None, false);
-    assert!(!copiers.was_attached_ahead(process, GPU), "and this for another");
+    assert!(
+        !copiers.was_attached_ahead(process, GPU),
+        "the process was attached during its offload"
+    );
 
     copiers.attach_one(7, None, true);
     copiers.detach(process);
     copiers.report(id, prefaulted(7));
     assert_eq!(copiers.shown(), (0, 0, 0, 0));
-    assert!(!copiers.was_attached_ahead(process, GPU), "it was told that it is over");
+    assert!(!copiers.was_attached_ahead(process, GPU), "the process was detached");
 
     copiers.attach_one(7, None, true);
     copiers.exited(0, id, &mut Vec::new());
     next_copier(&mut copiers);
-    assert!(!copiers.was_attached_ahead(process, GPU), "that copier has ended");
+    assert!(!copiers.was_attached_ahead(process, GPU), "the copier of the process has exited");
 }
 
 #[test]
@@ -286,10 +296,10 @@ fn shared_bytes_last_while_processes_stay() {
     copiers.report(id, shared(8, 30, 30));
     assert_eq!(shown(&copiers, GPU), (60, 30));
     copiers.report(OTHER, shared(8, 90, 90));
-    assert_eq!(shown(&copiers, GPU), (60, 30), "another copier's word");
+    assert_eq!(shown(&copiers, GPU), (60, 30), "the report is from another copier");
     assert_eq!(shown(&copiers, "GPU-2"), (0, 0));
     copiers.report(id, shared(7, 50, 40));
-    assert_eq!(shown(&copiers, GPU), (80, 40), "the latest word counts");
+    assert_eq!(shown(&copiers, GPU), (80, 40), "the latest report counts");
     copiers.report(id, CopierReport::Detached { process: 7 });
     assert_eq!(shown(&copiers, GPU), (30, 40));
     copiers.report(id, shared(7, 50, 35));
@@ -301,7 +311,7 @@ fn shared_bytes_last_while_processes_stay() {
     copiers.report(id, shared(7, 50, 40));
     assert_eq!(shown(&copiers, GPU), (50, 40));
     copiers.exited(0, id, &mut Vec::new());
-    assert_eq!(shown(&copiers, GPU), (0, 0), "that copier has ended");
+    assert_eq!(shown(&copiers, GPU), (0, 0), "the copier of the process has exited");
     next_copier(&mut copiers);
-    assert_eq!(shown(&copiers, GPU), (0, 0), "the next begins anew");
+    assert_eq!(shown(&copiers, GPU), (0, 0), "the next copier has stored nothing");
 }

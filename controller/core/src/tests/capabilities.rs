@@ -38,7 +38,7 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
         }
         if world.is_asked() { world.answer_question() } else { world.work(id) }
     }
-    panic!("it gets no order to copy out");
+    panic!("the process gets no order to copy out");
 }
 
 /// Creates a process whose host memory counts as prefaulted, and requests the offload of its

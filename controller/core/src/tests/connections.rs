@@ -55,7 +55,7 @@ fn connection_prewakes_container() {
     let (mut world, id) = listening();
     count(&mut world, 100);
     arrive(&mut world);
-    assert_eq!(world.state(0), State::Offloaded, "nothing new came in");
+    assert_eq!(world.state(0), State::Offloaded, "no new connection arrived");
     count(&mut world, 101);
     arrive(&mut world);
     assert_eq!(world.agents[&id].phase, Phase::Open);

@@ -75,12 +75,16 @@ fn memory_is_copied_before_counters_are_read() {
         let process = world.node.processes.get(&id).unwrap();
         world.node.moves(&key(0))(process)
     };
-    assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is none");
+    assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is no swappable memory");
     world.agents.get_mut(&id).unwrap().swappable = 450;
     world.hello(id);
     assert_eq!(moves(&world), OffloadMethod::CopyAndCheckpoint);
     world.tick();
-    assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "the page says that there is none");
+    assert_eq!(
+        moves(&world),
+        OffloadMethod::DriverCheckpoint,
+        "the counters show no imported memory"
+    );
 
     let copied_out = world.running(2, 100);
     world.settle();
@@ -88,7 +92,11 @@ fn memory_is_copied_before_counters_are_read() {
     world.restart(false);
     let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
     assert!(process.counters.is_none());
-    assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
+    assert_eq!(
+        world.node.moves(&key(2))(process),
+        OffloadMethod::Copy,
+        "the process is copied out already"
+    );
 }
 
 /// The grant of a restore must include the local memory that the contexts allocate again.

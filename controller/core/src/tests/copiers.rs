@@ -66,7 +66,7 @@ impl World {
                     .copiers
                     .values()
                     .all(|other| other.gpu != gpu || matches!(other.state, CopierState::Ending(_)));
-                assert!(alone, "there is one on that device");
+                assert!(alone, "the GPU has a copier already");
                 let state = if slow { CopierState::Starting } else { CopierState::Ready };
                 let started = WorldCopier {
                     gpu,
@@ -95,9 +95,15 @@ impl World {
             Effect::FillMemory { copier, process, .. } => {
                 let agent = &self.agents[&process];
                 let grant = &self.node.grants[&key(agent.container)];
-                assert!(grant.is_granted() && grant.covers.contains(&process), "without a grant");
+                assert!(
+                    grant.is_granted() && grant.covers.contains(&process),
+                    "memory is filled without a grant"
+                );
                 let copier = self.copiers.get_mut(&copier).expect("it lives");
-                assert!(copier.attached.contains(&(process, true)), "it is not registered");
+                assert!(
+                    copier.attached.contains(&(process, true)),
+                    "the process's memory is not registered"
+                );
                 copier.filling = Some(process);
                 None
             }
@@ -125,10 +131,12 @@ impl World {
     pub(super) fn assert_no_copier_moves(&self) {
         for (id, copier) in &self.copiers {
             match copier.state {
-                CopierState::Starting => panic!("{id:?} starts beside a proof"),
-                CopierState::Ready => assert!(copier.held, "{id:?} registers beside a proof"),
+                CopierState::Starting => panic!("{id:?} starts during a proof"),
+                CopierState::Ready => {
+                    assert!(copier.held, "{id:?} registers memory during a proof")
+                }
                 CopierState::Ending(since) => {
-                    assert!(self.now - since >= END_MS, "{id:?} ends beside a proof");
+                    assert!(self.now - since >= END_MS, "{id:?} ends during a proof");
                 }
             }
         }
@@ -221,7 +229,7 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     while world.agents[&id].phase != Phase::Checkpointed {
         if world.is_asked() { world.answer_question() } else { world.work(id) }
     }
-    let copier = *world.copiers.keys().next().expect("its copy out starts a copier");
+    let copier = *world.copiers.keys().next().expect("the copy out starts a copier");
     (world, id, copier)
 }
 
@@ -248,7 +256,7 @@ fn proof_waits_for_a_starting_copier() {
     assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
     world.tick();
     assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
-    assert!(world.copiers[&copier].held, "it registers nothing when it is ready");
+    assert!(world.copiers[&copier].held, "the copier must register nothing when it is ready");
     world.copier_step(copier);
     assert!(is_proving(&world));
     world.settle();
@@ -262,7 +270,7 @@ fn proof_waits_for_an_ending_copier() {
     world.call(id);
     assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
     world.copier_step(copier);
-    assert!(is_proving(&world), "it has exited");
+    assert!(is_proving(&world), "the copier has exited");
 }
 
 /// The process of an ended copier blocks in the driver and does not exit. Only the first proof of
@@ -276,9 +284,9 @@ fn proof_waits_for_an_end_in_vain_only_once() {
     while !is_proving(&world) {
         world.tick();
         waited += 60;
-        assert!(waited <= END_MS + 2_000, "it waits for ever");
+        assert!(waited <= END_MS + 2_000, "the proof waits too long for the copier");
     }
-    assert!(waited + 60 > END_MS, "it was waited for");
+    assert!(waited + 60 > END_MS, "the proof waits for the copier");
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Open);
 }
@@ -291,7 +299,7 @@ fn stuck_copier_is_ended_for_the_proof() {
     while world.copiers[&copier].state == CopierState::Starting {
         world.tick();
         waited += 60;
-        assert!(waited <= START_MS + 60, "it is not ended");
+        assert!(waited <= START_MS + 60, "the slow copier is not ended");
     }
     world.copier_step(copier);
     world.settle();
@@ -346,7 +354,7 @@ fn no_copier_starts_while_a_container_waits() {
     world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
     world.call(waiter);
-    assert_eq!(world.state(0), State::Queued, "there is no room");
+    assert_eq!(world.state(0), State::Queued, "there is no free VRAM");
     world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
     while world.agents[&id].phase != Phase::Checkpointed {
         if world.is_asked() { world.answer_question() } else { world.work(id) }

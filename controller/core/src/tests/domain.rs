@@ -18,7 +18,7 @@ fn dedup_domain_needs_policy_and_job_user() {
         world.node.containers.get_mut(&key(1)).unwrap().spec.job_user = user;
         world.node.domain_of(id)
     };
-    assert_eq!(domain(&mut world, id, None), None, "its policy does not have it");
+    assert_eq!(domain(&mut world, id, None), None, "the policy does not enable dedup");
     world.node.containers.get_mut(&key(1)).unwrap().policy.dedup = true;
     let (containerd, pod) = ("k8s.io".to_owned(), "ml".to_owned());
     assert_eq!(domain(&mut world, id, None), Some(Domain::Containers { containerd, pod }));
@@ -26,5 +26,5 @@ fn dedup_domain_needs_policy_and_job_user() {
     assert_eq!(domain(&mut world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
     assert_eq!(domain(&mut world, ProcessId(u64::MAX), None), None, "the process is unknown");
     world.node.processes.get_mut(&id).unwrap().capabilities = Capabilities::PREFAULTS;
-    assert_eq!(domain(&mut world, id, None), None, "its library cannot");
+    assert_eq!(domain(&mut world, id, None), None, "the library does not support dedup");
 }

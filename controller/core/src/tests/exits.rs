@@ -43,7 +43,7 @@ fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
         world.work(id);
         world.answer_question();
     }
-    panic!("no such order");
+    panic!("the process does not receive the order");
 }
 
 #[test]

@@ -56,7 +56,7 @@ impl Liar {
         let mut taken = 0;
         while let Some(message) = world.agents.get_mut(&self.id).unwrap().inbox.pop_front() {
             taken += 1;
-            assert!(taken < MAX_ROUNDS, "its answers are answered for ever");
+            assert!(taken < MAX_ROUNDS, "messages and reports never end");
             match message {
                 ControllerMessage::Welcome { .. } => {
                     world.agents.get_mut(&self.id).unwrap().welcomed = true;
@@ -268,7 +268,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     let victim = world.running(0, 600);
     world.settle();
     world.call(victim);
-    assert_eq!(world.questions.len(), 1, "NVML is being asked");
+    assert_eq!(world.questions.len(), 1, "a reading of NVML is requested");
     let free = world.gpus();
     let Some(Effect::Prove(owner, number)) = world.questions.pop_front() else {
         panic!("no proof");
@@ -278,7 +278,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     let newcomer = ProcessId(world.next);
     world.agents.get_mut(&newcomer).unwrap().size = 600;
     world.feed(Input::Proven(owner, number, Ok(free)));
-    assert_eq!(world.state(0), State::Queued, "what NVML read before is no proof");
+    assert_eq!(world.state(0), State::Queued, "the earlier reading of NVML is no proof");
     while !world.agents[&newcomer].inbox.is_empty() {
         world.work(newcomer);
     }
@@ -286,7 +286,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
     world.exit(newcomer);
     world.settle();
-    assert!(!world.agents[&victim].wants, "it still waits");
+    assert!(!world.agents[&victim].wants, "a call of the victim still waits");
 }
 
 /// Only processes that can take VRAM of the grant's GPU must be ordered to hold.
@@ -335,7 +335,7 @@ fn stalled_controller_blames_no_process() {
         // The process has reported meanwhile, but the check for overdue reports comes first.
         world.tick_after(2_500);
         let proof = |question: &Effect| matches!(question, Effect::Prove(..));
-        assert!(!world.questions.iter().any(proof), "the answer is waited for");
+        assert!(!world.questions.iter().any(proof), "the report is awaited");
         other.act(&mut world);
         serve(&mut world, victim);
         assert_eq!(world.agents[&victim].phase, Phase::Open);
@@ -460,9 +460,13 @@ fn gone_or_distrusted_process_is_not_awaited() {
         world.call(victim);
         other.act(&mut world);
         serve(&mut world, victim);
-        assert_eq!(other.holds, 1, "it is told to hold");
+        assert_eq!(other.holds, 1, "the process is ordered to hold");
         if !scribbles {
-            assert_eq!(world.agents[&victim].phase, Phase::Checkpointed, "it is waited for");
+            assert_eq!(
+                world.agents[&victim].phase,
+                Phase::Checkpointed,
+                "the grant waits for the process"
+            );
             world.exit(other.id);
             serve(&mut world, victim);
         }
@@ -484,7 +488,7 @@ fn new_sibling_holds_until_the_rest_is_back() {
         world.work(sibling);
     }
     (0..20).for_each(|_| world.pass());
-    assert_eq!(world.agents[&ids[0]].phase, Phase::Checkpointed, "there is no room");
+    assert_eq!(world.agents[&ids[0]].phase, Phase::Checkpointed, "there is no free VRAM");
     assert!(world.agents[&sibling].held);
     world.others = 0;
     (0..20).for_each(|_| world.pass());

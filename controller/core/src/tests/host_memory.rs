@@ -83,7 +83,7 @@ fn readings_of_one_moment_promise_memory_once() {
     for (n, id) in [0, 2].into_iter().zip(ids) {
         world.ask_offload(n, id);
     }
-    assert_eq!(world.questions.len(), 2, "both are surveyed");
+    assert_eq!(world.questions.len(), 2, "host memory is read for both offloads");
     while !world.questions.is_empty() {
         world.answer_question();
     }
@@ -91,12 +91,12 @@ fn readings_of_one_moment_promise_memory_once() {
     let waiting = [0, 2].into_iter().find(|n| world.state(*n) == State::Active).unwrap();
     let container = &world.node.containers[&key(waiting)];
     assert!(container.reason.1.contains("promised"), "{:?}", container.reason);
-    assert!(world.answers.is_empty(), "a request waits as the offload does");
+    assert!(world.answers.is_empty(), "the request waits like its offload");
     world.settle();
     assert_eq!(count_off(&world), 1);
     let mut done: Vec<bool> = world.answers.iter().map(|(_, done)| *done).collect();
     done.sort_unstable();
-    assert_eq!(done, [false, true], "and is answered when that is decided");
+    assert_eq!(done, [false, true], "the request is answered when the offload is decided");
 }
 
 /// A reading that was made before another container's copy ended does not show all memory of that
@@ -124,7 +124,12 @@ fn old_reading_is_judged_with_what_it_missed() {
     assert_eq!(count_off(&world), 1);
     world.feed(Input::Surveyed(late.clone(), old));
     let container = &world.node.containers[&late];
-    assert_eq!(container.state, State::Active, "it waits for a newer look: {:?}", container.reason);
+    assert_eq!(
+        container.state,
+        State::Active,
+        "the offload waits for a newer reading: {:?}",
+        container.reason
+    );
     world.work_all();
     world.settle();
     assert_eq!(count_off(&world), 1);
@@ -234,7 +239,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     let id = world.running(2, 300);
     world.begin_copy(2, id);
     let copies = world.node.copies_in_progress();
-    assert_eq!(copies.len(), 1, "the levels above it are read");
+    assert_eq!(copies.len(), 1, "free memory is read for one copy");
     assert_eq!((&copies[0].key, copies[0].processes[0].0), (&key(2), id));
     for (free, filling) in [(300, 300), (100, 100), (0, 0)] {
         world.read_levels(2, id, free, filling);
@@ -250,7 +255,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     assert!(world.node.copies_in_progress().is_empty());
     // The container is resident, so free memory has no effect. Its next offload succeeds.
     world.read_levels(2, id, 0, 100);
-    assert_eq!(world.turned_back, [id], "it copies no more");
+    assert_eq!(world.turned_back, [id], "a resident process is not cancelled");
     world.settle();
     assert_eq!(
         (world.state(2), world.answers.pop()),
@@ -287,7 +292,7 @@ fn new_controller_repeats_promises_in_progress() {
     let ids = [world.running(0, 300), world.running(2, 300)];
     world.begin_copy(2, ids[1]);
     world.restart(true);
-    assert!(world.agents[&ids[1]].orphaned, "it is in the middle of its copy");
+    assert!(world.agents[&ids[1]].orphaned, "the process is still copying");
     assert_eq!(world.node.host_ledger.promised_node_bytes(), 300);
     world.work(ids[0]);
     world.ask_offload(0, ids[0]);

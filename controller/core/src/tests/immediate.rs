@@ -47,7 +47,7 @@ fn container_in_use_is_offloaded_not_ended() {
     assert_eq!((world.agents[&busy].on_device() < 700, world.ended.len()), (true, 0));
     // The evicted container must be restored when the waiter no longer needs the VRAM.
     world.settle();
-    assert!(!world.agents[&busy].wants, "it still waits");
+    assert!(!world.agents[&busy].wants, "a call of the busy process still waits");
 }
 
 #[test]
@@ -135,18 +135,18 @@ fn protected_processes_are_not_ended() {
     let (mut world, waiter) = asker(600);
     fixed(&mut world, 2, 300);
     world.others = 500;
-    assert!(!while_in_use(&mut world, &[], waiter, 200), "there is no room");
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "there is no free VRAM");
     assert_eq!(world.ended, []);
 
     let (mut world, waiter) = asker(600);
     fixed(&mut world, 1, 700);
-    assert!(!while_in_use(&mut world, &[], waiter, 200), "it is of higher priority");
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "the process has a higher priority");
     assert_eq!(world.ended, []);
 
     let (mut world, waiter) = asker(600);
     fixed(&mut world, 2, 700);
     world.pin(2, true);
-    assert!(!while_in_use(&mut world, &[], waiter, 200), "it is pinned");
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "the container is pinned");
     assert_eq!(world.ended, []);
 
     let (mut world, _) = asker(600);
@@ -194,7 +194,7 @@ fn busy_process_is_forced_thrice_before_its_end() {
     let other = world.running(2, 700);
     for _ in 0..2 {
         world.fail = Some(busy);
-        assert!(!while_in_use(&mut world, &[other], waiter, 2), "it could not be moved");
+        assert!(!while_in_use(&mut world, &[other], waiter, 2), "the container could not be moved");
     }
     assert!(while_in_use(&mut world, &[other], waiter, 20));
     assert!(world.agents[&other].on_device() < 700);

@@ -59,7 +59,7 @@ fn memory_that_stays_lets_the_rest_leave() {
                     world.answer_question();
                     world.work(id);
                 }
-                assert_eq!(shown(&world, n), (0, vec![]), "it is resident");
+                assert_eq!(shown(&world, n), (0, vec![]), "the process is resident");
                 world.settle_all();
             }
             assert_eq!(world.refused, Vec::<String>::new(), "the driver was asked for nothing");

@@ -194,7 +194,7 @@ fn sent() -> (World, ProcessId, u64) {
             }
             _ => None,
         });
-    (world, id, order.expect("it was sent"))
+    (world, id, order.expect("the order was sent"))
 }
 
 fn needs_room_on(world: &World, id: ProcessId) -> String {

@@ -99,12 +99,20 @@ fn waiter_gets_contexts_that_it_needs() {
         world.allocate(big, wanted);
         world.settle();
         assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500 + wanted, phase));
-        assert_eq!(world.node.containers[&key(AUTO)].offloads, 1, "it is one absence");
+        assert_eq!(
+            world.node.containers[&key(AUTO)].offloads,
+            1,
+            "both levels count as one offload"
+        );
         world.exit(big);
         world.call(id);
         world.settle_all();
         world.settle();
-        assert_eq!(world.agents[&id].phase, Phase::CopiedOut, "the next one begins anew");
+        assert_eq!(
+            world.agents[&id].phase,
+            Phase::CopiedOut,
+            "the next offload begins at the first level"
+        );
     }
 }
 
@@ -116,7 +124,11 @@ fn engine_copy_never_gives_up_its_context() {
     world.settle();
     let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500, Phase::CopiedOut));
-    assert_eq!(world.agents[&void].phase, Phase::CopiedOut, "they leave together");
+    assert_eq!(
+        world.agents[&void].phase,
+        Phase::CopiedOut,
+        "both processes are offloaded together"
+    );
 }
 
 /// The driver refuses the second level. The container stays at the first level and is restored from

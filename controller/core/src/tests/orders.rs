@@ -85,7 +85,7 @@ impl World {
         let moves = matches!(action, Action::RestoreOnGpu { .. });
         if !late && was == Phase::Checkpointed && action.is_restore() {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
-            assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
+            assert!(there + agent.size <= TOTAL, "restored without enough VRAM");
         }
         let barred = agent.keeps_context() && matches!(action, Action::Checkpoint { .. });
         if late {

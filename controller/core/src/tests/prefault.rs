@@ -85,7 +85,11 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), swappable)));
     world.node.processes.get_mut(&id).unwrap().swap.swappable_bytes = u64::MAX;
     let total = world.node.gpus[0].total_bytes;
-    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
+    assert_eq!(
+        world.node.may_prefault(id),
+        Some((GPU.into(), total)),
+        "at most the size of the GPU counts"
+    );
 }
 
 /// The order to prefault was not sent. The process must then be treated like a process that is not
@@ -98,7 +102,7 @@ fn refused_prefault_has_no_effect() {
     rest(&mut world);
     let process = world.node.processes.get(&id).unwrap();
     assert!(process.prefault_ordered_for_idle.is_some() && !process.prefault_ordered);
-    assert_eq!(world.prepared, [], "it has no order to end either");
+    assert_eq!(world.prepared, [], "the process gets no order to end prefaulting either");
     let pid = world.agents[&id].pid;
     let work = Work { uuid: GPU.into(), pid, percent: 2, age_ms: 0 };
     world.feed(Input::Worked(vec![work]));
@@ -106,7 +110,7 @@ fn refused_prefault_has_no_effect() {
     assert_eq!(world.state(FAST), State::Active, "it works");
     rest(&mut world);
     ask(&mut world, Request::Offload);
-    assert!(!until_park(&mut world, id), "it copies by itself");
+    assert!(!until_park(&mut world, id), "the process copies its memory itself");
 
     world.settle_all();
     world.node.settings.copiers = true;
@@ -123,14 +127,14 @@ fn unattached_process_is_not_prefaulted() {
     let id = prepared(&mut world);
     world.feed(Input::NotAttached(id));
     assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
-    assert_eq!(world.prepared, [(id, false)], "it gives its host memory back");
+    assert_eq!(world.prepared, [(id, false)], "the process releases its prefaulted memory");
 
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
     assert!(until_park(&mut world, id));
     world.feed(Input::NotAttached(id));
-    assert_eq!(world.prepared, [], "it is using that memory");
+    assert_eq!(world.prepared, [], "the offload uses the prefaulted memory");
 }
 
 /// NVML shows work of a process while a copier registers its memory. This work must not count as
@@ -158,7 +162,7 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
         }
         if world.questions.is_empty() { world.work(id) } else { world.answer_question() }
     }
-    panic!("it does not leave");
+    panic!("the process is not offloaded");
 }
 
 /// The library first copies memory that cannot be exported to other memory of the GPU, part by
@@ -176,7 +180,7 @@ fn no_vram_is_promised_during_memory_export() {
     assert!(world.node.grants.is_empty() && world.state(0) == State::Queued);
     world.work(id);
     world.tick();
-    assert!(!world.node.grants.is_empty(), "it has reported");
+    assert!(!world.node.grants.is_empty(), "the process has reported its copy");
 }
 
 #[test]
@@ -377,7 +381,7 @@ fn prefault_ends_with_policy_or_hazard() {
         assert_eq!(world.prepared, [(id, false)]);
         *policy(&mut world, FAST) = before;
         rest(&mut world);
-        assert_eq!(world.prepared.len(), 1, "once for each idleness");
+        assert_eq!(world.prepared.len(), 1, "prefaulting is ordered once per idle period");
     }
 }
 
@@ -398,7 +402,7 @@ fn unreadable_gpus_revoke_no_prefault() {
     world.now += TIMEOUT_MS;
     world.feed(Input::Gpus(Err("busy".into())));
     world.feed(Input::Tick);
-    assert_eq!(world.prepared, [], "it may not be moved just now");
+    assert_eq!(world.prepared, [], "the container may not be moved now");
     world.tick();
     assert_eq!(world.prepared.len(), 1);
 }
@@ -413,7 +417,7 @@ fn an_offload_that_finds_no_host_memory_ends_it() {
     world.feed(Input::Surveyed(key(FAST), Survey { gpus: Ok(world.gpus()), host }));
     assert_eq!((world.state(FAST), &world.prepared[..]), (State::Idle, &[(id, false)][..]));
     rest(&mut world);
-    assert_eq!(world.prepared.len(), 1, "once for each idleness");
+    assert_eq!(world.prepared.len(), 1, "prefaulting is ordered once per idle period");
 }
 
 #[test]
@@ -498,7 +502,7 @@ fn it_ends_with_the_connection() {
         world.work(id);
     }
     rest(&mut world);
-    assert_eq!(world.prepared, [], "once for each idleness");
+    assert_eq!(world.prepared, [], "prefaulting is ordered once per idle period");
     world.call(id);
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
@@ -522,7 +526,7 @@ fn prefaulted_memory_is_not_needed_twice() {
             (0..2).for_each(|_| world.work(id));
         }
         let Some(Effect::Survey { processes, .. }) = world.questions.front() else { panic!() };
-        assert_eq!(processes[0].1, need, "the second look");
+        assert_eq!(processes[0].1, need, "the second survey");
     }
 }
 
@@ -540,7 +544,7 @@ fn is_leaving_only_during_offload() {
     assert!(world.node.is_leaving(id));
     world.now += 1_000;
     world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
-    assert!(!world.node.is_leaving(id), "no waiter counts on it any longer");
+    assert!(!world.node.is_leaving(id), "the offload no longer counts as freeing VRAM soon");
     world.settle();
     ask(&mut world, Request::Offload);
     world.settle();

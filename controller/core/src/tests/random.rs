@@ -412,7 +412,7 @@ fn gpu_filling_process_is_restored() {
     world.call(id);
     world.settle();
     assert_eq!(world.agents[&other].phase, Phase::Checkpointed);
-    assert!(!world.agents[&id].wants, "it still waits");
+    assert!(!world.agents[&id].wants, "a call still waits");
 }
 
 #[test]

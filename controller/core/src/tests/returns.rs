@@ -134,7 +134,7 @@ fn promise_to_unregistered_process_is_kept() {
     };
     world.feed(recalled);
     let deserted = |world: &World, lives| world.node.deserted(|_, _| lives).count();
-    assert_eq!(deserted(&world, true), 0, "it needs its socket to come forward");
+    assert_eq!(deserted(&world, true), 0, "an unregistered process needs the container's socket");
     assert_eq!(deserted(&world, false), 1);
     world.join(0);
     let id = ProcessId(world.next);
@@ -304,7 +304,7 @@ fn false_offloaded_phase_is_rejected() {
     assert_eq!(world.state(0), State::Offloaded);
     world.call(honest);
     world.settle();
-    assert!(!world.agents[&honest].wants, "it still waits");
+    assert!(!world.agents[&honest].wants, "a call still waits");
 }
 
 /// Pins a container, or turns auto-offload off. No policy and no waiter may then cause an offload.
@@ -317,7 +317,11 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert_eq!(world.state(0), State::Idle);
     assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Pinned);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
-    assert_eq!(world.answers.last(), Some(&(CommandId(1), false)), "not by hand either");
+    assert_eq!(
+        world.answers.last(),
+        Some(&(CommandId(1), false)),
+        "an operator cannot offload it either"
+    );
 
     world.pin(0, false);
     world.auto_offload(false);
@@ -325,7 +329,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert_eq!(world.node.containers[&key(0)].reason.0, Reason::AutoOff);
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
-    assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
+    assert_eq!(world.state(0), State::Offloaded, "an operator can offload the container");
     // The VRAM is in use. While auto-offload is off, no container must be evicted for this waiter.
     let second = world.running(1, 600);
     world.call(first);
@@ -333,7 +337,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert_eq!((world.state(0), world.agents[&second].phase), (State::Queued, Phase::Open));
     world.auto_offload(true);
     world.settle();
-    assert!(!world.agents[&first].wants, "it still waits");
+    assert!(!world.agents[&first].wants, "a call still waits");
 }
 
 /// The controller is stopped during the first of a container's two restores. The neighbours receive
@@ -408,7 +412,7 @@ fn stopped_process_restores_by_second_order() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     world.others = 0;
     world.settle();
-    assert!(!world.agents[&id].wants, "it still waits");
+    assert!(!world.agents[&id].wants, "a call still waits");
 }
 
 /// The processes of a container register one after the other, and all of them ignore all orders.
@@ -437,7 +441,10 @@ fn container_that_never_holds_delays_once() {
         }
         assert_eq!(world.state(0), State::Offloaded);
     }
-    assert!((800..1_000).contains(&waits_ms[0]), "it is waited for at first: {waits_ms:?}");
+    assert!(
+        (800..1_000).contains(&waits_ms[0]),
+        "the first grant waits for the container: {waits_ms:?}"
+    );
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
@@ -498,9 +505,9 @@ fn sibling_of_a_hanging_checkpoint_opens_late() {
     while world.agents[&called].phase != Phase::Open {
         world.tick();
         world.work(called);
-        assert!(world.now < began + 61_000, "it hangs too");
+        assert!(world.now < began + 61_000, "the sibling's gate does not open");
     }
-    assert!(world.now >= began + 59_000, "it opened beside a checkpoint in progress");
+    assert!(world.now >= began + 59_000, "the sibling's gate opened during the checkpoint");
 }
 
 /// A process that started in an offloaded container pauses its allocations. The pause ends when the
@@ -528,5 +535,9 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     }
     (0..5).for_each(|_| world.work(newcomer));
     let agent = &world.agents[&newcomer];
-    assert_eq!((agent.phase, agent.held), (Phase::Open, true), "it may take that VRAM");
+    assert_eq!(
+        (agent.phase, agent.held),
+        (Phase::Open, true),
+        "the newcomer must not take that VRAM"
+    );
 }

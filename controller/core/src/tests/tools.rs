@@ -47,7 +47,7 @@ fn process_with_tool_under_driver_engine_stays() {
     world.settle();
     assert_eq!((world.state(0), world.agents[&id].phase), (State::Idle, Phase::Open));
     assert_eq!(world.refused, [Reason::Tools.to_string()]);
-    assert_eq!(world.agents[&id].generation, 0, "its gate was never closed");
+    assert_eq!(world.agents[&id].generation, 0, "the gate was never closed");
 }
 
 #[test]

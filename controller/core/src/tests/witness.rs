@@ -62,7 +62,7 @@ fn utilization_is_shown_per_process_until_stale() {
     while world.now < told + 6_000 {
         world.tick();
     }
-    assert_eq!(shares(&world), [None, None], "what was told is old");
+    assert_eq!(shares(&world), [None, None], "the samples are too old");
 }
 
 /// An operator requests the offload of a container whose work runs on the GPU. The container must

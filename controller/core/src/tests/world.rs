@@ -96,7 +96,7 @@ pub(super) fn key(n: usize) -> Key {
 fn assert_follows(agent: &Agent, message: &ControllerMessage) {
     if let ControllerMessage::Order { action, .. } = message {
         let able = agent.capabilities;
-        assert!(able.contains(action.requires()), "{action:?} is beyond {able:?}");
+        assert!(able.contains(action.requires()), "{action:?} needs more than {able:?}");
     }
 }
 
@@ -231,7 +231,7 @@ impl World {
         self.assert_evictions_serve_a_waiter(&leaving);
         for uuid in [GPU, OTHER_GPU] {
             let promised = self.node.ledger.promised_bytes(uuid);
-            assert!(promised <= TOTAL, "more is promised of {uuid} than there is");
+            assert!(promised <= TOTAL, "more VRAM of {uuid} is promised than the GPU has");
         }
         let mut later = Vec::new();
         for effect in effects {
@@ -422,7 +422,7 @@ impl World {
             self.work(id);
         }
         self.allocate(id, bytes);
-        assert_eq!(self.agents[&id].size, bytes, "no room for the test's own process");
+        assert_eq!(self.agents[&id].size, bytes, "no VRAM for the test's own process");
         id
     }
 
@@ -586,7 +586,7 @@ impl World {
             let mut orders = 0;
             while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
                 orders += 1;
-                assert!(orders < 1_000, "its answers are answered for ever");
+                assert!(orders < 1_000, "messages and reports never end");
                 self.work(id);
             }
             if self.agents[&id].orphaned {
