@@ -90,12 +90,12 @@ pub struct Container {
     pub last_called: Millis,
     /// When the container was last restored; `None` if it never was.
     pub restored_at: Option<Millis>,
-    /// Earliest time of the next offload, after one has failed.
+    /// Earliest time of the next offload. It is set when an offload fails.
     pub offload_not_before: Millis,
     /// Earliest time at which the container enters the queue again, after failed restores.
     pub restore_not_before: Millis,
-    /// Number of grants of VRAM in a row after which the container was neither restored nor made
-    /// its allocation, although other processes had paused their allocations for it.
+    /// Number of grants of VRAM in a row that were of no use: the container was neither restored
+    /// nor made its allocation, although other processes paused their allocations for it.
     pub failed_restores: u32,
     /// Until this time, the controller waits only briefly for the container's processes to pause
     /// their allocations, because some of them ignored such an order.
@@ -259,9 +259,9 @@ impl Container {
         }
     }
 
-    /// Records a grant that led to neither a restore nor an allocation, while other processes
-    /// paused their allocations. The time until the container enters the queue again doubles with
-    /// each such grant, up to a minute.
+    /// Records a grant that was of no use: it led to neither a restore nor an allocation, although
+    /// other processes paused their allocations for it. The time until the container enters the
+    /// queue again doubles with each such grant, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.failed_restores > 0 {

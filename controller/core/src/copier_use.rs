@@ -106,8 +106,9 @@ impl Node {
     }
 
     /// The GPU of a process whose memory a copier can copy out, and the number of its swappable
-    /// bytes. `None` if the library cannot use a copier, the offload uses another method, the
-    /// process has memory on several GPUs, or its counters report that no copier can restore it.
+    /// bytes. `None` if the library cannot use a copier, if the offload uses another method, or if
+    /// the process has memory on several GPUs. Also `None` if its counters report that no copier
+    /// can restore it.
     pub(super) fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)

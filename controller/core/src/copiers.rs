@@ -85,8 +85,8 @@ enum AttachmentState {
     /// The process is resident and was attached before its offload. `prefaulted`: whether its
     /// prefaulted memory is registered already.
     Ahead { prefaulted: bool },
-    /// The process is being offloaded. `prefaulted`: if true, its memory was registered before the
-    /// offload and is not copied yet; if false, its memory is not registered yet.
+    /// The process is being offloaded. `prefaulted`: whether its memory was registered before the
+    /// offload and is not copied yet. If false, its memory is not registered yet.
     Offloading { prefaulted: bool },
     /// The host memory of the offloaded process is registered, so the copier can copy its content
     /// back into VRAM.
@@ -352,8 +352,8 @@ impl CopierRegistry {
                 if self.member(process, &uuid).is_some() {
                     self.attached.remove(&ProcessId(process));
                 }
-                // The copier removes its file of deduplicated memory when no process shares the
-                // file any more. No stored bytes are then left.
+                // When the last process that shares content with others has left, the copier
+                // removes its file of deduplicated memory.
                 if self.shared_bytes(&uuid) == 0
                     && let Some(copier) = self.by_gpu.get_mut(&uuid)
                 {

@@ -81,8 +81,8 @@ impl Node {
     fn taken_gpus(&self) -> BTreeSet<String> {
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
-        // A process that exports memory to a copier may need VRAM for a part of it, so the free
-        // VRAM of its GPU is not granted meanwhile.
+        // A process that exports memory to a copier may need VRAM for parts of this memory. During
+        // the export, the free VRAM of its GPU is therefore not granted.
         let handing = self.processes.values().filter(|process| self.hands_over(process));
         taken.extend(
             handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
@@ -272,8 +272,8 @@ impl Node {
             .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
-    /// Ends the grant of a restored container, unless a process that has not registered may still
-    /// be taking VRAM.
+    /// Ends the grant of a restored container. Keeps the grant while a process that has not
+    /// registered may still be taking VRAM.
     pub(super) fn close_grant(&mut self, key: &Key) {
         if !self.is_restoring_unseen(key) {
             self.abort_grant(key);
@@ -373,8 +373,9 @@ impl Node {
         }
     }
 
-    /// Ends grants that take too long. Before the restore, the grant and its promise end. During
-    /// the restore, the other processes may allocate again, and only the promise stays.
+    /// Ends grants that take too long. If the restore has not begun, the grant ends together with
+    /// its promise of VRAM. If the restore has begun, only the pauses of the other processes end,
+    /// and the promise stays.
     pub(super) fn check_grants(&mut self) {
         let now = self.now;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();

@@ -136,9 +136,9 @@ impl Node {
         }
     }
 
-    /// Orders a process that starts in an offloaded container, or in one that is being offloaded, to
-    /// pause its allocations until the container's other processes, which need the VRAM, are
-    /// restored.
+    /// Orders a process that starts in an offloaded container to pause its allocations. The pause
+    /// ends when the container's other processes, which need the VRAM, are restored. The same
+    /// applies if the container is being offloaded.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let now = self.now;
@@ -244,8 +244,8 @@ impl Node {
     }
 
     /// Records that a process did not hold in time, or reported that it cannot. From then on its
-    /// reports are awaited only briefly. The same applies to the other processes of its container,
-    /// for a period that grows each time: otherwise a container could delay others with a new
+    /// reports are awaited only briefly. For a period that grows each time, this also applies to
+    /// the other processes of its container: otherwise a container could delay others with a new
     /// process each time.
     fn shorten_hold_timeout(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;

@@ -72,7 +72,8 @@ struct HostPromise {
     /// Whether the move has begun, so that the memory may be in use.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The memory pool that ran short during the copy out. If it is set, the copy out is cancelled.
+    /// The memory pool that had too little free memory during the copy out. If it is set, the copy
+    /// out is cancelled.
     short_pool: Option<MemoryPool>,
 }
 
@@ -202,7 +203,7 @@ impl HostLedger {
         }
     }
 
-    /// The pool that became too short during the container's copy out, if there is one.
+    /// The pool that had too little free memory during the container's copy out, if there is one.
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()

@@ -56,8 +56,8 @@ impl Node {
     }
 
     /// The reason and detail of a copy out that ended with `NoHostMemory`. They name the pool in
-    /// which the controller found too little memory. If the controller found no such pool, the
-    /// library cancelled the copy, and they name the node.
+    /// which the controller found too little memory. If there is no such pool, the library
+    /// cancelled the copy, and the reason and detail name the node.
     pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
         match self.host_ledger.short_pool(key) {
             Some(pool) => {

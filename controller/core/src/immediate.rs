@@ -32,8 +32,8 @@ use super::{
 
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
-/// Time after which a process that was ordered to end, and did not, no longer counts as about to
-/// free its VRAM.
+/// Time limit for a process to exit after it was ordered to end. After this time, its VRAM no
+/// longer counts as about to be freed.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
 /// Deadlines of a forced offload. They are longer than usual, because a process whose forced

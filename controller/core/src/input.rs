@@ -219,8 +219,8 @@ pub enum Input {
         to: Option<String>,
         /// Whether a restore was ordered and may be running now.
         restoring: bool,
-        /// The pools of host memory that the process's offload uses, each with the full number of
-        /// bytes that the offload takes, because the offload may be in progress.
+        /// The pools of host memory that the process's offload uses. Each pool has the full number
+        /// of bytes that the offload takes, because the offload may be in progress.
         host: Vec<MemoryPool>,
     },
     /// A request of an operator or a program.

@@ -118,9 +118,9 @@ impl Node {
         self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
 
-    /// Clears the target GPU of the container's processes, unless their migration is in progress.
-    /// During a migration a process may lose its connection, and only its next registration reports
-    /// on which GPU it is.
+    /// Clears the target GPU of those processes of the container whose migration is not in
+    /// progress. During a migration a process may lose its connection, and only its next
+    /// registration reports on which GPU it is.
     pub(super) fn stays_where_it_was(&mut self, key: &Key) {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id)

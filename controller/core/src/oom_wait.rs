@@ -35,8 +35,8 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
-/// Time limit for an allocation with a grant. A slower one counts as a failed grant even if it
-/// succeeds, because other processes pause their allocations meanwhile.
+/// Time limit for an allocation with a grant. A slower allocation counts as a failed grant even if
+/// it succeeds, because other processes pause their allocations until it ends.
 const QUICK_MS: Millis = 1_000;
 
 /// Reason why an allocation does not wait for VRAM: it fails at once.

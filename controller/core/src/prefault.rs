@@ -30,8 +30,8 @@ use super::{
 
 /// Time after the begin of an offload during which the offload is expected to free VRAM soon.
 const LEAVES_MS: Millis = 20_000;
-/// Number of offloads in a row in which the copier copied nothing, after which a process is no
-/// longer prefaulted.
+/// Number of offloads in a row in which the copier copied nothing. From this number on, a process
+/// is not prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {

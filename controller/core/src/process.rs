@@ -203,8 +203,8 @@ impl Process {
     }
 
     /// Records that the process was checkpointed without a copy by its copier. The swappable memory
-    /// is still on the GPU. The restore therefore needs only the other VRAM, and only the same GPU
-    /// can complete it.
+    /// is still on the GPU. Therefore the restore needs only the other VRAM, and only a restore on
+    /// the same GPU can be complete.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
             subtract_vram(&self.vram, &proportional_part(&self.vram, self.swap.swappable_bytes));

@@ -100,7 +100,7 @@ impl Queue {
             return order.extend(self.waiters.iter().map(|w| w.key.clone()));
         }
         let mut sorted: Vec<&Waiter> = self.waiters.iter().collect();
-        // Stable sort: equal turns keep the order of arrival.
+        // The sort is stable: waiters with equal sort keys keep the order of arrival.
         sorted.sort_by_cached_key(|w| w.turn(now));
         order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }

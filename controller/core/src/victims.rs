@@ -66,9 +66,9 @@ impl Candidate {
     }
 }
 
-/// Chooses neighbours that together free the missing VRAM. Chooses no neighbour if all of them
-/// cannot free enough. With `partly`, for a waiter that has waited long, chooses all neighbours
-/// that free some of the missing VRAM, even if they do not free enough.
+/// Chooses neighbours that together free the missing VRAM. If all of them together cannot free
+/// enough, chooses none. `partly`, for a waiter that has waited long: chooses all neighbours that
+/// free some of the missing VRAM, even if they do not free enough.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,

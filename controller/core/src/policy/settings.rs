@@ -1,7 +1,7 @@
 //! The settings of a policy, one entry for each setting. A macro generates from these entries the
-//! policy, the section `[policy]` of the configuration file, the rules of namespaces, the
-//! annotations, and the values that `affinode policy show` explains. The descriptions on the
-//! reference page come from `config/config.toml`.
+//! policy, the section `[policy]` of the configuration file, the rules of namespaces and the
+//! annotations. `affinode policy show` explains the values from the same entries. The descriptions
+//! on the reference page come from `config/config.toml`.
 
 use affinode_proto::wire::Engine;
 use serde::Deserialize;

@@ -348,8 +348,8 @@ fn stalled_controller_blames_no_process() {
     assert_eq!(world.node.processes.get(&other.id).unwrap().hold_record, HoldRecord::default());
 }
 
-/// A neighbour waits for VRAM, is ordered to try again, and does not allocate. It repeats this with
-/// the same ticket, with another ticket, or after a pause.
+/// A neighbour waits for VRAM, is ordered to try again, and does not allocate. The neighbour
+/// repeats this with the same ticket, with another ticket, or after a pause.
 #[test]
 fn vain_allocations_delay_wakes_less_and_less() {
     for (same_ticket, idles_ms) in [(true, 0), (true, 300), (false, 300), (false, 9_000)] {

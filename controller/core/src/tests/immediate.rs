@@ -185,8 +185,8 @@ fn it_goes_before_others_of_its_priority() {
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
-/// A process must be ended if its calls never end, but not if its calls only sometimes end too
-/// late.
+/// A process must be ended if its calls never end. It must not be ended if its calls only sometimes
+/// end too late.
 #[test]
 fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;

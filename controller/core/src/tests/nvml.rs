@@ -66,7 +66,7 @@ impl World {
         }
     }
 
-    /// Delivers a reading for a tick, unless an earlier result is not delivered yet.
+    /// Delivers a reading for a tick. Does nothing while an earlier result is not delivered.
     pub(super) fn answer_tick(&mut self) {
         if self.nvml.in_flight.is_none() {
             let reading = self.reading();

@@ -444,8 +444,8 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// A process whose memory the copier did not copy several times must not be prefaulted, because its
-/// further offloads would have to be undone too.
+/// In several offloads in a row, the copier did not copy the memory of a process. The process must
+/// not be prefaulted, because its further offloads would have to be undone too.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);

@@ -107,7 +107,7 @@ fn refusal() -> impl Strategy<Value = Option<Refusal>> {
     prop_oneof![Just(None), Just(Some(Refusal::Busy)), Just(Some(Refusal::Silent))]
 }
 
-/// Uses more cases than usual, unless PROPTEST_CASES sets the number.
+/// Uses more cases than usual. PROPTEST_CASES can set another number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(512);

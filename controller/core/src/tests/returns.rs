@@ -484,7 +484,7 @@ fn wasted_grants_delay_others_less_each_time() {
 }
 
 /// The driver hangs in the checkpoint of a process, and the other process of the container is
-/// called. Its gate must open, but not while the checkpoint may still end.
+/// called. The gate of the called process must open, but not while the checkpoint may still end.
 #[test]
 fn sibling_of_a_hanging_checkpoint_opens_late() {
     let mut world = World::new(1);

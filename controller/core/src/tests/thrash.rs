@@ -14,7 +14,7 @@ use super::{
 
 const RESIDENCY_MS: Millis = 5_000;
 
-/// Uses fewer cases than usual, because each case is slow, unless PROPTEST_CASES sets the number.
+/// Uses fewer cases than usual, because each case is slow. PROPTEST_CASES can set another number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);

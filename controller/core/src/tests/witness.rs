@@ -114,8 +114,8 @@ fn working_container_without_calls_is_no_victim() {
     let waiter = world.running(0, 600);
     world.settle();
     let worker = world.running(1, 600);
-    // Lower the container's priority: with a higher priority than the waiter's, it could not be a
-    // victim anyway.
+    // Lower the container's priority, because a priority above the waiter's would already prevent
+    // the eviction.
     world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     world.call(waiter);
     pass(&mut world, 300, |world| vec![work(world, worker)]);

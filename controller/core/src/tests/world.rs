@@ -30,7 +30,7 @@ pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// Minimum number of bytes that an agent must be able to copy for its process to be prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
-/// Number of passes for each step of a slow copier.
+/// A slow copier runs one step in this number of passes of the test.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
 pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1111_1111);
@@ -42,7 +42,7 @@ pub(super) struct World {
     pub(super) containers: usize,
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<ProcessId, Agent>,
-    /// Whether there is a second GPU of the same model. Both then have processes.
+    /// Whether there is a second GPU of the same model. If there is one, both GPUs have processes.
     pub(super) two_gpus: bool,
     /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
