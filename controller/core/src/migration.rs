@@ -114,7 +114,7 @@ impl Node {
         }
         self.order(id, Action::RestoreOnGpu { from, to });
         let pid = self.processes.get(&id).map_or(0, |process| process.identity.pid);
-        let text = format!("process {pid} is restored on {will}: {was} is full");
+        let text = format!("process {pid} is restored on {will}, because {was} is full");
         self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
 
