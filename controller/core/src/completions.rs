@@ -28,8 +28,8 @@ const LATE_MS: Millis = 5_000;
 pub(super) const SLOW_MS: Millis = 60_000;
 impl Node {
     pub(super) fn report(&mut self, id: ProcessId, report: OrderReport) {
-        // Orders to hold are not in `pending`: they serve a grant and may overlap with the order of
-        // a move.
+        // Orders to pause allocations are not in `pending`: they serve a grant, and a process may
+        // have such an order and an order of a move at the same time.
         if self.hold_reported(id, report.order, report.outcome) {
             return;
         }
@@ -86,8 +86,8 @@ impl Node {
         let pid = process.identity.pid;
         match report.verdict(process, action, phase) {
             ReportVerdict::Done => self.end_incomplete_restore(key),
-            // The process or this controller was stopped for some time, so other processes may have
-            // ended their holds: prove the VRAM again.
+            // The process or this controller was stopped for some time. Other processes may have
+            // ended their pauses meanwhile, so the VRAM must be proven free again.
             ReportVerdict::Late => self.restore_incomplete(key, IncompleteRestore::Late),
             ReportVerdict::Exiting => self.turn_back(key),
             // The container waits for VRAM of its own GPU.

@@ -36,8 +36,8 @@ pub(super) struct ProcessFacts<'a> {
     pub pid: u32,
     /// All hazards of the process.
     pub hazards: Hazards,
-    /// Hazards that make this offload unsafe. A copy leaves the context on the GPU, so hazards of a
-    /// checkpoint do not matter for it.
+    /// Hazards that make this offload unsafe. If the memory is only copied, the context stays on the
+    /// GPU, so hazards of a checkpoint do not matter.
     pub unsafe_hazards: Hazards,
     pub keeps_context: bool,
     /// Index of a GPU in MIG mode on which the process has memory.
@@ -113,8 +113,8 @@ impl OffloadFacts<'_> {
             return Ok(());
         }
         if self.processes.iter().all(|process| process.keeps_context) {
-            // No memory can be copied, so the reason to show is the hazards because of which the
-            // contexts stay.
+            // No memory can be copied. The reason to show is the hazard that prevents the
+            // checkpoint of the contexts.
             let kept = self.processes.first();
             let reason = kept.and_then(|process| hazard_reason(process.hazards));
             let detail = kept.map_or(String::new(), ProcessFacts::name);

@@ -67,7 +67,7 @@ impl Node {
             if gpus > 0 && claims.taken.len() >= gpus {
                 break;
             }
-            // This waiter was evicted for an earlier one in this loop, so it no longer waits.
+            // This waiter was evicted for an earlier waiter in this loop, so it no longer waits.
             if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
                 self.queue.leave(&key);
             } else if !self.grants.contains_key(&key) {
@@ -146,8 +146,8 @@ impl Node {
             claims.taken.extend(self.promise(&key, needs, want));
             return;
         }
-        // A waiter that may pass the earlier ones also evicts: possibly no other waiter can
-        // evict the containers that block the earlier ones.
+        // A waiter that may be served before the earlier waiters also evicts: possibly no other
+        // waiter can evict the containers that block those earlier waiters.
         if known && (first || passes) {
             self.evict_for(&key, &needs, margin);
         }

@@ -13,9 +13,9 @@ use super::{
 };
 
 impl Node {
-    /// Whether the container may be offloaded now. Otherwise returns the reason. `asked`: an
-    /// operator or a waiter requests the offload, so mode, idleness and minimum residency do not
-    /// matter.
+    /// Checks whether the container may be offloaded now. If not, returns the reason and its
+    /// detail. `asked`: an operator or a waiter requests the offload, so mode, idleness and minimum
+    /// residency do not matter.
     pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), Refusal> {
         let Some(container) = self.containers.get(key) else {
             return Err((Reason::NotRegistered, String::new()));
@@ -80,8 +80,8 @@ impl Node {
         cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
     }
 
-    /// Publishes that the container stays resident, and why. The event is published once per
-    /// reason.
+    /// Publishes an event that says why the container stays resident. Publishes nothing if the
+    /// reason is the same as in the last such event.
     pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -91,7 +91,7 @@ impl Node {
         }
     }
 
-    /// Publishes the event of a refusal.
+    /// Publishes the event of a refused offload.
     pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
         let event = NodeEvent::new(EventKind::Refused, text_of(reason, detail));
         self.publish(key, event.because(reason));

@@ -16,7 +16,7 @@ use super::{
     process::{PendingOrder, Process},
 };
 
-/// The driver's error for each call after the driver's `exit` handler has run.
+/// The driver's error for each call that is made after the driver's `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
 /// The driver's error for a lock while GPU work is in progress.
 const CUDA_ERROR_NOT_READY: u32 = 600;
@@ -107,7 +107,8 @@ impl OrderReport {
         let moving = process.is_migrating();
         process.pending = None;
         let to = process.target_gpu.take_if(|_| moving);
-        // A late order was not carried out, whatever the phase is now.
+        // An order that arrived late or in a wrong phase was not carried out, whatever the phase is
+        // now.
         let tried = !matches!(self.outcome, Outcome::Late | Outcome::WrongPhase);
         if moving && tried && self.phase != Phase::Checkpointed {
             process.finish_migration(to);
@@ -117,8 +118,8 @@ impl OrderReport {
         // A process can register in the middle of an offload, locked and with its memory copied
         // out. It then reports the phase `CopiedOut` only after it was unlocked.
         let was_off = process.phase.is_offloaded() || process.swap.copied_out_bytes > 0;
-        // A report of an offloaded phase is false if no controller offloaded the process. It must
-        // not give the container a claim on VRAM.
+        // A report of an offloaded phase is false if no controller offloaded the process. Such a
+        // report must not give the container a claim on VRAM.
         let is_false = self.phase.is_offloaded() && process.offloaded_vram.is_none() && !was_off;
         let phase = if is_false { Phase::Open } else { self.phase };
         let was_copied_out = process.phase == Phase::CopiedOut;
@@ -126,8 +127,8 @@ impl OrderReport {
         process.phase = phase;
         process.swap = match was_off || process.offloaded_vram.is_some() {
             true => self.swap,
-            // No controller offloaded the process: accept its swappable bytes, but no copied-out
-            // bytes.
+            // If no controller offloaded the process, its swappable bytes are accepted, but not its
+            // copied-out bytes.
             false => SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..self.swap },
         };
         self.record_offload(process, pending);
@@ -173,8 +174,8 @@ impl OrderReport {
                     _ => self.failed("cuCheckpointProcessRestore", pid),
                 })
             }
-            // If the agent found a hazard during the offload, it has reported the hazard before
-            // this.
+            // If the agent found a hazard during the offload, it reported the hazard before this
+            // refusal.
             (_, Outcome::Unsupported) => match hazard_reason(process.hazards) {
                 Some(reason) => offload_failed(reason, name(pid)),
                 None => ReportVerdict::OffloadFailed(
@@ -238,7 +239,7 @@ impl OrderReport {
     }
 
     fn failed(&self, call: &str, pid: u32) -> String {
-        format!("{call} of process {pid} returned {}", self.cuda_error)
+        format!("{call} of process {pid} failed with CUDA error {}", self.cuda_error)
     }
 
     /// Text that names the work in progress in a process.

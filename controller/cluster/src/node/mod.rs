@@ -255,8 +255,8 @@ impl NodeAgent<'_> {
                 self.say(
                     &node,
                     &format!(
-                        "waits for its turn: the first installation runs on at most {most} nodes \
-                         at the same time"
+                        "waits for its turn: node.rollout.maxConcurrent limits first \
+                         installations to {most} at a time"
                     ),
                 )
                 .await?;
