@@ -47,7 +47,7 @@ pub(super) struct ProcessFacts<'a> {
     pub in_call: bool,
 }
 
-/// Facts that matter only if nobody has requested the offload.
+/// Facts that matter only if no operator and no waiter has requested the offload.
 #[derive(Clone, Debug, Default)]
 pub(super) struct IdleFacts {
     /// Bytes of an allocation of the container that waits for VRAM.

@@ -127,7 +127,7 @@ impl Node {
         };
         if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
             let text = format!(
-                "NVML reports no VRAM of process {}, but its library counts allocations",
+                "NVML reports no VRAM of process {}, but Affinode's library in the process counts allocations",
                 p.identity.pid
             );
             return Err((Reason::NoVram, text));

@@ -342,7 +342,7 @@ impl SimulatedHost {
         let (gpus, peak) = (self.placement.gpus, format::bytes(self.placement.peak_bytes));
         let peak = format!("the processes hold at most {peak} of VRAM at the same time");
         match self.placement.rule {
-            GpuRule::Given => format!("GPUs: {gpus}, from --gpus or --fits; {peak}"),
+            GpuRule::Given => format!("GPUs: {gpus} (set by --gpus or --fits); {peak}"),
             GpuRule::Named => format!("GPUs: {gpus}, named in the trace; {peak}"),
             GpuRule::Peak => {
                 format!(

@@ -202,7 +202,8 @@ pub struct ArrayMapInfo {
     pub handle_type: u32,
     /// The handle of the memory.
     pub handle: u64,
-    /// Offset in the memory, and the devices, as the driver defines them.
+    /// The remaining fields of the driver's structure: the offset in the memory, and the bit mask of
+    /// devices. The library does not read them.
     pub rest: [u64; 3],
 }
 

@@ -46,8 +46,8 @@ impl ScrubState {
         false
     }
 
-    /// Time until the allocation is due, in milliseconds. The agent also wakes when a pause of
-    /// allocations ends.
+    /// Time until the agent has to make the small allocation, in milliseconds. `u64::MAX`: it has
+    /// none to make, or waits for the end of a pause of allocations, which wakes it.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Wiping(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),

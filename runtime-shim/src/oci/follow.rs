@@ -45,11 +45,11 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The step of a container's life that the runtime's command executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FollowedStep {
-    /// The container is created; the runtime then ends.
+    /// The runtime creates the container and then ends.
     Create,
-    /// The container is created and started; the runtime may stay until it ends.
+    /// The runtime creates and starts the container. It may run until the container ends.
     Run,
-    /// The container exists, and its program is started.
+    /// The runtime starts the program of a container that it created before.
     Start,
 }
 

@@ -38,7 +38,7 @@ const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
 /// Minimum duration of a call's wait. A shorter wait is not published.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
-/// Watches one controller for the pods of its node.
+/// Watches a node's controller, to show the states of its containers on the node's pods.
 pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,

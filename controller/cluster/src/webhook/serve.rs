@@ -75,7 +75,9 @@ impl WebhookServer {
             }
             Ok(Err(error)) => return Err((StatusCode::BAD_REQUEST, error.to_string())),
             Err(_) => {
-                let text = format!("the review was not complete within {BODY_TIME:?}");
+                let text = format!(
+                    "the API server did not send the whole admission review within {BODY_TIME:?}"
+                );
                 return Err((StatusCode::REQUEST_TIMEOUT, text));
             }
         };

@@ -70,7 +70,7 @@ async fn different_prices_are_not_summed() {
     assert_eq!(json["rows"][0]["node"], "two", "{json}");
 }
 
-/// A report without one of the nodes would show too little, so it is said.
+/// A report that lacks a node shows too few GPU hours, so the command names that node.
 #[tokio::test]
 async fn a_node_without_a_controller_is_named() {
     let stage = stage().await;

@@ -78,7 +78,8 @@ pub struct HostRegion {
     registered: usize,
     /// Segments that store the content of shared chunks, by chunk number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
-    /// Shared chunks whose own memory is still registered.
+    /// Chunks of this region that use shared memory now, while the memory that they used before is
+    /// still registered.
     given_up: Vec<usize>,
 }
 

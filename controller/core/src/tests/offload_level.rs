@@ -27,7 +27,7 @@ const AUTO: usize = 1;
 const COPY: usize = 2;
 
 impl World {
-    /// Sets whether the container with the engine `full` has `auto` instead.
+    /// If `auto` is true, the container that otherwise has the engine `full` gets the engine `auto`.
     pub(super) fn with_auto(mut self, auto: bool) -> World {
         self.auto = auto;
         (0..self.containers).for_each(|n| self.announce(n));

@@ -8,9 +8,10 @@ runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
 SystemdCgroup = true
 "#;
-/// Files that NVIDIA's toolkit 1.20.1 wrote next to Affinode's: one made from `containerd config
-/// dump` of 2.1.9, and one from a file of version 2.
+/// File that NVIDIA's toolkit 1.20.1 wrote next to Affinode's, from the output of `containerd config
+/// dump` of containerd 2.1.9.
 const V3_COPY: &str = include_str!("../testdata/99-nvidia-v3.toml");
+/// The same, from a containerd configuration of version 2.
 const V2_COPY: &str = include_str!("../testdata/99-nvidia-v2.toml");
 
 fn table(text: &str) -> Table {

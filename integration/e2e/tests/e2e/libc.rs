@@ -15,7 +15,7 @@ use serde_json::json;
 const OLD: &str = "localhost/affinode/old-glibc:1";
 const MUSL: &str = "localhost/affinode/musl:1";
 
-/// An image of one layer.
+/// Imports an image that consists of this layer, under this name.
 pub fn import(world: &Testbed, name: &str, layer: &[u8]) -> Result<()> {
     let mut archive = Archive::default();
     archive.image(name, layer, &json!({"Env": ["PATH=/usr/bin:/bin"]}))?;

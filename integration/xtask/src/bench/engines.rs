@@ -1,4 +1,5 @@
-//! Compares the engines, and prints their goals, as the suite for GPU machines does.
+//! Compares the engines, and prints each figure beside its goal, in the form of the suite for GPU
+//! machines.
 
 use std::process::Command;
 

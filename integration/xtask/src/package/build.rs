@@ -106,7 +106,8 @@ pub fn release() -> Result<Built> {
     Ok(built)
 }
 
-/// Folder of this build. It is separate, because other flags would rebuild everything each time.
+/// Folder of the packages' build. It is not the usual target folder: this build has other compiler
+/// flags, and cargo would rebuild everything at each change of the flags.
 fn folder() -> PathBuf {
     target_dir().join("package")
 }

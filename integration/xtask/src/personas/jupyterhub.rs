@@ -59,7 +59,7 @@ fn has_gpu(pod: &Value) -> bool {
     pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 }
 
-/// Checks the class, and that the memory limit is above what is reserved.
+/// Checks that the pod has the runtime class, and a memory limit above its memory request.
 fn is_managed(pod: &Value) -> Result<()> {
     ensure!(pod["spec"]["runtimeClassName"] == "affinode", "no class: {}", pod["spec"]);
     let resources = &pod["spec"]["containers"][0]["resources"];

@@ -107,7 +107,7 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// Stops an agent. Its node must continue to serve the runtime.
+/// Stops, then kills, the node agent of one node. Pods must still run there with Affinode.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) =

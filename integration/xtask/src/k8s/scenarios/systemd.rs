@@ -120,8 +120,8 @@ fn restart(node: &Node<'_>) -> Result<()> {
     Ok(fs::write(&done, "")?)
 }
 
-/// Executes one restart of containerd for each node, as soon as the node's agent requests it.
-/// Returns when all nodes were restarted.
+/// Restarts containerd once on each node, as soon as the node's agent calls `systemctl`. Fails if
+/// `over` returns true before all nodes had their restart.
 pub fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
     let mut restarted = vec![false; plane.nodes().len()];
     while restarted.contains(&false) {
