@@ -9,6 +9,9 @@
 //! no lock. The same code runs on a real node, in tests and in simulation, because the caller
 //! passes the time as a number.
 
+// A decision that fits on one screen can be read at once.
+#![cfg_attr(not(test), deny(clippy::too_many_lines))]
+
 mod completions;
 mod connection_prewake;
 pub mod container;
