@@ -90,6 +90,19 @@ pub enum CliError {
     NoNamespace,
 }
 
+impl ShimAction {
+    /// Parses the word after the flags.
+    fn parse(word: Option<&str>) -> Result<ShimAction, CliError> {
+        match word {
+            Some("start") => Ok(ShimAction::Start),
+            Some("delete") => Ok(ShimAction::Delete),
+            Some("serve") => Ok(ShimAction::Serve),
+            Some(other) => Err(CliError::UnknownAction(other.to_owned())),
+            None => Err(CliError::NoAction),
+        }
+    }
+}
+
 impl ShimInvocation {
     /// Parses the arguments after the program's name.
     pub fn parse(argv: &[OsString]) -> Result<ShimInvocation, CliError> {
@@ -144,14 +157,10 @@ impl ShimInvocation {
                     .to_owned(),
             };
         }
-        let action = match (version, info, action.as_deref()) {
-            (true, ..) => ShimAction::Version,
-            (_, true, _) => ShimAction::Info,
-            (.., Some("start")) => ShimAction::Start,
-            (.., Some("delete")) => ShimAction::Delete,
-            (.., Some("serve")) => ShimAction::Serve,
-            (.., Some(other)) => return Err(CliError::UnknownAction(other.to_owned())),
-            (.., None) => return Err(CliError::NoAction),
+        let action = match (version, info) {
+            (true, _) => ShimAction::Version,
+            (_, true) => ShimAction::Info,
+            _ => ShimAction::parse(action.as_deref())?,
         };
         let needs_namespace =
             matches!(action, ShimAction::Start | ShimAction::Delete | ShimAction::Serve);

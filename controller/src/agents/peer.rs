@@ -36,9 +36,7 @@ pub enum PeerError {
     #[error("process {0} ended while it was identified")]
     Ended(u32),
     /// The Hello came without a counter file, or with several descriptors.
-    #[error(
-        "the Hello must carry the counter file and no other descriptor (other descriptors: {0})"
-    )]
+    #[error("the Hello carries {0} descriptors, but must carry one: the counter file")]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]
@@ -87,10 +85,10 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
 ///
 /// # Errors
 /// [`PeerError`]: there is not exactly one descriptor, or it is not a memfd of the right size.
-pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
-    let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
-        return Err(PeerError::Descriptors(descriptors.len()));
-    };
+pub fn page(descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
+    let [page]: [OwnedFd; 1] = descriptors
+        .try_into()
+        .map_err(|descriptors: Vec<OwnedFd>| PeerError::Descriptors(descriptors.len()))?;
     // Other files are refused here, because `fstat` on a file in FUSE may block until its server
     // answers.
     if !is_memory(&page) {
@@ -129,7 +127,7 @@ mod tests {
         assert!(matches!(page(vec![]), Err(PeerError::Descriptors(0))));
         assert!(matches!(
             page(vec![memfd(PAGE_BYTES), memfd(PAGE_BYTES)]),
-            Err(PeerError::Descriptors(_))
+            Err(PeerError::Descriptors(2))
         ));
         assert!(matches!(page(vec![memfd(PAGE_BYTES - 1)]), Err(PeerError::NotAPage)));
         let (reader, _writer) = nix::unistd::pipe().unwrap();

@@ -162,7 +162,7 @@ async fn a_hello_with_wrong_descriptors_is_refused() {
             "not a Hello",
         ),
         (&hello(WIRE_VERSION), vec![], "0 descriptors"),
-        (&hello(WIRE_VERSION), vec![first.as_fd(), second.as_fd(), first.as_fd()], "descriptors"),
+        (&hello(WIRE_VERSION), vec![first.as_fd(), second.as_fd(), first.as_fd()], "3 descriptors"),
     ];
     for (frame, fds, expected) in cases {
         let mut bench = bench();

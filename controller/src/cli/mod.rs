@@ -310,24 +310,25 @@ async fn run(args: Args) -> Result<(), CliError> {
         | Command::Report(_) => Ok(()),
         Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
-        Command::Reload { output } => {
-            let said = client.reload().await?;
-            let (changed, waits) = (said.changed, &said.waits);
-            let mut words =
-                if changed { "configuration changed" } else { "nothing changed" }.to_owned();
-            if !waits.is_empty() {
-                let waits = waits.join(", ");
-                let how = "systemctl restart affinode-controller, or end its process";
-                words += &format!("; the next start of the controller applies {waits} ({how})");
-            }
-            say(
-                &mut out,
-                output,
-                &words,
-                &serde_json::json!({ "changed": changed, "waits": waits }),
-            )
-        }
+        Command::Reload { output } => reload(&client, &mut out, output).await,
     }
+}
+
+/// `affinode reload`: the controller reads its configuration again.
+async fn reload(
+    client: &client::ControlClient,
+    out: &mut dyn Write,
+    output: OutputFormat,
+) -> Result<(), CliError> {
+    let said = client.reload().await?;
+    let (changed, waits) = (said.changed, &said.waits);
+    let mut words = if changed { "configuration changed" } else { "nothing changed" }.to_owned();
+    if !waits.is_empty() {
+        let waits = waits.join(", ");
+        let how = "systemctl restart affinode-controller, or end its process";
+        words += &format!("; the next start of the controller applies {waits} ({how})");
+    }
+    say(out, output, &words, &serde_json::json!({ "changed": changed, "waits": waits }))
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use affinode_core::{
     copy_watch::LEVELS_INTERVAL_MS, event::NodeEvent, input::SwapStatus,
 };
 use affinode_proto::{
-    api::control::ActionResponse,
+    api::control::{ActionResponse, ListResponse},
     event::EventKind,
     paths,
     wire::{counters::PAGE_BYTES, message::AgentMessage},
@@ -391,6 +391,24 @@ impl NodeActor {
         }
     }
 
+    /// The node with its GPUs and containers, as the API shows it.
+    fn list(&self) -> ListResponse {
+        let mut list = conversion::list(&self.node, self.now(), unix_ms());
+        list.node = nix::unistd::gethostname()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        list.version = env!("CARGO_PKG_VERSION").into();
+        list.controller_pid = std::process::id();
+        list.started_unix_ms = self.started_unix_ms;
+        for gpu in &mut list.gpus {
+            gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
+            self.copiers.show(gpu);
+        }
+        list.dashboard.clone_from(&self.dashboard);
+        list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
+        list
+    }
+
     pub(super) fn call(&mut self, call: Command) {
         match call {
             Command::Announce(announcement, answer) => {
@@ -398,20 +416,7 @@ impl NodeActor {
             }
             Command::Withdraw(key, generation) => self.withdrawn(&key, generation),
             Command::List(answer) => {
-                let mut list = conversion::list(&self.node, self.now(), unix_ms());
-                list.node = nix::unistd::gethostname()
-                    .map(|n| n.to_string_lossy().into_owned())
-                    .unwrap_or_default();
-                list.version = env!("CARGO_PKG_VERSION").into();
-                list.controller_pid = std::process::id();
-                list.started_unix_ms = self.started_unix_ms;
-                for gpu in &mut list.gpus {
-                    gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
-                    self.copiers.show(gpu);
-                }
-                list.dashboard.clone_from(&self.dashboard);
-                list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
-                let _ = answer.send(list);
+                let _ = answer.send(self.list());
             }
             Command::Sights(keys, answer) => {
                 let _ = answer.send(self.sights(keys.as_deref()));

@@ -234,17 +234,7 @@ impl NodeAgent<'_> {
                 Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Host(error)) => {
-                self.checked = false;
-                let why = error_chain::chain(&error);
-                tracing::error!("node: cannot install Affinode: {why}");
-                self.metrics.now(InstallState::Failed);
-                let state = if self.keeps_serving(was_labelled).await? {
-                    format!(
-                        "served as before, by the earlier version; this version was not installed: {why}"
-                    )
-                } else {
-                    format!("not installed: {why}")
-                };
+                let state = self.not_installed(&error, was_labelled).await?;
                 self.say(&node, &state).await?;
                 Ok(LEAVE_ALONE)
             }
@@ -264,6 +254,24 @@ impl NodeAgent<'_> {
             }
             Err(NodeTrouble::Cluster(error)) => Err(error),
         }
+    }
+
+    /// Records that the installation failed, and returns the state to report.
+    async fn not_installed(
+        &mut self,
+        error: &HostError,
+        was_labelled: bool,
+    ) -> kube::Result<String> {
+        self.checked = false;
+        let why = error_chain::chain(error);
+        tracing::error!("node: cannot install Affinode: {why}");
+        self.metrics.now(InstallState::Failed);
+        Ok(match self.keeps_serving(was_labelled).await? {
+            true => format!(
+                "served as before, by the earlier version; this version was not installed: {why}"
+            ),
+            false => format!("not installed: {why}"),
+        })
     }
 
     /// Returns whether containerd still serves an earlier installation after an installation has
