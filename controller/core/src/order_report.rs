@@ -61,13 +61,13 @@ pub(super) enum ReportVerdict {
     /// The restore on another GPU failed, for this reason. A restore on the container's own GPU may
     /// still succeed.
     MigrationFailed(String),
-    /// The offload failed, and the process is marked.
+    /// The offload failed for this reason, and the process gets this mark.
     OffloadFailed(Reason, String, ProcessMark),
     /// The offload failed because host memory is short.
     NoHostMemory,
-    /// A restore was carried out only in part.
+    /// A restore was carried out only in part, with this error.
     RestoreIncomplete(String),
-    /// A restore failed.
+    /// A restore failed, with this error.
     RestoreFailed(String),
     /// An order failed that no other verdict describes.
     OrderFailed(String),
@@ -76,7 +76,7 @@ pub(super) enum ReportVerdict {
 /// What a failed offload shows of its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProcessMark {
-    /// Nothing.
+    /// The failure shows nothing of the process.
     None,
     /// Its driver has no checkpoint functions.
     NoCheckpointApi,
@@ -89,7 +89,7 @@ pub(super) enum ProcessMark {
 }
 
 impl ProcessMark {
-    /// Records the mark.
+    /// Records the mark in the process.
     pub fn set(self, process: &mut Process) {
         match self {
             ProcessMark::None => {}

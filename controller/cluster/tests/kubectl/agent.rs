@@ -29,7 +29,7 @@ pub struct Agent {
     shown: ServedCertificate,
     /// The node that the controller shows. `None`: no controller runs.
     pub node: Mutex<Option<schema::Node>>,
-    /// The controller's report.
+    /// The report that the controller returns.
     pub report: Mutex<schema::Report>,
     /// Path of a request that the user may not make.
     pub forbidden: Mutex<Vec<String>>,

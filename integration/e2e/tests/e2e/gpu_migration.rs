@@ -136,7 +136,7 @@ fn controller_death_in_migration_is_recovered() -> Result<()> {
 }
 
 #[test]
-fn containers_of_two_gpus_are_woken_at_the_same_time() -> Result<()> {
+fn containers_of_two_gpus_are_woken_together() -> Result<()> {
     let world = two_gpus(&[])?;
     let mut rows = Rows::default();
     woken_together(&world, &mut rows)?;
