@@ -92,7 +92,8 @@ pub struct InvalidKey(String);
 impl Key {
     /// Parses a key that a shim announced.
     ///
-    /// # Errors [`InvalidKey`]: the text is not 32 lower-case hex digits.
+    /// # Errors
+    /// [`InvalidKey`]: the text is not 32 lower-case hex digits.
     pub fn parse(text: &str) -> Result<Key, InvalidKey> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {

@@ -1,4 +1,4 @@
-//! Collects the facts that decide about an offload, and acts on the decision of [`eligibility`].
+//! Collects the facts that decide about an offload, and acts on the decision of [`super::eligibility`].
 
 use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazards};
 

@@ -119,7 +119,8 @@ const PREFIX: &str = "affinode.io/";
 
 /// Applies one annotation to a policy.
 ///
-/// # Errors [`InvalidValue`]: the annotation or its value is invalid. The policy is then unchanged.
+/// # Errors
+/// [`InvalidValue`]: the annotation or its value is invalid. The policy is then unchanged.
 pub fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
     match name {
         LATENCY_SENSITIVE => {

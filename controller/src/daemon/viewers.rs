@@ -107,8 +107,8 @@ fn gid_of(group: &str) -> io::Result<u32> {
     found.map(|group| group.gid.as_raw()).ok_or_else(unknown)
 }
 
-/// Lets the members of the group connect. The group is set before the mode allows the group to
-/// connect.
+/// Lets the members of a group connect to a socket. Sets the socket's group first and its mode
+/// second, so that no other group can connect meanwhile.
 fn open_to(path: &Path, gid: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     chown(path, None, Some(gid))?;

@@ -24,7 +24,7 @@ use crate::{
 const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
 /// The suite whose C library represents old images.
 const OLD_SUITE: &str = "bullseye";
-/// Packages of that suite: the C library, and a few programs that were built for it.
+/// Packages of Debian's suite `OLD_SUITE`: the C library, and a few programs that were built for it.
 const OLD_PACKAGES: [&str; 3] = ["libc6", "dash", "coreutils"];
 /// Folder in the cache with the old C library.
 pub const OLD_LIBC: &str = "libc-old";

@@ -168,7 +168,7 @@ fn leave() {
     with_pool(StagingPool::taint);
 }
 
-/// Maps exported memory that the copier has not copied into this process again.
+/// Maps exported memory into this process again, if the copier has not copied it.
 ///
 /// # Errors
 /// The driver's error code. The memory stays exported, and the call can be repeated.

@@ -336,7 +336,8 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Host memory is short at a limit that only the controller sees.
+    /// Host memory is short at a limit that only the controller sees. The controller then orders
+    /// the process to stop the fill.
     #[test]
     fn fill_stops_when_copy_is_turned_back() {
         use affinode_proto::wire::Phase;

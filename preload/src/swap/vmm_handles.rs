@@ -74,7 +74,8 @@ pub struct MappingPart {
 pub enum Handle {
     /// The value is a handle of the driver.
     Drivers,
-    /// The library gave the application this value. The value stands for this handle of the driver.
+    /// The value is a name that the library gave the application. It stands for this handle of the
+    /// driver.
     Named(u64),
     /// The library gave the application this value. The memory for which it stands no longer exists.
     Stale,
@@ -121,12 +122,12 @@ impl VmmHandleTable {
         self.blocks.at(name)
     }
 
-    /// All blocks whose name is not below this name.
+    /// All blocks from this name on, in the order of their names.
     pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
         self.blocks.from(name)
     }
 
-    /// The first block for which `which` is true, among those whose name is not below this name.
+    /// The first block from this name on for which `which` is true.
     pub fn find_from(
         &mut self,
         name: u64,

@@ -126,8 +126,8 @@ fn a_gpu_container_is_edited_and_announced() {
     assert_eq!(world.read(), edited);
 }
 
-/// The engine must be in the container's folder, because a process may look up driver functions
-/// before it reaches a controller.
+/// A file in the container's folder must name the engine. A process needs it when it looks up driver
+/// functions, which may be before it reaches a controller.
 #[test]
 fn the_engine_is_left_in_the_container() {
     let world = world(&gpu());

@@ -124,7 +124,8 @@ fn leave(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     command(paths, &[FOLLOWED.into(), order.to_owned()])?.spawn().map(drop)
 }
 
-/// A command of this program. Its messages go to the log file of the controller's start.
+/// Prepares a process of this program with these arguments. Its messages go to the log file in the
+/// run directory.
 fn command(paths: &ShimPaths, words: &[OsString]) -> io::Result<Command> {
     let log = || -> io::Result<File> {
         OpenOptions::new().create(true).append(true).mode(0o640).open(paths.run_dir.join(LOG))

@@ -198,8 +198,9 @@ impl NodeRow {
         }
     }
 
-    /// Enters the state that the agent has published in the node's annotation. This state is newer
-    /// than the agent's last reply, so it determines whether the runtime is served.
+    /// Records the state that the node agent has published in the node's annotation. This state is
+    /// newer than the agent's last reply, so it determines whether the node counts as serving the
+    /// runtime.
     pub fn published(&mut self, state: String) {
         if state.starts_with("served") {
             // The runtime may be served with a configuration other than the cluster's.

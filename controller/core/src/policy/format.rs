@@ -21,13 +21,15 @@ pub trait Format {
 
     /// Parses the text of an annotation.
     ///
-    /// # Errors [`InvalidValue`]: the text is not an accepted value. The error contains what would
+    /// # Errors
+    /// [`InvalidValue`]: the text is not an accepted value. The error contains what would
     /// be accepted.
     fn parse(text: &str) -> Result<Self::Value, InvalidValue>;
 
     /// Converts a value that was read from a configuration file.
     ///
-    /// # Errors [`InvalidValue`]: the value is not accepted. The error contains what would be
+    /// # Errors
+    /// [`InvalidValue`]: the value is not accepted. The error contains what would be
     /// accepted.
     fn accept(written: &Self::Written) -> Result<Self::Value, InvalidValue>;
 

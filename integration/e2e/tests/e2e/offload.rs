@@ -1,5 +1,5 @@
-//! The main function, with every containerd: a container becomes idle, is offloaded, and is
-//! restored by a call.
+//! What Affinode is for, with every containerd: a container becomes idle, is offloaded, and is
+//! restored by a CUDA call.
 
 use affinode_e2e::{
     image,
