@@ -1,5 +1,5 @@
-/* Measures what two GPUs can do together, without Affinode. Prints a line of JSON per figure: "what", and "value" with
- * its "unit". A value with the unit "" is 1 for yes and 0 for no.
+/* Measures what two GPUs can do together, without Affinode. Prints a line of JSON per figure ("what", "value", "unit"),
+ * and a line per check of contents ("what", "ok").
  *
  * "links copy N"     copies of N MiB of pinned host memory: to the first GPU over its own link, to the second GPU, to
  *                    both at the same time, and to the first GPU with a part relayed through the second GPU
@@ -57,9 +57,19 @@ static char *host;
         }                                                                                                             \
     } while (0)
 
+/* Who measures, with the GPU of the importer: a part of each figure's name. */
+static char who[40];
+
 static void say(const char *what, double value, const char *unit)
 {
-    printf("{\"what\":\"%s\",\"value\":%.3f,\"unit\":\"%s\"}\n", what, value, unit);
+    printf("{\"what\":\"%s%s\",\"value\":%.3f,\"unit\":\"%s\"}\n", who, what, value, unit);
+    fflush(stdout);
+}
+
+/* Prints whether contents are as expected. */
+static void judge(const char *what, int ok)
+{
+    printf("{\"what\":\"%s%s\",\"ok\":%s}\n", who, what, ok ? "true" : "false");
     fflush(stdout);
 }
 
@@ -190,7 +200,7 @@ static void copies(size_t bytes)
     CUstream streams[2];
     struct relay relay;
     double took[ROUNDS];
-    char what[80];
+    char what[120];
 
     open_gpu(0);
     open_gpu(1);
@@ -213,6 +223,12 @@ static void copies(size_t bytes)
         OK(gpus[1].cuda.event_create(&relay.drained[slot], DISABLE_TIMING));
     }
     for (size_t way = 0; way < sizeof ways / sizeof ways[0]; way++) {
+        for (int gpu = 0; gpu < 2; gpu++) {
+            /* Old words would hide a piece that was not copied. */
+            use(gpu);
+            OK(client_pattern(&gpus[gpu], to[gpu], bytes / 4, 1));
+            OK(gpus[gpu].cuda.ctx_sync());
+        }
         both_ms(to, streams, bytes, ways[way].first, ways[way].last);
         for (int round = 0; round < ROUNDS; round++)
             took[round] = both_ms(to, streams, bytes, ways[way].first, ways[way].last);
@@ -220,8 +236,10 @@ static void copies(size_t bytes)
         say(ways[way].what, ms, "ms");
         snprintf(what, sizeof what, "%s, rate", ways[way].what);
         say(what, (double)bytes / ms / 1e6, "GB/s");
-        int last = ways[way].last;
-        say("the words have arrived", arrived(last, to[last], bytes, (size_t)last * bytes), "");
+        for (int gpu = ways[way].first; gpu <= ways[way].last; gpu++) {
+            snprintf(what, sizeof what, "%s: GPU %d has the words", ways[way].what, gpu);
+            judge(what, arrived(gpu, to[gpu], bytes, (size_t)gpu * bytes));
+        }
     }
     for (unsigned relayed = 2; relayed <= 8; relayed += relayed == 4 ? 4 : 1) {
         relay_ms(&relay, to[0], bytes, relayed);
@@ -237,7 +255,8 @@ static void copies(size_t bytes)
         say(what, ms, "ms");
         snprintf(what, sizeof what, "to the first GPU, %u of 8 through the second, rate", relayed);
         say(what, (double)bytes / ms / 1e6, "GB/s");
-        say("the words have arrived", arrived(0, to[0], bytes, 0), "");
+        snprintf(what, sizeof what, "%u of 8 through the second: GPU 0 has the words", relayed);
+        judge(what, arrived(0, to[0], bytes, 0));
     }
 }
 
@@ -315,9 +334,9 @@ static void remap(size_t bytes)
     OK(reserve(&piece.at, bytes, 0, 0, 0));
     make(&piece, 0, 1);
     write_by(0, &piece, 7);
-    say("the second GPU reads", is_right(1, &piece, 7), "");
+    judge("the second GPU reads", is_right(1, &piece, 7));
     write_by(1, &piece, 8);
-    say("the first GPU reads what the second wrote", is_right(0, &piece, 8), "");
+    judge("the first GPU reads what the second wrote", is_right(0, &piece, 8));
     OK(copy_out(host, piece.at, bytes));
     double before = free_mib(0);
     give_up(&piece);
@@ -331,17 +350,18 @@ static void remap(size_t bytes)
     make(&piece, 0, 1);
     OK(copy_in(piece.at, host, bytes, NULL));
     OK(gpus[0].cuda.ctx_sync());
-    say("the second GPU reads at the same address", is_right(1, &piece, 8), "");
-    say("the first GPU reads at the same address", is_right(0, &piece, 8), "");
+    judge("the second GPU reads at the same address", is_right(1, &piece, 8));
+    judge("the first GPU reads at the same address", is_right(0, &piece, 8));
     struct access none = {{ON_DEVICE, 1}, 0}, again = {{ON_DEVICE, 1}, READ_WRITE};
     uint64_t start = now_us();
     CUresult taken = set_access(piece.at, bytes, &none, 1);
-    say("access of the second GPU alone is taken away", taken == 0, "");
     uint64_t middle = now_us();
     OK(set_access(piece.at, bytes, &again, 1));
+    uint64_t end = now_us();
+    judge("access of the second GPU alone is taken away", taken == 0);
     say("cuMemSetAccess to none", (double)(middle - start) / 1e3, "ms");
-    say("cuMemSetAccess for the second GPU again", (double)(now_us() - middle) / 1e3, "ms");
-    say("the second GPU reads after that", is_right(1, &piece, 8), "");
+    say("cuMemSetAccess for the second GPU again", (double)(end - middle) / 1e3, "ms");
+    judge("the second GPU reads after that", is_right(1, &piece, 8));
 }
 
 static void send_handle(int socket, int handle)
@@ -392,7 +412,7 @@ static void import_from(struct piece *piece, int socket, int gpu)
     OK(import_handle(&piece->handle, (void *)(uintptr_t)handle, FILE_DESCRIPTOR));
     OK(map(piece->at, piece->bytes, 0, piece->handle, 0));
     OK(set_access(piece->at, piece->bytes, &access, 1));
-    say("importer: import, map and access", (double)(now_us() - start) / 1e3, "ms");
+    say("import, map and access", (double)(now_us() - start) / 1e3, "ms");
     close(handle);
 }
 
@@ -403,16 +423,16 @@ static int importer(int socket, size_t bytes, int gpu)
     open_gpu(gpu);
     OK(reserve(&piece.at, bytes, 0, 0, 0));
     import_from(&piece, socket, gpu);
-    say("importer: reads", is_right(gpu, &piece, 7), "");
+    judge("reads", is_right(gpu, &piece, 7));
     write_by(gpu, &piece, 8);
     pass(socket);
     /* Waits until the owner has released its memory. */
     wait_for(socket);
-    say("importer: still reads after the owner's release", is_right(gpu, &piece, 8), "");
+    judge("still reads after the owner's release", is_right(gpu, &piece, 8));
     give_up(&piece);
     pass(socket);
     import_from(&piece, socket, gpu);
-    say("importer: reads at the same address", is_right(gpu, &piece, 8), "");
+    judge("reads at the same address", is_right(gpu, &piece, 8));
     write_by(gpu, &piece, 9);
     pass(socket);
     wait_for(socket);
@@ -432,14 +452,14 @@ static void owner(int socket, size_t bytes)
     send_handle(socket, handle);
     close(handle);
     wait_for(socket);
-    say("owner: reads what the importer wrote", is_right(0, &piece, 8), "");
+    judge("reads what the importer wrote", is_right(0, &piece, 8));
     OK(copy_out(host, piece.at, bytes));
     double before = free_mib(0);
     give_up(&piece);
-    say("owner: released while the importer maps it", free_mib(0) - before, "MiB");
+    say("released while the importer maps it", free_mib(0) - before, "MiB");
     pass(socket);
     wait_for(socket);
-    say("owner: released after the importer's release", free_mib(0) - before, "MiB");
+    say("released after the importer's release", free_mib(0) - before, "MiB");
     make(&piece, FILE_DESCRIPTOR, 0);
     OK(copy_in(piece.at, host, bytes, NULL));
     OK(gpus[0].cuda.ctx_sync());
@@ -447,7 +467,7 @@ static void owner(int socket, size_t bytes)
     send_handle(socket, handle);
     close(handle);
     wait_for(socket);
-    say("owner: reads what the importer wrote then", is_right(0, &piece, 9), "");
+    judge("reads what the importer wrote then", is_right(0, &piece, 9));
     pass(socket);
 }
 
@@ -456,17 +476,18 @@ static int imports(size_t bytes, int gpu)
     int pair[2], status;
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0)
         return 6;
-    say("importer on GPU", gpu, "");
     pid_t child = fork();
     if (child == 0) {
         close(pair[0]);
         look_up();
+        snprintf(who, sizeof who, "importer on GPU %d: ", gpu);
         exit(importer(pair[1], bytes, gpu));
     }
     close(pair[1]);
     pid_t parent = fork();
     if (parent == 0) {
         look_up();
+        snprintf(who, sizeof who, "owner, importer on GPU %d: ", gpu);
         owner(pair[0], bytes);
         exit(0);
     }

@@ -133,7 +133,7 @@ fn device_node(index: usize) -> PathBuf {
     format!("/dev/nvidia{index}").into()
 }
 
-/// VRAM in use on all GPUs, in total and by process.
+/// VRAM in use on GPUs, in total and by process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
     /// VRAM in use by all processes and by the driver itself, in bytes.
@@ -143,48 +143,44 @@ pub struct Holders {
 }
 
 impl Gpu {
-    /// VRAM in use on all GPUs. The figures come from the driver, not from the controller:
+    /// VRAM in use on the GPU with this index. The figures come from the driver, not from the controller:
     /// from the simulated driver's daemon, or from `nvidia-smi`.
     ///
     /// # Errors
     /// When the daemon or the tool does not reply, or shows no GPU.
-    pub fn holders(&self, dir: &Path) -> Result<Holders> {
+    pub fn holders(&self, dir: &Path, index: usize) -> Result<Holders> {
         match self {
-            Gpu::Simulated { .. } => simulated_holders(&sim_socket(dir)),
-            Gpu::Real => real_holders(),
+            Gpu::Simulated { .. } => simulated_holders(&sim_socket(dir), index),
+            Gpu::Real => real_holders(index),
         }
     }
 }
 
-fn simulated_holders(socket: &Path) -> Result<Holders> {
+fn simulated_holders(socket: &Path, index: usize) -> Result<Holders> {
     let packet = Packet::connect(socket).context("cannot connect to the simulated driver")?;
     packet.send(&Request::Snapshot, None)?;
     match packet.receive()?.context("the simulated driver did not reply")?.0 {
         Reply::Snapshot(gpus) => {
-            let mut holders = Holders::default();
-            for gpu in &gpus {
-                holders.used_bytes += gpu.used_bytes;
-                for process in &gpu.processes {
-                    let pid =
-                        i32::try_from(process.pid).context("the process id is out of range")?;
-                    *holders.by_pid.entry(pid).or_default() += process.used_bytes;
-                }
-            }
-            Ok(holders)
+            let gpu = gpus.get(index).context("the simulated driver does not show the GPU")?;
+            let by_pid = gpu.processes.iter().map(|process| {
+                let pid = i32::try_from(process.pid).context("the process id is out of range")?;
+                Ok((pid, process.used_bytes))
+            });
+            Ok(Holders { used_bytes: gpu.used_bytes, by_pid: by_pid.collect::<Result<_>>()? })
         }
         other => bail!("unexpected reply of the simulated driver: {other:?}"),
     }
 }
 
-fn real_holders() -> Result<Holders> {
+fn real_holders(index: usize) -> Result<Holders> {
+    let id = format!("--id={index}");
     let query = ["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"];
-    let output = std::process::Command::new(nvidia_smi()?).args(query).output();
+    let output = std::process::Command::new(nvidia_smi()?).args(query).arg(&id).output();
     let text = String::from_utf8(output.context("cannot run nvidia-smi")?.stdout)?;
-    Ok(Holders { used_bytes: used_mib(&[])? << 20, by_pid: listed_holders(&text)? })
+    Ok(Holders { used_bytes: used_mib(&id)? << 20, by_pid: listed_holders(&text)? })
 }
 
-/// Parses lines with a process id and a number of MiB. A process has one line for each GPU that it
-/// uses.
+/// Parses lines with a process id and a number of MiB.
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     let mut by_pid = BTreeMap::new();
     for line in text.lines().filter(|line| !line.trim().is_empty()) {
@@ -195,7 +191,7 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
             .trim()
             .parse()
             .with_context(|| format!("cannot parse a line of nvidia-smi: {line}"))?;
-        *by_pid.entry(pid.trim().parse()?).or_default() += mib << 20;
+        by_pid.insert(pid.trim().parse()?, mib << 20);
     }
     Ok(by_pid)
 }
@@ -299,23 +295,16 @@ fn nvidia_smi() -> Result<PathBuf> {
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.
 pub fn nvidia_smi_used_bytes() -> Result<u64> {
-    Ok(used_mib(&["--id=0"])? << 20)
+    Ok(used_mib("--id=0")? << 20)
 }
 
-/// Sum of the VRAM in use on the GPUs that these options of `nvidia-smi` select, in MiB.
-fn used_mib(options: &[&str]) -> Result<u64> {
+/// VRAM in use on the GPU that this option of `nvidia-smi` selects, in MiB.
+fn used_mib(id: &str) -> Result<u64> {
     let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
-    let output = std::process::Command::new(nvidia_smi()?).args(query).args(options).output();
+    let output = std::process::Command::new(nvidia_smi()?).args(query).arg(id).output();
     let text =
         String::from_utf8_lossy(&output.context("cannot run nvidia-smi")?.stdout).into_owned();
-    let figures = text.split_whitespace().map(str::parse::<u64>);
-    let mib: Vec<u64> = figures
-        .collect::<Result<_, _>>()
-        .with_context(|| format!("cannot parse the output of nvidia-smi: {text}"))?;
-    if mib.is_empty() {
-        bail!("nvidia-smi reports no GPU");
-    }
-    Ok(mib.iter().sum())
+    text.trim().parse().with_context(|| format!("cannot parse the output of nvidia-smi: {text}"))
 }
 
 #[cfg(test)]
@@ -327,8 +316,6 @@ mod tests {
         assert_eq!(listed_holders("\n")?, BTreeMap::new());
         let two = listed_holders("4711, 530\n4712, 24\n")?;
         assert_eq!(two, BTreeMap::from([(4711, 530 << 20), (4712, 24 << 20)]));
-        let on_both = listed_holders("4711, 530\n4711, 24\n")?;
-        assert_eq!(on_both, BTreeMap::from([(4711, 554 << 20)]), "one line for each GPU");
         assert!(listed_holders("4711, [N/A]\n").is_err(), "not known is not nothing");
         Ok(())
     }

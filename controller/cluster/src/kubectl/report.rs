@@ -1,6 +1,7 @@
 //! `kubectl affinode report`: use of the GPUs of all nodes over time.
 
 use std::{
+    collections::{BTreeMap, btree_map::Entry},
     io::Write,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -24,7 +25,8 @@ use super::{
 
 /// Print how the GPUs of all nodes were used: how much VRAM was in use, was held by idle containers,
 /// and was freed by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour,
-/// or half of it for two hours.
+/// or half of it for two hours. A node on which no controller runs is missing from the report, and
+/// standard error names it.
 #[derive(Args, Clone, Debug)]
 pub struct ReportArgs {
     /// Length of the time range, which ends now: for example 90m, 24h or 7d.
@@ -94,6 +96,8 @@ struct ClusterReport {
     price_per_gpu_hour: Option<f64>,
     /// Currency of the price.
     currency: String,
+    /// Start of the history that all nodes have within the range.
+    oldest_unix_ms: Option<i64>,
     rows: Vec<NodeReportRow>,
     /// Outcome of each node.
     nodes: Vec<NodeOutcome>,
@@ -139,6 +143,7 @@ pub async fn run(
         until_unix_ms: until_ms,
         price_per_gpu_hour: price.map(|price| price.per_gpu_hour),
         currency: price.map(|price| price.currency.to_owned()).unwrap_or_default(),
+        oldest_unix_ms: reports.iter().filter_map(|report| report.oldest_unix_ms).max(),
         rows: merge(rows, asked.by),
         nodes,
     };
@@ -185,7 +190,7 @@ fn one_price(reports: &[schema::Report]) -> Option<Price<'_>> {
 
 /// Sums the rows of one group. The groups that freed the most are first.
 fn merge(rows: Vec<NodeReportRow>, by: Grouping) -> Vec<NodeReportRow> {
-    let mut merged: Vec<NodeReportRow> = Vec::new();
+    let mut groups: BTreeMap<[String; 4], NodeReportRow> = BTreeMap::new();
     for mut found in rows {
         let ReportRow { namespace, pod, container, .. } = &mut found.row;
         match by {
@@ -196,15 +201,14 @@ fn merge(rows: Vec<NodeReportRow>, by: Grouping) -> Vec<NodeReportRow> {
             }
             Grouping::Node => [namespace, pod, container].into_iter().for_each(String::clear),
         }
-        let group = |found: &NodeReportRow| {
-            let row = &found.row;
-            [&found.node, &row.namespace, &row.pod, &row.container].map(String::clone)
-        };
-        match merged.iter_mut().find(|known| group(known) == group(&found)) {
-            Some(known) => known.row.add(&found.row),
-            None => merged.push(found),
+        let row = &found.row;
+        let group = [&found.node, &row.namespace, &row.pod, &row.container].map(String::clone);
+        match groups.entry(group) {
+            Entry::Occupied(mut known) => known.get_mut().row.add(&found.row),
+            Entry::Vacant(place) => drop(place.insert(found)),
         }
     }
+    let mut merged: Vec<NodeReportRow> = groups.into_values().collect();
     merged.sort_by(|a, b| b.row.returned_gpu_seconds.total_cmp(&a.row.returned_gpu_seconds));
     merged
 }
@@ -222,10 +226,12 @@ fn cells(found: &NodeReportRow, by: Grouping) -> Vec<String> {
     let row = &found.row;
     let path = [&row.namespace, &row.pod, &row.container];
     let path: Vec<&str> = path.into_iter().map(String::as_str).filter(|p| !p.is_empty()).collect();
-    let name = format::safe(&path.join("/"));
+    let name = match path.is_empty() {
+        true => "(no pod)".to_owned(),
+        false => format::safe(&path.join("/")),
+    };
     match by {
         Grouping::Container | Grouping::Pod => vec![found.node.clone(), name],
-        Grouping::Namespace if name.is_empty() => vec!["(no pod)".to_owned()],
         Grouping::Namespace => vec![name],
         Grouping::Node => vec![found.node.clone()],
     }

@@ -108,6 +108,9 @@ impl Setup {
 /// containers are copied out and keep their contexts (six of 16 MiB, and the copier's context). All
 /// containers at once do not fit.
 const SIMULATED_BYTES: u64 = 288 * MIB;
+/// VRAM of each of two simulated GPUs. On the first, one twin fits beside the copier. On the second,
+/// any container fits while the other is copied out, but not both.
+const SIMULATED_EACH_BYTES: u64 = 208 * MIB;
 /// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is short as well. It
 /// suffices for both twins at the same time (160 MiB each) and the contexts of the other
 /// containers. It does not suffice for all containers (388 MiB, and seven contexts).
@@ -127,7 +130,8 @@ const SOON: Duration = Duration::from_millis(500);
 /// simulated GPU because a real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// VRAM that other programs leave on the first of two real GPUs, which only the twins use. It
-/// suffices for the copier's context and one twin, not for both twins.
+/// suffices for the copier's context and one twin. Both twins fit only if the copier ran already when
+/// the room was measured.
 const REAL_ROOM_FOR_TWINS_BYTES: u64 = 1_536 * MIB;
 /// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
@@ -184,6 +188,9 @@ impl ChaosEnv {
         let gpu = match gpu {
             Gpu::Simulated { .. } if setup == Setup::Squeezed => {
                 Gpu::Simulated { vram_bytes: SQUEEZED_BYTES }
+            }
+            Gpu::Simulated { .. } if gpus == 2 => {
+                Gpu::Simulated { vram_bytes: SIMULATED_EACH_BYTES }
             }
             Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: SIMULATED_BYTES },
             Gpu::Real => Gpu::Real,
@@ -303,10 +310,9 @@ impl ChaosEnv {
     /// Lists processes that use VRAM although they must not. The figures come from the driver. All
     /// containers must be offloaded except those in `resident`.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
-        let gpus = self.gpus as u64;
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
-            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, gpus * DRIVER_BYTES),
+            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, DRIVER_BYTES),
         };
         let mut allowed = Allowed { unnamed_bytes, ..Allowed::default() };
         allowed.ballast = self.ballast.iter().map(|(_, pid)| *pid).collect();
@@ -316,12 +322,22 @@ impl ChaosEnv {
         for process in self.world.processes(fault::COPIER)? {
             allowed.by_pid.insert(process.pid.as_raw(), copier);
         }
-        // The engines `copy` and `auto` may keep a process's context. Processes of other engines
-        // keep no VRAM.
-        for actor in self.cast.iter().filter(|actor| ["copy", "auto"].contains(&actor.way.engine)) {
-            allowed.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
+        let mut found = Vec::new();
+        for index in 0..self.gpus {
+            let mut here = allowed.clone();
+            // The engines `copy` and `auto` may keep a process's context, on the GPU of its
+            // container. Processes of other engines keep no VRAM.
+            let keeps = |actor: &&ChaosContainer| {
+                ["copy", "auto"].contains(&actor.way.engine)
+                    && actor.way.gpu.is_none_or(|gpu| gpu == index)
+            };
+            for actor in self.cast.iter().filter(keeps) {
+                here.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
+            }
+            let holders = self.world.gpu().holders(self.world.dir(), index)?;
+            found.extend(vram::leaks(&holders, &here));
         }
-        Ok(vram::leaks(&self.world.gpu().holders(self.world.dir())?, &allowed))
+        Ok(found)
     }
 
     /// Containers that needed a manual offload since the last call, each with the reason.

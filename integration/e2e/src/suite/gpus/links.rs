@@ -16,10 +16,18 @@ pub const PART: &str = "gpus, links";
 
 /// A line of the program's output.
 #[derive(Deserialize)]
-struct Figure {
-    what: String,
-    value: f64,
-    unit: String,
+#[serde(untagged)]
+enum Line {
+    /// A check of contents.
+    Check {
+        what: String,
+        ok: bool,
+    },
+    Figure {
+        what: String,
+        value: f64,
+        unit: String,
+    },
 }
 
 /// Measures two GPUs without Affinode.
@@ -36,11 +44,16 @@ pub fn without_affinode(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let spec = Spec::gpu(&id, &[&format!("{CLIENTS}/links"), action, mib]);
         let text = spec.runtime(STOCK).run(world)?;
         for line in text.lines() {
-            let figure: Figure = serde_json::from_str(line)
+            let line: Line = serde_json::from_str(line)
                 .with_context(|| format!("cannot parse the output of links: {line}"))?;
-            let what = format!("{action}, {mib} MiB: {}", figure.what);
-            let unit = ["ms", "GB/s", "MiB"].into_iter().find(|unit| *unit == figure.unit);
-            rows.tell(&what, figure.value, unit.unwrap_or_default());
+            let named = |what: &str| format!("{action}, {mib} MiB: {what}");
+            match line {
+                Line::Check { what, ok } => rows.count(&named(&what), usize::from(ok), 1),
+                Line::Figure { what, value, unit } => {
+                    let known = ["ms", "GB/s", "MiB"].into_iter().find(|known| *known == unit);
+                    rows.tell(&named(&what), value, known.context("an unknown unit")?);
+                }
+            }
         }
     }
     Ok(())

@@ -60,6 +60,7 @@ pub fn platform_engineer(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         wait_state(plane, &node.name, |state| state == "served")?;
     }
+    systemd::none_asks(plane)?;
     for line in lines.iter().filter(|line| line.purpose == Purpose::Look) {
         let said = shell.run(line)?;
         output::note(&format!("$ {}", line.text));

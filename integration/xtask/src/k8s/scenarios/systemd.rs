@@ -72,6 +72,9 @@ fn signs(node: &Node<'_>) -> [PathBuf; 2] {
 /// Writes the script in place of `systemctl`. It sends a request and waits for the reply.
 pub fn systemctl(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
+    for left in [&asked, &done].into_iter().filter(|file| file.exists()) {
+        fs::remove_file(left)?;
+    }
     let tools = node.world.dir().join("tools");
     fs::create_dir_all(&tools)?;
     let script = format!(
@@ -108,6 +111,14 @@ fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
         }
         restart(node)?;
         wait_state(plane, &node.name, |state| state == "served")?;
+    }
+    none_asks(plane)
+}
+
+/// Checks that no agent calls `systemctl` once more, although its node is served.
+pub fn none_asks(plane: &Plane<'_>) -> Result<()> {
+    for node in plane.nodes() {
+        ensure!(!signs(node)[0].exists(), "containerd of {} would be restarted again", node.name);
     }
     Ok(())
 }
