@@ -16,6 +16,19 @@ fn registered(controller: &Controller) -> (Client, Connection) {
     (client, controller.welcome())
 }
 
+/// Waits until every thread of the process sleeps in the kernel. A thread that is about to sleep in
+/// the driver still counts as running, so the agent would not know its place before the lock.
+fn wait_until_all_sleep(pid: u32) {
+    let sleeps = |task: std::io::Result<std::fs::DirEntry>| {
+        let text =
+            std::fs::read_to_string(task.unwrap().path().join("syscall")).unwrap_or_default();
+        !text.starts_with("running")
+    };
+    while !std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(sleeps) {
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn hidden_call_while_away_brings_it_home_once() {
     let controller = Controller::new();
@@ -41,6 +54,7 @@ fn drivers_own_thread_is_no_alarm() {
     let (mut client, mut agent) = registered(&controller);
     client.ask("hidden");
     client.ask("inside 1");
+    wait_until_all_sleep(client.pid());
     agent.done(&OFFLOAD);
     // More samples than the agent needs to find a thread that blocks.
     assert!(agent.is_silent_for(std::time::Duration::from_secs(5)));
