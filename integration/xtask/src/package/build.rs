@@ -83,8 +83,10 @@ pub fn release() -> Result<Built> {
     let old = sysroot.as_deref();
     let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
     cargo(GNU, old, &command)?;
-    let shim = ["--release", "-p", "affinode-shim", "--bins"];
-    cargo(GNU, old, &shim)?;
+    for program in ["containerd-shim-affinode-v1", "affinode-runtime"] {
+        // With linker arguments of its own, cargo builds one program at a time.
+        cargo(GNU, old, &["--release", "-p", "affinode-shim", "--bin", program])?;
+    }
     let library = ["--profile", "preload", "-p", "affinode-preload", "--lib"];
     cargo(GNU, old, &[&library[..], &["--crate-type", "cdylib"]].concat())?;
     add_musl()?;
