@@ -5,7 +5,7 @@ use std::{io::Write, path::Path, time::Duration};
 use super::{
     CliError,
     client::ControlClient,
-    report_table::{Price, ReportTable, field},
+    report_table::{CSV_COLUMNS, Price, ReportTable, csv_line},
 };
 use crate::{
     clock,
@@ -164,26 +164,11 @@ fn name(row: &ReportRow) -> String {
 
 fn csv(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(), CliError> {
     if headers {
-        writeln!(
-            out,
-            "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency"
-        )?;
+        writeln!(out, "{CSV_COLUMNS}")?;
     }
+    let price = Price { per_gpu_hour: report.price_per_gpu_hour, currency: &report.currency };
     for row in &report.rows {
-        let price = row.returned_gpu_seconds / 3600.0 * report.price_per_gpu_hour;
-        writeln!(
-            out,
-            "{},{},{},{:.3},{:.3},{:.3},{},{},{price:.4},{}",
-            field(&row.namespace),
-            field(&row.pod),
-            field(&row.container),
-            row.used_gpu_seconds,
-            row.idle_gpu_seconds,
-            row.returned_gpu_seconds,
-            row.offloads,
-            row.calls,
-            field(&report.currency),
-        )?;
+        writeln!(out, "{}", csv_line(row, Some(price)))?;
     }
     Ok(())
 }

@@ -105,6 +105,28 @@ fn hours(seconds: f64) -> String {
     }
 }
 
+/// Names of the fields of [`csv_line`].
+pub const CSV_COLUMNS: &str = "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency";
+
+/// A row as comma-separated values. Without a price, its two fields are empty.
+#[must_use]
+pub fn csv_line(row: &ReportRow, price: Option<Price<'_>>) -> String {
+    let worth = price.map(|price| row.returned_gpu_seconds / 3600.0 * price.per_gpu_hour);
+    format!(
+        "{},{},{},{:.3},{:.3},{:.3},{},{},{},{}",
+        field(&row.namespace),
+        field(&row.pod),
+        field(&row.container),
+        row.used_gpu_seconds,
+        row.idle_gpu_seconds,
+        row.returned_gpu_seconds,
+        row.offloads,
+        row.calls,
+        worth.map(|worth| format!("{worth:.4}")).unwrap_or_default(),
+        field(price.map_or("", |price| price.currency)),
+    )
+}
+
 /// A CSV field that a spreadsheet reads as one text, neither as a formula nor as several fields.
 pub fn field(text: &str) -> String {
     let safe = format::safe(text);

@@ -9,7 +9,7 @@ use std::{
 use affinode_controller::{
     cli::{
         format,
-        report_table::{Price, ReportTable, field},
+        report_table::{CSV_COLUMNS, Price, ReportTable, csv_line, field},
     },
     schema::{self, ReportRow},
 };
@@ -149,7 +149,7 @@ pub async fn run(
     };
     match asked.output {
         ReportFormat::Json => output::json(out, &report)?,
-        ReportFormat::Csv => csv(out, &report, !asked.no_headers)?,
+        ReportFormat::Csv => csv(out, &report, price, !asked.no_headers)?,
         ReportFormat::Table | ReportFormat::Wide => {
             let table = ReportTable {
                 names: names(asked.by),
@@ -237,32 +237,17 @@ fn cells(found: &NodeReportRow, by: Grouping) -> Vec<String> {
     }
 }
 
-fn csv(out: &mut dyn Write, report: &ClusterReport, headers: bool) -> Result<(), PluginError> {
+fn csv(
+    out: &mut dyn Write,
+    report: &ClusterReport,
+    price: Option<Price<'_>>,
+    headers: bool,
+) -> Result<(), PluginError> {
     if headers {
-        writeln!(
-            out,
-            "node,namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency"
-        )?;
+        writeln!(out, "node,{CSV_COLUMNS}")?;
     }
     for NodeReportRow { node, row } in &report.rows {
-        let price = report
-            .price_per_gpu_hour
-            .map(|price| format!("{:.4}", row.returned_gpu_seconds / 3600.0 * price));
-        writeln!(
-            out,
-            "{},{},{},{},{:.3},{:.3},{:.3},{},{},{},{}",
-            field(node),
-            field(&row.namespace),
-            field(&row.pod),
-            field(&row.container),
-            row.used_gpu_seconds,
-            row.idle_gpu_seconds,
-            row.returned_gpu_seconds,
-            row.offloads,
-            row.calls,
-            price.unwrap_or_default(),
-            field(&report.currency),
-        )?;
+        writeln!(out, "{},{}", field(node), csv_line(row, price))?;
     }
     Ok(())
 }

@@ -68,6 +68,8 @@ async fn different_prices_are_not_summed() {
     let json = stage.run("report -o json").await.json();
     assert!(json["price_per_gpu_hour"].is_null(), "{json}");
     assert_eq!(json["rows"][0]["node"], "two", "{json}");
+    let csv = stage.run("report -o csv --no-headers").await;
+    assert!(csv.out.lines().all(|line| line.ends_with(",,")), "{csv}");
 }
 
 /// A report that lacks a node shows too few GPU hours, so the command names that node.
@@ -80,6 +82,31 @@ async fn a_node_without_a_controller_is_named() {
     assert!(printed.err.contains("node empty: no controller runs"), "{printed}");
     let one = stage.run("report --node one -o json").await;
     assert_eq!((one.status, one.json()["nodes"].as_array().unwrap().len()), (0, 1), "{one}");
+}
+
+#[tokio::test]
+async fn container_without_a_pod_has_a_name() {
+    let stage = Stage::new().await;
+    let agent = stage.node("one", Some(node(Vec::new()))).await;
+    *agent.report.lock().unwrap() =
+        report(0.0, vec![ReportRow { container: String::new(), ..row("", "", 0.0, 0.0) }]);
+    for by in ["container", "pod", "namespace"] {
+        let printed = stage.run(&format!("report -A --no-headers --by {by}")).await;
+        assert!(printed.out.lines().next().unwrap().contains("(no pod)"), "{by}: {printed}");
+    }
+}
+
+/// The history of all nodes begins with that of the newest node.
+#[tokio::test]
+async fn start_of_the_common_history_is_shown() {
+    let stage = Stage::new().await;
+    for (name, oldest_unix_ms) in [("one", 5_000), ("two", 7_000)] {
+        let agent = stage.node(name, Some(node(Vec::new()))).await;
+        *agent.report.lock().unwrap() =
+            Report { oldest_unix_ms: Some(oldest_unix_ms), ..report(0.0, Vec::new()) };
+    }
+    let json = stage.run("report -A -o json").await.json();
+    assert_eq!(json["oldest_unix_ms"], 7_000, "{json}");
 }
 
 #[tokio::test]
