@@ -76,23 +76,28 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
     })
 }
 
+/// The programs of the packages: target, crate and program. They are built one at a time, because
+/// cargo refuses linker arguments for several.
+const PROGRAMS: [(&str, &str, &str); 5] = [
+    (GNU, "affinode-controller", "affinode"),
+    (GNU, "affinode-shim", "containerd-shim-affinode-v1"),
+    (GNU, "affinode-shim", "affinode-runtime"),
+    (MUSL, "affinode-cluster", "affinode-cluster"),
+    (MUSL, "affinode-cluster", "kubectl-affinode"),
+];
+
 pub fn release() -> Result<Built> {
     deps::own()?;
     let sysroot = sysroot()?;
     output::step("Building the programs of the release");
     let old = sysroot.as_deref();
-    let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
-    cargo(GNU, old, &command)?;
-    for program in ["containerd-shim-affinode-v1", "affinode-runtime"] {
-        // With linker arguments of its own, cargo builds one program at a time.
-        cargo(GNU, old, &["--release", "-p", "affinode-shim", "--bin", program])?;
+    add_musl()?;
+    for (target, package, program) in PROGRAMS {
+        let sysroot = old.filter(|_| target == GNU);
+        cargo(target, sysroot, &["--release", "-p", package, "--bin", program])?;
     }
     let library = ["--profile", "preload", "-p", "affinode-preload", "--lib"];
     cargo(GNU, old, &[&library[..], &["--crate-type", "cdylib"]].concat())?;
-    add_musl()?;
-    for program in ["affinode-cluster", "kubectl-affinode"] {
-        cargo(MUSL, None, &["--release", "-p", "affinode-cluster", "--bin", program])?;
-    }
     let built = |target: &str, file: &str| folder().join(target).join(file);
     let built = Built {
         command: built(GNU, "release/affinode"),
@@ -208,4 +213,36 @@ fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    /// Fails if one of these crates gets a program that the packages do not build.
+    #[test]
+    fn every_program_of_the_crates_is_built() -> Result<()> {
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.current_dir(workspace_dir());
+        cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
+        let metadata: Value = serde_json::from_str(&sh::read(&mut cargo)?)?;
+        let built: BTreeSet<(&str, &str)> =
+            PROGRAMS.iter().map(|(_, package, program)| (*package, *program)).collect();
+        let crates: BTreeSet<&str> = built.iter().map(|(package, _)| *package).collect();
+        let mut known = BTreeSet::new();
+        for package in metadata["packages"].as_array().context("cargo lists no packages")? {
+            let name = package["name"].as_str().unwrap_or_default();
+            let targets = package["targets"].as_array().into_iter().flatten();
+            let programs = targets.filter(|target| target["kind"][0] == "bin");
+            if crates.contains(name) {
+                known.extend(programs.filter_map(|p| Some((name, p["name"].as_str()?))));
+            }
+        }
+        assert_eq!(built, known);
+        Ok(())
+    }
 }
