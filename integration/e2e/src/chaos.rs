@@ -17,6 +17,7 @@
 //! | [`watch`] | the events by which steps are observed |
 //! | [`leak_check`] | finds processes, files and mounts that a round has left behind |
 //! | [`report`] | the findings |
+//! | [`setup`] | the conditions of an environment |
 //!
 //! One environment serves a block of rounds. Each round begins with all containers offloaded. After
 //! a finding, the next round gets a new environment. Several environments run the blocks of a
@@ -30,6 +31,7 @@ pub mod fault;
 pub mod leak_check;
 pub mod plan;
 pub mod report;
+pub mod setup;
 pub mod vram;
 pub mod watch;
 
@@ -48,8 +50,9 @@ pub use report::{Finding, Report};
 
 use self::report::NO_COPIER;
 use crate::{gpu::Gpu, testbed::TestbedConfig, wait::until};
-use env::{ChaosEnv, Setup};
+use env::ChaosEnv;
 use plan::{Fault, Plan, Scene, Stimulus};
+use setup::Setup;
 
 /// Number of rounds in a block. The rounds of a block use the same environment.
 const BLOCK: u64 = 10;

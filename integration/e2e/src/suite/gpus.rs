@@ -262,7 +262,6 @@ impl Sharing {
 
     /// Reports how much VRAM an offload has given back.
     fn given_back(
-        &self,
         world: &Testbed,
         rows: &mut Rows,
         engine: &str,
@@ -312,14 +311,14 @@ impl Sharing {
                     ensure!(known || in_part, "expected a refusal for {reasons:?}, got {said:?}");
                     let how = if in_part { "shared memory stays" } else { "stays, and says why" };
                     rows.count(&format!("{engine}: {how}"), 1, 1);
-                    self.given_back(world, rows, engine, &id, before)?;
+                    Sharing::given_back(world, rows, engine, &id, before)?;
                 }
                 None => {
                     for turn in 0..2 {
                         let before = Sharing::in_use(world, &id)?;
                         world.cli().move_out(&id)?;
                         if turn == 0 {
-                            self.given_back(world, rows, engine, &id, before)?;
+                            Sharing::given_back(world, rows, engine, &id, before)?;
                         }
                         step(&mut worker, 1)?;
                         world.cli().wait_resident(&id)?;

@@ -1,22 +1,28 @@
 //! A short crash campaign. `cargo xtask chaos` runs long campaigns.
 
 use affinode_e2e::{
-    chaos::{self, Options},
+    chaos::{self, Options, Report},
     gpu::Gpu,
     testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::Result;
 
-#[test]
-fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
-    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1, gpus: 1 };
+/// Plays the rounds, and requires that they have no finding.
+fn without_findings(options: &Options) -> Result<Report> {
     let mut said = String::new();
-    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
+    let report = chaos::run(&TestbedConfig::default, options, &mut |text| {
         said.push_str(text);
         said.push('\n');
     })?;
     assert!(!report.failed(), "{said}{}", report.table());
+    Ok(report)
+}
+
+#[test]
+fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1, gpus: 1 };
+    let report = without_findings(&options)?;
     let seen = [report.verified, report.wakes, report.together];
     assert!(!seen.contains(&0), "{}", report.table());
     Ok(())
@@ -29,12 +35,7 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     // Host memory is short in block number 7 of ten (rounds 70 to 79).
     let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1, gpus: 1 };
-    let mut said = String::new();
-    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
-        said.push_str(text);
-        said.push('\n');
-    })?;
-    assert!(!report.failed(), "{said}{}", report.table());
+    let report = without_findings(&options)?;
     assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
     Ok(())
 }
@@ -46,12 +47,7 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     // Moves are slow in block number 4 of ten (rounds 40 to 49).
     let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1, gpus: 1 };
-    let mut said = String::new();
-    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
-        said.push_str(text);
-        said.push('\n');
-    })?;
-    assert!(!report.failed(), "{said}{}", report.table());
+    let report = without_findings(&options)?;
     assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
     Ok(())
 }
@@ -62,12 +58,7 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
 fn rounds_on_two_gpus_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     let options = Options { seed: 2, first: 0, rounds: 5, gpu, worlds: 1, gpus: 2 };
-    let mut said = String::new();
-    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
-        said.push_str(text);
-        said.push('\n');
-    })?;
-    assert!(!report.failed(), "{said}{}", report.table());
+    let report = without_findings(&options)?;
     assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
     Ok(())
 }
