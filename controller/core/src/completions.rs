@@ -13,7 +13,7 @@ use affinode_proto::{
 
 use super::{
     JournalStep, Key, Millis, Node, ProcessId,
-    container::{Container, Goal, IncompleteRestore},
+    container::{Container, IncompleteRestore},
     event::NodeEvent,
     order_report::{OrderReport, ReportRecord, ReportVerdict},
     process::subtract_vram,
@@ -130,11 +130,11 @@ impl Node {
             (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
         });
         let Some((pid, gives_up)) = late else { return };
-        let out = self.containers.get(key).is_some_and(|c: &Container| c.goal == Goal::Offloaded);
+        let out = self.containers.get(key).is_some_and(|c: &Container| c.goal.is_offloaded());
         if gives_up && out {
             self.fail_offload(key, Reason::AgentSilent, &format!("process {pid}"));
         } else if let Some(container) = self.containers.get_mut(key) {
-            container.reason = (Reason::AgentSilent, format!("process {pid}"));
+            container.shown.reason = (Reason::AgentSilent, format!("process {pid}"));
         }
     }
 }

@@ -11,11 +11,11 @@
 //! prewakes after a few misses. Connections without a prewake are counted too, so prewakes resume
 //! when calls follow again.
 
-use affinode_proto::{event::EventKind, reason::Reason, state::State};
+use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{
     Key, Millis, Node,
-    container::{Container, Goal},
+    container::Container,
     event::NodeEvent,
     policy::{Mode, WakeOn},
 };
@@ -29,15 +29,35 @@ const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
 /// halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
-/// Number of counted connections, and number of those connections that were followed by a call.
+/// Connections that arrived while a container was offloaded.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct ConnectionOutcomes {
+pub struct Connections {
+    /// Number of connections accepted on the container's network, at the last reading while the
+    /// container was offloaded. `None`: not read since the offload.
+    pub(super) accepted: Option<u64>,
+    /// When the last counted connection arrived. `None`: a call has followed it.
     last: Option<Millis>,
+    /// Number of counted connections.
     seen: u32,
+    /// Number of counted connections that were followed by a call.
     followed: u32,
 }
 
-impl ConnectionOutcomes {
+impl Connections {
+    /// Starts new readings after an offload. The outcomes of earlier connections are kept.
+    pub fn restart(&mut self) {
+        self.accepted = None;
+    }
+
+    /// Takes a reading of the number of accepted connections. Returns whether new connections have
+    /// arrived and may cause a prewake. After the first reading there are none, because later
+    /// readings are compared with it.
+    fn arrived(&mut self, now: Millis, accepted: u64) -> bool {
+        let came = self.accepted.replace(accepted).is_some_and(|before| accepted > before);
+        let worth_it = self.are_worth_it();
+        came && self.knock(now) && worth_it
+    }
+
     /// Counts a connection. Returns false, and does not count it, if the last counted connection
     /// arrived less than 30 s ago.
     fn knock(&mut self, now: Millis) -> bool {
@@ -81,10 +101,7 @@ impl Node {
             return;
         };
         let Some(count) = count else { return self.has_no_network(key) };
-        // The first reading causes no prewake: later readings are compared with it.
-        let came = container.connections.replace(count).is_some_and(|before| count > before);
-        let worth_it = container.connection_outcomes.are_worth_it();
-        if !came || !container.connection_outcomes.knock(now) || !worth_it {
+        if !container.connections.arrived(now, count) {
             return;
         }
         let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
@@ -119,8 +136,7 @@ impl Node {
 /// not counted, because only a call or a request restores such a container.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
-        && c.state == State::Offloaded
-        && c.goal == Goal::Offloaded
+        && c.rests_offloaded()
         && c.cause != Reason::Requested
         && c.policy.mode != Mode::Off
 }

@@ -129,18 +129,18 @@ impl OffloadFacts<'_> {
         if let Some(bytes) = idle.waiting_alloc_bytes {
             return Err((Reason::AllocationWaits, super::oom_wait::size(bytes)));
         }
-        if c.busy_until().is_some_and(|until| self.now < until) {
+        if c.usage.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
         // While the container makes calls, "recent calls" is the better reason to show than work on
         // the GPU.
-        let quiet_ms = self.now.saturating_sub(c.last_called);
+        let quiet_ms = self.now.saturating_sub(c.usage.last_called);
         if let Some((pid, percent)) = idle.working
             && quiet_ms >= QUIET_MS.min(c.idle_after_ms())
         {
             return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
         }
-        if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
+        if self.now.saturating_sub(c.usage.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
         }
         Ok(())
@@ -155,15 +155,15 @@ impl OffloadFacts<'_> {
         if self.nothing_to_copy {
             return refuse(Reason::NothingToCopy);
         }
-        if c.prewake_hold_until.is_some_and(|until| self.now < until) {
-            return refuse(c.prewake_reason);
+        if let Some(prewake) = c.prewake.filter(|prewake| self.now < prewake.until) {
+            return refuse(prewake.why);
         }
-        let resident_ms = c.restored_at.map(|at| self.now.saturating_sub(at));
+        let resident_ms = c.figures.restored_at.map(|at| self.now.saturating_sub(at));
         if resident_ms.is_some_and(|ms| ms < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);
         }
-        if self.now < c.offload_not_before {
-            return Err(c.reason.clone());
+        if self.now < c.offload_failures.not_before {
+            return Err(c.shown.reason.clone());
         }
         match c.policy.mode {
             Mode::Manual => refuse(Reason::ModeManual),

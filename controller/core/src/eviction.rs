@@ -17,7 +17,7 @@ use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
 use super::{
     DeviceBytes, Key, Millis, Node,
-    container::{Container, Goal},
+    container::{Container, Goal, Offload, Prewake},
     ledger::margin_bytes,
     merge_needs,
     plan::OffloadMethod,
@@ -44,10 +44,14 @@ impl Node {
     pub(super) fn evict_for(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
-        if container.eviction_searched_at.is_some_and(|t| now.saturating_sub(t) < SEEK_MS) {
+        if container
+            .restore_failures
+            .eviction_searched_at
+            .is_some_and(|t| now.saturating_sub(t) < SEEK_MS)
+        {
             return;
         }
-        container.eviction_searched_at = Some(now);
+        container.restore_failures.eviction_searched_at = Some(now);
         let missing = self.missing_vram(key, needs, margin);
         let Some(asker) = self.containers.get(key) else { return };
         if missing.iter().all(|need| need.bytes == 0) {
@@ -73,27 +77,22 @@ impl Node {
         if chosen.is_empty() && (partly || self.is_urgent(key)) {
             let helpful = choose(true, true);
             if !self.terminate_for_vram(key, &missing, &helpful) && partly {
-                helpful.iter().for_each(|victim| self.evict(victim, true));
+                helpful.iter().for_each(|victim| self.evict(victim, Offload::deep(self.now)));
             }
         }
-        chosen.iter().for_each(|victim| self.evict(victim, deep));
+        let offload = if deep { Offload::deep(self.now) } else { Offload::begins(self.now) };
+        chosen.iter().for_each(|victim| self.evict(victim, offload));
     }
 
-    /// Evicts a container. `deep`: also checkpoints the CUDA context that a copy out leaves on the
-    /// GPU.
-    pub(super) fn evict(&mut self, victim: &Key, deep: bool) {
-        let deeper = self.may_evict_context(victim);
-        if let Some(container) = self.containers.get_mut(victim) {
-            container.evict_context = deep || deeper;
+    /// Evicts a container for a waiter.
+    pub(super) fn evict(&mut self, victim: &Key, mut offload: Offload) {
+        if self.may_evict_context(victim) {
+            // The container is copied out already. The same offload continues and checkpoints its
+            // context. It was counted and timed when the copy out ended.
+            offload.began = None;
+            offload.evict_context = true;
         }
-        self.begin_offload(victim, Reason::Pressure);
-        let Some(container) = self.containers.get_mut(victim) else { return };
-        if deeper {
-            // The same offload continues: the container is copied out already, and now its context
-            // is checkpointed. The offload was counted and timed when the copy out ended.
-            container.offload_began = None;
-            self.queue.leave(victim);
-        }
+        self.begin_offload(victim, Reason::Pressure, offload);
     }
 
     fn missing_vram(
@@ -105,11 +104,7 @@ impl Node {
         let leaving: Vec<Vec<DeviceBytes>> = self
             .containers
             .iter()
-            .filter(|(_, c)| match c.goal {
-                Goal::Resident => false,
-                Goal::OffloadRequested => true,
-                Goal::Offloaded => c.state != State::Offloaded,
-            })
+            .filter(|(_, c)| !c.goal.is_resident() && !c.rests_offloaded())
             .map(|(key, _)| self.vram_freed_by(key, false))
             .collect();
         let missing = |need: &DeviceBytes| {
@@ -151,15 +146,15 @@ impl Node {
     /// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
     fn may_evict_context(&self, key: &Key) -> bool {
         let waits = |c: &Container| match c.goal {
-            Goal::Offloaded => c.state == State::Offloaded,
-            Goal::Resident => c.state == State::Queued && !self.grants.contains_key(key),
-            Goal::OffloadRequested => false,
+            Goal::Offloaded(_) => c.shown.state == State::Offloaded,
+            Goal::Resident(_) => c.shown.state == State::Queued && !self.grants.contains_key(key),
+            Goal::OffloadRequested(_) => false,
         };
         let copied_out = |c: &Container| {
             waits(c)
                 && c.policy.mode != Mode::Off
                 && self.has_second_level(key)
-                && self.now >= c.offload_not_before
+                && self.now >= c.offload_failures.not_before
                 && self
                     .processes
                     .of(key)
@@ -175,15 +170,17 @@ impl Node {
     pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
         let free = |c: &Container| {
             let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
-            let idle = || self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms());
-            c.goal == Goal::Resident
-                && matches!(c.state, State::Active | State::Idle)
+            let idle =
+                || self.now.saturating_sub(c.usage.last_use) >= FREE_MS.min(c.idle_after_ms());
+            c.goal.is_resident()
+                && matches!(c.shown.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
                 && (idle() && self.working(key).is_none() || waits())
-                && c.restored_at
+                && c.figures
+                    .restored_at
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
-                && self.now >= c.offload_not_before
-                && c.busy_until().is_none_or(|until| self.now >= until)
+                && self.now >= c.offload_failures.not_before
+                && c.usage.busy_until().is_none_or(|until| self.now >= until)
                 && !self.is_too_small(key)
                 && self.permitted(key, false).is_ok()
                 && self.check_offload(key, true).is_ok()
@@ -194,7 +191,7 @@ impl Node {
     fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
         let asker_priority = self.containers.get(asker).map_or(0, |c| c.policy.priority);
         // An offloaded container is not in use, so its own priority does not protect its context.
-        let priority_of = |c: &Container| match c.state {
+        let priority_of = |c: &Container| match c.shown.state {
             State::Offloaded => c.policy.priority.min(asker_priority),
             _ => c.policy.priority,
         };
@@ -203,13 +200,13 @@ impl Node {
             .filter(|(key, _)| *key != asker)
             .filter(|(key, _)| self.may_be_evicted(key) || self.may_evict_context(key))
             .map(|(key, c)| {
-                let idle_ms = self.now.saturating_sub(c.last_use);
-                let return_ms = match c.next_use {
+                let idle_ms = self.now.saturating_sub(c.usage.last_use);
+                let return_ms = match c.usage.next_use {
                     Some(at) => at.saturating_sub(self.now),
                     // The container waits for VRAM, so its next use begins as soon as it is
                     // restored.
                     None if self.alloc_wait_of(key).is_some() => 0,
-                    None => c.history.expected_return_ms(idle_ms, &self.pauses),
+                    None => c.usage.history.expected_return_ms(idle_ms, &self.pauses),
                 };
                 let holds = self.vram_freed_by(key, deep);
                 Candidate {
@@ -232,7 +229,7 @@ impl Node {
             return;
         }
         if let Some(container) = self.containers.get_mut(key) {
-            container.history.prewoken();
+            container.usage.history.prewoken();
         }
         self.prewake(key, Reason::Expected, until);
     }
@@ -247,9 +244,9 @@ impl Node {
     /// comes.
     pub(super) fn prewake(&mut self, key: &Key, why: Reason, until: Millis) {
         let Some(container) = self.containers.get_mut(key) else { return };
-        container.goal = Goal::Resident;
-        (container.cause, container.prewake_reason) = (why, why);
-        container.prewake_hold_until = Some(until);
+        container.goal.become_resident();
+        container.cause = why;
+        container.prewake = Some(Prewake { until, why });
         self.prewakes += 1;
     }
 
@@ -257,20 +254,20 @@ impl Node {
     #[must_use]
     pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;
-        let out = c.state == State::Offloaded && c.goal == Goal::Offloaded && c.policy.prewake;
+        let out = c.rests_offloaded() && c.policy.prewake;
         let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
         let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
-        let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
+        let (begin, _) = c.usage.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
         // A missed prewake shows that the history does not predict the present use, so the
         // container stays offloaded until it is called.
-        let worth = !c.prewake_missed && self.now < self.prewake_until(key);
-        worth.then(|| c.last_use.saturating_add(begin))
+        let worth = !c.usage.prewake_missed && self.now < self.prewake_until(key);
+        worth.then(|| c.usage.last_use.saturating_add(begin))
     }
 
     fn prewake_until(&self, key: &Key) -> Millis {
         self.containers
             .get(key)
-            .and_then(|c| Some(c.last_use + c.history.prewake(LEAD_MS)?.1))
+            .and_then(|c| Some(c.usage.last_use + c.usage.history.prewake(LEAD_MS)?.1))
             .unwrap_or(0)
     }
 
@@ -279,18 +276,19 @@ impl Node {
     #[must_use]
     pub fn due_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;
-        match c.state {
-            State::Active | State::Idle if c.goal == Goal::Resident => {
+        match c.shown.state {
+            State::Active | State::Idle if c.goal.is_resident() => {
                 if !self.leaves_when_idle(key) {
                     return None;
                 }
-                let rested = c.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
-                let expected = c.prewake_hold_until.or(c.busy_until()).unwrap_or(0);
+                let rested = c.figures.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
+                let expected =
+                    c.prewake.map(|prewake| prewake.until).or(c.usage.busy_until()).unwrap_or(0);
                 Some(
-                    (c.last_use + c.idle_after_ms())
+                    (c.usage.last_use + c.idle_after_ms())
                         .max(rested)
                         .max(expected)
-                        .max(c.offload_not_before),
+                        .max(c.offload_failures.not_before),
                 )
             }
             State::Offloaded => self.prewake_at(key),

@@ -13,7 +13,6 @@ use affinode_proto::{
 
 use super::{
     DeviceBytes, Key, Millis, Node, ProcessId,
-    container::Goal,
     grant::{Grant, Stage},
     input::GpuSample,
     ledger::margin_bytes,
@@ -68,7 +67,7 @@ impl Node {
                 break;
             }
             // This waiter was evicted for an earlier waiter in this loop, so it no longer waits.
-            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
+            if self.containers.get(&key).is_some_and(|c| !c.goal.is_resident()) {
                 self.queue.leave(&key);
             } else if !self.grants.contains_key(&key) {
                 self.serve_waiter(key, &mut claims);
@@ -157,10 +156,10 @@ impl Node {
     }
 
     fn show_waiting(&mut self, key: &Key, known: bool) {
-        let waits = |c: &&mut super::container::Container| c.state == State::Queued;
+        let waits = |c: &&mut super::container::Container| c.shown.state == State::Queued;
         if let Some(container) = self.containers.get_mut(key).filter(waits) {
             let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
-            container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
+            container.shown.reason = (reason, self.gpu_error.clone().unwrap_or_default());
         }
     }
 
@@ -369,7 +368,7 @@ impl Node {
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
         if grant.is_granted() && !resident {
-            container.has_wasted_a_turn(self.now);
+            container.restore_failures.has_wasted_a_turn(self.now);
         }
     }
 

@@ -10,13 +10,7 @@
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
-use super::{Key, Millis, Node, container::Container, event::NodeEvent};
-
-/// Time after which a busy hint expires if it is not repeated.
-const BUSY_MS: Millis = 3_600_000;
-/// Time after an idle hint during which use does not end the hint, because the counters may show
-/// calls that were made before the hint.
-const SETTLE_MS: Millis = 1_000;
+use super::{Key, Node, event::NodeEvent};
 
 /// The content of a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,41 +43,15 @@ impl Hint {
     }
 }
 
-impl Container {
-    /// Whether an idle hint is in effect, which means that the container has not been used since
-    /// the hint.
-    #[must_use]
-    pub fn hinted_idle(&self) -> bool {
-        matches!(self.hint, Some((Hint::Idle, _)))
-    }
-
-    /// Time at which a busy hint expires. `None`: there is no busy hint.
-    #[must_use]
-    pub fn busy_until(&self) -> Option<Millis> {
-        match self.hint {
-            Some((Hint::Busy, said)) => Some(said + BUSY_MS),
-            _ => None,
-        }
-    }
-
-    /// Ends an idle hint after the container was used.
-    pub(super) fn used(&mut self, now: Millis) {
-        let settled = |said: Millis| now.saturating_sub(said) > SETTLE_MS;
-        if matches!(self.hint, Some((Hint::Idle, said)) if settled(said)) {
-            self.hint = None;
-        }
-    }
-}
-
 impl Node {
     /// Handles a hint. `who` names the source of the hint in the event. A repeated hint publishes
     /// no event.
     pub(super) fn hinted(&mut self, key: &Key, hint: Hint, who: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
-        let before = container.hint.replace((hint, now));
+        let before = container.usage.hint.replace((hint, now));
         if hint == Hint::Busy {
-            container.last_use = now;
+            container.usage.last_use = now;
         }
         if before.is_none_or(|(before, _)| before != hint) {
             let reason = match hint {

@@ -78,6 +78,38 @@ impl HoldRecord {
     }
 }
 
+/// Periods in which the reports of all processes of a container are awaited only briefly, because
+/// some of them ignored orders to pause allocations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShortHolds {
+    /// End of the last period.
+    until: Millis,
+    /// Number of periods so far. Each period is longer than the period before.
+    periods: u32,
+    /// The orders that the container's processes refused since the last period began.
+    record: HoldRecord,
+}
+
+impl ShortHolds {
+    /// Records that a process of the container did not hold. A new period begins unless one is in
+    /// progress.
+    fn refuse(&mut self, now: Millis) {
+        const FIRST_MS: Millis = 60_000;
+        if now >= self.until {
+            self.record = HoldRecord::default();
+            self.until = now + (FIRST_MS << self.periods.min(6));
+            self.periods = self.periods.saturating_add(1);
+        }
+        self.record.refuse(now);
+    }
+
+    /// Time limit for a report of any process of the container, in milliseconds. `None`: no period
+    /// is in progress.
+    fn patience_ms(self, now: Millis) -> Option<Millis> {
+        if now < self.until { self.record.patience_ms() } else { None }
+    }
+}
+
 impl Node {
     /// Orders a process to pause its allocations for a grant. If the process cannot allocate now,
     /// the controller does not wait for its report. The process receives the order before its gate
@@ -237,8 +269,7 @@ impl Node {
     fn patience_ms(&self, id: ProcessId) -> Millis {
         let Some(process) = self.processes.get(&id) else { return 0 };
         let container = self.containers.get(&process.key);
-        let of_container = container.filter(|c| self.now < c.short_hold_until);
-        let of_container = of_container.and_then(|c| c.hold_record.patience_ms());
+        let of_container = container.and_then(|c| c.short_holds.patience_ms(self.now));
         let briefly = of_container.into_iter().chain(process.hold_record.patience_ms()).min();
         briefly.unwrap_or_else(|| self.full_patience_ms())
     }
@@ -248,17 +279,11 @@ impl Node {
     /// the other processes of its container: otherwise a container could delay others with a new
     /// process each time.
     fn shorten_hold_timeout(&mut self, id: ProcessId) {
-        const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
         process.hold_record.refuse(self.now);
-        let Some(container) = self.containers.get_mut(&process.key) else { return };
-        if self.now >= container.short_hold_until {
-            container.hold_record = HoldRecord::default();
-            container.short_hold_until =
-                self.now + (FIRST_MS << container.ignored_hold_periods.min(6));
-            container.ignored_hold_periods = container.ignored_hold_periods.saturating_add(1);
+        if let Some(container) = self.containers.get_mut(&process.key) {
+            container.short_holds.refuse(self.now);
         }
-        container.hold_record.refuse(self.now);
     }
 
     /// Records a completed hold of a process. At least one earlier refusal stays recorded.

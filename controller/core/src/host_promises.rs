@@ -7,7 +7,6 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
     Key, Millis, Node,
-    container::Goal,
     host_memory::{MemoryPool, MemoryShortage},
     node::JournalClaim,
 };
@@ -82,7 +81,7 @@ impl Node {
     /// offloads, and that has not changed any process yet. For an offload with locked processes,
     /// the memory is read again when the next step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
-        if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
+        if self.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
             self.survey(key);
         }
     }
@@ -136,7 +135,7 @@ impl Node {
         let leaves = self
             .containers
             .get(key)
-            .is_some_and(|c| c.goal != Goal::Resident && c.state != State::Offloaded);
+            .is_some_and(|c| !c.goal.is_resident() && c.shown.state != State::Offloaded);
         leaves
             || self.processes.of(key).any(|(_, process)| {
                 let moves =

@@ -54,7 +54,7 @@ impl Node {
             if let Some(DeviceWork { at, .. }) = process.working
                 && let Some(container) = self.containers.get_mut(&process.key)
             {
-                container.last_use = container.last_use.max(at);
+                container.usage.last_use = container.usage.last_use.max(at);
             }
         }
     }

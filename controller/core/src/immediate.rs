@@ -22,7 +22,7 @@ use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
-    container::{Container, Goal},
+    container::{Container, Offload},
     eligibility::is_unsafe,
     event::NodeEvent,
     plan::OrderDeadlines,
@@ -118,9 +118,8 @@ impl Node {
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {
-            self.evict(victim, true);
-            let Some(container) = self.containers.get_mut(victim) else { continue };
-            container.forced = moved.contains(victim);
+            let forced = moved.contains(victim);
+            self.evict(victim, Offload { forced, ..Offload::deep(self.now) });
         }
         ended.into_iter().for_each(|id| self.end(id, key));
         true
@@ -131,14 +130,15 @@ impl Node {
         let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
         let concerned = move |(key, c): &(&'a Key, &Container)| {
             *key != asker
-                && c.goal == Goal::Resident
-                && matches!(c.state, State::Active | State::Idle)
+                && c.goal.is_resident()
+                && matches!(c.shown.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
                 && c.policy.priority <= priority
                 && self.permitted(key, false).is_ok()
                 && !self.grants.contains_key(key)
                 && !self.is_too_small(key)
-                && c.restored_at
+                && c.figures
+                    .restored_at
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
         };
         self.containers.iter().filter(concerned).map(|(key, _)| key)
@@ -149,8 +149,9 @@ impl Node {
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
-        let blind =
-            |c: &Container| c.cause == Reason::VramUnknown && self.now < c.offload_not_before;
+        let blind = |c: &Container| {
+            c.cause == Reason::VramUnknown && self.now < c.offload_failures.not_before
+        };
         movable
             && !self.failed_forced_offload(key, since)
             && !self.containers.get(key).is_some_and(blind)
@@ -168,7 +169,7 @@ impl Node {
     /// Deadlines of a container's offload: for its calls in progress and its running kernels.
     pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
         let usual = self.settings.deadlines;
-        match self.containers.get(key).is_some_and(|c| c.forced) {
+        match self.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
             true => OrderDeadlines {
                 close_ms: usual.close_ms.max(FORCED.close_ms),
                 lock_ms: usual.lock_ms.max(FORCED.lock_ms),
@@ -180,7 +181,7 @@ impl Node {
     fn failed_forced_offload(&self, key: &Key, since: Millis) -> bool {
         self.containers
             .get(key)
-            .is_some_and(|c| c.forced_offload_failed_at.is_some_and(|at| at >= since))
+            .is_some_and(|c| c.offload_failures.immovable_at.is_some_and(|at| at >= since))
     }
 
     fn came(&self, key: &Key) -> Option<Came> {
@@ -216,7 +217,7 @@ impl Node {
             let Some(ending) = &mut process.termination else { continue };
             // The waiter for which the process is to be ended may have been served, and all other
             // waiters may have a lower priority than the process.
-            let stays = |c: &Container| c.goal == Goal::Resident && Some(c.policy.priority) <= most;
+            let stays = |c: &Container| c.goal.is_resident() && Some(c.policy.priority) <= most;
             let in_the_way = self.containers.get(&process.key).is_some_and(stays);
             if !in_the_way || process.phase.is_offloaded() {
                 process.termination = None;

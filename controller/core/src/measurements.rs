@@ -11,7 +11,6 @@ use affinode_proto::{
 
 use super::{
     DeviceBytes, Key, Node, ProcessId,
-    container::Goal,
     event::NodeEvent,
     idle,
     input::GpuSample,
@@ -72,20 +71,20 @@ impl Node {
             return;
         };
         let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
-        (container.last_use, container.last_called) = (now, now);
-        container.used(now);
-        container.connection_outcomes.used(now);
-        let ahead = container.prewake_hold_until.take().map(|_| container.prewake_reason);
+        (container.usage.last_use, container.usage.last_called) = (now, now);
+        container.usage.used(now);
+        container.connections.used(now);
+        let ahead = container.prewake.take().map(|prewake| prewake.why);
         if let Some(by) = ahead {
             if by == Reason::Expected {
-                container.history.prewake_hit();
+                container.usage.history.prewake_hit();
             }
-            container.history.returned(pause);
+            container.usage.history.returned(pause);
         }
-        if container.goal == Goal::OffloadRequested && !container.forced {
-            container.goal = Goal::Resident;
+        if container.goal.is_requested() && container.gives_way_to_calls() {
+            container.goal.become_resident();
         }
-        let was_idle = container.state == State::Idle;
+        let was_idle = container.shown.state == State::Idle;
         if let Some(by) = ahead {
             self.prewake_hits += 1;
             self.publish_prewake(&key, by, true);

@@ -16,7 +16,7 @@ use indexmap::IndexMap;
 
 use super::{
     Change, ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
-    container::{Container, Goal},
+    container::Container,
     copiers::CopierRegistry,
     event::NodeEvent,
     grant::Grant,
@@ -253,7 +253,7 @@ impl Node {
             || self
                 .containers
                 .values()
-                .any(|c| c.goal == Goal::Offloaded && c.state != State::Offloaded);
+                .any(|c| c.goal.is_offloaded() && c.shown.state != State::Offloaded);
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
@@ -271,7 +271,7 @@ impl Node {
 
     fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
         if let Some(container) = self.containers.get_mut(key) {
-            container.next_use = next_use;
+            container.usage.next_use = next_use;
         }
     }
 
@@ -356,13 +356,13 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        container.reason = (reason, detail.to_owned());
-        let from = container.state;
+        container.shown.reason = (reason, detail.to_owned());
+        let from = container.shown.state;
         if from == to {
             return;
         }
-        container.state = to;
-        container.state_since = now;
+        container.shown.state = to;
+        container.shown.since = now;
         self.effects.push(Effect::Changed(Change {
             key: key.clone(),
             container: container.display_name(),

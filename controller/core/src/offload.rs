@@ -12,7 +12,7 @@ use affinode_proto::{
 
 use super::{
     Effect, JournalStep, Key, Node, ProcessId,
-    container::Goal,
+    container::{Goal, Offload},
     eligibility::Refusal,
     host_promises::HostVerdict,
     input::{Request, Survey},
@@ -23,17 +23,15 @@ use super::{
 impl Node {
     /// Begins an offload with a survey of host memory and GPUs. No process is changed before the
     /// survey shows that the offload can succeed.
-    pub(super) fn begin_offload(&mut self, key: &Key, why: Reason) {
+    pub(super) fn begin_offload(&mut self, key: &Key, why: Reason, offload: Offload) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        container.goal = Goal::OffloadRequested;
-        let in_vain = container.prewake_hold_until.take().map(|_| container.prewake_reason);
-        container.prewake_missed = in_vain == Some(Reason::Expected);
+        container.goal = Goal::OffloadRequested(offload);
+        let in_vain = container.prewake.take().map(|prewake| prewake.why);
+        container.usage.prewake_missed = in_vain == Some(Reason::Expected);
         container.cause = why;
-        container.forced = false;
-        container.reason = (why, String::new());
-        container.offload_began = Some(self.now);
+        container.shown.reason = (why, String::new());
         if let Some(by) = in_vain {
             self.publish_prewake(key, by, false);
         }
@@ -44,8 +42,9 @@ impl Node {
         // A container without memory to copy is offloaded only if an operator or a waiter requests
         // it. The offload then checkpoints its context.
         let is_void = self.has_second_level(key) && self.has_nothing_to_copy(key);
-        if let Some(container) = self.containers.get_mut(key) {
-            container.evict_context |= is_void;
+        let container = self.containers.get_mut(key);
+        if let Some(offload) = container.and_then(|c| c.goal.offload_mut()) {
+            offload.evict_context |= is_void;
         }
         self.survey(key);
     }
@@ -68,7 +67,7 @@ impl Node {
         // If no survey is pending, the container's processes have ended since the survey was
         // requested.
         let Some(asked_at) = container.survey_asked.take() else { return };
-        let (goal, cause) = (container.goal, container.cause);
+        let cause = container.cause;
         let verdict = match survey.gpus {
             Ok(gpus) => {
                 self.take_survey(key, &gpus);
@@ -77,26 +76,26 @@ impl Node {
             Err(error) => Err((Reason::VramUnknown, error)),
         };
         // The offload was given up while host memory and GPUs were read.
-        if goal == Goal::Resident {
+        let Some(container) = self.containers.get(key).filter(|c| !c.goal.is_resident()) else {
             return self.advance(key);
-        }
+        };
+        let is_requested = container.goal.is_requested();
         let verdict = match verdict {
             Ok(pools) => self.promise_host_memory(key, pools, asked_at),
             Err((reason, detail)) => HostVerdict::Refused(reason, detail),
         };
-        match (goal, verdict) {
-            (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
+        match verdict {
+            HostVerdict::Refused(reason, detail) => self.fail_offload(key, reason, &detail),
             // The next tick repeats the survey. A call of `advance` here would repeat the survey at
             // once, in a loop.
-            (_, HostVerdict::Waits(reason, detail)) => {
+            HostVerdict::Waits(reason, detail) => {
                 if let Some(container) = self.containers.get_mut(key) {
-                    container.reason = (reason, detail);
+                    container.shown.reason = (reason, detail);
                 }
             }
-            (Goal::Resident, HostVerdict::Promised) => {}
-            (Goal::OffloadRequested, HostVerdict::Promised) => {
+            HostVerdict::Promised if is_requested => {
                 if let Some(container) = self.containers.get_mut(key) {
-                    container.goal = Goal::Offloaded;
+                    container.goal.proceed();
                 }
                 // A process that started while the container was offloaded has paused its
                 // allocations until its siblings are restored. Its gate closes next, and a gate
@@ -105,7 +104,7 @@ impl Node {
                 self.set_state(key, State::Closing, cause, "", 0, 0);
                 self.advance(key);
             }
-            (Goal::Offloaded, HostVerdict::Promised) => {
+            HostVerdict::Promised => {
                 if let OffloadPlan::Run(step, processes) =
                     plan::plan_offload(&self.positions(key), self.deadlines(key))
                 {
@@ -218,18 +217,20 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        if container.state == State::Offloaded {
+        if container.shown.state == State::Offloaded {
             return;
         }
-        let began = container.offload_began.take();
+        let offload = container.goal.offload_mut();
+        let began = offload.and_then(|offload| {
+            offload.forced = false;
+            offload.began.take()
+        });
         let elapsed = began.map_or(0, |began| now.saturating_sub(began));
         if began.is_some() {
-            container.offloads += 1;
-            container.last_offload_ms = elapsed;
+            container.figures.offloaded(elapsed);
         }
-        (container.failures, container.failed_forced_offloads) = (0, 0);
-        container.connections = None;
-        container.forced = false;
+        container.offload_failures.clear();
+        container.connections.restart();
         let cause = container.cause;
         self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
         self.answer(key, Request::Offload, true, bytes, elapsed);
@@ -240,7 +241,8 @@ impl Node {
         // The container was already waiting for its restore when its context was evicted. It
         // continues to wait.
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
-            (container.goal, container.cause) = (Goal::Resident, cause);
+            container.goal.become_resident();
+            container.cause = cause;
             self.advance(key);
         }
     }
@@ -253,14 +255,13 @@ impl Node {
     /// Gives up an offload because a process of the container exits. This does not count as a
     /// failure.
     pub(super) fn turn_back(&mut self, key: &Key) {
-        let Some(container) = self.containers.get_mut(key).filter(|c| c.goal != Goal::Resident)
-        else {
+        let Some(container) = self.containers.get_mut(key).filter(|c| !c.goal.is_resident()) else {
             return;
         };
-        container.goal = Goal::Resident;
+        container.goal.become_resident();
         container.cause = Reason::NotRegistered;
-        container.reason = (Reason::NotRegistered, "a process of the container is exiting".into());
-        container.offload_began = None;
+        container.shown.reason =
+            (Reason::NotRegistered, "a process of the container is exiting".into());
         self.answer(key, Request::Offload, false, 0, 0);
     }
 
@@ -275,18 +276,16 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        let stays_out = is_out && container.evict_context && container.wake_began.is_none();
-        container.evict_context = false;
-        container.goal = if stays_out { Goal::Offloaded } else { Goal::Resident };
+        let forced = container.goal.is_forced();
+        if is_out && container.goal.evicts_context() && container.wake_began.is_none() {
+            container.goal = Goal::Offloaded(Offload::default());
+        } else {
+            container.goal.become_resident();
+        }
         container.cause = reason;
-        container.reason = (reason, detail.to_owned());
-        container.failures += 1;
-        container.has_stayed(now, reason);
-        // The next attempt is delayed by the idle timeout. The delay doubles with each failure, up
-        // to an hour.
-        let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
-        container.offload_not_before = now + (base << container.failures.min(6)).min(3_600_000);
-        container.offload_began = None;
+        container.shown.reason = (reason, detail.to_owned());
+        container.offload_failures.has_stayed(now, reason, forced);
+        container.offload_failures.count(now, container.policy.idle_timeout_ms);
         self.prefault_failed(key);
         self.publish_refusal(key, reason, detail);
         self.answer(key, Request::Offload, false, 0, 0);

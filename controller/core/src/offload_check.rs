@@ -4,7 +4,7 @@ use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazar
 
 use super::{
     Key, Node,
-    container::Goal,
+    container::Offload,
     eligibility::{IdleFacts, OffloadFacts, ProcessFacts, Refusal, is_unsafe},
     event::NodeEvent,
     node::text_of,
@@ -86,7 +86,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        if container.refused.replace(reason) != Some(reason) {
+        if container.shown.refused.replace(reason) != Some(reason) {
             self.publish_refusal(key, reason, detail);
         }
     }
@@ -102,18 +102,18 @@ impl Node {
         let Some(c) = self.containers.get(key) else {
             return;
         };
-        if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
+        if !c.goal.is_resident() || !matches!(c.shown.state, State::Active | State::Idle) {
             return;
         }
         self.update_oversubscription();
         let Some(c) = self.containers.get(key) else { return };
         let verdict = self.check_offload(key, false);
-        let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
+        let idle = self.now.saturating_sub(c.usage.last_use) >= c.idle_after_ms()
             && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
         match verdict {
             Ok(()) => {
                 self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.begin_offload(key, Reason::IdleTimeout);
+                self.begin_offload(key, Reason::IdleTimeout, Offload::begins(self.now));
             }
             Err((reason, detail)) => {
                 let state = if idle { State::Idle } else { State::Active };

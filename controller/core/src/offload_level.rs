@@ -26,7 +26,7 @@ impl Node {
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
         let container = self.containers.get(key);
         let engine = self.engine_of(key);
-        let deep = container.is_some_and(|c| c.evict_context);
+        let deep = container.is_some_and(|c| c.goal.evicts_context());
         move |process| {
             let method = method_of(process, engine);
             let goes = deep && engine == Engine::Auto && !process.keeps_context();

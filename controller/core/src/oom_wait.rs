@@ -15,13 +15,11 @@
 use affinode_proto::{
     event::EventKind,
     reason::Reason,
-    state::State,
     wire::{Phase, message::ControllerMessage},
 };
 
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
-    container::Goal,
     event::NodeEvent,
     ledger::margin_bytes,
     merge_needs,
@@ -102,14 +100,14 @@ impl Node {
                 Some(PendingAlloc { ticket, need, attempts, since, resumed_at: None });
         }
         if let Some(container) = self.containers.get_mut(&key) {
-            container.last_use = now;
-            let offloaded =
-                container.goal == Goal::Offloaded && container.state == State::Offloaded;
+            container.usage.last_use = now;
+            let offloaded = container.rests_offloaded();
             if offloaded {
                 container.cause = Reason::AllocationWaits;
             }
-            if offloaded || container.goal == Goal::OffloadRequested && !container.forced {
-                container.goal = Goal::Resident;
+            let is_requested = container.goal.is_requested() && container.gives_way_to_calls();
+            if offloaded || is_requested {
+                container.goal.become_resident();
             }
         }
         self.queue_alloc_wait(&key);
@@ -220,9 +218,9 @@ impl Node {
     /// Queues a resident container whose allocation waits.
     pub(super) fn queue_alloc_wait(&mut self, key: &Key) {
         let Some(since) = self.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
-        if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal == Goal::Resident) {
+        if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal.is_resident()) {
             let priority = container.policy.priority;
-            let may_try = self.now >= container.restore_not_before;
+            let may_try = self.now >= container.restore_failures.not_before;
             if may_try && !self.grants.contains_key(key) {
                 self.queue.enter(key, priority, since);
             }
@@ -261,7 +259,7 @@ impl Node {
         let took = want.resumed_at.map(|resumed_at| self.now.saturating_sub(resumed_at));
         self.finish_alloc_wait(id, served && took.is_some_and(|ms| ms < QUICK_MS));
         if let Some(container) = self.containers.get_mut(&key) {
-            container.last_use = self.now;
+            container.usage.last_use = self.now;
         }
         let waited = self.now.saturating_sub(want.since);
         let (reason, how) = match served {
@@ -293,8 +291,11 @@ impl Node {
             && let Some(container) = self.containers.get_mut(&key)
         {
             match quick {
-                true => container.failed_restores = container.failed_restores.saturating_sub(1),
-                false => container.has_wasted_a_turn(self.now),
+                true => {
+                    container.restore_failures.in_a_row =
+                        container.restore_failures.in_a_row.saturating_sub(1)
+                }
+                false => container.restore_failures.has_wasted_a_turn(self.now),
             }
         }
         // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
@@ -325,7 +326,7 @@ impl Node {
             return;
         }
         if let Some(container) = self.containers.get_mut(key) {
-            container.last_use = now; // A container that waits is not idle.
+            container.usage.last_use = now; // A container that waits is not idle.
         }
         self.queue_alloc_wait(key);
         let Some((id, want)) = self.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {

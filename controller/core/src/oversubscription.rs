@@ -54,7 +54,8 @@ impl Node {
             return;
         }
         self.oversubscription.looked = Some(self.now);
-        let newcomer = || self.containers.values().any(|c| self.now - c.announced_at < NEWCOMER_MS);
+        let newcomer =
+            || self.containers.values().any(|c| self.now - c.figures.announced_at < NEWCOMER_MS);
         let processes = &mut self.processes;
         let mut oversubscribed = |gpu: &&super::GpuSample| {
             let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));

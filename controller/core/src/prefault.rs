@@ -21,11 +21,8 @@ use affinode_proto::{
 };
 
 use super::{
-    Effect, Key, Millis, Node, ProcessId,
-    container::{Container, Goal},
-    plan::OffloadMethod,
-    policy::Engine,
-    process::Process,
+    Effect, Key, Millis, Node, ProcessId, container::Container, plan::OffloadMethod,
+    policy::Engine, process::Process,
 };
 
 /// Time after the begin of an offload during which the offload is expected to free VRAM soon.
@@ -37,7 +34,7 @@ const MAX_UNCOPIED: u32 = 3;
 impl Container {
     /// Time at which the present idle period began. It identifies the period.
     fn quiet_since(&self) -> Millis {
-        self.last_use.max(self.restored_at.unwrap_or(0))
+        self.usage.last_use.max(self.figures.restored_at.unwrap_or(0))
     }
 }
 
@@ -50,7 +47,7 @@ impl Node {
             return;
         }
         // During an offload or restore, prefaulted memory is neither added nor released.
-        if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
+        if !c.goal.is_resident() || !matches!(c.shown.state, State::Active | State::Idle) {
             return;
         }
         let idleness = c.quiet_since();
@@ -146,8 +143,8 @@ impl Node {
     /// Whether an offload of the process is expected to free VRAM soon.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
-            let container = self.containers.get(&p.key).filter(|c| c.goal != Goal::Resident);
-            let began = container.and_then(|c| c.offload_began);
+            let container = self.containers.get(&p.key).filter(|c| !c.goal.is_resident());
+            let began = container.and_then(|c| c.goal.offload()?.began);
             let soon = began.is_some_and(|began| self.now.saturating_sub(began) < LEAVES_MS);
             soon && p.phase != Phase::Checkpointed
         };

@@ -46,7 +46,7 @@ impl Node {
     fn has_waited(&self, key: &Key) -> bool {
         let since = match self.alloc_wait_of(key) {
             Some((_, want)) => Some(want.since),
-            None => self.containers.get(key).map(|c| c.state_since),
+            None => self.containers.get(key).map(|c| c.shown.since),
         };
         since.is_some_and(|since| self.now.saturating_sub(since) >= WAITED_MS)
     }

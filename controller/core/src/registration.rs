@@ -10,7 +10,7 @@ use affinode_proto::{
 
 use super::{
     ContainerSpec, DeviceBytes, Effect, Key, Millis, Node, ProcessId,
-    container::{Container, Goal},
+    container::{Container, Goal, Offload},
     event::NodeEvent,
     input::{Identity, Request, SwapStatus},
     node::policy_of,
@@ -65,7 +65,7 @@ impl Node {
         self.queue.leave(key);
         self.effects.push(Effect::Journal(key.clone(), None));
         if let Some(container) = self.containers.get_mut(key) {
-            container.reason = (Reason::NotRegistered, "the container was deleted".into());
+            container.shown.reason = (Reason::NotRegistered, "the container was deleted".into());
         }
         // The responses contain the container's state, so they come before the removal.
         self.answer(key, Request::Offload, false, 0, 0);
@@ -124,7 +124,7 @@ impl Node {
             self.effects.push(Effect::Drop(old));
         }
         if first {
-            let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Offloaded);
+            let out = self.containers.get(key).is_some_and(|c| c.goal.is_offloaded());
             let (state, reason) = match out {
                 true => (State::Offloaded, Reason::IdleTimeout),
                 false => (State::Active, Reason::Called),
@@ -170,19 +170,23 @@ impl Node {
     fn use_by_newcomer(&mut self, key: &Key, phase: Phase) -> bool {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return false };
-        let first = container.state == State::Unregistered;
+        let first = container.shown.state == State::Unregistered;
         if first {
             // The first process of the container, or the first to register again with a new
             // controller.
-            container.last_use = now;
-            container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
-        } else if phase == Phase::Open && container.goal != Goal::Resident {
+            container.usage.last_use = now;
+            container.goal = match phase.is_offloaded() {
+                true => Goal::Offloaded(Offload::default()),
+                false => Goal::default(),
+            };
+        } else if phase == Phase::Open && !container.goal.is_resident() {
             // An open process registers in a container that is offloaded or about to be: the
             // container is in use.
-            container.goal = Goal::Resident;
+            let forced = container.goal.is_forced();
+            container.offload_failures.has_stayed(now, Reason::Called, forced);
+            container.goal.become_resident();
             container.cause = Reason::Called;
-            container.last_use = now;
-            container.has_stayed(now, Reason::Called);
+            container.usage.last_use = now;
         }
         first
     }
@@ -238,10 +242,9 @@ impl Node {
             self.answer(&key, Request::Offload, false, 0, 0);
             self.answer(&key, Request::Restore, false, 0, 0);
             if let Some(container) = self.containers.get_mut(&key) {
-                container.goal = Goal::Resident;
+                container.goal = Goal::default();
                 container.survey_asked = None;
-                (container.offload_began, container.wake_began, container.restore_began) =
-                    (None, None, None);
+                container.wake_began = None;
             }
         } else {
             self.advance(&key);

@@ -4,7 +4,7 @@ use affinode_proto::{reason::Reason, state::State};
 
 use super::{
     ActionResult, CommandId, Effect, Key, Millis, Node,
-    container::{Container, Goal},
+    container::{Container, Offload},
     input::Request,
     node::text_of,
 };
@@ -18,15 +18,15 @@ impl Node {
             return;
         };
         container.commands.push((command, request));
-        match (request, container.state) {
+        match (request, container.shown.state) {
             (Request::Offload, State::Offloaded) => self.answer(key, request, true, 0, 0),
             (Request::Offload, State::Active | State::Idle) => {
                 match self.check_offload(key, true) {
-                    Ok(()) => self.begin_offload(key, Reason::Requested),
+                    Ok(()) => self.begin_offload(key, Reason::Requested, Offload::begins(self.now)),
                     Err((reason, detail)) => {
                         self.refuse_offload(key, reason, &detail);
                         if let Some(container) = self.containers.get_mut(key) {
-                            container.reason = (reason, detail);
+                            container.shown.reason = (reason, detail);
                         }
                         self.answer(key, request, false, 0, 0);
                     }
@@ -36,15 +36,14 @@ impl Node {
                 self.answer(key, request, true, 0, 0)
             }
             (Request::Restore, State::Offloaded) => {
-                container.goal = Goal::Resident;
+                container.goal.become_resident();
                 container.cause = Reason::Requested;
                 self.advance(key);
             }
             (Request::Restore, State::Closing | State::Offloading) => {
-                container.goal = Goal::Resident;
-                container.forced = false;
+                container.goal.become_resident();
                 container.cause = Reason::Requested;
-                container.reason = (Reason::Requested, String::new());
+                container.shown.reason = (Reason::Requested, String::new());
                 self.answer(key, Request::Offload, false, 0, 0);
                 self.advance(key);
             }
@@ -74,10 +73,10 @@ impl Node {
         if asked.is_empty() {
             return;
         }
-        let (reason, detail) = container.reason.clone();
+        let (reason, detail) = container.shown.reason.clone();
         let response = ActionResult {
             done,
-            state: Some(container.state),
+            state: Some(container.shown.state),
             reason: Some(reason),
             text: text_of(reason, &detail),
             bytes,
@@ -95,10 +94,10 @@ impl Node {
             return;
         }
         match self.check_offload(key, true) {
-            Ok(()) => self.begin_offload(key, Reason::Requested),
+            Ok(()) => self.begin_offload(key, Reason::Requested, Offload::begins(self.now)),
             Err(reason) => {
                 if let Some(container) = self.containers.get_mut(key) {
-                    container.reason = reason;
+                    container.shown.reason = reason;
                 }
                 self.answer(key, Request::Offload, false, 0, 0);
             }
@@ -109,9 +108,9 @@ impl Node {
     /// called or one of its processes started after the request.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
-        let resident = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);
+        let resident = c.goal.is_resident() && matches!(c.shown.state, State::Active | State::Idle);
         if resident && !c.commands.is_empty() {
-            c.reason = (Reason::WokenMeanwhile, String::new());
+            c.shown.reason = (Reason::WokenMeanwhile, String::new());
             self.answer(key, Request::Offload, false, 0, 0);
             self.answer(key, Request::Restore, true, 0, 0);
         }

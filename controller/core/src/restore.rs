@@ -42,22 +42,22 @@ impl Node {
         if container.wake_began.is_none() {
             container.wake_began = Some(now);
             container.left_early(now);
-            container.hint = None;
+            container.usage.hint = None;
             let pause = container.pause_ends(now, &mut self.pauses);
-            container.history.returned(pause);
-            container.prewake_missed = false;
-            container.connection_outcomes.used(now);
+            container.usage.history.returned(pause);
+            container.usage.prewake_missed = false;
+            container.connections.used(now);
         }
-        container.last_use = now;
-        let forced = container.forced && container.state != State::Offloaded;
+        container.usage.last_use = now;
+        let forced = container.goal.is_forced() && container.shown.state != State::Offloaded;
         // If the container is queued already, its context is being evicted for an earlier waiter.
         // Repeated wakes must not end that eviction.
-        let gives_up_context = container.state == State::Queued;
-        if container.goal != Goal::Resident && !forced && !gives_up_context {
-            let meanwhile = container.state != State::Offloaded;
-            container.goal = Goal::Resident;
+        let gives_up_context = container.shown.state == State::Queued;
+        if !container.goal.is_resident() && !forced && !gives_up_context {
+            let meanwhile = container.shown.state != State::Offloaded;
+            container.goal.become_resident();
             container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
-            container.reason = (container.cause, String::new());
+            container.shown.reason = (container.cause, String::new());
             if meanwhile {
                 self.answer(&key, Request::Offload, false, 0, 0);
             }
@@ -121,7 +121,7 @@ impl Node {
     }
 
     pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
-        let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
+        let lost = self.containers.get(key).is_some_and(|c| c.shown.state == State::Lost);
         // A process that waits for its siblings pauses its allocations. If an offload was given up,
         // this pause has ended and must begin again.
         let open = positions.iter().filter(|p| p.phase == Phase::Open && !p.occupied && !lost);
@@ -143,8 +143,9 @@ impl Node {
                 self.abort_grant(key);
                 self.enqueue(key);
             } else if granted {
-                if let Some(container) = self.containers.get_mut(key) {
-                    container.restore_began.get_or_insert(self.now);
+                let container = self.containers.get_mut(key);
+                if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
+                    restore.began.get_or_insert(self.now);
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
                 // The journal must be on disk before the order: if the controller ends now, the
@@ -164,8 +165,8 @@ impl Node {
         let Some(container) = self.containers.get(key) else {
             return;
         };
-        let (priority, lost) = (container.policy.priority, container.state == State::Lost);
-        if now >= container.restore_not_before {
+        let (priority, lost) = (container.policy.priority, container.shown.state == State::Lost);
+        if now >= container.restore_failures.not_before {
             let since = self.alloc_wait_of(key).map_or(now, |(_, want)| want.since);
             self.queue.enter(key, priority, since);
         }
@@ -180,7 +181,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+        if matches!(container.shown.state, State::Active | State::Idle | State::Unregistered) {
             // The container was about to be offloaded, and stays resident. It needs no VRAM, so a
             // grant for its restore ends.
             let only_restores = self.grants.get(key).is_some_and(|grant| grant.want.is_none());
@@ -190,34 +191,29 @@ impl Node {
             self.serve_alloc_wait(key);
             return;
         }
-        container.incomplete_restore = None;
+        let restore_began = container.goal.restore_mut().and_then(|restore| restore.began);
+        container.goal = Goal::default();
         let mut became_resident = false;
         let was_offloaded = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
         let bytes: u64 = self.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
-        let restore_ms = since(container.restore_began.take());
-        (container.offload_began, container.forced) = (None, false);
+        let restore_ms = since(restore_began);
         if !matches!(container.cause, Reason::Expected | Reason::Connection) {
-            container.last_use = now;
+            container.usage.last_use = now;
         }
-        container.failed_restores = 0;
+        container.restore_failures.in_a_row = 0;
         if was_offloaded
             && matches!(
-                container.state,
+                container.shown.state,
                 State::Restoring | State::Queued | State::Lost | State::Offloaded
             )
         {
-            container.restores += 1;
-            container.restored_at = Some(now);
+            container.figures.restored(now, elapsed, restore_ms);
             became_resident = true;
-            container.last_wake_ms = elapsed.max(restore_ms);
-            container.wakes.add(container.last_wake_ms);
-            container.last_restore_ms = restore_ms;
-            container.reason = (container.cause, String::new());
+            container.shown.reason = (container.cause, String::new());
         }
-        container.evict_context = false;
-        let (reason, detail) = container.reason.clone();
+        let (reason, detail) = container.shown.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
                 process.offloaded_vram = None;
@@ -239,8 +235,9 @@ impl Node {
     /// Handles the report of a restore that did not happen. While other processes of the container
     /// are being restored, the grant stays, because they take the VRAM that was promised.
     pub(super) fn restore_incomplete(&mut self, key: &Key, why: IncompleteRestore) {
-        if let Some(container) = self.containers.get_mut(key) {
-            container.incomplete_restore = Some(why);
+        let container = self.containers.get_mut(key);
+        if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
+            restore.incomplete = Some(why);
         }
         self.end_incomplete_restore(key);
     }
@@ -251,8 +248,8 @@ impl Node {
         if self.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
             return;
         }
-        let why = self.containers.get_mut(key).and_then(|c| c.incomplete_restore.take());
-        match why {
+        let restore = self.containers.get_mut(key).and_then(|c| c.goal.restore_mut());
+        match restore.and_then(|restore| restore.incomplete.take()) {
             None => {}
             Some(IncompleteRestore::Late) => self.abort_grant(key),
             Some(IncompleteRestore::NoVram(detail)) => self.copy_in_failed(key, &detail),
@@ -267,7 +264,8 @@ impl Node {
         self.ledger.release(key);
         self.queue.leave(key);
         if let Some(container) = self.containers.get_mut(key) {
-            container.restore_not_before = container.restore_not_before.max(self.now + AGAIN_MS);
+            container.restore_failures.not_before =
+                container.restore_failures.not_before.max(self.now + AGAIN_MS);
         }
         self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
@@ -280,7 +278,7 @@ impl Node {
         self.ledger.release(key);
         self.queue.leave(key);
         if let Some(container) = self.containers.get_mut(key) {
-            container.restore_not_before = self.now + AGAIN_MS;
+            container.restore_failures.not_before = self.now + AGAIN_MS;
         }
         self.release_siblings(key);
         self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);

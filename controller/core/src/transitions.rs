@@ -63,7 +63,7 @@ impl Node {
 
     pub(super) fn positions(&self, key: &Key) -> Vec<ProcessPosition> {
         let container = self.containers.get(key);
-        let out = container.is_some_and(|c| c.goal == Goal::Offloaded);
+        let out = container.is_some_and(|c| c.goal.is_offloaded());
         let moves = self.moves(key);
         self.processes
             .of(key)
@@ -89,7 +89,7 @@ impl Node {
         let Some(container) = self.containers.get(key) else {
             return;
         };
-        if container.state == State::Unregistered {
+        if container.shown.state == State::Unregistered {
             return;
         }
         self.end_incomplete_restore(key);
@@ -99,9 +99,9 @@ impl Node {
         }
         let Some(container) = self.containers.get(key) else { return };
         match container.goal {
-            Goal::OffloadRequested => {}
-            Goal::Offloaded => self.advance_offload(key, &positions),
-            Goal::Resident => self.advance_restore(key, &positions),
+            Goal::OffloadRequested(_) => {}
+            Goal::Offloaded(_) => self.advance_offload(key, &positions),
+            Goal::Resident(_) => self.advance_restore(key, &positions),
         }
     }
 }

@@ -96,9 +96,9 @@ impl Node {
     pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
         self.containers.iter().map(move |(key, container)| {
             let status = ContainerStatus {
-                state: container.state,
-                since: container.state_since,
-                reason: container.reason.0,
+                state: container.shown.state,
+                since: container.shown.since,
+                reason: container.shown.reason.0,
                 waiters_before: self.queue.position(key, now),
             };
             (key, status)
@@ -142,7 +142,7 @@ impl Node {
     /// State of a container; `None` if it is unknown.
     #[must_use]
     pub fn state(&self, key: &Key) -> Option<State> {
-        self.containers.get(key).map(|container| container.state)
+        self.containers.get(key).map(|container| container.shown.state)
     }
 
     /// VRAM that the processes of a container hold, in bytes.

@@ -62,23 +62,23 @@ fn list_container(
     let (staying_bytes, staying_hazards) = node.staying(key);
     control::Container {
         announcement: Some(announcement_of(key, &c.spec)).into(),
-        state: c.state.to_string(),
-        since_unix_ms: unix_ms.saturating_sub(ago(c.state_since)),
+        state: c.shown.state.to_string(),
+        since_unix_ms: unix_ms.saturating_sub(ago(c.shown.since)),
         idle_ms: if node.processes(key).next().is_none() {
             0
         } else {
-            now.saturating_sub(c.last_use)
+            now.saturating_sub(c.usage.last_use)
         },
-        reason: c.reason.0.to_string(),
-        reason_text: text_of(c.reason.0, &c.reason.1),
+        reason: c.shown.reason.0.to_string(),
+        reason_text: text_of(c.shown.reason.0, &c.shown.reason.1),
         vram_bytes: node.vram_bytes(key),
         offloaded_bytes: node.offloaded_bytes(key),
-        offloads: c.offloads,
-        restores: c.restores,
-        last_offload_ms: c.last_offload_ms,
-        last_wake_ms: c.last_wake_ms,
-        last_restore_ms: c.last_restore_ms,
-        wake_p99_ms: c.wakes.p99_ms(),
+        offloads: c.figures.offloads,
+        restores: c.figures.restores,
+        last_offload_ms: c.figures.last_offload_ms,
+        last_wake_ms: c.figures.last_wake_ms,
+        last_restore_ms: c.figures.last_restore_ms,
+        wake_p99_ms: c.figures.wakes.p99_ms(),
         idle_after_ms: c.idle_after_ms(),
         mode: c.policy.mode.as_str().to_owned(),
         engine: c.policy.engine.as_str().to_owned(),

@@ -39,7 +39,7 @@ fn arrive(world: &mut World) {
 /// Reports a connection that is followed by no call. Returns whether the connection caused a
 /// restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
-    let before = world.node.containers[&key(0)].connections.unwrap_or(0);
+    let before = world.node.containers[&key(0)].connections.accepted.unwrap_or(0);
     count(world, before);
     count(world, before + 1);
     arrive(world);
@@ -61,7 +61,7 @@ fn connection_prewakes_container() {
     assert_eq!(world.agents[&id].phase, Phase::Open);
     // The container stays resident for the expected call, longer than its idle timeout.
     world.settle();
-    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Connection);
+    assert_eq!(world.node.containers[&key(0)].shown.reason.0, Reason::Connection);
     world.call(id);
     world.tick();
     assert_eq!(world.node.prewakes(), (1, 1));

@@ -43,7 +43,11 @@ fn copy_in_without_vram_waits_and_loses_nothing() {
     world.work(id);
     assert_eq!((world.state(2), world.fail), (State::Queued, None));
     world.settle();
-    assert_eq!(world.node.containers[&key(2)].restores, 1, "restored at the second attempt");
+    assert_eq!(
+        world.node.containers[&key(2)].figures.restores,
+        1,
+        "restored at the second attempt"
+    );
 }
 
 #[test]
@@ -204,10 +208,10 @@ fn retained_context_is_evicted_for_waiter() {
         (world.agents[&big].size, world.agents[&copied_out].phase),
         (990, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(1)].offloads, 1);
+    assert_eq!(world.node.containers[&key(1)].figures.offloads, 1);
     world.call(copied_out);
     world.settle();
-    assert_eq!(world.node.containers[&key(1)].restores, 1);
+    assert_eq!(world.node.containers[&key(1)].figures.restores, 1);
 }
 
 #[test]
@@ -222,5 +226,5 @@ fn context_is_evicted_if_copy_frees_too_little() {
         (world.agents[&big].size, world.agents[&copies_out].phase),
         (950, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(1)].offloads, 1);
+    assert_eq!(world.node.containers[&key(1)].figures.offloads, 1);
 }

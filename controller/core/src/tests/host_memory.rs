@@ -69,7 +69,12 @@ fn idle_at_once_leave_as_host_memory_allows() {
         let stays = (0..3).filter(|n| world.state(*n) != State::Offloaded);
         for n in stays {
             let container = &world.node.containers[&key(n)];
-            assert_eq!(container.reason.0, Reason::HostMemory, "{:?}", container.reason);
+            assert_eq!(
+                container.shown.reason.0,
+                Reason::HostMemory,
+                "{:?}",
+                container.shown.reason
+            );
         }
     }
 }
@@ -90,7 +95,7 @@ fn readings_of_one_moment_promise_memory_once() {
     world.work_all();
     let waiting = [0, 2].into_iter().find(|n| world.state(*n) == State::Active).unwrap();
     let container = &world.node.containers[&key(waiting)];
-    assert!(container.reason.1.contains("promised"), "{:?}", container.reason);
+    assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     assert!(world.answers.is_empty(), "the request waits like its offload");
     world.settle();
     assert_eq!(count_off(&world), 1);
@@ -125,10 +130,10 @@ fn old_reading_is_judged_with_what_it_missed() {
     world.feed(Input::Surveyed(late.clone(), old));
     let container = &world.node.containers[&late];
     assert_eq!(
-        container.state,
+        container.shown.state,
         State::Active,
         "the offload waits for a newer reading: {:?}",
-        container.reason
+        container.shown.reason
     );
     world.work_all();
     world.settle();
@@ -251,7 +256,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     world.work(id);
     assert!(world.refused.contains(&Reason::CgroupMemory.to_string()), "{:?}", world.refused);
     let container = &world.node.containers[&key(2)];
-    assert!(container.reason.1.contains("/pod"), "{:?}", container.reason);
+    assert!(container.shown.reason.1.contains("/pod"), "{:?}", container.shown.reason);
     assert!(world.node.copies_in_progress().is_empty());
     // The container is resident, so free memory has no effect. Its next offload succeeds.
     world.read_levels(2, id, 0, 100);
@@ -298,7 +303,7 @@ fn new_controller_repeats_promises_in_progress() {
     world.ask_offload(0, ids[0]);
     world.answer_question();
     let container = &world.node.containers[&key(0)];
-    assert!(container.reason.1.contains("promised"), "{:?}", container.reason);
+    assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     world.settle();
     assert_eq!(count_off(&world), 1);
     assert!(world.node.host_ledger.is_empty());

@@ -3,7 +3,7 @@
 use affinode_proto::{state::State, wire::Phase};
 
 use super::{
-    super::{ProcessId, container::Goal},
+    super::ProcessId,
     world::{World, key},
 };
 
@@ -232,14 +232,14 @@ fn call_before_close_keeps_forced_offload() {
     let (mut world, waiter) = asker(600);
     let busy = world.running(2, 700);
     world.call(waiter);
-    let goal = |world: &World| world.node.containers[&key(2)].goal;
+    let goal = |world: &World| world.node.containers[&key(2)].goal.clone();
     // Advance until the offload begins, without a reply to its survey of host memory.
-    while goal(&world) == Goal::Resident {
+    while goal(&world).is_resident() {
         world.call(busy);
         world.tick();
     }
     world.call(busy);
     world.tick();
-    assert_eq!(goal(&world), Goal::OffloadRequested);
+    assert!(goal(&world).is_requested());
     assert!(while_in_use(&mut world, &[busy], waiter, 20));
 }

@@ -13,6 +13,7 @@ use affinode_proto::{
 use super::{
     super::{
         Input, ProcessId, Request,
+        container::Offload,
         input::CommandId,
         plan::OffloadMethod,
         policy::{Engine, Mode},
@@ -100,7 +101,7 @@ fn waiter_gets_contexts_that_it_needs() {
         world.settle();
         assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500 + wanted, phase));
         assert_eq!(
-            world.node.containers[&key(AUTO)].offloads,
+            world.node.containers[&key(AUTO)].figures.offloads,
             1,
             "both levels count as one offload"
         );
@@ -144,7 +145,7 @@ fn failed_second_level_keeps_the_first() {
         assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
     }
     assert_eq!((world.fail, world.state(AUTO)), (None, State::Offloaded));
-    assert_eq!(world.node.containers[&key(AUTO)].restores, 0);
+    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 0);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed, "tried again after a while");
     assert_eq!(world.agents[&big].size, 950);
@@ -166,7 +167,7 @@ fn context_alone_stays_until_it_is_needed() {
     world.agents.get_mut(&id).unwrap().swappable = 0;
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(world.node.containers[&key(AUTO)].reason.0, Reason::NothingToCopy);
+    assert_eq!(world.node.containers[&key(AUTO)].shown.reason.0, Reason::NothingToCopy);
     let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
@@ -231,7 +232,7 @@ fn next_controller_keeps_first_level() {
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
     world.call(id);
     world.settle_all();
-    assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
+    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 1);
 }
 
 /// Two neighbours differ only in how they are restored. The neighbour that is restored by a copy
@@ -304,7 +305,7 @@ fn promise_lasts_while_other_copies_run() {
     }
     assert_eq!((world.state(AUTO), world.agents[&ids[0]].phase), (State::Queued, Phase::CopiedOut));
     world.settle_all();
-    assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
+    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 1);
 }
 
 /// An offloaded container must count with the VRAM that it needs again when the controller decides
@@ -314,4 +315,16 @@ fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();
     let wanted = wants(world.node.processes.get(&id).unwrap());
     assert_eq!(wanted.iter().map(|device| device.bytes).sum::<u64>(), 400);
+}
+
+/// A call arrives before the survey of an eviction. The eviction is given up, and the next offload,
+/// which no waiter needs, keeps the context.
+#[test]
+fn eviction_given_up_for_a_call_is_forgotten() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    world.node.evict(&key(AUTO), Offload::deep(world.now));
+    world.call(id);
+    world.settle();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
 }

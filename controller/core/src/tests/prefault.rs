@@ -223,7 +223,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
         let id = staying(&mut world, FAST, 600);
         policy(&mut world, FAST).mode = mode;
         world.tick();
-        let called = world.node.containers[&key(FAST)].last_use;
+        let called = world.node.containers[&key(FAST)].usage.last_use;
         assert_eq!(called, world.now);
         while world.prepared.is_empty() {
             world.tick();

@@ -10,6 +10,7 @@ use affinode_proto::{
 };
 
 use super::{
+    super::container::Offload,
     super::{DeviceBytes, Input, ProcessId, Request, input::CommandId},
     world::{GPU, World, key},
 };
@@ -47,7 +48,7 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!(world.state(0), State::Queued);
     world.settle();
     // The second container became idle. The first was restored and became idle again.
-    assert_eq!(world.node.containers[&key(0)].restores, 1);
+    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
@@ -228,7 +229,7 @@ fn new_process_on_mig_gpu_stays() {
     assert_eq!(world.questions.len(), 1, "a survey");
     world.settle();
     assert!(world.agents[&id].phase == Phase::Open && world.refused.contains(&"mig".to_owned()));
-    assert_eq!(world.node.containers[&key(0)].offloads, 0);
+    assert_eq!(world.node.containers[&key(0)].figures.offloads, 0);
 }
 
 #[test]
@@ -243,7 +244,7 @@ fn unmanaged_process_delays_restore() {
     assert_eq!(world.state(0), State::Queued);
     world.others = 0;
     world.settle();
-    assert_eq!(world.node.containers[&key(0)].restores, 1);
+    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
 }
 
 #[test]
@@ -315,7 +316,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, true);
     world.settle();
     assert_eq!(world.state(0), State::Idle);
-    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Pinned);
+    assert_eq!(world.node.containers[&key(0)].shown.reason.0, Reason::Pinned);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
     assert_eq!(
         world.answers.last(),
@@ -326,7 +327,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, false);
     world.auto_offload(false);
     world.settle();
-    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::AutoOff);
+    assert_eq!(world.node.containers[&key(0)].shown.reason.0, Reason::AutoOff);
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "an operator can offload the container");
@@ -523,7 +524,7 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     let newcomer = ProcessId(world.next);
     (0..5).for_each(|_| world.pass());
     assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
-    world.node.evict(&key(2), true);
+    world.node.evict(&key(2), Offload::deep(world.now));
     while world.node.processes.get(&newcomer).unwrap().waits_for_siblings {
         world.tick();
         world.answer_question();

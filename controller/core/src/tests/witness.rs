@@ -37,8 +37,8 @@ fn working_container_stays_with_reason() {
     let id = world.running(0, 600);
     pass(&mut world, 100, |world| vec![work(world, id)]);
     let container = &world.node.containers[&key(0)];
-    assert_eq!((container.state, container.offloads), (State::Active, 0));
-    assert_eq!(container.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
+    assert_eq!((container.shown.state, container.figures.offloads), (State::Active, 0));
+    assert_eq!(container.shown.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
     // The container must stay resident even after its own hint that it is idle.
     world.feed(Input::Hinted(key(0), Hint::Idle, "it".into()));
     pass(&mut world, 3, |world| vec![work(world, id)]);
@@ -121,5 +121,5 @@ fn working_container_without_calls_is_no_victim() {
     pass(&mut world, 300, |world| vec![work(world, worker)]);
     assert_eq!((world.agents[&worker].phase, world.state(0)), (Phase::Open, State::Queued));
     pass(&mut world, 300, |_| Vec::new());
-    assert_eq!(world.node.containers[&key(0)].restores, 1);
+    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
 }

@@ -16,7 +16,7 @@ use affinode_proto::{
 use super::super::{
     ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, Record,
     Settings,
-    container::{Container, Goal},
+    container::Container,
     copiers::CopierId,
     input::{CommandId, Identity, SwapStatus},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
@@ -275,8 +275,7 @@ impl World {
 
     /// Containers whose eviction has been requested and has not begun.
     fn leaving(&self) -> BTreeSet<Key> {
-        let pressed =
-            |c: &Container| c.goal == Goal::OffloadRequested && c.cause == Reason::Pressure;
+        let pressed = |c: &Container| c.goal.is_requested() && c.cause == Reason::Pressure;
         let all = self.node.containers.iter().filter(|(_, c)| pressed(c));
         all.map(|(key, _)| key.clone()).collect()
     }
@@ -287,7 +286,7 @@ impl World {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);
         for key in self.leaving().difference(before) {
-            let offloaded = self.node.containers[key].state == State::Offloaded;
+            let offloaded = self.node.containers[key].shown.state == State::Offloaded;
             let asks =
                 |other: &&Key| *other != key && (offloaded || priority(other) >= priority(key));
             assert!(waiting.iter().any(|other| asks(&other)), "{key} is evicted for no waiter");
@@ -300,7 +299,7 @@ impl World {
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
-        let stayed = self.node.containers[&key(agent.container)].forced_offload_failed_at;
+        let stayed = self.node.containers[&key(agent.container)].offload_failures.immovable_at;
         assert!(agent.fixed || stayed.is_some(), "{pid} could be moved");
         let asked = self.immediate.iter().any(|n| n % 2 >= agent.container % 2);
         assert!(asked, "{pid} is above every waiter that may ask");
@@ -608,6 +607,6 @@ impl World {
     }
 
     pub(super) fn state(&self, n: usize) -> State {
-        self.node.containers[&key(n)].state
+        self.node.containers[&key(n)].shown.state
     }
 }

@@ -1,0 +1,111 @@
+//! Offloads and restores of a container that failed, and when they are tried again.
+
+use affinode_proto::reason::Reason;
+
+use super::super::Millis;
+
+/// Number of forced offloads in a row, each given up because calls did not end, after which the
+/// container counts as immovable.
+const PUSHES: u32 = 3;
+
+/// Failed offloads, and when the next one may begin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OffloadFailures {
+    /// Number of failed offloads in a row. A completed offload sets it to 0.
+    pub in_a_row: u32,
+    /// Earliest time of the next offload.
+    pub not_before: Millis,
+    /// Number of forced offloads in a row that were given up because calls did not end.
+    forced_in_a_row: u32,
+    /// When the container last proved immovable: several forced offloads in a row failed because
+    /// calls did not end, or an offload failed for another reason, such as a hazard.
+    pub immovable_at: Option<Millis>,
+}
+
+impl OffloadFailures {
+    /// Counts a failed offload. The next attempt is delayed by the idle timeout. The delay doubles
+    /// with each failure, up to an hour.
+    pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis) {
+        self.in_a_row += 1;
+        let base = idle_timeout_ms.clamp(1_000, 300_000);
+        self.not_before = now + (base << self.in_a_row.min(6)).min(3_600_000);
+    }
+
+    /// Records why an offload failed, and whether the reason shows that the container is immovable.
+    /// If the reason is that calls did not end, only several forced offloads in a row show this. If
+    /// the reason is that VRAM was unknown, the failure does not show it.
+    pub fn has_stayed(&mut self, now: Millis, why: Reason, forced: bool) {
+        let immovable = match why {
+            Reason::Busy | Reason::Called => {
+                self.forced_in_a_row += u32::from(forced);
+                self.forced_in_a_row >= PUSHES
+            }
+            Reason::VramUnknown => false,
+            _ => true,
+        };
+        if immovable {
+            self.forced_in_a_row = 0;
+            self.immovable_at = Some(now);
+        }
+    }
+
+    /// Ends the row of failures after a completed offload.
+    pub fn clear(&mut self) {
+        self.in_a_row = 0;
+        self.forced_in_a_row = 0;
+    }
+}
+
+/// Failed restores, and when the container enters the queue again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RestoreFailures {
+    /// Number of grants of VRAM in a row that were of no use: the container was neither restored
+    /// nor made its allocation, although other processes paused their allocations for it.
+    pub in_a_row: u32,
+    /// Earliest time at which the container enters the queue again.
+    pub not_before: Millis,
+    /// When the controller last searched for containers to evict for this container.
+    pub eviction_searched_at: Option<Millis>,
+}
+
+impl RestoreFailures {
+    /// Records a grant that was of no use: it led to neither a restore nor an allocation, although
+    /// other processes paused their allocations for it. The time until the container enters the
+    /// queue again doubles with each such grant, up to a minute.
+    pub fn has_wasted_a_turn(&mut self, now: Millis) {
+        const FIRST_PAUSE_MS: Millis = 250;
+        if self.in_a_row > 0 {
+            self.not_before = now + (FIRST_PAUSE_MS << self.in_a_row.min(8));
+        }
+        self.in_a_row = self.in_a_row.saturating_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn three_failed_forces_show_it_immovable() {
+        let mut failures = OffloadFailures::default();
+        for at in 1..10 {
+            failures.has_stayed(at, Reason::Busy, false);
+        }
+        assert_eq!(failures.immovable_at, None);
+        for (at, expected) in [(10, None), (11, None), (12, Some(12))] {
+            failures.has_stayed(at, Reason::Called, true);
+            assert_eq!(failures.immovable_at, expected);
+        }
+    }
+
+    #[test]
+    fn first_wasted_turn_costs_no_pause() {
+        let mut failures = RestoreFailures::default();
+        failures.has_wasted_a_turn(7);
+        assert_eq!(failures.not_before, 0);
+        failures.has_wasted_a_turn(7);
+        assert_eq!(failures.not_before, 7 + 500);
+        (0..20).for_each(|_| failures.has_wasted_a_turn(7));
+        assert_eq!(failures.not_before, 7 + 64_000);
+    }
+}

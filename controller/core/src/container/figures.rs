@@ -1,0 +1,48 @@
+//! Counts and durations of a container's moves.
+
+use super::super::{Millis, wake_latency::Wakes};
+
+/// Counts and durations of a container's moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// When the shim announced the container.
+    pub announced_at: Millis,
+    /// When the container was last restored; `None` if it never was.
+    pub restored_at: Option<Millis>,
+    /// Number of completed offloads.
+    pub offloads: u64,
+    /// Number of completed restores.
+    pub restores: u64,
+    /// Duration of the last offload, in milliseconds.
+    pub last_offload_ms: Millis,
+    /// Duration of the last wake, from the first waiting call to its release, in milliseconds.
+    pub last_wake_ms: Millis,
+    /// Durations of the last wakes.
+    pub wakes: Wakes,
+    /// Duration of the last restore after VRAM was granted, in milliseconds.
+    pub last_restore_ms: Millis,
+}
+
+impl Figures {
+    /// Figures of a container that was just announced.
+    #[must_use]
+    pub fn new(now: Millis) -> Figures {
+        Figures { announced_at: now, ..Figures::default() }
+    }
+
+    /// Records an offload that took this long.
+    pub fn offloaded(&mut self, took_ms: Millis) {
+        self.offloads += 1;
+        self.last_offload_ms = took_ms;
+    }
+
+    /// Records a restore. `waited_ms`: time since the first waiting call, 0 if none waited.
+    /// `restore_ms`: time since VRAM was granted.
+    pub fn restored(&mut self, now: Millis, waited_ms: Millis, restore_ms: Millis) {
+        self.restores += 1;
+        self.restored_at = Some(now);
+        self.last_wake_ms = waited_ms.max(restore_ms);
+        self.wakes.add(self.last_wake_ms);
+        self.last_restore_ms = restore_ms;
+    }
+}

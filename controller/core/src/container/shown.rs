@@ -1,0 +1,33 @@
+//! The state that users see, with its reason.
+
+use affinode_proto::{reason::Reason, state::State};
+
+use super::super::Millis;
+
+/// The state that users see, with its reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shown {
+    /// The state of the container, from a fixed list.
+    pub state: State,
+    /// When the state changed last.
+    pub since: Millis,
+    /// The reason and its detail: why the container was offloaded, why it stays resident, or what
+    /// it waits for.
+    pub reason: (Reason, String),
+    /// Reason in the last event that reported why the container is not offloaded. It prevents a
+    /// repeated event.
+    pub refused: Option<Reason>,
+}
+
+impl Shown {
+    /// The state of a container that was just announced.
+    #[must_use]
+    pub fn new(now: Millis) -> Shown {
+        Shown {
+            state: State::Unregistered,
+            since: now,
+            reason: (Reason::NotRegistered, String::new()),
+            refused: None,
+        }
+    }
+}

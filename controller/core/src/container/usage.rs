@@ -1,0 +1,124 @@
+//! When a container was used, and when its next use is expected.
+
+use super::super::{
+    Millis,
+    hints::Hint,
+    history::{History, KeepAliveTarget, PAUSE_MS, Pauses},
+    policy::{KeepAlive, Policy},
+};
+
+/// An offload counts as too early if a call wakes the container within this time after it.
+const EARLY_MS: Millis = 30_000;
+/// Number of early wakes in a row up to which the keep-alive stays unchanged, because these wakes
+/// may be chance.
+const THRASH: u32 = 2;
+/// Maximum number of times that a learned keep-alive is doubled.
+const MAX_EARLY: u32 = 5;
+/// Time after which a busy hint expires if it is not repeated.
+const BUSY_MS: Millis = 3_600_000;
+/// Time after an idle hint during which use does not end the hint, because the counters may show
+/// calls that were made before the hint.
+const SETTLE_MS: Millis = 1_000;
+
+/// When a container was used, and when its next use is expected.
+#[derive(Clone, Debug)]
+pub struct Usage {
+    /// Last use: a call, work on the GPU, a hint or a waiting allocation.
+    pub last_use: Millis,
+    /// Last use by a CUDA call.
+    pub last_called: Millis,
+    /// When the use in progress, or the last one, began.
+    began: Millis,
+    /// The last hint, and when it was given.
+    pub hint: Option<(Hint, Millis)>,
+    /// Lengths of the container's earlier uses and pauses, from which its next use is predicted.
+    pub history: History,
+    /// Number of early wakes in a row: calls within 30 s after an offload for the idle timeout.
+    pub early_wakes: u32,
+    /// Whether the last prewake was not followed by a call.
+    pub prewake_missed: bool,
+    /// Time of the next use. Set only in simulations.
+    pub next_use: Option<Millis>,
+}
+
+impl Usage {
+    /// The use of a container that was just announced.
+    #[must_use]
+    pub fn new(now: Millis) -> Usage {
+        Usage {
+            last_use: now,
+            last_called: now,
+            began: now,
+            hint: None,
+            history: History::default(),
+            early_wakes: 0,
+            prewake_missed: false,
+            next_use: None,
+        }
+    }
+
+    /// Time without use after which the container is idle, in milliseconds. With `keep_alive =
+    /// "learned"` the time is learned once the history has enough pauses. After an idle hint it is
+    /// 0.
+    #[must_use]
+    pub fn idle_after_ms(&self, policy: &Policy) -> Millis {
+        if self.hinted_idle() {
+            return 0;
+        }
+        let most = policy.idle_timeout_ms;
+        if policy.keep_alive == KeepAlive::Fixed {
+            return most;
+        }
+        let learned = self.history.keep_alive_ms().unwrap_or(most);
+        (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
+    }
+
+    /// Records a wake after an offload for the idle timeout. After several early wakes in a row,
+    /// each further early wake doubles the keep-alive.
+    pub fn woken_after(&mut self, offloaded_ms: Millis) {
+        let early = offloaded_ms < EARLY_MS;
+        self.early_wakes = if early { self.early_wakes.saturating_add(1) } else { 0 };
+    }
+
+    /// Ends a pause, and learns from it if it was long enough. `node`: the pauses of all
+    /// containers. `wish`: the objective, or `None` if the keep-alive is fixed. Returns the length
+    /// of the pause in milliseconds.
+    pub fn pause_ends(
+        &mut self,
+        now: Millis,
+        node: &mut Pauses,
+        wish: Option<KeepAliveTarget>,
+    ) -> Millis {
+        let pause_ms = now.saturating_sub(self.last_use);
+        if pause_ms >= PAUSE_MS {
+            let use_ms = self.last_use.saturating_sub(self.began);
+            self.history.observe(use_ms, pause_ms, node, wish);
+            self.began = now;
+        }
+        pause_ms
+    }
+
+    /// Whether an idle hint is in effect, which means that the container has not been used since
+    /// the hint.
+    #[must_use]
+    pub fn hinted_idle(&self) -> bool {
+        matches!(self.hint, Some((Hint::Idle, _)))
+    }
+
+    /// Time at which a busy hint expires. `None`: there is no busy hint.
+    #[must_use]
+    pub fn busy_until(&self) -> Option<Millis> {
+        match self.hint {
+            Some((Hint::Busy, said)) => Some(said + BUSY_MS),
+            _ => None,
+        }
+    }
+
+    /// Ends an idle hint after the container was used.
+    pub fn used(&mut self, now: Millis) {
+        let settled = |said: Millis| now.saturating_sub(said) > SETTLE_MS;
+        if matches!(self.hint, Some((Hint::Idle, said)) if settled(said)) {
+            self.hint = None;
+        }
+    }
+}
