@@ -45,12 +45,12 @@ impl Node {
             let pid = process.identity.pid;
             self.bad_page(id, NEVER_MOVED.into());
             self.fail_offload(&key, Reason::BadPeer, &format!("process {pid}"));
-            return self.advance(&key);
+            return self.resume(&key);
         }
         let phase = record.phase;
         self.count_moved_vram(id, pending.action, record);
         self.act_on_report(&key, id, &report, pending.action, phase);
-        self.advance(&key);
+        self.resume(&key);
     }
 
     /// Updates the VRAM figures after a move, because evictions before the next NVML sample use

@@ -107,7 +107,7 @@ impl Node {
         let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
         if offloaded && self.has_room_to_spare(key) {
             self.prewake(key, Reason::Connection, now + FOLLOWS_MS);
-            self.advance(key);
+            self.resume(key);
         }
     }
 
@@ -119,16 +119,6 @@ impl Node {
             container.warnings.push(WHY.to_owned());
             self.publish(key, NodeEvent::new(EventKind::Annotation, WHY));
         }
-    }
-
-    /// Publishes an event about a prewake. `used`: whether a call followed the prewake.
-    pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
-        let text = match used {
-            true => "the container was restored before an expected call, which arrived",
-            false => "the container was restored before an expected call, which did not arrive",
-        };
-        let kind = if used { EventKind::Prewake } else { EventKind::PrewakeInVain };
-        self.publish(key, NodeEvent::new(kind, text).because(by));
     }
 }
 

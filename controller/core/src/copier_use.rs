@@ -19,16 +19,13 @@ impl Node {
         }
     }
 
-    /// Attaches a resident process to the copier of its GPU. The copier registers the process's
-    /// prefaulted memory. Returns false if there is no copier for the process.
-    pub(super) fn attach_ahead(&mut self, id: ProcessId) -> bool {
-        match self.may_prefault(id) {
-            Some((uuid, most_bytes)) => self.attach(id, &uuid, most_bytes, true),
-            None => false,
-        }
-    }
-
-    fn attach(&mut self, id: ProcessId, uuid: &str, most_bytes: u64, ahead: bool) -> bool {
+    pub(super) fn attach(
+        &mut self,
+        id: ProcessId,
+        uuid: &str,
+        most_bytes: u64,
+        ahead: bool,
+    ) -> bool {
         if !self.may_have_copier(uuid) {
             return false;
         }
@@ -59,15 +56,6 @@ impl Node {
 
     pub(super) fn copier_exited(&mut self, id: CopierId) {
         self.copiers.exited(self.now, id, &mut self.effects);
-    }
-
-    /// Records that a process has no connection to its copier and therefore copies its memory
-    /// itself. If the process is resident, its prefaulting ends. If it is being offloaded, its
-    /// prefaulted memory is kept, because the offload already uses it.
-    pub(super) fn not_attached(&mut self, id: ProcessId) {
-        if self.copiers.detach(id) {
-            self.end_prefault(id);
-        }
     }
 
     /// Ends copiers that hold VRAM for which a container waits, and copiers without processes.

@@ -1,5 +1,4 @@
-//! Evicts neighbours (other containers on the same GPU) of containers that wait for VRAM. Also
-//! decides about prewakes, which are restores before an expected call.
+//! Evicts neighbours (other containers on the same GPU) of containers that wait for VRAM.
 //!
 //! ```text
 //! waiter ──does not fit──> missing = need + promises - free - VRAM being freed
@@ -13,16 +12,12 @@
 //! it. If a victim is called again, it waits in the queue behind that waiter. Two containers that
 //! need each other's VRAM therefore take turns of at least the minimum residency.
 
-use affinode_proto::{reason::Reason, state::State, wire::Phase};
+use affinode_proto::state::State;
 
 use super::{
     DeviceBytes, Key, Millis, Node,
-    container::{Container, Goal, Offload, Prewake},
-    ledger::margin_bytes,
-    merge_needs,
-    plan::OffloadMethod,
+    container::{Container, Offload},
     policy::Mode,
-    process::Process,
     victims::{self, Candidate},
 };
 
@@ -35,8 +30,6 @@ const SEEK_MS: Millis = 100;
 /// Waiting time after which every possible victim that frees some of the missing VRAM is evicted,
 /// even if all of them together do not free enough.
 const GATHER_MS: Millis = 30_000;
-/// Time between a prewake and the expected call.
-const LEAD_MS: Millis = 5_000;
 
 impl Node {
     /// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
@@ -84,17 +77,6 @@ impl Node {
         chosen.iter().for_each(|victim| self.evict(victim, offload));
     }
 
-    /// Evicts a container for a waiter.
-    pub(super) fn evict(&mut self, victim: &Key, mut offload: Offload) {
-        if self.may_evict_context(victim) {
-            // The container is copied out already. The same offload continues and checkpoints its
-            // context. It was counted and timed when the copy out ended.
-            offload.began = None;
-            offload.evict_context = true;
-        }
-        self.begin_offload(victim, Reason::Pressure, offload);
-    }
-
     fn missing_vram(
         &self,
         key: &Key,
@@ -124,45 +106,6 @@ impl Node {
             Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
         };
         needs.iter().filter_map(missing).collect()
-    }
-
-    /// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its
-    /// contexts. A container that is copied out already can free only the VRAM that it still has.
-    pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
-        let moves = self.moves(key);
-        let has_second_level = self.has_second_level(key);
-        let stays = |p: &Process| p.keeps_context() || !has_second_level;
-        let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
-            OffloadMethod::Copy if stays(p) && p.phase == Phase::CopiedOut => Vec::new(),
-            OffloadMethod::Copy if stays(p) => p.vram_freed_by_copy(),
-            OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
-            _ => p.vram.clone(),
-        });
-        merge_needs(&of_each.flatten().collect::<Vec<_>>())
-    }
-
-    /// Whether the context of a copied-out container may be evicted. This is also allowed while the
-    /// container waits for its restore: otherwise its context would block other containers during
-    /// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
-    fn may_evict_context(&self, key: &Key) -> bool {
-        let waits = |c: &Container| match c.goal {
-            Goal::Offloaded(_) => c.shown.state == State::Offloaded,
-            Goal::Resident(_) => c.shown.state == State::Queued && !self.grants.contains_key(key),
-            Goal::OffloadRequested(_) => false,
-        };
-        let copied_out = |c: &Container| {
-            waits(c)
-                && c.policy.mode != Mode::Off
-                && self.has_second_level(key)
-                && self.now >= c.offload_failures.not_before
-                && self
-                    .processes
-                    .of(key)
-                    .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
-                && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
-                && self.check_offload(key, true).is_ok()
-        };
-        self.containers.get(key).is_some_and(copied_out)
     }
 
     /// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
@@ -219,80 +162,5 @@ impl Node {
                 }
             })
             .collect()
-    }
-
-    /// Prewakes a container whose next call is expected soon, if its restore needs no eviction.
-    pub(super) fn expect(&mut self, key: &Key) {
-        let Some(at) = self.prewake_at(key) else { return };
-        let until = self.prewake_until(key);
-        if self.now < at || self.now >= until || !self.has_room_to_spare(key) {
-            return;
-        }
-        if let Some(container) = self.containers.get_mut(key) {
-            container.usage.history.prewoken();
-        }
-        self.prewake(key, Reason::Expected, until);
-    }
-
-    /// Whether a container can be restored without an eviction and without delaying a waiter.
-    pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
-        let needs = self.container_needs(key);
-        self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
-    }
-
-    /// Restores a container before an expected call, and keeps it resident until `until` if no call
-    /// comes.
-    pub(super) fn prewake(&mut self, key: &Key, why: Reason, until: Millis) {
-        let Some(container) = self.containers.get_mut(key) else { return };
-        container.goal.become_resident();
-        container.cause = why;
-        container.prewake = Some(Prewake { until, why });
-        self.prewakes += 1;
-    }
-
-    /// Time at which an offloaded container is prewoken. `None`: no prewake is planned.
-    #[must_use]
-    pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
-        let c = self.containers.get(key)?;
-        let out = c.rests_offloaded() && c.policy.prewake;
-        let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
-        let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
-        let (begin, _) = c.usage.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
-        // A missed prewake shows that the history does not predict the present use, so the
-        // container stays offloaded until it is called.
-        let worth = !c.usage.prewake_missed && self.now < self.prewake_until(key);
-        worth.then(|| c.usage.last_use.saturating_add(begin))
-    }
-
-    fn prewake_until(&self, key: &Key) -> Millis {
-        self.containers
-            .get(key)
-            .and_then(|c| Some(c.usage.last_use + c.usage.history.prewake(LEAD_MS)?.1))
-            .unwrap_or(0)
-    }
-
-    /// Next time at which a decision about the container is due, as far as it is known now. `None`:
-    /// no decision is planned.
-    #[must_use]
-    pub fn due_at(&self, key: &Key) -> Option<Millis> {
-        let c = self.containers.get(key)?;
-        match c.shown.state {
-            State::Active | State::Idle if c.goal.is_resident() => {
-                if !self.leaves_when_idle(key) {
-                    return None;
-                }
-                let rested = c.figures.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
-                let expected =
-                    c.prewake.map(|prewake| prewake.until).or(c.usage.busy_until()).unwrap_or(0);
-                Some(
-                    (c.usage.last_use + c.idle_after_ms())
-                        .max(rested)
-                        .max(expected)
-                        .max(c.offload_failures.not_before),
-                )
-            }
-            State::Offloaded => self.prewake_at(key),
-            _ => None,
-        }
     }
 }

@@ -1,217 +1,22 @@
-//! Gives grants of VRAM to the waiters in the queue, after NVML has shown that the VRAM is free.
+//! Begins and ends grants of VRAM, and takes over the grants of an earlier controller.
 //!
-//! `grant.rs` draws the stages. `serve_queue` begins grants. `proven` completes them or gives them
-//! up. `check_grants` ends grants that take too long.
+//! `grant.rs` draws the stages. `serve_queue.rs` chooses the waiters that get a grant.
 
 use std::collections::BTreeSet;
 
-use affinode_proto::{
-    reason::Reason,
-    state::State,
-    wire::{Phase, message::Action},
-};
+use affinode_proto::{state::State, wire::Phase};
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId,
+    DeviceBytes, Key, Node, ProcessId,
     grant::{Grant, Stage},
-    input::GpuSample,
-    ledger::margin_bytes,
     merge_needs,
     node::JournalClaim,
-    process::{Process, on_gpu},
+    process::on_gpu,
 };
 
-/// Time limit for the pause of allocations during a restore, in addition to the expected time of
-/// the copy.
-const HOLD_LIMIT_MS: Millis = 10_000;
-/// Time after which a `CopyOut` in progress no longer counts as taking VRAM. An agent that exports
-/// memory to a copier needs VRAM only in the first part of its `CopyOut`.
-const HANDS_OVER_MS: Millis = 10_000;
-/// Time limit for the NVML sample of a grant, in addition to the time limit for the pauses of
-/// allocations.
-const PROOF_MS: Millis = 1_600;
-/// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
-const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
-
-/// GPUs that a waiter cannot have, while the queue is served.
-struct GpuClaims {
-    /// GPUs with a grant, or on which memory is handed over.
-    taken: BTreeSet<String>,
-    /// GPUs that are reserved for a waiter that does not fit yet, with the key of that waiter.
-    kept: Vec<(BTreeSet<String>, Key)>,
-}
-
-impl GpuClaims {
-    fn has(&self, uuid: &str) -> bool {
-        self.taken.contains(uuid) || self.kept.iter().any(|(theirs, _)| theirs.contains(uuid))
-    }
-}
-
 impl Node {
-    /// Begins a grant for each waiter that is next on its GPUs and whose VRAM need seems to fit. If
-    /// a waiter does not fit, later waiters on its GPUs wait behind it.
-    pub(super) fn serve_queue(&mut self) {
-        if self.queue.is_empty() {
-            return;
-        }
-        // A GPU has at most one grant: if all have one, no waiter can be served.
-        let granted = |uuid: &String| self.grants.values().any(|g| g.uuids.contains(uuid));
-        if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
-            return;
-        }
-        let mut claims = GpuClaims { taken: self.taken_gpus(), kept: Vec::new() };
-        let mut order = self.serving_order(&claims.taken);
-        let gpus = self.gpus.len();
-        for key in order.drain(..) {
-            if gpus > 0 && claims.taken.len() >= gpus {
-                break;
-            }
-            // This waiter was evicted for an earlier waiter in this loop, so it no longer waits.
-            if self.containers.get(&key).is_some_and(|c| !c.goal.is_resident()) {
-                self.queue.leave(&key);
-            } else if !self.grants.contains_key(&key) {
-                self.serve_waiter(key, &mut claims);
-            }
-        }
-        self.queue_scratch = order;
-    }
-
-    /// GPUs whose free VRAM is not granted now.
-    fn taken_gpus(&self) -> BTreeSet<String> {
-        let mut taken: BTreeSet<String> =
-            self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
-        // A process that exports memory to a copier may need VRAM for parts of this memory. During
-        // the export, the free VRAM of its GPU is therefore not granted.
-        let handing = self.processes.values().filter(|process| self.hands_over(process));
-        taken.extend(
-            handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
-        );
-        taken
-    }
-
-    /// Whether the VRAM in use on the GPUs is known.
-    fn knows_gpus(&self) -> bool {
-        self.gpu_error.is_none() && !self.gpus.is_empty()
-    }
-
-    /// The waiters that may be served, in their order. Most waiters of a long queue wait for GPUs
-    /// that are taken. They are left out before the expensive checks.
-    fn serving_order(&mut self, taken: &BTreeSet<String>) -> Vec<Key> {
-        let known = self.knows_gpus();
-        let mut order = std::mem::take(&mut self.queue_scratch);
-        self.escalates_to_termination(&mut order);
-        if !taken.is_empty() {
-            order.retain(|key| {
-                let waits = !self.grants.contains_key(key) && self.needs_only(key, taken);
-                if waits {
-                    self.show_waiting(key, known);
-                }
-                !waits
-            });
-        }
-        // Partly restored containers are rare. If there is none, the waiters stay in the order of
-        // the queue.
-        let (all, queue) = (self.processes.half_way(), &self.queue);
-        let half_way: BTreeSet<Key> =
-            all.iter().filter(|key| queue.contains(key)).cloned().collect();
-        if !half_way.is_empty() {
-            order.sort_by_cached_key(|key| self.turn(key, half_way.contains(key)));
-        }
-        order
-    }
-
-    /// Promises VRAM to a waiter, or evicts containers for it, as far as earlier waiters permit it.
-    fn serve_waiter(&mut self, key: Key, claims: &mut GpuClaims) {
-        let known = self.knows_gpus();
-        let want = self.alloc_wait_beside_restore(&key);
-        let needs = self.needs_with(&key, want);
-        let margin = self.margin_for(&key);
-        let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-        let fits = known && self.fits(&key, &needs, margin);
-        let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
-        let turn = uuids.is_disjoint(&claims.taken);
-        let first = turn && before.clone().next().is_none();
-        let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
-        if fits && (first || passes) {
-            // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
-            // VRAM and prove that it is free.
-            claims.taken.extend(self.promise(&key, needs, want));
-            return;
-        }
-        // The container's own GPU is full: try a GPU of the same model that no earlier waiter
-        // needs.
-        if known && turn && !fits && self.choose_other_gpu(&key, margin, |gpu| claims.has(gpu)) {
-            let needs = self.needs_with(&key, want);
-            claims.taken.extend(self.promise(&key, needs, want));
-            return;
-        }
-        // A waiter that may be served before the earlier waiters also evicts: possibly no other
-        // waiter can evict the containers that block those earlier waiters.
-        if known && (first || passes) {
-            self.evict_for(&key, &needs, margin);
-        }
-        self.show_waiting(&key, known);
-        // Later waiters must not take these GPUs.
-        claims.kept.push((uuids, key));
-    }
-
-    fn show_waiting(&mut self, key: &Key, known: bool) {
-        let waits = |c: &&mut super::container::Container| c.shown.state == State::Queued;
-        if let Some(container) = self.containers.get_mut(key).filter(waits) {
-            let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
-            container.shown.reason = (reason, self.gpu_error.clone().unwrap_or_default());
-        }
-    }
-
-    /// Whether a container needs only a restore, and only on GPUs in `taken`. While these GPUs are
-    /// taken, the container cannot be next, and it blocks no other waiter.
-    fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
-        let mut off = false;
-        let mut needs = self
-            .processes
-            .of(key)
-            .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
-        let only = needs.all(|(_, p)| {
-            off = true;
-            let on_taken =
-                |offloaded: &Vec<DeviceBytes>| offloaded.iter().all(|d| taken.contains(&d.uuid));
-            p.alloc_wait.is_none()
-                && p.offloaded_vram
-                    .as_ref()
-                    .is_some_and(|offloaded| !offloaded.is_empty() && on_taken(offloaded))
-        });
-        off && only
-    }
-
-    /// Sort key that puts partly restored containers first. After a controller crash or a failed
-    /// checkpoint such a container holds VRAM that it cannot free before its restore is complete.
-    /// If it waited behind a container that needs that VRAM, both would wait forever.
-    fn turn(&self, key: &Key, half_way: bool) -> u8 {
-        let fits = || self.fits(key, &self.container_needs(key), margin_bytes);
-        match half_way {
-            true if fits() => 0,
-            true => 1,
-            false => 2,
-        }
-    }
-
-    /// Whether `needs` fit in addition to the VRAM that is promised to other containers.
-    pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
-        self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
-    }
-
-    /// Whether a process is exporting its memory to a copier, and may need VRAM for parts of that
-    /// memory.
-    fn hands_over(&self, process: &Process) -> bool {
-        process.pending.is_some_and(|pending| {
-            let hands =
-                matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);
-            hands && self.now.saturating_sub(pending.since) < HANDS_OVER_MS
-        })
-    }
-
     /// Promises VRAM and begins the proof that it is free. Returns the UUIDs of the GPUs.
-    fn promise(
+    pub(super) fn promise(
         &mut self,
         key: &Key,
         needs: Vec<DeviceBytes>,
@@ -237,16 +42,6 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
-    /// or ending.
-    pub(super) fn prove_when_held(&mut self, key: &Key) {
-        let Some(grant) = self.grants.get_mut(key) else { return };
-        if grant.stage == Stage::Holding(BTreeSet::new()) {
-            grant.stage = Stage::AwaitingCopiers;
-            self.prove_when_copiers_rest();
-        }
-    }
-
     /// Takes over a record from the journal of an earlier controller: a process was offloaded, and
     /// its restore may be running. If the restore may be running, the process's VRAM counts as
     /// promised until the process registers. All other processes then pause their allocations,
@@ -262,13 +57,6 @@ impl Node {
         } else {
             self.promise_to_unseen(&key);
         }
-    }
-
-    /// Whether a restore of a process that has not registered may be running.
-    pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
-        self.unclaimed_journal
-            .iter()
-            .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
     /// Ends the grant of a restored container. Keeps the grant while a process that has not
@@ -294,44 +82,6 @@ impl Node {
         self.promise_to_unseen(key);
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
         if recalled_grant && self.recalled_needs(key).is_empty() {
-            self.abort_grant(key);
-        }
-    }
-
-    pub(super) fn proven(&mut self, key: &Key, number: u64, gpus: Result<Vec<GpuSample>, String>) {
-        match gpus {
-            Ok(gpus) => {
-                self.gpu_error = None;
-                self.take_memory(&gpus);
-            }
-            Err(error) => self.gpu_error = Some(error),
-        }
-        // The grant may have ended, or may wait for a newer sample.
-        if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
-            return;
-        }
-        // Processes that registered after the promise need VRAM too, on the same GPUs.
-        let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
-        let margin = self.margin_for(key);
-        // The proof covers only these processes: it does not include the VRAM of a process that
-        // registers later.
-        let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
-        let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-        let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
-        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
-        let Some(grant) = self.grants.get_mut(key) else { return };
-        // A process that registered meanwhile may need another GPU, on which allocations are not
-        // paused.
-        if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
-            (grant.stage, grant.covers) = (Stage::Granted, covers);
-            self.ledger.promise(key, needs);
-            self.queue.leave(key);
-            if !resident {
-                self.advance(key);
-            } else if !self.serve_alloc_wait(key) {
-                self.close_grant(key);
-            }
-        } else {
             self.abort_grant(key);
         }
     }
@@ -372,46 +122,40 @@ impl Node {
         }
     }
 
-    /// Ends grants that take too long. If the restore has not begun, the grant ends together with
-    /// its promise of VRAM. If the restore has begun, only the pauses of the other processes end,
-    /// and the promise stays.
-    pub(super) fn check_grants(&mut self) {
-        let now = self.now;
-        let keys: Vec<Key> = self.grants.keys().cloned().collect();
-        for key in keys {
-            let copy_ms = self.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
-            let Some(grant) = self.grants.get(&key) else { continue };
-            let age = now.saturating_sub(grant.since);
-            let late = age
-                > match grant.stage {
-                    Stage::Holding(_) => self.full_patience_ms(),
-                    Stage::AwaitingCopiers | Stage::Proving(_) => {
-                        self.full_patience_ms() + PROOF_MS
-                    }
-                    Stage::Granted => HOLD_LIMIT_MS + copy_ms,
-                };
-            if late && grant.recalled {
-                // The process has not registered: it has exited, or its later registration will
-                // report its phase.
-                self.unclaimed_journal.retain(|(other, ..), _| *other != key);
-                self.abort_grant(&key);
-            } else if grant.stage != Stage::Granted {
-                // The proof of a grant in doubt would be rejected, so the grant waits for no more
-                // processes to pause their allocations.
-                let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
-                if holding {
-                    self.settle_overdue(&key, late);
-                } else if late {
-                    self.abort_grant(&key);
-                }
-            } else if late && let Some(mut grant) = self.grants.remove(&key) {
-                // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
-                // the other processes may allocate again while it copies.
-                self.release_holds(&mut grant);
-                grant.uuids.clear();
-                grant.doubted = true;
-                self.grants.insert(key, grant);
+    /// Clears the target GPU of those processes of the container whose migration is not in
+    /// progress. During a migration a process may lose its connection, and only its next
+    /// registration reports on which GPU it is.
+    fn stays_where_it_was(&mut self, key: &Key) {
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id)
+                && process.connected
+                && !process.is_migrating()
+            {
+                process.target_gpu = None;
             }
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, key: &Key) {
+        let now = self.now;
+        let Some(container) = self.containers.get(key) else {
+            return;
+        };
+        let (priority, lost) = (container.policy.priority, container.shown.state == State::Lost);
+        if now >= container.restore_failures.not_before {
+            let since = self.alloc_wait_of(key).map_or(now, |(_, want)| want.since);
+            self.queue.enter(key, priority, since);
+        }
+        if !lost {
+            self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
+        }
+    }
+
+    /// Ends the container's grant if the grant is for an allocation. A grant that was taken over
+    /// from the journal is never for an allocation.
+    pub(super) fn end_alloc_grant(&mut self, key: &Key) {
+        if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
+            self.close_grant(key);
         }
     }
 }

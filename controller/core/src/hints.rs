@@ -61,7 +61,6 @@ impl Node {
             let text = format!("hint {} from {who}", hint.as_str());
             self.publish(key, NodeEvent::new(EventKind::Hint, text).because(reason));
         }
-        self.due(key);
     }
 }
 

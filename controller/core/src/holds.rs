@@ -327,6 +327,16 @@ impl Node {
             self.hold_settled(key, id);
         }
     }
+
+    /// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
+    /// or ending.
+    pub(super) fn prove_when_held(&mut self, key: &Key) {
+        let Some(grant) = self.grants.get_mut(key) else { return };
+        if grant.stage == Stage::Holding(BTreeSet::new()) {
+            grant.stage = Stage::AwaitingCopiers;
+            self.prove_when_copiers_rest();
+        }
+    }
 }
 
 /// Whether a process may take VRAM on these GPUs. A process takes VRAM where it has memory, as NVML

@@ -6,9 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
-    Key, Millis, Node,
+    Effect, Key, Millis, Node,
     host_memory::{MemoryPool, MemoryShortage},
     node::JournalClaim,
+    process::Process,
 };
 
 /// Whether an offload gets the host memory that it needs, judged by a reading of the free memory
@@ -142,6 +143,17 @@ impl Node {
                     |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
                 !process.connected || process.pending.is_some_and(|order| moves(order.action))
             })
+    }
+
+    pub(super) fn survey(&mut self, key: &Key) {
+        let moves = self.moves(key);
+        let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
+        let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
+        let now = self.now;
+        if let Some(container) = self.containers.get_mut(key).filter(|c| c.survey_asked.is_none()) {
+            container.survey_asked = Some(now);
+            self.effects.push(Effect::Survey { key: key.clone(), processes });
+        }
     }
 }
 

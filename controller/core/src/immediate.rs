@@ -25,21 +25,12 @@ use super::{
     container::{Container, Offload},
     eligibility::is_unsafe,
     event::NodeEvent,
-    plan::OrderDeadlines,
     policy::{Mode, Restore},
     process::{Process, Termination},
 };
 
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
-/// Time limit for a process to exit after it was ordered to end. After this time, its VRAM no
-/// longer counts as about to be freed.
-const EXIT_TIMEOUT_MS: Millis = 30_000;
-
-/// Deadlines of a forced offload. They are longer than usual, because a process whose forced
-/// offloads fail is ended. Meanwhile a grant of another container waits at most 0.9 s for the hold
-/// of this process.
-const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
 /// When a process arrived: the time at which it took its VRAM, then its start time. Of two
 /// processes, the process with the greater value arrived later.
@@ -166,18 +157,6 @@ impl Node {
         }
     }
 
-    /// Deadlines of a container's offload: for its calls in progress and its running kernels.
-    pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
-        let usual = self.settings.deadlines;
-        match self.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
-            true => OrderDeadlines {
-                close_ms: usual.close_ms.max(FORCED.close_ms),
-                lock_ms: usual.lock_ms.max(FORCED.lock_ms),
-            },
-            false => usual,
-        }
-    }
-
     fn failed_forced_offload(&self, key: &Key, since: Millis) -> bool {
         self.containers
             .get(key)
@@ -227,14 +206,6 @@ impl Node {
                 self.effects.push(Effect::End { identity, by_force: true });
             }
         }
-    }
-
-    /// VRAM of the processes that were ordered to end and are still expected to exit.
-    pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
-        let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
-        let ending =
-            self.processes.values().filter(move |p| p.termination.as_ref().is_some_and(hoped));
-        ending.flat_map(|p| &p.vram)
     }
 }
 

@@ -117,20 +117,6 @@ impl Node {
         let text = format!("process {pid} is restored on {will}, because {was} is full");
         self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
-
-    /// Clears the target GPU of those processes of the container whose migration is not in
-    /// progress. During a migration a process may lose its connection, and only its next
-    /// registration reports on which GPU it is.
-    pub(super) fn stays_where_it_was(&mut self, key: &Key) {
-        for id in self.members(key) {
-            if let Some(process) = self.processes.get_mut(&id)
-                && process.connected
-                && !process.is_migrating()
-            {
-                process.target_gpu = None;
-            }
-        }
-    }
 }
 
 /// The GPU from which a process was offloaded. `None`: the process was on several GPUs, or cannot

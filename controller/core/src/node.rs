@@ -4,21 +4,20 @@
 //! Requests of operators are in `requests.rs`, offload and restore in `transitions.rs`. Grants are
 //! in `grants.rs`, and the lists for operators in `view.rs`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::message::{Action, AgentMessage, ControllerMessage, PROOF_TTL_MS},
+    wire::message::{AgentMessage, PROOF_TTL_MS},
 };
 use foldhash::fast::FixedState;
 use indexmap::IndexMap;
 
 use super::{
-    Change, ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
+    ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::Container,
     copiers::CopierRegistry,
-    event::NodeEvent,
     grant::Grant,
     history::Pauses,
     holds::HoldOrder,
@@ -28,7 +27,6 @@ use super::{
     order_report::OrderReport,
     plan::OrderDeadlines,
     policy::Policies,
-    process::PendingOrder,
     processes::Processes,
     queue::Queue,
     registration::RegistrationStatus,
@@ -96,7 +94,7 @@ pub struct Node {
     pub(super) started_ticks: u64,
     pub(super) now: Millis,
     /// Wall clock when `now` was 0, in milliseconds since 1970.
-    clock_ms: i64,
+    pub(super) clock_ms: i64,
     /// The containers, ordered by key. They are found by hash, because each input looks up several
     /// containers.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
@@ -127,9 +125,11 @@ pub struct Node {
     pub(super) gpus_under_pressure: BTreeSet<String>,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
-    next_order: u64,
+    pub(super) next_order: u64,
     pub(super) next_proof: u64,
     pub(super) effects: Vec<Effect>,
+    /// Containers whose next orders are decided before the input is done.
+    pub(super) resumed: VecDeque<Key>,
 }
 
 impl Node {
@@ -171,6 +171,7 @@ impl Node {
                 | Input::CopierReport(..)
         );
         self.take(input);
+        self.advance_resumed();
         if may_serve {
             self.serve_queue();
             self.settle_host_memory();
@@ -221,7 +222,10 @@ impl Node {
                 self.recall(key, identity, claim);
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
-            Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),
+            Input::Hinted(key, hint, who) => {
+                self.hinted(&key, hint, &who);
+                self.due(&key);
+            }
             Input::Connections(key, count) => self.connections(&key, count),
             Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
@@ -230,11 +234,6 @@ impl Node {
 
     fn set_clock(&mut self, unix_ms: i64) {
         self.clock_ms = unix_ms.saturating_sub(i64::try_from(self.now).unwrap_or(i64::MAX));
-    }
-
-    pub(super) fn week_minute(&self) -> u32 {
-        let now = i64::try_from(self.now).unwrap_or(i64::MAX);
-        super::window::week_minute(self.clock_ms.saturating_add(now))
     }
 
     fn reconfigure(&mut self, settings: Settings) {
@@ -315,71 +314,17 @@ impl Node {
             .map(|(key, c)| (key, &c.spec))
     }
 
-    pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes.ids_of(key).collect()
-    }
-
-    pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
-        self.next_order += 1;
-        let order = self.next_order;
-        let decided_ms = self.now;
-        let message = ControllerMessage::Order { order, action, decided_ms };
-        self.effects.push(Effect::Send(process, message));
-        // A process has at most one order that belongs to a move. Orders to pause or resume its
-        // allocations may be in progress at the same time.
-        if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
-            && let Some(process) = self.processes.get_mut(&process)
-        {
-            process.pending = Some(PendingOrder { order, action, since: self.now });
-        }
-        order
-    }
-
-    pub(super) fn publish(&mut self, key: &Key, event: NodeEvent) {
-        let container = self.display_name(key);
-        let event = NodeEvent { key: Some(key.clone()), container, ..event };
-        self.effects.push(Effect::Publish(Box::new(event)));
-    }
-
-    /// Sets the state that users see, with its reason. If the state is the same, replaces only the
-    /// reason.
-    pub(super) fn set_state(
-        &mut self,
-        key: &Key,
-        to: State,
-        reason: Reason,
-        detail: &str,
-        bytes: u64,
-        elapsed_ms: Millis,
-    ) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
-        };
-        container.shown.reason = (reason, detail.to_owned());
-        let from = container.shown.state;
-        if from == to {
-            return;
-        }
-        container.shown.state = to;
-        container.shown.since = now;
-        self.effects.push(Effect::Changed(Change {
-            key: key.clone(),
-            container: container.display_name(),
-            from,
-            to,
-            reason,
-            detail: detail.to_owned(),
-            bytes,
-            elapsed_ms,
-        }));
-    }
-
     fn message(&mut self, id: ProcessId, message: AgentMessage) {
         match message {
             // The protocol allows one Hello per connection. Later ones are ignored.
             AgentMessage::Hello { .. } => {}
-            AgentMessage::Wake { generation, .. } => self.wake(id, generation),
+            AgentMessage::Wake { generation, .. } => {
+                if self.wake(id, generation) {
+                    // Orders of the restore come first: they decide the place in the queue.
+                    self.advance_resumed();
+                    self.acknowledge_wake(id, generation);
+                }
+            }
             AgentMessage::Report {
                 order,
                 outcome,
@@ -423,14 +368,22 @@ impl Node {
         self.keep_copiers();
     }
 
-    pub(super) fn due(&mut self, key: &Key) {
+    /// Sends the next orders of each container that was resumed.
+    fn advance_resumed(&mut self) {
+        while let Some(key) = self.resumed.pop_front() {
+            self.advance(&key);
+        }
+    }
+
+    fn due(&mut self, key: &Key) {
         self.check_overdue(key);
         self.check_alloc_wait(key);
         self.evaluate(key);
         self.survey_again(key);
         self.update_prefault(key);
         self.expect(key);
-        self.advance(key);
+        self.resume(key);
+        self.advance_resumed();
         self.settle_requests(key);
     }
 }

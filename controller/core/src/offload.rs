@@ -11,7 +11,7 @@ use affinode_proto::{
 };
 
 use super::{
-    Effect, JournalStep, Key, Node, ProcessId,
+    JournalStep, Key, Node, ProcessId,
     container::{Goal, Offload},
     eligibility::Refusal,
     host_promises::HostVerdict,
@@ -49,17 +49,6 @@ impl Node {
         self.survey(key);
     }
 
-    pub(super) fn survey(&mut self, key: &Key) {
-        let moves = self.moves(key);
-        let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
-        let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
-        let now = self.now;
-        if let Some(container) = self.containers.get_mut(key).filter(|c| c.survey_asked.is_none()) {
-            container.survey_asked = Some(now);
-            self.effects.push(Effect::Survey { key: key.clone(), processes });
-        }
-    }
-
     pub(super) fn surveyed(&mut self, key: &Key, survey: Survey) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -77,7 +66,7 @@ impl Node {
         };
         // The offload was given up while host memory and GPUs were read.
         let Some(container) = self.containers.get(key).filter(|c| !c.goal.is_resident()) else {
-            return self.advance(key);
+            return self.resume(key);
         };
         let is_requested = container.goal.is_requested();
         let verdict = match verdict {
@@ -102,7 +91,7 @@ impl Node {
                 // does not close during a pause.
                 self.release_siblings(key);
                 self.set_state(key, State::Closing, cause, "", 0, 0);
-                self.advance(key);
+                self.resume(key);
             }
             HostVerdict::Promised => {
                 if let OffloadPlan::Run(step, processes) =
@@ -112,7 +101,7 @@ impl Node {
                         self.run_offload_step(key, process, step);
                     }
                 }
-                self.advance(key);
+                self.resume(key);
             }
         }
     }
@@ -243,13 +232,8 @@ impl Node {
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
             container.goal.become_resident();
             container.cause = cause;
-            self.advance(key);
+            self.resume(key);
         }
-    }
-
-    /// VRAM that the restore of a process needs, in bytes.
-    pub(super) fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
-        self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
     }
 
     /// Gives up an offload because a process of the container exits. This does not count as a
@@ -289,6 +273,17 @@ impl Node {
         self.prefault_failed(key);
         self.publish_refusal(key, reason, detail);
         self.answer(key, Request::Offload, false, 0, 0);
-        self.advance(key);
+        self.resume(key);
+    }
+
+    /// Evicts a container for a waiter.
+    pub(super) fn evict(&mut self, victim: &Key, mut offload: Offload) {
+        if self.may_evict_context(victim) {
+            // The container is copied out already. The same offload continues and checkpoints its
+            // context. It was counted and timed when the copy out ended.
+            offload.began = None;
+            offload.evict_context = true;
+        }
+        self.begin_offload(victim, Reason::Pressure, offload);
     }
 }

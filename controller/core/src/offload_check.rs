@@ -1,14 +1,14 @@
 //! Collects the facts that decide about an offload, and acts on the decision of [`super::eligibility`].
 
-use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazards};
+use affinode_proto::{reason::Reason, state::State, wire::Hazards, wire::Phase};
 
 use super::{
     Key, Node,
-    container::Offload,
-    eligibility::{IdleFacts, OffloadFacts, ProcessFacts, Refusal, is_unsafe},
-    event::NodeEvent,
-    node::text_of,
+    container::Container,
+    container::Goal,
+    eligibility::{IdleFacts, OffloadFacts, ProcessFacts, Refusal},
     plan::OffloadMethod,
+    policy::Mode,
     process::Process,
 };
 
@@ -80,48 +80,27 @@ impl Node {
         cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
     }
 
-    /// Publishes an event that says why the container stays resident. Publishes nothing if the
-    /// reason is the same as in the last such event.
-    pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
+    /// Whether the context of a copied-out container may be evicted. This is also allowed while the
+    /// container waits for its restore: otherwise its context would block other containers during
+    /// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
+    pub(super) fn may_evict_context(&self, key: &Key) -> bool {
+        let waits = |c: &Container| match c.goal {
+            Goal::Offloaded(_) => c.shown.state == State::Offloaded,
+            Goal::Resident(_) => c.shown.state == State::Queued && !self.grants.contains_key(key),
+            Goal::OffloadRequested(_) => false,
         };
-        if container.shown.refused.replace(reason) != Some(reason) {
-            self.publish_refusal(key, reason, detail);
-        }
-    }
-
-    /// Publishes the event of a refused offload.
-    pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let event = NodeEvent::new(EventKind::Refused, text_of(reason, detail));
-        self.publish(key, event.because(reason));
-    }
-
-    /// Updates whether the container is idle, and begins an offload if the policy says so.
-    pub(super) fn evaluate(&mut self, key: &Key) {
-        let Some(c) = self.containers.get(key) else {
-            return;
+        let copied_out = |c: &Container| {
+            waits(c)
+                && c.policy.mode != Mode::Off
+                && self.has_second_level(key)
+                && self.now >= c.offload_failures.not_before
+                && self
+                    .processes
+                    .of(key)
+                    .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
+                && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
+                && self.check_offload(key, true).is_ok()
         };
-        if !c.goal.is_resident() || !matches!(c.shown.state, State::Active | State::Idle) {
-            return;
-        }
-        self.update_oversubscription();
-        let Some(c) = self.containers.get(key) else { return };
-        let verdict = self.check_offload(key, false);
-        let idle = self.now.saturating_sub(c.usage.last_use) >= c.idle_after_ms()
-            && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
-        match verdict {
-            Ok(()) => {
-                self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.begin_offload(key, Reason::IdleTimeout, Offload::begins(self.now));
-            }
-            Err((reason, detail)) => {
-                let state = if idle { State::Idle } else { State::Active };
-                self.set_state(key, state, reason, &detail, 0, 0);
-                if is_unsafe(reason) {
-                    self.refuse_offload(key, reason, &detail);
-                }
-            }
-        }
+        self.containers.get(key).is_some_and(copied_out)
     }
 }

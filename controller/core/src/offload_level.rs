@@ -19,7 +19,14 @@
 
 use affinode_proto::wire::{Phase, ProcessFlags};
 
-use super::{Key, Millis, Node, plan::OffloadMethod, policy::Engine, process::Process};
+use super::{
+    Key, Millis, Node, plan::OffloadMethod, plan::OrderDeadlines, policy::Engine, process::Process,
+};
+
+/// Deadlines of a forced offload. They are longer than usual, because a process whose forced
+/// offloads fail is ended. Meanwhile a grant of another container waits at most 0.9 s for the hold
+/// of this process.
+const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
 impl Node {
     /// Returns a function that chooses the offload method for a process of this container.
@@ -84,6 +91,18 @@ impl Node {
             }
         };
         self.processes.of(key).map(|(_, p)| of_one(p)).sum()
+    }
+
+    /// Deadlines of a container's offload: for its calls in progress and its running kernels.
+    pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
+        let usual = self.settings.deadlines;
+        match self.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
+            true => OrderDeadlines {
+                close_ms: usual.close_ms.max(FORCED.close_ms),
+                lock_ms: usual.lock_ms.max(FORCED.lock_ms),
+            },
+            false => usual,
+        }
     }
 }
 

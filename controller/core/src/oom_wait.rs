@@ -22,7 +22,6 @@ use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     event::NodeEvent,
     ledger::margin_bytes,
-    merge_needs,
     policy::{OnOom, Policy},
     process::PendingAlloc,
 };
@@ -63,11 +62,6 @@ impl Node {
             OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
             OnOom::Fail => 0,
         }
-    }
-
-    /// The container's waiting allocation that is served next.
-    pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
-        self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
     pub(super) fn alloc_wait_began(
@@ -111,7 +105,7 @@ impl Node {
             }
         }
         self.queue_alloc_wait(&key);
-        self.advance(&key);
+        self.resume(&key);
     }
 
     fn may_wait(
@@ -163,56 +157,6 @@ impl Node {
             }
             _ => Ok(()),
         }
-    }
-
-    /// The waiting allocation that is served together with the container's restore. Returns `None` if
-    /// calls wait at the gate and the VRAM does not suffice for both: the restore is then served
-    /// first, so that these calls do not also wait for the allocation.
-    pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
-        let (id, want) = self.alloc_wait_of(key)?;
-        let offloaded = self.container_needs(key);
-        let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
-        let together = merge_needs(offloaded.iter().chain([&want.need]));
-        // Memory that a copy out left on the GPU takes VRAM in addition to what the restore needs.
-        let held = |uuid: &str| self.held_bytes(key, uuid);
-        let fits = |need: &DeviceBytes| {
-            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
-            let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
-            gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
-        };
-        let alone = offloaded.is_empty();
-        (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
-    }
-
-    /// VRAM that a container needs for its restore. If the allocation `named` still waits, its need
-    /// is included.
-    pub(super) fn needs_with(
-        &self,
-        key: &Key,
-        named: Option<(ProcessId, u64)>,
-    ) -> Vec<DeviceBytes> {
-        let want = self
-            .alloc_wait_of(key)
-            .filter(|(id, want)| named == Some((*id, want.ticket)))
-            .map(|(_, want)| &want.need);
-        let offloaded = self.container_needs(key);
-        if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
-    }
-
-    /// VRAM that stays free on a GPU in addition to a grant. For a restore it is the margin of the
-    /// ledger, because a restore must not fail. For an allocation it is 0, because an allocation
-    /// may fail and may need all VRAM.
-    pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
-        if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
-    }
-
-    /// Whether an allocation of a resident container may be served before the earlier waiter
-    /// `head`. It may if `head` is not allowed to evict the container, because both would otherwise
-    /// wait for each other.
-    pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
-        let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
-        let resident = self.container_needs(key).is_empty();
-        resident && (priority(key) > priority(head) || !self.may_be_evicted(key))
     }
 
     /// Queues a resident container whose allocation waits.
@@ -307,14 +251,6 @@ impl Node {
         if is_resident {
             self.queue.leave(&key);
             self.queue_alloc_wait(&key);
-        }
-    }
-
-    /// Ends the container's grant if the grant is for an allocation. A grant that was taken over
-    /// from the journal is never for an allocation.
-    pub(super) fn end_alloc_grant(&mut self, key: &Key) {
-        if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
-            self.close_grant(key);
         }
     }
 

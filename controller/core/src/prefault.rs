@@ -25,8 +25,6 @@ use super::{
     policy::Engine, process::Process,
 };
 
-/// Time after the begin of an offload during which the offload is expected to free VRAM soon.
-const LEAVES_MS: Millis = 20_000;
 /// Number of offloads in a row in which the copier copied nothing. From this number on, a process
 /// is not prefaulted.
 const MAX_UNCOPIED: u32 = 3;
@@ -140,14 +138,21 @@ impl Node {
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))
     }
 
-    /// Whether an offload of the process is expected to free VRAM soon.
-    pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
-        let leaves = |p: &Process| {
-            let container = self.containers.get(&p.key).filter(|c| !c.goal.is_resident());
-            let began = container.and_then(|c| c.goal.offload()?.began);
-            let soon = began.is_some_and(|began| self.now.saturating_sub(began) < LEAVES_MS);
-            soon && p.phase != Phase::Checkpointed
-        };
-        self.processes.get(&id).is_some_and(leaves)
+    /// Attaches a resident process to the copier of its GPU. The copier registers the process's
+    /// prefaulted memory. Returns false if there is no copier for the process.
+    fn attach_ahead(&mut self, id: ProcessId) -> bool {
+        match self.may_prefault(id) {
+            Some((uuid, most_bytes)) => self.attach(id, &uuid, most_bytes, true),
+            None => false,
+        }
+    }
+
+    /// Records that a process has no connection to its copier and therefore copies its memory
+    /// itself. If the process is resident, its prefaulting ends. If it is being offloaded, its
+    /// prefaulted memory is kept, because the offload already uses it.
+    pub(super) fn not_attached(&mut self, id: ProcessId) {
+        if self.copiers.detach(id) {
+            self.end_prefault(id);
+        }
     }
 }

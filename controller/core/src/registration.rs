@@ -131,7 +131,7 @@ impl Node {
             };
             self.set_state(key, state, reason, "", 0, 0);
         }
-        self.advance(key);
+        self.resume(key);
     }
 
     /// Refuses a process. `retry`: it may register again later.
@@ -216,7 +216,7 @@ impl Node {
         let key = process.key.clone();
         self.end_alloc_wait(id);
         self.forget_holds(id);
-        self.advance(&key);
+        self.resume(&key);
     }
 
     pub(super) fn exited(&mut self, id: ProcessId) {
@@ -247,7 +247,7 @@ impl Node {
                 container.wake_began = None;
             }
         } else {
-            self.advance(&key);
+            self.resume(&key);
         }
     }
 }

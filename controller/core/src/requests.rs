@@ -3,10 +3,9 @@
 use affinode_proto::{reason::Reason, state::State};
 
 use super::{
-    ActionResult, CommandId, Effect, Key, Millis, Node,
+    ActionResult, CommandId, Effect, Key, Node,
     container::{Container, Offload},
     input::Request,
-    node::text_of,
 };
 
 impl Node {
@@ -38,14 +37,14 @@ impl Node {
             (Request::Restore, State::Offloaded) => {
                 container.goal.become_resident();
                 container.cause = Reason::Requested;
-                self.advance(key);
+                self.resume(key);
             }
             (Request::Restore, State::Closing | State::Offloading) => {
                 container.goal.become_resident();
                 container.cause = Reason::Requested;
                 container.shown.reason = (Reason::Requested, String::new());
                 self.answer(key, Request::Offload, false, 0, 0);
-                self.advance(key);
+                self.resume(key);
             }
             // If the container has no processes or is lost, no move can answer the request: answer
             // it now. In all other states a move is in progress, and the end of that move answers
@@ -53,38 +52,6 @@ impl Node {
             (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
             _ => {}
         }
-    }
-
-    pub(super) fn answer(
-        &mut self,
-        key: &Key,
-        which: Request,
-        done: bool,
-        bytes: u64,
-        elapsed_ms: Millis,
-    ) {
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
-        };
-        let (asked, others) =
-            std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
-        container.commands = others;
-        let asked: Vec<(CommandId, Request)> = asked;
-        if asked.is_empty() {
-            return;
-        }
-        let (reason, detail) = container.shown.reason.clone();
-        let response = ActionResult {
-            done,
-            state: Some(container.shown.state),
-            reason: Some(reason),
-            text: text_of(reason, &detail),
-            bytes,
-            elapsed_ms,
-        };
-        self.effects.extend(
-            asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
-        );
     }
 
     /// Begins an offload that was requested while the container was being restored.

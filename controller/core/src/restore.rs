@@ -8,36 +8,32 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, JournalStep, Key, Millis, Node, ProcessId,
+    Effect, JournalStep, Key, Millis, Node, ProcessId,
     container::{Goal, IncompleteRestore},
     grant::Grant,
     input::Request,
-    ledger::margin_bytes,
-    merge_needs,
     plan::{self, ProcessPosition},
     process::Process,
 };
 
 impl Node {
-    pub(super) fn wake(&mut self, id: ProcessId, generation: u64) {
+    /// Handles a call that waits at the gate of a process. Returns whether the wake must be
+    /// acknowledged.
+    pub(super) fn wake(&mut self, id: ProcessId, generation: u64) -> bool {
         let now = self.now;
         let Some(process) = self.processes.get_mut(&id) else {
-            return;
+            return false;
         };
         if process.phase == Phase::Open && process.pending.is_none() {
             // The gate of the process is open. If its allocations are paused for another container,
             // the acknowledgement shows its agent that the controller still runs. If they are not
             // paused, the gate has opened since the wake was sent.
-            if process.holds > 0 {
-                let ack = ControllerMessage::WakeAck { generation, position: 0 };
-                self.effects.push(Effect::Send(id, ack));
-            }
-            return;
+            return process.holds > 0;
         }
         process.generation = generation;
         let key = process.key.clone();
         let Some(container) = self.containers.get_mut(&key) else {
-            return;
+            return false;
         };
         if container.wake_began.is_none() {
             container.wake_began = Some(now);
@@ -61,63 +57,17 @@ impl Node {
             if meanwhile {
                 self.answer(&key, Request::Offload, false, 0, 0);
             }
-            self.advance(&key);
+            self.resume(&key);
         }
-        let position = self.queue.position(&key, now).unwrap_or(0);
+        true
+    }
+
+    /// Tells an agent that its wake was received, and its container's place in the queue.
+    pub(super) fn acknowledge_wake(&mut self, id: ProcessId, generation: u64) {
+        let Some(process) = self.processes.get(&id) else { return };
+        let position = self.queue.position(&process.key, self.now).unwrap_or(0);
         let position = u32::try_from(position).unwrap_or(u32::MAX);
         self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
-    }
-
-    /// VRAM that an offloaded process needs for its restore. If the journal was lost and the need
-    /// is unknown, it is estimated: a context and all memory that the counters show, on each GPU.
-    pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
-        const CONTEXT_BYTES: u64 = 1 << 30;
-        if let Some(gone) = process.vram_to_restore() {
-            return gone;
-        }
-        let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
-        let claimed = claimed.max(process.swap.swappable_bytes);
-        self.gpus
-            .iter()
-            .map(|gpu| DeviceBytes {
-                uuid: gpu.uuid.clone(),
-                bytes: claimed.saturating_add(CONTEXT_BYTES).min(most_of(gpu.total_bytes)),
-            })
-            .collect()
-    }
-
-    /// VRAM that the offloaded processes of a container need in total.
-    pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
-        let needs: Vec<DeviceBytes> = self
-            .processes
-            .of(key)
-            .filter(|(_, p)| p.phase.is_offloaded())
-            .flat_map(|(_, p)| self.needs(p))
-            .collect();
-        let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
-        // Estimates are limited to the VRAM of a GPU without other users: the processes cannot have
-        // had more before their offload.
-        let known = |uuid: &str| -> u64 {
-            let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
-            let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
-            devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
-        };
-        for need in &mut needs {
-            if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
-                let others =
-                    most_of(gpu.total_bytes).saturating_sub(self.held_bytes(key, &need.uuid));
-                if need.bytes > others {
-                    need.bytes = need.bytes.min(others.max(known(&need.uuid)));
-                }
-            }
-        }
-        needs
-    }
-
-    /// VRAM of a container on one GPU now, in bytes.
-    pub(super) fn held_bytes(&self, key: &Key, uuid: &str) -> u64 {
-        let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
-        devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
     }
 
     pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
@@ -157,21 +107,6 @@ impl Node {
             } else if !self.grants.contains_key(key) {
                 self.enqueue(key);
             }
-        }
-    }
-
-    pub(super) fn enqueue(&mut self, key: &Key) {
-        let now = self.now;
-        let Some(container) = self.containers.get(key) else {
-            return;
-        };
-        let (priority, lost) = (container.policy.priority, container.shown.state == State::Lost);
-        if now >= container.restore_failures.not_before {
-            let since = self.alloc_wait_of(key).map_or(now, |(_, want)| want.since);
-            self.queue.enter(key, priority, since);
-        }
-        if !lost {
-            self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
         }
     }
 
@@ -285,10 +220,4 @@ impl Node {
         self.answer(key, Request::Restore, false, 0, 0);
         self.answer(key, Request::Offload, false, 0, 0);
     }
-}
-
-/// Maximum VRAM that processes can have on a GPU without other users, in bytes: its size less the
-/// margin and the driver's share.
-fn most_of(total_bytes: u64) -> u64 {
-    total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

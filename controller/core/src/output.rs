@@ -1,0 +1,168 @@
+//! What the node sends and records: orders to agents, events, states that users see, answers to
+//! requests, and journal records.
+
+use affinode_proto::{
+    event::EventKind, reason::Reason, state::State, wire::message::Action,
+    wire::message::ControllerMessage,
+};
+
+use super::{
+    Change, Effect, JournalStep, Key, Millis, Node, ProcessId, Record, RecordedProcess,
+    event::NodeEvent, input::ActionResult, input::CommandId, input::Request, node::text_of,
+    process::PendingOrder,
+};
+
+impl Node {
+    /// Requests that the container's next orders are decided before the present input is done. The
+    /// parts of an offload or restore call this when they have changed a container.
+    pub(super) fn resume(&mut self, key: &Key) {
+        if !self.resumed.contains(key) {
+            self.resumed.push_back(key.clone());
+        }
+    }
+
+    /// Sends an order to an agent and returns its number.
+    pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
+        self.next_order += 1;
+        let order = self.next_order;
+        let decided_ms = self.now;
+        let message = ControllerMessage::Order { order, action, decided_ms };
+        self.effects.push(Effect::Send(process, message));
+        // A process has at most one order that belongs to a move. Orders to pause or resume its
+        // allocations may be in progress at the same time.
+        if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
+            && let Some(process) = self.processes.get_mut(&process)
+        {
+            process.pending = Some(PendingOrder { order, action, since: self.now });
+        }
+        order
+    }
+
+    pub(super) fn publish(&mut self, key: &Key, event: NodeEvent) {
+        let container = self.display_name(key);
+        let event = NodeEvent { key: Some(key.clone()), container, ..event };
+        self.effects.push(Effect::Publish(Box::new(event)));
+    }
+
+    /// Publishes the event of a refused offload.
+    pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let event = NodeEvent::new(EventKind::Refused, text_of(reason, detail));
+        self.publish(key, event.because(reason));
+    }
+
+    /// Publishes an event that says why the container stays resident. Publishes nothing if the
+    /// reason is the same as in the last such event.
+    pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if container.shown.refused.replace(reason) != Some(reason) {
+            self.publish_refusal(key, reason, detail);
+        }
+    }
+
+    /// Publishes an event about a prewake. `used`: whether a call followed the prewake.
+    pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
+        let text = match used {
+            true => "the container was restored before an expected call, which arrived",
+            false => "the container was restored before an expected call, which did not arrive",
+        };
+        let kind = if used { EventKind::Prewake } else { EventKind::PrewakeInVain };
+        self.publish(key, NodeEvent::new(kind, text).because(by));
+    }
+
+    /// Sets the state that users see, with its reason. If the state is the same, replaces only the
+    /// reason.
+    pub(super) fn set_state(
+        &mut self,
+        key: &Key,
+        to: State,
+        reason: Reason,
+        detail: &str,
+        bytes: u64,
+        elapsed_ms: Millis,
+    ) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.shown.reason = (reason, detail.to_owned());
+        let from = container.shown.state;
+        if from == to {
+            return;
+        }
+        container.shown.state = to;
+        container.shown.since = now;
+        self.effects.push(Effect::Changed(Change {
+            key: key.clone(),
+            container: container.display_name(),
+            from,
+            to,
+            reason,
+            detail: detail.to_owned(),
+            bytes,
+            elapsed_ms,
+        }));
+    }
+
+    pub(super) fn answer(
+        &mut self,
+        key: &Key,
+        which: Request,
+        done: bool,
+        bytes: u64,
+        elapsed_ms: Millis,
+    ) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        let (asked, others) =
+            std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
+        container.commands = others;
+        let asked: Vec<(CommandId, Request)> = asked;
+        if asked.is_empty() {
+            return;
+        }
+        let (reason, detail) = container.shown.reason.clone();
+        let response = ActionResult {
+            done,
+            state: Some(container.shown.state),
+            reason: Some(reason),
+            text: text_of(reason, &detail),
+            bytes,
+            elapsed_ms,
+        };
+        self.effects.extend(
+            asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
+        );
+    }
+
+    /// Writes a journal record with each process of the container that is offloaded or about to be.
+    /// A process that an earlier controller offloaded, and that has not registered yet, stays in
+    /// the record: the next controller must know how much VRAM that process needs.
+    pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
+        let known = self.processes.of(key).filter_map(|(_, p)| {
+            let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
+            let to = p.target_gpu.clone().filter(|_| step == JournalStep::Restore);
+            p.offloaded_vram.clone().map(|offloaded| RecordedProcess {
+                pid,
+                start_ticks,
+                offloaded,
+                to,
+            })
+        });
+        let processes = known.chain(self.recalled_of(key)).collect();
+        let step = if self.is_restoring_unseen(key) { JournalStep::Restore } else { step };
+        self.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
+    }
+
+    /// Removes the container's record after a restore or its last exit. Processes of the journal
+    /// that have not registered stay in the record.
+    pub(super) fn clear_journal(&mut self, key: &Key) {
+        if self.recalled_of(key).next().is_some() {
+            self.journal(key, JournalStep::Checkpoint);
+        } else {
+            self.effects.push(Effect::Journal(key.clone(), None));
+        }
+    }
+}
