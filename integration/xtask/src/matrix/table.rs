@@ -1,6 +1,7 @@
 //! The results of the matrix, as a table and as JSON.
 
 use std::{
+    env,
     fmt::{self, Write},
     process::Command,
 };
@@ -85,11 +86,28 @@ impl Table {
         format!(
             "# Matrix\n\n\
              Printed by `cargo xtask matrix`: the life cycle of an installation on each containerd, with the\n\
-             simulated GPU and a stand-in for systemctl. Each cell contains what was observed.\n\n\
-             {}: {}, Linux {}.\n\n{self}",
-            self.date, self.runc, self.kernel
+             simulated GPU and a test program in place of systemctl. Each cell contains what was observed.\n\
+             `NODE` is the folder of the test's node.\n\n\
+             {}: {}, Linux {}.\n\n{}",
+            self.date,
+            self.runc,
+            self.kernel,
+            without_folders(&self.to_string())
         )
     }
+}
+
+/// Replaces the folders of the test's nodes, which differ from run to run.
+fn without_folders(text: &str) -> String {
+    let begin = env::temp_dir().join("afn-").display().to_string();
+    let mut parts = text.split(&begin);
+    let mut page = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let rest = part.find('/').map_or("", |end| &part[end..]);
+        page.push_str("NODE");
+        page.push_str(rest);
+    }
+    page
 }
 
 impl fmt::Display for Table {
@@ -124,5 +142,18 @@ impl fmt::Display for Table {
             writeln!(f)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_names_no_folder_of_the_test() {
+        let folder = env::temp_dir().join("afn-4802-2f/etc/a.toml");
+        let text = format!("cannot read {0} or {0}: no such file", folder.display());
+        let expected = "cannot read NODE/etc/a.toml or NODE/etc/a.toml: no such file";
+        assert_eq!(without_folders(&text), expected);
     }
 }
