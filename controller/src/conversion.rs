@@ -3,7 +3,7 @@
 mod list;
 mod policies;
 
-use affinode_core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, node::text_of};
+use affinode_core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, texts::text_of};
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event},
     event::EventKind,

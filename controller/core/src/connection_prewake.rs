@@ -14,10 +14,12 @@
 use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{
-    Key, Millis, Node,
+    Key, Millis,
     container::Container,
     event::NodeEvent,
+    node_state::NodeState,
     policy::{Mode, WakeOn},
+    prewake,
 };
 
 /// A CUDA call counts as the result of a connection if it follows the connection within this time.
@@ -86,39 +88,37 @@ impl Connections {
     }
 }
 
-impl Node {
-    /// Containers whose connections are counted, each with the pid of a process in its network
-    /// namespace.
-    pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
-        let pid = |key: &Key| self.processes.of(key).map(|(_, p)| p.identity.pid).next();
-        let listening = self.containers.iter().filter(|(_, c)| is_listening(c));
-        listening.filter_map(move |(key, _)| Some((key, pid(key)?)))
-    }
+/// Containers whose connections are counted, each with the pid of a process in its network
+/// namespace.
+pub(super) fn listening(node: &NodeState) -> impl Iterator<Item = (&Key, u32)> {
+    let pid = |key: &Key| node.registry.processes.of(key).map(|(_, p)| p.identity.pid).next();
+    let listening = node.registry.containers.iter().filter(|(_, c)| is_listening(c));
+    listening.filter_map(move |(key, _)| Some((key, pid(key)?)))
+}
 
-    pub(super) fn connections(&mut self, key: &Key, count: Option<u64>) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key).filter(|c| is_listening(c)) else {
-            return;
-        };
-        let Some(count) = count else { return self.has_no_network(key) };
-        if !container.connections.arrived(now, count) {
-            return;
-        }
-        let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
-        if offloaded && self.has_room_to_spare(key) {
-            self.prewake(key, Reason::Connection, now + FOLLOWS_MS);
-            self.resume(key);
-        }
+pub(super) fn connections(node: &mut NodeState, key: &Key, count: Option<u64>) {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key).filter(|c| is_listening(c)) else {
+        return;
+    };
+    let Some(count) = count else { return has_no_network(node, key) };
+    if !container.connections.arrived(now, count) {
+        return;
     }
+    let offloaded = node.registry.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+    if offloaded && prewake::has_room_to_spare(node, key) {
+        prewake::prewake(node, key, Reason::Connection, now + FOLLOWS_MS);
+        node.resume(key);
+    }
+}
 
-    fn has_no_network(&mut self, key: &Key) {
-        const WHY: &str = "wake_on=connection is ignored: the container uses the node's network, \
-                           so a connection cannot be assigned to one container";
-        let Some(container) = self.containers.get_mut(key) else { return };
-        if container.warnings.iter().all(|known| known != WHY) {
-            container.warnings.push(WHY.to_owned());
-            self.publish(key, NodeEvent::new(EventKind::Annotation, WHY));
-        }
+fn has_no_network(node: &mut NodeState, key: &Key) {
+    const WHY: &str = "wake_on=connection is ignored: the container uses the node's network, \
+                       so a connection cannot be assigned to one container";
+    let Some(container) = node.registry.containers.get_mut(key) else { return };
+    if container.warnings.iter().all(|known| known != WHY) {
+        container.warnings.push(WHY.to_owned());
+        node.publish(key, NodeEvent::new(EventKind::Annotation, WHY));
     }
 }
 

@@ -15,7 +15,7 @@ pub use self::{
     failures::{OffloadFailures, RestoreFailures},
     figures::Figures,
     goal::{Goal, IncompleteRestore, Offload, Restore},
-    shown::Shown,
+    shown::ShownState,
     usage::Usage,
 };
 use super::{
@@ -42,7 +42,7 @@ pub struct Container {
     /// One warning for each invalid annotation of the container.
     pub warnings: Vec<String>,
     /// The state that users see, and its reason.
-    pub shown: Shown,
+    pub shown: ShownState,
     /// Whether the controller works towards a resident or an offloaded container.
     pub goal: Goal,
     /// Cause of the offload or restore in progress.
@@ -83,7 +83,7 @@ impl Container {
             spec,
             policy,
             warnings,
-            shown: Shown::new(now),
+            shown: ShownState::new(now),
             goal: Goal::default(),
             cause: Reason::NotRegistered,
             survey_asked: None,

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use super::policy::{Policies, Policy};
+
 /// Description of a container or job without its key. It changes only when the container is
 /// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,6 +45,12 @@ impl ContainerSpec {
     #[must_use]
     pub fn rule_namespace(&self) -> &str {
         if self.pod_namespace.is_empty() { &self.namespace } else { &self.pod_namespace }
+    }
+
+    /// The policy of the container, with a warning for each invalid annotation.
+    #[must_use]
+    pub fn policy(&self, policies: &Policies) -> (Policy, Vec<String>) {
+        policies.resolve(self.rule_namespace(), &self.annotations)
     }
 
     /// Name shown to users: `namespace/pod/container`, or `namespace/name` outside Kubernetes. A

@@ -3,7 +3,10 @@
 
 use affinode_proto::wire::message::Action;
 
-use super::{Effect, Key, Millis, Node, ProcessId, host_memory::MemoryPool, process::Process};
+use super::{
+    Effect, Key, Millis, ProcessId, host_memory::MemoryPool, node_state::NodeState,
+    process::Process,
+};
 
 /// Interval at which free host memory is read during a copy out, in milliseconds.
 pub const LEVELS_INTERVAL_MS: Millis = 20;
@@ -21,35 +24,33 @@ pub struct CopyInProgress {
 /// and the node.
 pub type Levels = (Key, Vec<MemoryPool>);
 
-impl Node {
-    /// All containers with a copy out in progress.
-    #[must_use]
-    pub fn copies_in_progress(&self) -> Vec<CopyInProgress> {
-        let copies = self.containers.keys().map(|key| {
-            let copying = self.processes.of(key).filter(|(_, process)| is_copying(process));
-            let processes = copying.map(|(id, process)| (id, process.identity.pid)).collect();
-            CopyInProgress { key: key.clone(), processes }
-        });
-        copies.filter(|copy| !copy.processes.is_empty()).collect()
-    }
+/// All containers with a copy out in progress.
+#[must_use]
+pub(super) fn copies_in_progress(node: &NodeState) -> Vec<CopyInProgress> {
+    let copies = node.registry.containers.keys().map(|key| {
+        let copying = node.registry.processes.of(key).filter(|(_, process)| is_copying(process));
+        let processes = copying.map(|(id, process)| (id, process.identity.pid)).collect();
+        CopyInProgress { key: key.clone(), processes }
+    });
+    copies.filter(|copy| !copy.processes.is_empty()).collect()
+}
 
-    /// Cancels each copy out that needs more host memory than is free. The free memory was read
-    /// before the counters that show the progress. A copy may have progressed in between, so its
-    /// need can be underestimated but not overestimated.
-    pub(super) fn host_levels_read(&mut self, levels: Vec<Levels>) {
-        for (key, pools) in levels {
-            let copying = self.processes.of(&key).filter(|(_, process)| is_copying(process));
-            let copying: Vec<(ProcessId, u64)> =
-                copying.map(|(id, process)| (id, bytes_to_touch(process))).collect();
-            let need_bytes = copying.iter().fold(0_u64, |sum, (_, left)| sum.saturating_add(*left));
-            let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
-            let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
-            self.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
-            // The order is sent again until the copy ends, because the process may not have read
-            // the first order. A second order has no further effect.
-            let told = copying.into_iter().map(|(id, _)| Effect::TurnBack(id));
-            self.effects.extend(told);
-        }
+/// Cancels each copy out that needs more host memory than is free. The free memory was read
+/// before the counters that show the progress. A copy may have progressed in between, so its
+/// need can be underestimated but not overestimated.
+pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
+    for (key, pools) in levels {
+        let copying = node.registry.processes.of(&key).filter(|(_, process)| is_copying(process));
+        let copying: Vec<(ProcessId, u64)> =
+            copying.map(|(id, process)| (id, bytes_to_touch(process))).collect();
+        let need_bytes = copying.iter().fold(0_u64, |sum, (_, left)| sum.saturating_add(*left));
+        let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
+        let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
+        node.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
+        // The order is sent again until the copy ends, because the process may not have read
+        // the first order. A second order has no further effect.
+        let told = copying.into_iter().map(|(id, _)| Effect::TurnBack(id));
+        node.output.effects.extend(told);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use affinode_proto::wire::Capabilities;
 
-use super::{ContainerSpec, Node, ProcessId};
+use super::{ContainerSpec, ProcessId, node_state::NodeState};
 
 /// A set of processes whose identical content may be stored only once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -42,14 +42,12 @@ impl Domain {
     }
 }
 
-impl Node {
-    /// The dedup domain of a process. `None` if the policy does not enable deduplication, or if the
-    /// library does not support it.
-    pub(super) fn domain_of(&self, id: ProcessId) -> Option<Domain> {
-        let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
-        let container = self.containers.get(&process.key).filter(|c| c.policy.dedup)?;
-        Domain::of(&container.spec)
-    }
+/// The dedup domain of a process. `None` if the policy does not enable deduplication, or if the
+/// library does not support it.
+pub(super) fn domain_of(node: &NodeState, id: ProcessId) -> Option<Domain> {
+    let process = node.registry.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
+    let container = node.registry.containers.get(&process.key).filter(|c| c.policy.dedup)?;
+    Domain::of(&container.spec)
 }
 
 #[cfg(test)]

@@ -127,7 +127,7 @@ impl OffloadFacts<'_> {
     fn is_idle(&self, idle: &IdleFacts) -> Result<(), Refusal> {
         let c = self.container;
         if let Some(bytes) = idle.waiting_alloc_bytes {
-            return Err((Reason::AllocationWaits, super::oom_wait::size(bytes)));
+            return Err((Reason::AllocationWaits, super::texts::size(bytes)));
         }
         if c.usage.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);

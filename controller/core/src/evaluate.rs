@@ -2,33 +2,34 @@
 
 use affinode_proto::{reason::Reason, state::State};
 
-use super::{Key, Node, container::Offload, eligibility::is_unsafe};
+use super::{
+    Key, container::Offload, eligibility::is_unsafe, node_state::NodeState, offload, offload_check,
+    oversubscription,
+};
 
-impl Node {
-    /// Updates whether the container is idle, and begins an offload if the policy says so.
-    pub(super) fn evaluate(&mut self, key: &Key) {
-        let Some(c) = self.containers.get(key) else {
-            return;
-        };
-        if !c.goal.is_resident() || !matches!(c.shown.state, State::Active | State::Idle) {
-            return;
+/// Updates whether the container is idle, and begins an offload if the policy says so.
+pub(super) fn evaluate(node: &mut NodeState, key: &Key) {
+    let Some(c) = node.registry.containers.get(key) else {
+        return;
+    };
+    if !c.goal.is_resident() || !matches!(c.shown.state, State::Active | State::Idle) {
+        return;
+    }
+    oversubscription::update_oversubscription(node);
+    let Some(c) = node.registry.containers.get(key) else { return };
+    let verdict = offload_check::check_offload(node, key, false);
+    let idle = node.clock.now.saturating_sub(c.usage.last_use) >= c.idle_after_ms()
+        && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
+    match verdict {
+        Ok(()) => {
+            node.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
+            offload::begin_offload(node, key, Reason::IdleTimeout, Offload::begins(node.clock.now));
         }
-        self.update_oversubscription();
-        let Some(c) = self.containers.get(key) else { return };
-        let verdict = self.check_offload(key, false);
-        let idle = self.now.saturating_sub(c.usage.last_use) >= c.idle_after_ms()
-            && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
-        match verdict {
-            Ok(()) => {
-                self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.begin_offload(key, Reason::IdleTimeout, Offload::begins(self.now));
-            }
-            Err((reason, detail)) => {
-                let state = if idle { State::Idle } else { State::Active };
-                self.set_state(key, state, reason, &detail, 0, 0);
-                if is_unsafe(reason) {
-                    self.refuse_offload(key, reason, &detail);
-                }
+        Err((reason, detail)) => {
+            let state = if idle { State::Idle } else { State::Active };
+            node.set_state(key, state, reason, &detail, 0, 0);
+            if is_unsafe(reason) {
+                node.refuse_offload(key, reason, &detail);
             }
         }
     }

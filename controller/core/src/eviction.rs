@@ -15,8 +15,11 @@
 use affinode_proto::state::State;
 
 use super::{
-    DeviceBytes, Key, Millis, Node,
+    DeviceBytes, Key, Millis,
     container::{Container, Offload},
+    idle, immediate, needs,
+    node_state::NodeState,
+    offload, offload_check, offload_level, overrides,
     policy::Mode,
     victims::{self, Candidate},
 };
@@ -31,136 +34,149 @@ const SEEK_MS: Millis = 100;
 /// even if all of them together do not free enough.
 const GATHER_MS: Millis = 30_000;
 
-impl Node {
-    /// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
-    /// NVML sample, counts as free.
-    pub(super) fn evict_for(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return };
-        if container
-            .restore_failures
-            .eviction_searched_at
-            .is_some_and(|t| now.saturating_sub(t) < SEEK_MS)
-        {
-            return;
+/// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
+/// NVML sample, counts as free.
+pub(super) fn evict_for(
+    node: &mut NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key) else { return };
+    if container
+        .restore_failures
+        .eviction_searched_at
+        .is_some_and(|t| now.saturating_sub(t) < SEEK_MS)
+    {
+        return;
+    }
+    container.restore_failures.eviction_searched_at = Some(now);
+    let missing = missing_vram(node, key, needs, margin);
+    let Some(asker) = node.registry.containers.get(key) else { return };
+    if missing.iter().all(|need| need.bytes == 0) {
+        return;
+    }
+    let began = node.alloc_wait_of(key).map(|(_, want)| want.since).or(asker.wake_began);
+    let waited = began.map_or(0, |began| node.clock.now.saturating_sub(began));
+    let priority = asker.policy.priority;
+    let rule = node.settings.victims;
+    let partly = waited >= GATHER_MS;
+    let choose = |deep, partly| {
+        let candidates = candidates(node, key, deep);
+        victims::choose(candidates, priority, missing.clone(), rule, node.clock.now, partly)
+    };
+    // Try first to free enough by copies out. A restore takes about 200 ms longer if the
+    // context was evicted too (H200).
+    let shallow = choose(false, false);
+    // If copies out do not free enough, contexts are evicted too.
+    let (deep, chosen) = match shallow.is_empty() {
+        false => (false, shallow),
+        true => (true, choose(true, false)),
+    };
+    if chosen.is_empty() && (partly || immediate::is_urgent(node, key)) {
+        let helpful = choose(true, true);
+        if !immediate::terminate_for_vram(node, key, &missing, &helpful) && partly {
+            helpful
+                .iter()
+                .for_each(|victim| offload::evict(node, victim, Offload::deep(node.clock.now)));
         }
-        container.restore_failures.eviction_searched_at = Some(now);
-        let missing = self.missing_vram(key, needs, margin);
-        let Some(asker) = self.containers.get(key) else { return };
-        if missing.iter().all(|need| need.bytes == 0) {
-            return;
-        }
-        let began = self.alloc_wait_of(key).map(|(_, want)| want.since).or(asker.wake_began);
-        let waited = began.map_or(0, |began| self.now.saturating_sub(began));
-        let priority = asker.policy.priority;
-        let rule = self.settings.victims;
-        let partly = waited >= GATHER_MS;
-        let choose = |deep, partly| {
-            let candidates = self.candidates(key, deep);
-            victims::choose(candidates, priority, missing.clone(), rule, self.now, partly)
-        };
-        // Try first to free enough by copies out. A restore takes about 200 ms longer if the
-        // context was evicted too (H200).
-        let shallow = choose(false, false);
-        // If copies out do not free enough, contexts are evicted too.
-        let (deep, chosen) = match shallow.is_empty() {
-            false => (false, shallow),
-            true => (true, choose(true, false)),
-        };
-        if chosen.is_empty() && (partly || self.is_urgent(key)) {
-            let helpful = choose(true, true);
-            if !self.terminate_for_vram(key, &missing, &helpful) && partly {
-                helpful.iter().for_each(|victim| self.evict(victim, Offload::deep(self.now)));
+    }
+    let offload =
+        if deep { Offload::deep(node.clock.now) } else { Offload::begins(node.clock.now) };
+    chosen.iter().for_each(|victim| offload::evict(node, victim, offload));
+}
+
+fn missing_vram(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) -> Vec<DeviceBytes> {
+    let leaving: Vec<Vec<DeviceBytes>> = node
+        .registry
+        .containers
+        .iter()
+        .filter(|(_, c)| !c.goal.is_resident() && !c.rests_offloaded())
+        .map(|(key, _)| needs::vram_freed_by(node, key, false))
+        .collect();
+    let missing = |need: &DeviceBytes| {
+        let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid)?;
+        let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
+        let left = node.gpus.freed_since_sample.iter().filter(|left| left.uuid == need.uuid);
+        let ending = needs::termination_of(node).filter(|held| held.uuid == need.uuid);
+        // VRAM that is being freed counts as free here, so that no further victim is evicted
+        // for it. It is promised to a waiter only when a sample shows that it is free.
+        let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
+            + left.map(|left| left.bytes).sum::<u64>()
+            + ending.map(|held| held.bytes).sum::<u64>()
+            + on_its_way.map(|held| held.bytes).sum::<u64>();
+        let promised = node.admission.ledger.promised_bytes(&need.uuid)
+            - node
+                .admission
+                .ledger
+                .promised_to(key)
+                .min(node.admission.ledger.promised_bytes(&need.uuid));
+        let wanted = need.bytes + promised + margin(gpu.total_bytes);
+        Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
+    };
+    needs.iter().filter_map(missing).collect()
+}
+
+/// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
+/// count as in use, because the waiter that needs the VRAM is earlier in the queue.
+pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
+    let free = |c: &Container| {
+        let waits =
+            || node.alloc_wait_of(key).is_some() && !node.admission.grants.contains_key(key);
+        let idle =
+            || node.clock.now.saturating_sub(c.usage.last_use) >= FREE_MS.min(c.idle_after_ms());
+        c.goal.is_resident()
+            && matches!(c.shown.state, State::Active | State::Idle)
+            && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+            && (idle() && idle::working(node, key).is_none() || waits())
+            && c.figures
+                .restored_at
+                .is_none_or(|t| node.clock.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+            && node.clock.now >= c.offload_failures.not_before
+            && c.usage.busy_until().is_none_or(|until| node.clock.now >= until)
+            && !offload_check::is_too_small(node, key)
+            && overrides::permitted(node, key, false).is_ok()
+            && offload_check::check_offload(node, key, true).is_ok()
+    };
+    node.registry.containers.get(key).is_some_and(free)
+}
+
+fn candidates(node: &NodeState, asker: &Key, deep: bool) -> Vec<Candidate> {
+    let asker_priority = node.registry.containers.get(asker).map_or(0, |c| c.policy.priority);
+    // An offloaded container is not in use, so its own priority does not protect its context.
+    let priority_of = |c: &Container| match c.shown.state {
+        State::Offloaded => c.policy.priority.min(asker_priority),
+        _ => c.policy.priority,
+    };
+    node.registry
+        .containers
+        .iter()
+        .filter(|(key, _)| *key != asker)
+        .filter(|(key, _)| may_be_evicted(node, key) || offload_check::may_evict_context(node, key))
+        .map(|(key, c)| {
+            let idle_ms = node.clock.now.saturating_sub(c.usage.last_use);
+            let return_ms = match c.usage.next_use {
+                Some(at) => at.saturating_sub(node.clock.now),
+                // The container waits for VRAM, so its next use begins as soon as it is
+                // restored.
+                None if node.alloc_wait_of(key).is_some() => 0,
+                None => c.usage.history.expected_return_ms(idle_ms, &node.prediction.pauses),
+            };
+            let holds = needs::vram_freed_by(node, key, deep);
+            Candidate {
+                key: key.clone(),
+                priority: priority_of(c),
+                idle_ms,
+                return_ms,
+                delay_ms: offload_level::expected_delay_ms(node, key, deep),
+                holds,
             }
-        }
-        let offload = if deep { Offload::deep(self.now) } else { Offload::begins(self.now) };
-        chosen.iter().for_each(|victim| self.evict(victim, offload));
-    }
-
-    fn missing_vram(
-        &self,
-        key: &Key,
-        needs: &[DeviceBytes],
-        margin: fn(u64) -> u64,
-    ) -> Vec<DeviceBytes> {
-        let leaving: Vec<Vec<DeviceBytes>> = self
-            .containers
-            .iter()
-            .filter(|(_, c)| !c.goal.is_resident() && !c.rests_offloaded())
-            .map(|(key, _)| self.vram_freed_by(key, false))
-            .collect();
-        let missing = |need: &DeviceBytes| {
-            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
-            let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
-            let left = self.freed_since_sample.iter().filter(|left| left.uuid == need.uuid);
-            let ending = self.termination_of().filter(|held| held.uuid == need.uuid);
-            // VRAM that is being freed counts as free here, so that no further victim is evicted
-            // for it. It is promised to a waiter only when a sample shows that it is free.
-            let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
-                + left.map(|left| left.bytes).sum::<u64>()
-                + ending.map(|held| held.bytes).sum::<u64>()
-                + on_its_way.map(|held| held.bytes).sum::<u64>();
-            let promised = self.ledger.promised_bytes(&need.uuid)
-                - self.ledger.promised_to(key).min(self.ledger.promised_bytes(&need.uuid));
-            let wanted = need.bytes + promised + margin(gpu.total_bytes);
-            Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
-        };
-        needs.iter().filter_map(missing).collect()
-    }
-
-    /// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
-    /// count as in use, because the waiter that needs the VRAM is earlier in the queue.
-    pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
-        let free = |c: &Container| {
-            let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
-            let idle =
-                || self.now.saturating_sub(c.usage.last_use) >= FREE_MS.min(c.idle_after_ms());
-            c.goal.is_resident()
-                && matches!(c.shown.state, State::Active | State::Idle)
-                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && (idle() && self.working(key).is_none() || waits())
-                && c.figures
-                    .restored_at
-                    .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
-                && self.now >= c.offload_failures.not_before
-                && c.usage.busy_until().is_none_or(|until| self.now >= until)
-                && !self.is_too_small(key)
-                && self.permitted(key, false).is_ok()
-                && self.check_offload(key, true).is_ok()
-        };
-        self.containers.get(key).is_some_and(free)
-    }
-
-    fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
-        let asker_priority = self.containers.get(asker).map_or(0, |c| c.policy.priority);
-        // An offloaded container is not in use, so its own priority does not protect its context.
-        let priority_of = |c: &Container| match c.shown.state {
-            State::Offloaded => c.policy.priority.min(asker_priority),
-            _ => c.policy.priority,
-        };
-        self.containers
-            .iter()
-            .filter(|(key, _)| *key != asker)
-            .filter(|(key, _)| self.may_be_evicted(key) || self.may_evict_context(key))
-            .map(|(key, c)| {
-                let idle_ms = self.now.saturating_sub(c.usage.last_use);
-                let return_ms = match c.usage.next_use {
-                    Some(at) => at.saturating_sub(self.now),
-                    // The container waits for VRAM, so its next use begins as soon as it is
-                    // restored.
-                    None if self.alloc_wait_of(key).is_some() => 0,
-                    None => c.usage.history.expected_return_ms(idle_ms, &self.pauses),
-                };
-                let holds = self.vram_freed_by(key, deep);
-                Candidate {
-                    key: key.clone(),
-                    priority: priority_of(c),
-                    idle_ms,
-                    return_ms,
-                    delay_ms: self.expected_delay_ms(key, deep),
-                    holds,
-                }
-            })
-            .collect()
-    }
+        })
+        .collect()
 }

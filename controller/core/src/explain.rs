@@ -7,7 +7,8 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Key, Node,
+    Key,
+    node_state::NodeState,
     policy::{LATENCY_SENSITIVE, Policies, SETTINGS, Setting, apply},
 };
 
@@ -100,26 +101,24 @@ impl Policies {
     }
 }
 
-impl Node {
-    /// The effective values of a container, with the choices of operators.
-    #[must_use]
-    pub fn explain(&self, key: &Key) -> Vec<Value> {
-        let Some(container) = self.containers.get(key) else { return Vec::new() };
-        let spec = &container.spec;
-        let mut values = self.settings.policies.explain(spec.rule_namespace(), &spec.annotations);
-        let operator = |name, value: &str, command: &str| Value {
-            name,
-            value: value.into(),
-            origin: Origin::Operator(command.into()),
-        };
-        if self.overrides().pinned.contains(key) {
-            values.push(operator("pinned", "true", "affinode pin"));
-        }
-        if !self.overrides().auto_offload {
-            values.push(operator("auto_offload", "off", "affinode auto-offload off"));
-        }
-        values
+/// The effective values of a container, with the choices of operators.
+#[must_use]
+pub(super) fn explain(node: &NodeState, key: &Key) -> Vec<Value> {
+    let Some(container) = node.registry.containers.get(key) else { return Vec::new() };
+    let spec = &container.spec;
+    let mut values = node.settings.policies.explain(spec.rule_namespace(), &spec.annotations);
+    let operator = |name, value: &str, command: &str| Value {
+        name,
+        value: value.into(),
+        origin: Origin::Operator(command.into()),
+    };
+    if node.overrides.pinned.contains(key) {
+        values.push(operator("pinned", "true", "affinode pin"));
     }
+    if !node.overrides.auto_offload {
+        values.push(operator("auto_offload", "off", "affinode auto-offload off"));
+    }
+    values
 }
 
 #[cfg(test)]

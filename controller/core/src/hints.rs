@@ -10,7 +10,7 @@
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
-use super::{Key, Node, event::NodeEvent};
+use super::{Key, event::NodeEvent, node_state::NodeState};
 
 /// The content of a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,24 +43,22 @@ impl Hint {
     }
 }
 
-impl Node {
-    /// Handles a hint. `who` names the source of the hint in the event. A repeated hint publishes
-    /// no event.
-    pub(super) fn hinted(&mut self, key: &Key, hint: Hint, who: &str) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return };
-        let before = container.usage.hint.replace((hint, now));
-        if hint == Hint::Busy {
-            container.usage.last_use = now;
-        }
-        if before.is_none_or(|(before, _)| before != hint) {
-            let reason = match hint {
-                Hint::Idle => Reason::HintedIdle,
-                Hint::Busy => Reason::HintedBusy,
-            };
-            let text = format!("hint {} from {who}", hint.as_str());
-            self.publish(key, NodeEvent::new(EventKind::Hint, text).because(reason));
-        }
+/// Handles a hint. `who` names the source of the hint in the event. A repeated hint publishes
+/// no event.
+pub(super) fn hinted(node: &mut NodeState, key: &Key, hint: Hint, who: &str) {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key) else { return };
+    let before = container.usage.hint.replace((hint, now));
+    if hint == Hint::Busy {
+        container.usage.last_use = now;
+    }
+    if before.is_none_or(|(before, _)| before != hint) {
+        let reason = match hint {
+            Hint::Idle => Reason::HintedIdle,
+            Hint::Busy => Reason::HintedBusy,
+        };
+        let text = format!("hint {} from {who}", hint.as_str());
+        node.publish(key, NodeEvent::new(EventKind::Hint, text).because(reason));
     }
 }
 

@@ -19,8 +19,9 @@ use affinode_proto::wire::{
 };
 
 use super::{
-    Key, Millis, Node, ProcessId,
+    Key, Millis, ProcessId, copier_use,
     grant::{Grant, Stage},
+    node_state::NodeState,
     process::Process,
 };
 
@@ -110,232 +111,240 @@ impl ShortHolds {
     }
 }
 
-impl Node {
-    /// Orders a process to pause its allocations for a grant. If the process cannot allocate now,
-    /// the controller does not wait for its report. The process receives the order before its gate
-    /// opens.
-    pub(super) fn hold(&mut self, key: &Key, id: ProcessId) {
-        let deadline_ms = self.settings.hold_ms;
-        let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
-            return;
-        };
-        // A process with a closed gate in the grant's own container cannot allocate: the grant is
-        // for its restore.
-        let own_waits = process.key == *key && process.phase != Phase::Open;
-        if !process.connected || own_waits || !may_take_of(process, &grant.uuids) {
-            return;
-        }
-        let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        // A process that overwrote its counters counts as unmanaged, so its report is not awaited.
-        let believed = process.counter_error.is_none();
-        // Processes that register one after the other must not delay a proof forever.
-        let in_time = self.now.saturating_sub(grant.since) < self.full_patience_ms();
-        let can_allocate = process.phase == Phase::Open || opening;
-        let mut awaited = believed && can_allocate && in_time && self.patience_ms(id) > 0;
-        if awaited && grant.restarts >= MAX_RESTARTS && grant.stage.is_held() {
-            awaited = false;
-            self.shorten_hold_timeout(id);
-        }
-        if let Some(process) = self.processes.get_mut(&id) {
-            process.holds += 1;
-        }
-        let order = self.order(id, Action::HoldAllocations { deadline_ms });
-        let asked = HoldOrder { key: key.clone(), process: id, since: self.now };
-        self.hold_orders.insert(order, asked);
-        if let Some(grant) = self.grants.get_mut(key) {
-            grant.held.insert(id);
-            match &mut grant.stage {
-                Stage::Granted => {}
-                Stage::Holding(waiting) if awaited => {
-                    waiting.insert(id);
-                }
-                // NVML's running sample may miss the last allocations of this process, so the grant
-                // waits for its report and is then proven again.
-                stage @ (Stage::AwaitingCopiers | Stage::Proving(_)) if awaited => {
-                    *stage = Stage::Holding(BTreeSet::from([id]));
-                    grant.restarts += 1;
-                }
-                _ => {}
+/// Orders a process to pause its allocations for a grant. If the process cannot allocate now,
+/// the controller does not wait for its report. The process receives the order before its gate
+/// opens.
+pub(super) fn hold(node: &mut NodeState, key: &Key, id: ProcessId) {
+    let deadline_ms = node.settings.hold_ms;
+    let (Some(process), Some(grant)) =
+        (node.registry.processes.get(&id), node.admission.grants.get(key))
+    else {
+        return;
+    };
+    // A process with a closed gate in the grant's own container cannot allocate: the grant is
+    // for its restore.
+    let own_waits = process.key == *key && process.phase != Phase::Open;
+    if !process.connected || own_waits || !may_take_of(process, &grant.uuids) {
+        return;
+    }
+    let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
+    // A process that overwrote its counters counts as unmanaged, so its report is not awaited.
+    let believed = process.counter_error.is_none();
+    // Processes that register one after the other must not delay a proof forever.
+    let in_time = node.clock.now.saturating_sub(grant.since) < full_patience_ms(node);
+    let can_allocate = process.phase == Phase::Open || opening;
+    let mut awaited = believed && can_allocate && in_time && patience_ms(node, id) > 0;
+    if awaited && grant.restarts >= MAX_RESTARTS && grant.stage.is_held() {
+        awaited = false;
+        shorten_hold_timeout(node, id);
+    }
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.holds += 1;
+    }
+    let order = node.order(id, Action::HoldAllocations { deadline_ms });
+    let asked = HoldOrder { key: key.clone(), process: id, since: node.clock.now };
+    node.admission.hold_orders.insert(order, asked);
+    if let Some(grant) = node.admission.grants.get_mut(key) {
+        grant.held.insert(id);
+        match &mut grant.stage {
+            Stage::Granted => {}
+            Stage::Holding(waiting) if awaited => {
+                waiting.insert(id);
             }
-        }
-    }
-
-    /// Orders a newly registered process to hold for each grant in progress.
-    pub(super) fn hold_newcomer(&mut self, id: ProcessId) {
-        let keys: Vec<Key> = self.grants.keys().cloned().collect();
-        for key in keys {
-            self.hold(&key, id);
-        }
-    }
-
-    /// Orders a process that starts in an offloaded container to pause its allocations. The pause
-    /// ends when the container's other processes, which need the VRAM, are restored. The same
-    /// applies if the container is being offloaded.
-    pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
-        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let now = self.now;
-        let others_offloaded =
-            self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave(now));
-        let deadline_ms = self.settings.hold_ms;
-        if let Some(process) = self.processes.get_mut(&id)
-            && process.phase == Phase::Open
-            && !process.waits_for_siblings
-            && others_offloaded
-        {
-            process.waits_for_siblings = true;
-            process.holds += 1;
-            self.order(id, Action::HoldAllocations { deadline_ms });
-        }
-    }
-
-    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings): the whole container is
-    /// restored, or offloaded again.
-    pub(super) fn release_siblings(&mut self, key: &Key) {
-        for id in self.members(key) {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
-            if std::mem::take(&mut process.waits_for_siblings) {
-                self.release(id);
+            // NVML's running sample may miss the last allocations of this process, so the grant
+            // waits for its report and is then proven again.
+            stage @ (Stage::AwaitingCopiers | Stage::Proving(_)) if awaited => {
+                *stage = Stage::Holding(BTreeSet::from([id]));
+                grant.restarts += 1;
             }
+            _ => {}
         }
     }
+}
 
-    fn release(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        process.holds = process.holds.saturating_sub(1);
-        if process.holds == 0 && process.connected {
-            self.order(id, Action::ReleaseAllocations);
+/// Orders a newly registered process to hold for each grant in progress.
+pub(super) fn hold_newcomer(node: &mut NodeState, id: ProcessId) {
+    let keys: Vec<Key> = node.admission.grants.keys().cloned().collect();
+    for key in keys {
+        hold(node, &key, id);
+    }
+}
+
+/// Orders a process that starts in an offloaded container to pause its allocations. The pause
+/// ends when the container's other processes, which need the VRAM, are restored. The same
+/// applies if the container is being offloaded.
+pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
+    let Some(key) = node.registry.processes.get(&id).map(|p| p.key.clone()) else { return };
+    let now = node.clock.now;
+    let others_offloaded =
+        node.registry.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave(now));
+    let deadline_ms = node.settings.hold_ms;
+    if let Some(process) = node.registry.processes.get_mut(&id)
+        && process.phase == Phase::Open
+        && !process.waits_for_siblings
+        && others_offloaded
+    {
+        process.waits_for_siblings = true;
+        process.holds += 1;
+        node.order(id, Action::HoldAllocations { deadline_ms });
+    }
+}
+
+/// Ends the holds of [`hold_for_siblings`]: the whole container is
+/// restored, or offloaded again.
+pub(super) fn release_siblings(node: &mut NodeState, key: &Key) {
+    for id in node.members(key) {
+        let Some(process) = node.registry.processes.get_mut(&id) else { continue };
+        if std::mem::take(&mut process.waits_for_siblings) {
+            release(node, id);
         }
     }
+}
 
-    /// Handles the report about an order to hold. Returns false if the report is about another kind
-    /// of order.
-    pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
-        let Some(asked) = self.hold_orders.get(&order) else {
-            return false;
-        };
-        if asked.process != id {
-            return true; // Not its order to report on.
-        }
-        let key = asked.key.clone();
-        self.hold_orders.remove(&order);
-        if outcome == Outcome::Done {
-            self.restore_hold_timeout(id);
-        } else {
-            self.shorten_hold_timeout(id);
-        }
-        // Whatever the outcome is, this grant does not wait for the process again. A process that
-        // cannot hold pauses its new allocations until the release. NVML shows the VRAM that its
-        // allocation in progress has taken.
-        self.hold_settled(&key, id);
-        true
+fn release(node: &mut NodeState, id: ProcessId) {
+    let Some(process) = node.registry.processes.get_mut(&id) else { return };
+    process.holds = process.holds.saturating_sub(1);
+    if process.holds == 0 && process.connected {
+        node.order(id, Action::ReleaseAllocations);
     }
+}
 
-    /// Stops waiting for a process. If the grant waits for no other process, the proof begins.
-    fn hold_settled(&mut self, key: &Key, id: ProcessId) {
-        if let Some(Stage::Holding(awaited)) =
-            self.grants.get_mut(key).map(|grant| &mut grant.stage)
-        {
-            awaited.remove(&id);
-        }
-        self.prove_when_held(key);
+/// Handles the report about an order to hold. Returns false if the report is about another kind
+/// of order.
+pub(super) fn hold_reported(
+    node: &mut NodeState,
+    id: ProcessId,
+    order: u64,
+    outcome: Outcome,
+) -> bool {
+    let Some(asked) = node.admission.hold_orders.get(&order) else {
+        return false;
+    };
+    if asked.process != id {
+        return true; // Not its order to report on.
     }
-
-    pub(super) fn release_holds(&mut self, grant: &mut Grant) {
-        std::mem::take(&mut grant.held).into_iter().for_each(|id| self.release(id));
+    let key = asked.key.clone();
+    node.admission.hold_orders.remove(&order);
+    if outcome == Outcome::Done {
+        restore_hold_timeout(node, id);
+    } else {
+        shorten_hold_timeout(node, id);
     }
+    // Whatever the outcome is, this grant does not wait for the process again. A process that
+    // cannot hold pauses its new allocations until the release. NVML shows the VRAM that its
+    // allocation in progress has taken.
+    hold_settled(node, &key, id);
+    true
+}
 
-    /// Removes the holds of a process that has exited or lost its connection.
-    pub(super) fn forget_holds(&mut self, id: ProcessId) {
-        if let Some(process) = self.processes.get_mut(&id) {
-            process.holds = 0;
-        }
-        let asked = self.hold_orders.values().filter(|asked| asked.process == id);
-        let waiting: Vec<Key> = asked.map(|asked| asked.key.clone()).collect();
-        self.hold_orders.retain(|_, asked| asked.process != id);
-        for grant in self.grants.values_mut() {
-            grant.held.remove(&id);
-        }
-        for key in waiting {
-            self.hold_settled(&key, id);
-        }
+/// Stops waiting for a process. If the grant waits for no other process, the proof begins.
+fn hold_settled(node: &mut NodeState, key: &Key, id: ProcessId) {
+    if let Some(Stage::Holding(awaited)) =
+        node.admission.grants.get_mut(key).map(|grant| &mut grant.stage)
+    {
+        awaited.remove(&id);
     }
+    prove_when_held(node, key);
+}
 
-    /// Time limit for the report of a process that has never refused a hold, in milliseconds.
-    pub(super) fn full_patience_ms(&self) -> Millis {
-        Millis::from(self.settings.hold_ms) + REPORT_MS
+pub(super) fn release_holds(node: &mut NodeState, grant: &mut Grant) {
+    std::mem::take(&mut grant.held).into_iter().for_each(|id| release(node, id));
+}
+
+/// Removes the holds of a process that has exited or lost its connection.
+pub(super) fn forget_holds(node: &mut NodeState, id: ProcessId) {
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.holds = 0;
     }
-
-    /// Time limit for the report of this process, in milliseconds. 0: its report is not awaited.
-    fn patience_ms(&self, id: ProcessId) -> Millis {
-        let Some(process) = self.processes.get(&id) else { return 0 };
-        let container = self.containers.get(&process.key);
-        let of_container = container.and_then(|c| c.short_holds.patience_ms(self.now));
-        let briefly = of_container.into_iter().chain(process.hold_record.patience_ms()).min();
-        briefly.unwrap_or_else(|| self.full_patience_ms())
+    let asked = node.admission.hold_orders.values().filter(|asked| asked.process == id);
+    let waiting: Vec<Key> = asked.map(|asked| asked.key.clone()).collect();
+    node.admission.hold_orders.retain(|_, asked| asked.process != id);
+    for grant in node.admission.grants.values_mut() {
+        grant.held.remove(&id);
     }
+    for key in waiting {
+        hold_settled(node, &key, id);
+    }
+}
 
-    /// Records that a process did not hold in time, or reported that it cannot. From then on its
-    /// reports are awaited only briefly. For a period that grows each time, this also applies to
-    /// the other processes of its container: otherwise a container could delay others with a new
-    /// process each time.
-    fn shorten_hold_timeout(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        process.hold_record.refuse(self.now);
-        if let Some(container) = self.containers.get_mut(&process.key) {
-            container.short_holds.refuse(self.now);
+/// Time limit for the report of a process that has never refused a hold, in milliseconds.
+pub(super) fn full_patience_ms(node: &NodeState) -> Millis {
+    Millis::from(node.settings.hold_ms) + REPORT_MS
+}
+
+/// Time limit for the report of this process, in milliseconds. 0: its report is not awaited.
+fn patience_ms(node: &NodeState, id: ProcessId) -> Millis {
+    let Some(process) = node.registry.processes.get(&id) else { return 0 };
+    let container = node.registry.containers.get(&process.key);
+    let of_container = container.and_then(|c| c.short_holds.patience_ms(node.clock.now));
+    let briefly = of_container.into_iter().chain(process.hold_record.patience_ms()).min();
+    briefly.unwrap_or_else(|| full_patience_ms(node))
+}
+
+/// Records that a process did not hold in time, or reported that it cannot. From then on its
+/// reports are awaited only briefly. For a period that grows each time, this also applies to
+/// the other processes of its container: otherwise a container could delay others with a new
+/// process each time.
+fn shorten_hold_timeout(node: &mut NodeState, id: ProcessId) {
+    let Some(process) = node.registry.processes.get_mut(&id) else { return };
+    process.hold_record.refuse(node.clock.now);
+    if let Some(container) = node.registry.containers.get_mut(&process.key) {
+        container.short_holds.refuse(node.clock.now);
+    }
+}
+
+/// Records a completed hold of a process. At least one earlier refusal stays recorded.
+fn restore_hold_timeout(node: &mut NodeState, id: ProcessId) {
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.hold_record.keep();
+    }
+}
+
+/// Extends the deadlines by `silent_ms`, the time during which the controller handled no input
+/// and read no reports.
+pub(super) fn excuse_stall(node: &mut NodeState, silent_ms: Millis) {
+    if silent_ms <= STALL_MS {
+        return;
+    }
+    node.admission.hold_orders.values_mut().for_each(|asked| asked.since += silent_ms);
+    let unproven = node.admission.grants.values_mut().filter(|grant| grant.stage != Stage::Granted);
+    unproven.for_each(|grant| grant.since += silent_ms);
+}
+
+/// Stops waiting for processes whose time limit has expired.
+pub(super) fn settle_overdue(node: &mut NodeState, key: &Key, grant_is_late: bool) {
+    let Some(Stage::Holding(waiting)) =
+        node.admission.grants.get(key).map(|grant| grant.stage.clone())
+    else {
+        return;
+    };
+    for id in waiting {
+        let asked =
+            node.admission.hold_orders.iter().find(|(_, a)| a.key == *key && a.process == id);
+        let asked = asked.map(|(order, asked)| (*order, asked.since));
+        let waited_ms =
+            asked.map_or(Millis::MAX, |(_, since)| node.clock.now.saturating_sub(since));
+        let overdue = waited_ms >= patience_ms(node, id);
+        if !overdue && !grant_is_late {
+            continue;
         }
-    }
-
-    /// Records a completed hold of a process. At least one earlier refusal stays recorded.
-    fn restore_hold_timeout(&mut self, id: ProcessId) {
-        if let Some(process) = self.processes.get_mut(&id) {
-            process.hold_record.keep();
+        if let Some((order, _)) = asked {
+            node.admission.hold_orders.remove(&order);
         }
-    }
-
-    /// Extends the deadlines by `silent_ms`, the time during which the controller handled no input
-    /// and read no reports.
-    pub(super) fn excuse_stall(&mut self, silent_ms: Millis) {
-        if silent_ms <= STALL_MS {
-            return;
+        if overdue {
+            shorten_hold_timeout(node, id);
         }
-        self.hold_orders.values_mut().for_each(|asked| asked.since += silent_ms);
-        let unproven = self.grants.values_mut().filter(|grant| grant.stage != Stage::Granted);
-        unproven.for_each(|grant| grant.since += silent_ms);
+        hold_settled(node, key, id);
     }
+}
 
-    /// Stops waiting for processes whose time limit has expired.
-    pub(super) fn settle_overdue(&mut self, key: &Key, grant_is_late: bool) {
-        let Some(Stage::Holding(waiting)) = self.grants.get(key).map(|grant| grant.stage.clone())
-        else {
-            return;
-        };
-        for id in waiting {
-            let asked = self.hold_orders.iter().find(|(_, a)| a.key == *key && a.process == id);
-            let asked = asked.map(|(order, asked)| (*order, asked.since));
-            let waited_ms = asked.map_or(Millis::MAX, |(_, since)| self.now.saturating_sub(since));
-            let overdue = waited_ms >= self.patience_ms(id);
-            if !overdue && !grant_is_late {
-                continue;
-            }
-            if let Some((order, _)) = asked {
-                self.hold_orders.remove(&order);
-            }
-            if overdue {
-                self.shorten_hold_timeout(id);
-            }
-            self.hold_settled(key, id);
-        }
-    }
-
-    /// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
-    /// or ending.
-    pub(super) fn prove_when_held(&mut self, key: &Key) {
-        let Some(grant) = self.grants.get_mut(key) else { return };
-        if grant.stage == Stage::Holding(BTreeSet::new()) {
-            grant.stage = Stage::AwaitingCopiers;
-            self.prove_when_copiers_rest();
-        }
+/// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
+/// or ending.
+pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
+    let Some(grant) = node.admission.grants.get_mut(key) else { return };
+    if grant.stage == Stage::Holding(BTreeSet::new()) {
+        grant.stage = Stage::AwaitingCopiers;
+        copier_use::prove_when_copiers_rest(node);
     }
 }
 

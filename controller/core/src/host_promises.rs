@@ -6,9 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
-    Effect, Key, Millis, Node,
+    Effect, Key, Millis,
     host_memory::{MemoryPool, MemoryShortage},
-    node::JournalClaim,
+    node_state::JournalClaim,
+    node_state::NodeState,
+    offload_level,
     process::Process,
 };
 
@@ -23,137 +25,137 @@ pub(super) enum HostVerdict {
     Refused(Reason, String),
 }
 
-impl Node {
-    /// Promises host memory to a container for its offload, if the reading of these pools shows
-    /// enough. `asked_at`: when the reading was requested.
-    pub(super) fn promise_host_memory(
-        &mut self,
-        key: &Key,
-        pools: Vec<MemoryPool>,
-        asked_at: Millis,
-    ) -> HostVerdict {
-        match self.host_ledger.judge(key, &pools, asked_at, self.now) {
-            Ok(()) => {
-                self.host_ledger.promise(key, pools, self.now);
-                HostVerdict::Promised
-            }
-            Err(MemoryShortage::Short { pool }) => {
-                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
-                let detail = format!("{} has {free} left, but {need} are needed", pool.name());
-                HostVerdict::Refused(reason_of(&pool), detail)
-            }
-            Err(MemoryShortage::Promised { pool, promised_bytes }) => {
-                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
-                let detail = format!(
-                    "{} has {free} left, but {} of it are promised to other offloads in progress, \
-                     and {need} are needed",
-                    pool.name(),
-                    mib(promised_bytes),
-                );
-                HostVerdict::Waits(reason_of(&pool), detail)
-            }
+/// Promises host memory to a container for its offload, if the reading of these pools shows
+/// enough. `asked_at`: when the reading was requested.
+pub(super) fn promise_host_memory(
+    node: &mut NodeState,
+    key: &Key,
+    pools: Vec<MemoryPool>,
+    asked_at: Millis,
+) -> HostVerdict {
+    match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
+        Ok(()) => {
+            node.host_ledger.promise(key, pools, node.clock.now);
+            HostVerdict::Promised
+        }
+        Err(MemoryShortage::Short { pool }) => {
+            let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+            let detail = format!("{} has {free} left, but {need} are needed", pool.name());
+            HostVerdict::Refused(reason_of(&pool), detail)
+        }
+        Err(MemoryShortage::Promised { pool, promised_bytes }) => {
+            let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+            let detail = format!(
+                "{} has {free} left, but {} of it are promised to other offloads in progress, \
+                 and {need} are needed",
+                pool.name(),
+                mib(promised_bytes),
+            );
+            HostVerdict::Waits(reason_of(&pool), detail)
         }
     }
+}
 
-    /// The reason and detail of a copy out that ended with `NoHostMemory`. They name the pool in
-    /// which the controller found too little memory. If there is no such pool, the library
-    /// cancelled the copy, and the reason and detail name the node.
-    pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
-        match self.host_ledger.short_pool(key) {
-            Some(pool) => {
-                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
-                let detail = format!(
-                    "while process {pid} was copied out, {} had only {free} free, but the copy still \
-                     needed {need}",
-                    pool.name()
-                );
-                (reason_of(pool), detail)
-            }
-            None => {
-                let detail = format!(
-                    "another process allocated host memory while process {pid} was copied out"
-                );
-                (Reason::HostMemory, detail)
-            }
+/// The reason and detail of a copy out that ended with `NoHostMemory`. They name the pool in
+/// which the controller found too little memory. If there is no such pool, the library
+/// cancelled the copy, and the reason and detail name the node.
+pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, String) {
+    match node.host_ledger.short_pool(key) {
+        Some(pool) => {
+            let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+            let detail = format!(
+                "while process {pid} was copied out, {} had only {free} free, but the copy still \
+                 needed {need}",
+                pool.name()
+            );
+            (reason_of(pool), detail)
+        }
+        None => {
+            let detail =
+                format!("another process allocated host memory while process {pid} was copied out");
+            (Reason::HostMemory, detail)
         }
     }
+}
 
-    /// Reads host memory again for an offload that waits because the memory is promised to other
-    /// offloads, and that has not changed any process yet. For an offload with locked processes,
-    /// the memory is read again when the next step is planned.
-    pub(super) fn survey_again(&mut self, key: &Key) {
-        if self.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
-            self.survey(key);
-        }
+/// Reads host memory again for an offload that waits because the memory is promised to other
+/// offloads, and that has not changed any process yet. For an offload with locked processes,
+/// the memory is read again when the next step is planned.
+pub(super) fn survey_again(node: &mut NodeState, key: &Key) {
+    if node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
+        survey(node, key);
     }
+}
 
-    /// Ends the promises of offloads that have ended.
-    pub(super) fn settle_host_memory(&mut self) {
-        if self.host_ledger.is_empty() {
-            return;
-        }
-        let oldest_survey = self.containers.values().filter_map(|c| c.survey_asked).min();
-        let mut ledger = std::mem::take(&mut self.host_ledger);
-        ledger.settle(self.now, oldest_survey, |key| self.may_touch_host_memory(key));
-        self.host_ledger = ledger;
+/// Ends the promises of offloads that have ended.
+pub(super) fn settle_host_memory(node: &mut NodeState) {
+    if node.host_ledger.is_empty() {
+        return;
     }
+    let oldest_survey = node.registry.containers.values().filter_map(|c| c.survey_asked).min();
+    let mut ledger = std::mem::take(&mut node.host_ledger);
+    ledger.settle(node.clock.now, oldest_survey, |key| may_touch_host_memory(node, key));
+    node.host_ledger = ledger;
+}
 
-    /// Takes over promises for offloads that an earlier controller ordered and that may still be
-    /// running. A process cannot register during its offload. The memory counts as promised until
-    /// the process registers, or until NVML shows that the process holds no VRAM.
-    pub(super) fn promise_to_unseen(&mut self, key: &Key) {
-        let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
-        let claims = self.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
-        for claimed in claims.flat_map(|(_, claim)| host_need(claim)) {
-            let pool = pools
-                .entry(claimed.group.clone())
-                .or_insert_with(|| MemoryPool { need_bytes: 0, ..claimed.clone() });
-            pool.need_bytes = pool.need_bytes.saturating_add(claimed.need_bytes);
-        }
-        self.host_ledger.recall(key, pools.into_values().collect(), self.now);
+/// Takes over promises for offloads that an earlier controller ordered and that may still be
+/// running. A process cannot register during its offload. The memory counts as promised until
+/// the process registers, or until NVML shows that the process holds no VRAM.
+pub(super) fn promise_to_unseen(node: &mut NodeState, key: &Key) {
+    let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
+    let claims = node.registry.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
+    for claimed in claims.flat_map(|(_, claim)| host_need(claim)) {
+        let pool = pools
+            .entry(claimed.group.clone())
+            .or_insert_with(|| MemoryPool { need_bytes: 0, ..claimed.clone() });
+        pool.need_bytes = pool.need_bytes.saturating_add(claimed.need_bytes);
     }
+    node.host_ledger.recall(key, pools.into_values().collect(), node.clock.now);
+}
 
-    /// Records the VRAM that NVML reports for processes that have not registered.
-    pub(super) fn take_gpus_of_unseen(&mut self) {
-        if self.unclaimed_journal.is_empty() {
-            return;
-        }
-        let on_devices = self.gpus.iter().flat_map(|gpu| &gpu.processes);
-        for ((_, pid, _), claim) in &mut self.unclaimed_journal {
-            let held = on_devices.clone().filter(|(other, _)| other == pid);
-            claim.held_bytes = Some(held.map(|(_, bytes)| bytes).sum());
-        }
-        let keys: BTreeSet<Key> =
-            self.unclaimed_journal.keys().map(|(key, ..)| key.clone()).collect();
-        keys.iter().for_each(|key| self.promise_to_unseen(key));
+/// Records the VRAM that NVML reports for processes that have not registered.
+pub(super) fn take_gpus_of_unseen(node: &mut NodeState) {
+    if node.registry.unclaimed_journal.is_empty() {
+        return;
     }
-
-    /// Whether an offload of this container may still take host memory. An offload that was given
-    /// up during an order may still take host memory until the order is reported. If an agent lost
-    /// its connection, the controller does not know whether an order is in progress, so the
-    /// container counts.
-    fn may_touch_host_memory(&self, key: &Key) -> bool {
-        let leaves = self
-            .containers
-            .get(key)
-            .is_some_and(|c| !c.goal.is_resident() && c.shown.state != State::Offloaded);
-        leaves
-            || self.processes.of(key).any(|(_, process)| {
-                let moves =
-                    |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
-                !process.connected || process.pending.is_some_and(|order| moves(order.action))
-            })
+    let on_devices = node.gpus.samples.iter().flat_map(|gpu| &gpu.processes);
+    for ((_, pid, _), claim) in &mut node.registry.unclaimed_journal {
+        let held = on_devices.clone().filter(|(other, _)| other == pid);
+        claim.held_bytes = Some(held.map(|(_, bytes)| bytes).sum());
     }
+    let keys: BTreeSet<Key> =
+        node.registry.unclaimed_journal.keys().map(|(key, ..)| key.clone()).collect();
+    keys.iter().for_each(|key| promise_to_unseen(node, key));
+}
 
-    pub(super) fn survey(&mut self, key: &Key) {
-        let moves = self.moves(key);
-        let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
-        let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
-        let now = self.now;
-        if let Some(container) = self.containers.get_mut(key).filter(|c| c.survey_asked.is_none()) {
-            container.survey_asked = Some(now);
-            self.effects.push(Effect::Survey { key: key.clone(), processes });
-        }
+/// Whether an offload of this container may still take host memory. An offload that was given
+/// up during an order may still take host memory until the order is reported. If an agent lost
+/// its connection, the controller does not know whether an order is in progress, so the
+/// container counts.
+fn may_touch_host_memory(node: &NodeState, key: &Key) -> bool {
+    let leaves = node
+        .registry
+        .containers
+        .get(key)
+        .is_some_and(|c| !c.goal.is_resident() && c.shown.state != State::Offloaded);
+    leaves
+        || node.registry.processes.of(key).any(|(_, process)| {
+            let moves =
+                |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
+            !process.connected || process.pending.is_some_and(|order| moves(order.action))
+        })
+}
+
+pub(super) fn survey(node: &mut NodeState, key: &Key) {
+    let moves = offload_level::moves(node, key);
+    let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
+    let processes = node.registry.processes.of(key).map(|(_, p)| need(p)).collect();
+    let now = node.clock.now;
+    if let Some(container) =
+        node.registry.containers.get_mut(key).filter(|c| c.survey_asked.is_none())
+    {
+        container.survey_asked = Some(now);
+        node.output.effects.push(Effect::Survey { key: key.clone(), processes });
     }
 }
 

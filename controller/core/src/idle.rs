@@ -14,8 +14,9 @@ use std::collections::HashMap;
 use affinode_proto::wire::{Phase, counters::CounterSnapshot};
 
 use super::{
-    Key, Millis, Node,
+    Key, Millis,
     input::Work,
+    node_state::NodeState,
     process::{DeviceWork, Process},
 };
 
@@ -28,57 +29,53 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
 }
 
-impl Node {
-    /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
-    /// GPU. Work from before the registration of the process belongs to an earlier process with the
-    /// same pid.
-    pub(super) fn worked(&mut self, work: &[Work]) {
-        let now = self.now;
-        self.utilization_sampled_at = Some(now);
-        let of_process: HashMap<(u32, &str), &Work> =
-            work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
-        for process in self.processes.values_mut() {
-            let pid = process.identity.pid;
-            let seen = process.vram.iter().filter(|held| held.bytes > 0);
-            let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
-            let working = seen.map(|work| DeviceWork {
-                at: now.saturating_sub(work.age_ms),
-                percent: work.percent,
-            });
-            // A prefaulted process is idle, and new work would begin with a call. NVML shows a
-            // copier's registration of the process's memory as work of the process (seen on an
-            // H200).
-            let here = process.phase == Phase::Open && !process.prefault_ordered;
-            process.working =
-                working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
-            if let Some(DeviceWork { at, .. }) = process.working
-                && let Some(container) = self.containers.get_mut(&process.key)
-            {
-                container.usage.last_use = container.usage.last_use.max(at);
-            }
+/// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
+/// GPU. Work from before the registration of the process belongs to an earlier process with the
+/// same pid.
+pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
+    let now = node.clock.now;
+    node.gpus.utilization_sampled_at = Some(now);
+    let of_process: HashMap<(u32, &str), &Work> =
+        work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
+    for process in node.registry.processes.values_mut() {
+        let pid = process.identity.pid;
+        let seen = process.vram.iter().filter(|held| held.bytes > 0);
+        let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
+        let working = seen
+            .map(|work| DeviceWork { at: now.saturating_sub(work.age_ms), percent: work.percent });
+        // A prefaulted process is idle, and new work would begin with a call. NVML shows a
+        // copier's registration of the process's memory as work of the process (seen on an
+        // H200).
+        let here = process.phase == Phase::Open && !process.prefault_ordered;
+        process.working =
+            working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
+        if let Some(DeviceWork { at, .. }) = process.working
+            && let Some(container) = node.registry.containers.get_mut(&process.key)
+        {
+            container.usage.last_use = container.usage.last_use.max(at);
         }
     }
+}
 
-    /// The pid of a process that has work on a GPU, and the share of the sample in which the work
-    /// ran, in percent. `None`: no process of the container has such work.
-    pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
-        let working = |p: &Process| Some((p.identity.pid, self.share_of(p)?));
-        self.processes.of(key).find_map(|(_, p)| working(p))
-    }
+/// The pid of a process that has work on a GPU, and the share of the sample in which the work
+/// ran, in percent. `None`: no process of the container has such work.
+pub(super) fn working(node: &NodeState, key: &Key) -> Option<(u32, u32)> {
+    let working = |p: &Process| Some((p.identity.pid, share_of(node, p)?));
+    node.registry.processes.of(key).find_map(|(_, p)| working(p))
+}
 
-    /// Share of the last sample in which work of the process ran, in percent. 0: the process is not
-    /// in the sample. `None`: there is no valid sample.
-    #[must_use]
-    pub fn utilization_percent(&self, process: &Process) -> Option<u32> {
-        let spoke =
-            self.utilization_sampled_at.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
-        self.share_of(process).or(spoke.map(|_| 0))
-    }
+/// Share of the last sample in which work of the process ran, in percent. 0: the process is not
+/// in the sample. `None`: there is no valid sample.
+#[must_use]
+pub(super) fn utilization_percent(node: &NodeState, process: &Process) -> Option<u32> {
+    let spoke =
+        node.gpus.utilization_sampled_at.filter(|at| node.clock.now.saturating_sub(*at) < TRUST_MS);
+    share_of(node, process).or(spoke.map(|_| 0))
+}
 
-    fn share_of(&self, process: &Process) -> Option<u32> {
-        let recent = |w: &DeviceWork| self.now.saturating_sub(w.at) < TRUST_MS;
-        process.working.filter(recent).map(|w| w.percent)
-    }
+fn share_of(node: &NodeState, process: &Process) -> Option<u32> {
+    let recent = |w: &DeviceWork| node.clock.now.saturating_sub(w.at) < TRUST_MS;
+    process.working.filter(recent).map(|w| w.percent)
 }
 
 #[cfg(test)]

@@ -21,10 +21,13 @@ use std::cmp::Reverse;
 use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Offload},
     eligibility::is_unsafe,
     event::NodeEvent,
+    needs,
+    node_state::NodeState,
+    offload, offload_check, overrides,
     policy::{Mode, Restore},
     process::{Process, Termination},
 };
@@ -36,175 +39,177 @@ const GRACE_MS: Millis = 5_000;
 /// processes, the process with the greater value arrived later.
 type Came = (Millis, u64);
 
-impl Node {
-    /// Whether the container has the restore policy `immediate` and calls wait for its restore.
-    pub(super) fn is_urgent(&self, key: &Key) -> bool {
-        let urgent =
-            |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
-        self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
-    }
+/// Whether the container has the restore policy `immediate` and calls wait for its restore.
+pub(super) fn is_urgent(node: &NodeState, key: &Key) -> bool {
+    let urgent = |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
+    node.registry.containers.get(key).is_some_and(urgent)
+        && !needs::container_needs(node, key).is_empty()
+}
 
-    /// Appends the waiters in queue order. An urgent waiter comes before all non-urgent waiters of
-    /// the same or lower priority, even if these have waited longer.
-    pub(super) fn escalates_to_termination(&self, turns: &mut Vec<Key>) {
-        self.queue.order_into(self.now, turns);
-        let possible = self.settings.policies.may_be_immediate();
-        if !possible || !turns.iter().any(|key| self.is_urgent(key)) {
-            return;
-        }
-        let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
-        let order = std::mem::take(turns);
-        for key in order {
-            let behind = |other: &Key| !self.is_urgent(other) && priority(other) <= priority(&key);
-            let place = turns.iter().position(|other| self.is_urgent(&key) && behind(other));
-            turns.insert(place.unwrap_or(turns.len()), key);
-        }
+/// Appends the waiters in queue order. An urgent waiter comes before all non-urgent waiters of
+/// the same or lower priority, even if these have waited longer.
+pub(super) fn escalates_to_termination(node: &NodeState, turns: &mut Vec<Key>) {
+    node.admission.queue.order_into(node.clock.now, turns);
+    let possible = node.settings.policies.may_be_immediate();
+    if !possible || !turns.iter().any(|key| is_urgent(node, key)) {
+        return;
     }
-
-    /// Frees VRAM for an urgent container. Evicts the containers in `idle` and neighbours in use,
-    /// and ends processes that cannot be offloaded. If this is not allowed or would not free
-    /// enough, it changes nothing and returns false.
-    pub(super) fn terminate_for_vram(
-        &mut self,
-        key: &Key,
-        missing: &[DeviceBytes],
-        idle: &[Key],
-    ) -> bool {
-        let since = self.containers.get(key).and_then(|c| c.wake_began);
-        let Some(since) = since.filter(|_| self.is_urgent(key)) else { return false };
-        let mut way = VramShortfall::new(missing);
-        idle.iter().for_each(|key| {
-            way.take(&self.vram_freed_by(key, true));
-        });
-        let others: Vec<&Key> =
-            self.blocking_containers(key).filter(|key| !idle.contains(key)).collect();
-        let mut movable: Vec<(Came, &Key)> = Vec::new();
-        let mut fixed: Vec<(Came, ProcessId, &Process)> = Vec::new();
-        for other in others {
-            if self.can_be_moved(other, since) {
-                movable.extend(self.came(other).map(|came| (came, other)));
-            } else if self.can_only_end(other, since) {
-                let of_key = self.processes.of(other).filter(|(_, p)| p.termination.is_none());
-                fixed.extend(of_key.map(|(id, p)| (came_of(p), id, p)));
-            }
-        }
-        movable.sort_by(|a, b| b.cmp(a));
-        fixed.sort_by_key(|(came, id, _)| Reverse((*came, *id)));
-        let moved: Vec<Key> = movable
-            .into_iter()
-            .filter(|(_, other)| way.take(&self.vram_freed_by(other, true)))
-            .map(|(_, other)| other.clone())
-            .collect();
-        let mut ended: Vec<(ProcessId, &[DeviceBytes])> = fixed
-            .into_iter()
-            .filter(|(.., p)| way.take(&p.vram))
-            .map(|(_, id, p)| (id, p.vram.as_slice()))
-            .collect();
-        // All or nothing: processes are ended only if the waiter fits afterwards.
-        if !way.is_clear() {
-            return false;
-        }
-        // The end of a process that was chosen later may free enough VRAM to spare one that was
-        // chosen earlier.
-        ended.retain(|(_, holds)| !way.spare(holds));
-        let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
-        for victim in idle.iter().chain(&moved) {
-            let forced = moved.contains(victim);
-            self.evict(victim, Offload { forced, ..Offload::deep(self.now) });
-        }
-        ended.into_iter().for_each(|id| self.end(id, key));
-        true
+    let priority = |key: &Key| node.registry.containers.get(key).map(|c| c.policy.priority);
+    let order = std::mem::take(turns);
+    for key in order {
+        let behind = |other: &Key| !is_urgent(node, other) && priority(other) <= priority(&key);
+        let place = turns.iter().position(|other| is_urgent(node, &key) && behind(other));
+        turns.insert(place.unwrap_or(turns.len()), key);
     }
+}
 
-    /// Resident neighbours from which the waiter may take VRAM.
-    fn blocking_containers<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
-        let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
-        let concerned = move |(key, c): &(&'a Key, &Container)| {
-            *key != asker
-                && c.goal.is_resident()
-                && matches!(c.shown.state, State::Active | State::Idle)
-                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && c.policy.priority <= priority
-                && self.permitted(key, false).is_ok()
-                && !self.grants.contains_key(key)
-                && !self.is_too_small(key)
-                && c.figures
-                    .restored_at
-                    .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
-        };
-        self.containers.iter().filter(concerned).map(|(key, _)| key)
-    }
-
-    /// Whether a container in use can be offloaded. False if a forced offload of it has failed
-    /// since `since`.
-    fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
-        let movable =
-            matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
-        let blind = |c: &Container| {
-            c.cause == Reason::VramUnknown && self.now < c.offload_failures.not_before
-        };
-        movable
-            && !self.failed_forced_offload(key, since)
-            && !self.containers.get(key).is_some_and(blind)
-            && self.processes.of(key).all(|(_, p)| p.termination.is_none())
-    }
-
-    /// Whether the VRAM of a container can only be freed by ending its processes.
-    fn can_only_end(&self, key: &Key, since: Millis) -> bool {
-        match self.check_offload(key, true) {
-            Ok(()) | Err((Reason::CallInProgress, _)) => self.failed_forced_offload(key, since),
-            Err((reason, _)) => is_unsafe(reason) || reason == Reason::BadPeer,
+/// Frees VRAM for an urgent container. Evicts the containers in `idle` and neighbours in use,
+/// and ends processes that cannot be offloaded. If this is not allowed or would not free
+/// enough, it changes nothing and returns false.
+pub(super) fn terminate_for_vram(
+    node: &mut NodeState,
+    key: &Key,
+    missing: &[DeviceBytes],
+    idle: &[Key],
+) -> bool {
+    let since = node.registry.containers.get(key).and_then(|c| c.wake_began);
+    let Some(since) = since.filter(|_| is_urgent(node, key)) else { return false };
+    let mut way = VramShortfall::new(missing);
+    idle.iter().for_each(|key| {
+        way.take(&needs::vram_freed_by(node, key, true));
+    });
+    let others: Vec<&Key> =
+        blocking_containers(node, key).filter(|key| !idle.contains(key)).collect();
+    let mut movable: Vec<(Came, &Key)> = Vec::new();
+    let mut fixed: Vec<(Came, ProcessId, &Process)> = Vec::new();
+    for other in others {
+        if can_be_moved(node, other, since) {
+            movable.extend(came(node, other).map(|came| (came, other)));
+        } else if can_only_end(node, other, since) {
+            let of_key = node.registry.processes.of(other).filter(|(_, p)| p.termination.is_none());
+            fixed.extend(of_key.map(|(id, p)| (came_of(p), id, p)));
         }
     }
-
-    fn failed_forced_offload(&self, key: &Key, since: Millis) -> bool {
-        self.containers
-            .get(key)
-            .is_some_and(|c| c.offload_failures.immovable_at.is_some_and(|at| at >= since))
+    movable.sort_by(|a, b| b.cmp(a));
+    fixed.sort_by_key(|(came, id, _)| Reverse((*came, *id)));
+    let moved: Vec<Key> = movable
+        .into_iter()
+        .filter(|(_, other)| way.take(&needs::vram_freed_by(node, other, true)))
+        .map(|(_, other)| other.clone())
+        .collect();
+    let mut ended: Vec<(ProcessId, &[DeviceBytes])> = fixed
+        .into_iter()
+        .filter(|(.., p)| way.take(&p.vram))
+        .map(|(_, id, p)| (id, p.vram.as_slice()))
+        .collect();
+    // All or nothing: processes are ended only if the waiter fits afterwards.
+    if !way.is_clear() {
+        return false;
     }
-
-    fn came(&self, key: &Key) -> Option<Came> {
-        self.processes.of(key).map(|(_, p)| came_of(p)).max()
+    // The end of a process that was chosen later may free enough VRAM to spare one that was
+    // chosen earlier.
+    ended.retain(|(_, holds)| !way.spare(holds));
+    let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
+    for victim in idle.iter().chain(&moved) {
+        let forced = moved.contains(victim);
+        offload::evict(node, victim, Offload { forced, ..Offload::deep(node.clock.now) });
     }
+    ended.into_iter().for_each(|id| end(node, id, key));
+    true
+}
 
-    fn end(&mut self, id: ProcessId, asker: &Key) {
-        let name = self.display_name(asker);
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        process.termination = Some(Termination { since: self.now, by_force: false });
-        let (key, identity, bytes) =
-            (process.key.clone(), process.identity.clone(), process.vram_bytes());
-        let text = format!(
-            "process {} ({}) is ended: {name} is restored at once (restore policy immediate), and no offload frees enough VRAM",
-            identity.pid, identity.command
-        );
-        let event = NodeEvent::new(EventKind::Ended, text).because(Reason::EndedForRoom);
-        self.publish(&key, event.of_bytes(bytes));
-        self.effects.push(Effect::End { identity, by_force: false });
+/// Resident neighbours from which the waiter may take VRAM.
+fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
+    let priority = node.registry.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
+    let concerned = move |(key, c): &(&'a Key, &Container)| {
+        *key != asker
+            && c.goal.is_resident()
+            && matches!(c.shown.state, State::Active | State::Idle)
+            && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+            && c.policy.priority <= priority
+            && overrides::permitted(node, key, false).is_ok()
+            && !node.admission.grants.contains_key(key)
+            && !offload_check::is_too_small(node, key)
+            && c.figures
+                .restored_at
+                .is_none_or(|t| node.clock.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+    };
+    node.registry.containers.iter().filter(concerned).map(|(key, _)| key)
+}
+
+/// Whether a container in use can be offloaded. False if a forced offload of it has failed
+/// since `since`.
+fn can_be_moved(node: &NodeState, key: &Key, since: Millis) -> bool {
+    let movable = matches!(
+        offload_check::check_offload(node, key, true),
+        Ok(()) | Err((Reason::CallInProgress, _))
+    );
+    let blind = |c: &Container| {
+        c.cause == Reason::VramUnknown && node.clock.now < c.offload_failures.not_before
+    };
+    movable
+        && !failed_forced_offload(node, key, since)
+        && !node.registry.containers.get(key).is_some_and(blind)
+        && node.registry.processes.of(key).all(|(_, p)| p.termination.is_none())
+}
+
+/// Whether the VRAM of a container can only be freed by ending its processes.
+fn can_only_end(node: &NodeState, key: &Key, since: Millis) -> bool {
+    match offload_check::check_offload(node, key, true) {
+        Ok(()) | Err((Reason::CallInProgress, _)) => failed_forced_offload(node, key, since),
+        Err((reason, _)) => is_unsafe(reason) || reason == Reason::BadPeer,
     }
+}
 
-    /// Kills processes that were ordered to end and still hold VRAM that an urgent waiter needs.
-    /// Withdraws the order for a process that was offloaded meanwhile, or whose VRAM is no longer
-    /// needed.
-    pub(super) fn check_terminations(&mut self) {
-        if self.processes.values().all(|p| p.termination.is_none()) {
-            return;
-        }
-        let order = self.queue.in_order(self.now);
-        let urgent = order.iter().filter(|key| self.is_urgent(key));
-        let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
-        for process in self.processes.values_mut() {
-            let Some(ending) = &mut process.termination else { continue };
-            // The waiter for which the process is to be ended may have been served, and all other
-            // waiters may have a lower priority than the process.
-            let stays = |c: &Container| c.goal.is_resident() && Some(c.policy.priority) <= most;
-            let in_the_way = self.containers.get(&process.key).is_some_and(stays);
-            if !in_the_way || process.phase.is_offloaded() {
-                process.termination = None;
-            } else if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
-                ending.by_force = true;
-                let identity = process.identity.clone();
-                self.effects.push(Effect::End { identity, by_force: true });
-            }
+fn failed_forced_offload(node: &NodeState, key: &Key, since: Millis) -> bool {
+    node.registry
+        .containers
+        .get(key)
+        .is_some_and(|c| c.offload_failures.immovable_at.is_some_and(|at| at >= since))
+}
+
+fn came(node: &NodeState, key: &Key) -> Option<Came> {
+    node.registry.processes.of(key).map(|(_, p)| came_of(p)).max()
+}
+
+fn end(node: &mut NodeState, id: ProcessId, asker: &Key) {
+    let name = node.display_name(asker);
+    let Some(process) = node.registry.processes.get_mut(&id) else { return };
+    process.termination = Some(Termination { since: node.clock.now, by_force: false });
+    let (key, identity, bytes) =
+        (process.key.clone(), process.identity.clone(), process.vram_bytes());
+    let text = format!(
+        "process {} ({}) is ended: {name} is restored at once (restore policy immediate), and no offload frees enough VRAM",
+        identity.pid, identity.command
+    );
+    let event = NodeEvent::new(EventKind::Ended, text).because(Reason::EndedForRoom);
+    node.publish(&key, event.of_bytes(bytes));
+    node.output.effects.push(Effect::End { identity, by_force: false });
+}
+
+/// Kills processes that were ordered to end and still hold VRAM that an urgent waiter needs.
+/// Withdraws the order for a process that was offloaded meanwhile, or whose VRAM is no longer
+/// needed.
+pub(super) fn check_terminations(node: &mut NodeState) {
+    if node.registry.processes.values().all(|p| p.termination.is_none()) {
+        return;
+    }
+    let order = node.admission.queue.in_order(node.clock.now);
+    let urgent = order.iter().filter(|key| is_urgent(node, key));
+    let most =
+        urgent.filter_map(|key| Some(node.registry.containers.get(key)?.policy.priority)).max();
+    for process in node.registry.processes.values_mut() {
+        let Some(ending) = &mut process.termination else { continue };
+        // The waiter for which the process is to be ended may have been served, and all other
+        // waiters may have a lower priority than the process.
+        let stays = |c: &Container| c.goal.is_resident() && Some(c.policy.priority) <= most;
+        let in_the_way = node.registry.containers.get(&process.key).is_some_and(stays);
+        if !in_the_way || process.phase.is_offloaded() {
+            process.termination = None;
+        } else if !ending.by_force && node.clock.now.saturating_sub(ending.since) >= GRACE_MS {
+            ending.by_force = true;
+            let identity = process.identity.clone();
+            node.output.effects.push(Effect::End { identity, by_force: true });
         }
     }
 }

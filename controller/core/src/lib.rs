@@ -8,6 +8,22 @@
 //! [`node::Node`] owns every container and process. One task drives it, so there is one writer and
 //! no lock. The same code runs on a real node, in tests and in simulation, because the caller
 //! passes the time as a number.
+//!
+//! ```text
+//!  node
+//!  └> completions, transitions, serve_queue
+//!     └> restore, eviction
+//!        └> registration, requests, evaluate, immediate
+//!           └> offload, migration, oom_wait
+//!              └> grants
+//!                 └> holds, prefault, connection_prewake
+//!                    └> copier_use, offload_check, measurements, prewake, pressure, hints
+//!                       └> needs, output, oversubscription
+//!                          └> lookup, eligibility, host_promises
+//!                             └> the data (node_state) and functions that need only their arguments
+//! ```
+//!
+//! A file calls only files below it.
 
 // A decision that fits on one screen can be read at once.
 #![cfg_attr(not(test), deny(clippy::too_many_lines))]
@@ -43,6 +59,7 @@ mod measurements;
 mod migration;
 mod needs;
 pub mod node;
+mod node_state;
 mod nvml_readings;
 mod offload;
 mod offload_check;
@@ -66,6 +83,7 @@ mod restore;
 mod serve_queue;
 #[cfg(test)]
 mod tests;
+pub mod texts;
 mod transitions;
 pub mod victims;
 pub mod view;

@@ -3,42 +3,55 @@
 use affinode_proto::{reason::Reason, wire::Capabilities, wire::Phase};
 
 use super::{
-    Key, Millis, Node, ProcessId, RecordedProcess, plan::OffloadMethod, plan::ProcessPosition,
-    process::PendingAlloc, process::Process,
+    Key, Millis, ProcessId, RecordedProcess, container::Container, node_state::NodeState,
+    offload_level, plan::OffloadMethod, plan::ProcessPosition, process::PendingAlloc,
+    process::Process,
 };
 
 /// Time after the begin of an offload during which the offload is expected to free VRAM soon.
 const LEAVES_MS: Millis = 20_000;
 
-impl Node {
+impl NodeState {
+    /// Name of a container for users; empty if it is unknown.
+    pub(super) fn display_name(&self, key: &Key) -> String {
+        self.registry.containers.get(key).map(Container::display_name).unwrap_or_default()
+    }
+
+    /// VRAM that the offloaded processes of a container gave up, in bytes.
+    pub(super) fn offloaded_bytes(&self, key: &Key) -> u64 {
+        let offloaded = self.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+        offloaded.map(|(_, p)| p.offloaded_vram_bytes()).sum()
+    }
+
     /// Processes of a container.
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes.ids_of(key).collect()
+        self.registry.processes.ids_of(key).collect()
     }
 
     /// Minute of the week by the wall clock.
     pub(super) fn week_minute(&self) -> u32 {
-        let now = i64::try_from(self.now).unwrap_or(i64::MAX);
-        super::window::week_minute(self.clock_ms.saturating_add(now))
+        let now = i64::try_from(self.clock.now).unwrap_or(i64::MAX);
+        super::window::week_minute(self.clock.unix_ms.saturating_add(now))
     }
 
     /// Cause of the container's offload or restore in progress.
     pub(super) fn cause(&self, key: &Key) -> Reason {
-        self.containers.get(key).map_or(Reason::Requested, |c| c.cause)
+        self.registry.containers.get(key).map_or(Reason::Requested, |c| c.cause)
     }
 
     /// Where each process of a container stands in its offload or restore.
     pub(super) fn positions(&self, key: &Key) -> Vec<ProcessPosition> {
-        let container = self.containers.get(key);
+        let container = self.registry.containers.get(key);
         let out = container.is_some_and(|c| c.goal.is_offloaded());
-        let moves = self.moves(key);
-        self.processes
+        let moves = offload_level::moves(self, key);
+        self.registry
+            .processes
             .of(key)
             .map(|(id, p)| ProcessPosition {
                 process: id,
                 phase: p.phase,
                 occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
-                may_leave: p.may_leave(self.now),
+                may_leave: p.may_leave(self.clock.now),
                 moves: moves(p),
                 awaits_work: p.can(Capabilities::AWAITS_WORK),
                 is_prefaulted: p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint,
@@ -48,7 +61,7 @@ impl Node {
 
     /// Whether no container waits for VRAM and no grant exists.
     pub(super) fn is_settled(&self) -> bool {
-        self.grants.is_empty() && self.queue.in_order(self.now).is_empty()
+        self.admission.grants.is_empty() && self.admission.queue.in_order(self.clock.now).is_empty()
     }
 
     /// Processes of a container that the journal records and that have not registered.
@@ -56,7 +69,8 @@ impl Node {
         &'a self,
         key: &'a Key,
     ) -> impl Iterator<Item = RecordedProcess> + 'a {
-        let of_key = self.unclaimed_journal.iter().filter(move |((other, ..), _)| other == key);
+        let of_key =
+            self.registry.unclaimed_journal.iter().filter(move |((other, ..), _)| other == key);
         of_key.map(|((_, pid, start_ticks), recalled)| RecordedProcess {
             pid: *pid,
             start_ticks: *start_ticks,
@@ -67,24 +81,25 @@ impl Node {
 
     /// Whether a restore of a process that has not registered may be running.
     pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
-        self.unclaimed_journal
+        self.registry
+            .unclaimed_journal
             .iter()
             .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
     /// The container's waiting allocation that is served next.
     pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
-        self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
+        self.registry.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
     /// Whether an offload of the process is expected to free VRAM soon.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
-            let container = self.containers.get(&p.key).filter(|c| !c.goal.is_resident());
+            let container = self.registry.containers.get(&p.key).filter(|c| !c.goal.is_resident());
             let began = container.and_then(|c| c.goal.offload()?.began);
-            let soon = began.is_some_and(|began| self.now.saturating_sub(began) < LEAVES_MS);
+            let soon = began.is_some_and(|began| self.clock.now.saturating_sub(began) < LEAVES_MS);
             soon && p.phase != Phase::Checkpointed
         };
-        self.processes.get(&id).is_some_and(leaves)
+        self.registry.processes.get(&id).is_some_and(leaves)
     }
 }

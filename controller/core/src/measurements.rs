@@ -10,161 +10,161 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Key, Node, ProcessId,
+    DeviceBytes, Key, ProcessId,
     event::NodeEvent,
-    idle,
+    host_promises, idle,
     input::GpuSample,
-    view::{damaged_text, hidden_text, ipc_refused as ipc_refused_text},
+    node_state::NodeState,
+    texts::{damaged_text, hidden_text, ipc_refused_text},
 };
 
-impl Node {
-    /// Records hazards of a process. A hazard stays recorded until the process ends.
-    pub(super) fn learn_hazards(&mut self, id: ProcessId, hazards: Hazards) {
-        let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
-        let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
-        let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
-        let is_hidden = |hazards: Hazards| hazards.intersects(Hazards::HIDDEN_WAY);
-        let is_hidden_news = is_hidden(hazards) && !is_hidden(process.hazards);
-        process.hazards.0 |= hazards.0;
-        if !is_news && !is_hidden_news {
-            return;
-        }
-        let (key, pid) = (process.key.clone(), process.identity.pid);
-        if is_hidden_news {
-            let event = NodeEvent::new(EventKind::HiddenWay, hidden_text(pid));
-            self.publish(&key, event.because(Reason::HiddenWay));
-        }
-        if is_news {
-            let event = NodeEvent::new(EventKind::Damaged, damaged_text(pid));
-            self.publish(&key, event.because(Reason::DamagedMemory));
-        }
+/// Records hazards of a process. A hazard stays recorded until the process ends.
+pub(super) fn learn_hazards(node: &mut NodeState, id: ProcessId, hazards: Hazards) {
+    let Some(process) = node.registry.processes.get_mut_uncounted(&id) else { return };
+    let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
+    let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
+    let is_hidden = |hazards: Hazards| hazards.intersects(Hazards::HIDDEN_WAY);
+    let is_hidden_news = is_hidden(hazards) && !is_hidden(process.hazards);
+    process.hazards.0 |= hazards.0;
+    if !is_news && !is_hidden_news {
+        return;
     }
+    let (key, pid) = (process.key.clone(), process.identity.pid);
+    if is_hidden_news {
+        let event = NodeEvent::new(EventKind::HiddenWay, hidden_text(pid));
+        node.publish(&key, event.because(Reason::HiddenWay));
+    }
+    if is_news {
+        let event = NodeEvent::new(EventKind::Damaged, damaged_text(pid));
+        node.publish(&key, event.because(Reason::DamagedMemory));
+    }
+}
 
-    pub(super) fn page(&mut self, id: ProcessId, page: CounterSnapshot) {
-        self.learn_hazards(id, page.hazards);
-        let now = self.now;
-        let Some(process) = self.processes.get_mut_uncounted(&id) else {
-            return;
-        };
-        let moved = idle::moved(process.counters.as_ref(), &page);
-        let process_was_free = process.counters.as_ref().is_some_and(|older| older.inflight == 0);
-        let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
-        let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
-        process.swap.swappable_bytes = page.swappable_bytes;
-        // The agent's report of an incomplete copy may have gone to an earlier controller that has
-        // ended. The counters show the incomplete copy too.
-        process.copy_out_incomplete = process.phase == Phase::Checkpointed
-            && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
-        process.counters = Some(page);
-        if !moved && !news {
-            return;
+pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
+    learn_hazards(node, id, page.hazards);
+    let now = node.clock.now;
+    let Some(process) = node.registry.processes.get_mut_uncounted(&id) else {
+        return;
+    };
+    let moved = idle::moved(process.counters.as_ref(), &page);
+    let process_was_free = process.counters.as_ref().is_some_and(|older| older.inflight == 0);
+    let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
+    let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
+    process.swap.swappable_bytes = page.swappable_bytes;
+    // The agent's report of an incomplete copy may have gone to an earlier controller that has
+    // ended. The counters show the incomplete copy too.
+    process.copy_out_incomplete = process.phase == Phase::Checkpointed
+        && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
+    process.counters = Some(page);
+    if !moved && !news {
+        return;
+    }
+    let key = process.key.clone();
+    if news {
+        let text = ipc_refused_text(process.identity.pid);
+        node.publish(&key, NodeEvent::new(EventKind::Process, text));
+    }
+    if !moved {
+        return;
+    }
+    let Some(container) = node.registry.containers.get_mut(&key) else {
+        return;
+    };
+    let pause =
+        if process_was_free { container.pause_ends(now, &mut node.prediction.pauses) } else { 0 };
+    (container.usage.last_use, container.usage.last_called) = (now, now);
+    container.usage.used(now);
+    container.connections.used(now);
+    let ahead = container.prewake.take().map(|prewake| prewake.why);
+    if let Some(by) = ahead {
+        if by == Reason::Expected {
+            container.usage.history.prewake_hit();
         }
-        let key = process.key.clone();
-        if news {
-            let text = ipc_refused_text(process.identity.pid);
-            self.publish(&key, NodeEvent::new(EventKind::Process, text));
+        container.usage.history.returned(pause);
+    }
+    if container.goal.is_requested() && container.gives_way_to_calls() {
+        container.goal.become_resident();
+    }
+    let was_idle = container.shown.state == State::Idle;
+    if let Some(by) = ahead {
+        node.prediction.prewake_hits += 1;
+        node.publish_prewake(&key, by, true);
+    }
+    if was_idle {
+        node.set_state(&key, State::Active, Reason::Called, "", 0, 0);
+    }
+}
+
+/// Ignores the counters of a process from now on, because they are invalid. The controller then
+/// cannot see whether the process is idle, so the process stays resident. If it is offloaded,
+/// it is still restored.
+pub(super) fn bad_page(node: &mut NodeState, id: ProcessId, why: String) {
+    let Some(process) = node.registry.processes.get_mut(&id) else {
+        return;
+    };
+    if process.counter_error.is_some() {
+        return;
+    }
+    process.counter_error = Some(why.clone());
+    let (key, pid) = (process.key.clone(), process.identity.pid);
+    node.publish_refusal(&key, Reason::BadPeer, &format!("process {pid}: {why}"));
+}
+
+pub(super) fn gpus_read(node: &mut NodeState, gpus: Result<Vec<GpuSample>, String>) {
+    match gpus {
+        Ok(gpus) => {
+            node.gpus.error = None;
+            node.gpus.read_at = node.clock.now;
+            take_gpus(node, gpus);
         }
-        if !moved {
-            return;
-        }
-        let Some(container) = self.containers.get_mut(&key) else {
-            return;
-        };
-        let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
-        (container.usage.last_use, container.usage.last_called) = (now, now);
-        container.usage.used(now);
-        container.connections.used(now);
-        let ahead = container.prewake.take().map(|prewake| prewake.why);
-        if let Some(by) = ahead {
-            if by == Reason::Expected {
-                container.usage.history.prewake_hit();
+        Err(error) => node.gpus.error = Some(error),
+    }
+}
+
+/// Records the memory of GPUs. The recorded VRAM of each process stays as it is.
+pub(super) fn take_memory(node: &mut NodeState, gpus: &[GpuSample]) {
+    node.gpus.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
+    for gpu in gpus {
+        match node.gpus.samples.iter_mut().find(|known| known.uuid == gpu.uuid) {
+            Some(known) => {
+                (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes);
+                known.mig = gpu.mig;
             }
-            container.usage.history.returned(pause);
-        }
-        if container.goal.is_requested() && container.gives_way_to_calls() {
-            container.goal.become_resident();
-        }
-        let was_idle = container.shown.state == State::Idle;
-        if let Some(by) = ahead {
-            self.prewake_hits += 1;
-            self.publish_prewake(&key, by, true);
-        }
-        if was_idle {
-            self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
+            None => node.gpus.samples.push(gpu.clone()),
         }
     }
+}
 
-    /// Ignores the counters of a process from now on, because they are invalid. The controller then
-    /// cannot see whether the process is idle, so the process stays resident. If it is offloaded,
-    /// it is still restored.
-    pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
-        let Some(process) = self.processes.get_mut(&id) else {
-            return;
-        };
-        if process.counter_error.is_some() {
-            return;
-        }
-        process.counter_error = Some(why.clone());
-        let (key, pid) = (process.key.clone(), process.identity.pid);
-        self.publish_refusal(&key, Reason::BadPeer, &format!("process {pid}: {why}"));
+/// Records the memory of GPUs and the VRAM of one container's processes.
+pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
+    node.gpus.error = None;
+    take_memory(node, gpus);
+    for id in node.members(key) {
+        let Some(process) = node.registry.processes.get_mut(&id) else { continue };
+        let pid = process.identity.pid;
+        process.vram = gpus
+            .iter()
+            .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
+            .filter(|(_, (other, _))| *other == pid)
+            .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
+            .collect();
     }
+}
 
-    pub(super) fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
-        match gpus {
-            Ok(gpus) => {
-                self.gpu_error = None;
-                self.gpus_read = self.now;
-                self.take_gpus(gpus);
-            }
-            Err(error) => self.gpu_error = Some(error),
+/// Records the memory of GPUs and the VRAM of all processes. A process that is not in the
+/// sample has no VRAM.
+pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
+    let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
+    for gpu in &gpus {
+        for (pid, bytes) in &gpu.processes {
+            let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
+            by_pid.entry(*pid).or_default().push(device);
         }
     }
-
-    /// Records the memory of GPUs. The recorded VRAM of each process stays as it is.
-    pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
-        self.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
-        for gpu in gpus {
-            match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
-                Some(known) => {
-                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes);
-                    known.mig = gpu.mig;
-                }
-                None => self.gpus.push(gpu.clone()),
-            }
-        }
+    for process in node.registry.processes.values_mut() {
+        process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
     }
-
-    /// Records the memory of GPUs and the VRAM of one container's processes.
-    pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
-        self.gpu_error = None;
-        self.take_memory(gpus);
-        for id in self.members(key) {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
-            let pid = process.identity.pid;
-            process.vram = gpus
-                .iter()
-                .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
-                .filter(|(_, (other, _))| *other == pid)
-                .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
-                .collect();
-        }
-    }
-
-    /// Records the memory of GPUs and the VRAM of all processes. A process that is not in the
-    /// sample has no VRAM.
-    pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
-        let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
-        for gpu in &gpus {
-            for (pid, bytes) in &gpu.processes {
-                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
-                by_pid.entry(*pid).or_default().push(device);
-            }
-        }
-        for process in self.processes.values_mut() {
-            process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
-        }
-        self.freed_since_sample.clear();
-        self.gpus = gpus;
-        self.take_gpus_of_unseen();
-    }
+    node.gpus.freed_since_sample.clear();
+    node.gpus.samples = gpus;
+    host_promises::take_gpus_of_unseen(node);
 }

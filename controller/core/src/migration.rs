@@ -20,103 +20,104 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, JournalStep, Key, Node, ProcessId, event::NodeEvent, input::GpuSample,
-    process::Process,
+    DeviceBytes, Effect, JournalStep, Key, ProcessId, copier_use, event::NodeEvent, grants,
+    input::GpuSample, needs, node_state::NodeState, process::Process,
 };
 
-impl Node {
-    /// Chooses another GPU for a container that does not fit on its own, and sets it as the target
-    /// of all its processes. `is_others` returns whether a GPU is reserved for another waiter.
-    /// Returns false if no GPU is suitable.
-    pub(super) fn choose_other_gpu(
-        &mut self,
-        key: &Key,
-        margin: fn(u64) -> u64,
-        is_others: impl Fn(&str) -> bool,
-    ) -> bool {
-        let Some(to) = self.find_other_gpu(key, margin, is_others) else { return false };
-        for id in self.members(key) {
-            if let Some(process) = self.processes.get_mut(&id) {
-                process.target_gpu = Some(to.clone());
-            }
+/// Chooses another GPU for a container that does not fit on its own, and sets it as the target
+/// of all its processes. `is_others` returns whether a GPU is reserved for another waiter.
+/// Returns false if no GPU is suitable.
+pub(super) fn choose_other_gpu(
+    node: &mut NodeState,
+    key: &Key,
+    margin: fn(u64) -> u64,
+    is_others: impl Fn(&str) -> bool,
+) -> bool {
+    let Some(to) = find_other_gpu(node, key, margin, is_others) else { return false };
+    for id in node.members(key) {
+        if let Some(process) = node.registry.processes.get_mut(&id) {
+            process.target_gpu = Some(to.clone());
         }
-        true
     }
+    true
+}
 
-    fn find_other_gpu(
-        &self,
-        key: &Key,
-        margin: fn(u64) -> u64,
-        is_others: impl Fn(&str) -> bool,
-    ) -> Option<String> {
-        let own = self.gpus.iter().find(|gpu| Some(&gpu.uuid) == self.single_gpu(key).as_ref())?;
-        let places = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
-        let needs = self.container_needs(key);
-        let on = |gpu: &GpuSample| -> Vec<DeviceBytes> {
-            let there = |need: &DeviceBytes| DeviceBytes { uuid: gpu.uuid.clone(), ..need.clone() };
-            needs.iter().map(there).collect()
+fn find_other_gpu(
+    node: &NodeState,
+    key: &Key,
+    margin: fn(u64) -> u64,
+    is_others: impl Fn(&str) -> bool,
+) -> Option<String> {
+    let own =
+        node.gpus.samples.iter().find(|gpu| Some(&gpu.uuid) == single_gpu(node, key).as_ref())?;
+    let places = node.gpus.samples.len() <= MAX_GPUS && node.gpus.samples.iter().all(can_be_named);
+    let needs = needs::container_needs(node, key);
+    let on = |gpu: &GpuSample| -> Vec<DeviceBytes> {
+        let there = |need: &DeviceBytes| DeviceBytes { uuid: gpu.uuid.clone(), ..need.clone() };
+        needs.iter().map(there).collect()
+    };
+    node.gpus
+        .samples
+        .iter()
+        .filter(|gpu| places && is_like(own, gpu) && !is_others(&gpu.uuid))
+        .filter(|gpu| needs::fits(node, key, &on(gpu), margin))
+        .max_by_key(|gpu| gpu.total_bytes.saturating_sub(gpu.used_bytes))
+        .map(|gpu| gpu.uuid.clone())
+}
+
+/// The GPU from which all processes of a container were offloaded, if the container may
+/// migrate.
+fn single_gpu(node: &NodeState, key: &Key) -> Option<String> {
+    let container = node.registry.containers.get(key)?;
+    let unseen = node.registry.unclaimed_journal.keys().any(|(other, ..)| other == key);
+    if !container.policy.allow_gpu_migration || unseen || node.alloc_wait_of(key).is_some() {
+        return None;
+    }
+    let mut seats = node.registry.processes.of(key).map(|(_, process)| single_gpu_of(process));
+    let first = seats.next()??.to_owned();
+    seats.all(|seat| seat == Some(first.as_str())).then_some(first)
+}
+
+/// Sends the order to restore, on the process's own GPU or on the target GPU of a migration. If
+/// the target is no longer possible, the grant ends, and VRAM is promised and proven again
+/// later.
+pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
+    if node.registry.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
+        node.order(id, Action::Restore);
+        return copier_use::fill_memory(node, id);
+    }
+    let exchange = node.registry.processes.get(&id).and_then(|process| {
+        let place = |uuid: &str| {
+            let at = node.gpus.samples.iter().position(|gpu| gpu.uuid == uuid)?;
+            u8::try_from(at).ok()
         };
-        self.gpus
-            .iter()
-            .filter(|gpu| places && is_like(own, gpu) && !is_others(&gpu.uuid))
-            .filter(|gpu| self.fits(key, &on(gpu), margin))
-            .max_by_key(|gpu| gpu.total_bytes.saturating_sub(gpu.used_bytes))
-            .map(|gpu| gpu.uuid.clone())
+        // The order to restore names a GPU by its position in the list of all GPUs, so each GPU
+        // must be in it.
+        let listed =
+            node.gpus.samples.len() <= MAX_GPUS && node.gpus.samples.iter().all(can_be_named);
+        let (from, to) =
+            (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
+        Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
+    });
+    let Some((from, to, was, will)) = exchange else {
+        grants::abort_grant(node, key);
+        node.journal(key, JournalStep::Checkpoint);
+        grants::enqueue(node, key);
+        return;
+    };
+    let total = node.gpus.samples.len() as u8;
+    let all: Vec<Gpu> = node.gpus.samples.iter().filter_map(named).collect();
+    for (n, part) in all.chunks(GPUS_PER_FRAME).enumerate() {
+        let mut gpus = [Gpu::default(); GPUS_PER_FRAME];
+        gpus.iter_mut().zip(part).for_each(|(place, gpu)| *place = *gpu);
+        let first = (n * GPUS_PER_FRAME) as u8;
+        let message = ControllerMessage::Gpus { first, total, gpus };
+        node.output.effects.push(Effect::Send(id, message));
     }
-
-    /// The GPU from which all processes of a container were offloaded, if the container may
-    /// migrate.
-    fn single_gpu(&self, key: &Key) -> Option<String> {
-        let container = self.containers.get(key)?;
-        let unseen = self.unclaimed_journal.keys().any(|(other, ..)| other == key);
-        if !container.policy.allow_gpu_migration || unseen || self.alloc_wait_of(key).is_some() {
-            return None;
-        }
-        let mut seats = self.processes.of(key).map(|(_, process)| single_gpu_of(process));
-        let first = seats.next()??.to_owned();
-        seats.all(|seat| seat == Some(first.as_str())).then_some(first)
-    }
-
-    /// Sends the order to restore, on the process's own GPU or on the target GPU of a migration. If
-    /// the target is no longer possible, the grant ends, and VRAM is promised and proven again
-    /// later.
-    pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
-        if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
-            self.order(id, Action::Restore);
-            return self.fill_memory(id);
-        }
-        let exchange = self.processes.get(&id).and_then(|process| {
-            let place = |uuid: &str| {
-                let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
-                u8::try_from(at).ok()
-            };
-            // The order to restore names a GPU by its position in the list of all GPUs, so each GPU
-            // must be in it.
-            let listed = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
-            let (from, to) =
-                (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
-            Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
-        });
-        let Some((from, to, was, will)) = exchange else {
-            self.abort_grant(key);
-            self.journal(key, JournalStep::Checkpoint);
-            self.enqueue(key);
-            return;
-        };
-        let total = self.gpus.len() as u8;
-        let all: Vec<Gpu> = self.gpus.iter().filter_map(named).collect();
-        for (n, part) in all.chunks(GPUS_PER_FRAME).enumerate() {
-            let mut gpus = [Gpu::default(); GPUS_PER_FRAME];
-            gpus.iter_mut().zip(part).for_each(|(place, gpu)| *place = *gpu);
-            let first = (n * GPUS_PER_FRAME) as u8;
-            let message = ControllerMessage::Gpus { first, total, gpus };
-            self.effects.push(Effect::Send(id, message));
-        }
-        self.order(id, Action::RestoreOnGpu { from, to });
-        let pid = self.processes.get(&id).map_or(0, |process| process.identity.pid);
-        let text = format!("process {pid} is restored on {will}, because {was} is full");
-        self.publish(key, NodeEvent::new(EventKind::Process, text));
-    }
+    node.order(id, Action::RestoreOnGpu { from, to });
+    let pid = node.registry.processes.get(&id).map_or(0, |process| process.identity.pid);
+    let text = format!("process {pid} is restored on {will}, because {was} is full");
+    node.publish(key, NodeEvent::new(EventKind::Process, text));
 }
 
 /// The GPU from which a process was offloaded. `None`: the process was on several GPUs, or cannot

@@ -3,140 +3,151 @@
 use affinode_proto::wire::Phase;
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId, ledger::margin_bytes, merge_needs,
-    plan::OffloadMethod, process::Process, process::Termination,
+    DeviceBytes, Key, Millis, ProcessId, ledger::margin_bytes, merge_needs, node_state::NodeState,
+    offload_level, plan::OffloadMethod, process::Process, process::Termination,
 };
 
 /// Time limit for a process to exit after it was ordered to end. After this time, its VRAM no
 /// longer counts as about to be freed.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-impl Node {
-    /// VRAM that an offloaded process needs for its restore. If the journal was lost and the need
-    /// is unknown, it is estimated: a context and all memory that the counters show, on each GPU.
-    pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
-        const CONTEXT_BYTES: u64 = 1 << 30;
-        if let Some(gone) = process.vram_to_restore() {
-            return gone;
-        }
-        let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
-        let claimed = claimed.max(process.swap.swappable_bytes);
-        self.gpus
-            .iter()
-            .map(|gpu| DeviceBytes {
-                uuid: gpu.uuid.clone(),
-                bytes: claimed.saturating_add(CONTEXT_BYTES).min(most_of(gpu.total_bytes)),
-            })
-            .collect()
+/// VRAM that an offloaded process needs for its restore. If the journal was lost and the need
+/// is unknown, it is estimated: a context and all memory that the counters show, on each GPU.
+pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
+    const CONTEXT_BYTES: u64 = 1 << 30;
+    if let Some(gone) = process.vram_to_restore() {
+        return gone;
     }
+    let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
+    let claimed = claimed.max(process.swap.swappable_bytes);
+    node.gpus
+        .samples
+        .iter()
+        .map(|gpu| DeviceBytes {
+            uuid: gpu.uuid.clone(),
+            bytes: claimed.saturating_add(CONTEXT_BYTES).min(most_of(gpu.total_bytes)),
+        })
+        .collect()
+}
 
-    /// VRAM that the offloaded processes of a container need in total.
-    pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
-        let needs: Vec<DeviceBytes> = self
-            .processes
-            .of(key)
-            .filter(|(_, p)| p.phase.is_offloaded())
-            .flat_map(|(_, p)| self.needs(p))
-            .collect();
-        let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
-        // Estimates are limited to the VRAM of a GPU without other users: the processes cannot have
-        // had more before their offload.
-        let known = |uuid: &str| -> u64 {
-            let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
-            let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
-            devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
-        };
-        for need in &mut needs {
-            if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
-                let others =
-                    most_of(gpu.total_bytes).saturating_sub(self.held_bytes(key, &need.uuid));
-                if need.bytes > others {
-                    need.bytes = need.bytes.min(others.max(known(&need.uuid)));
-                }
+/// VRAM that the offloaded processes of a container need in total.
+pub(super) fn container_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
+    let needs: Vec<DeviceBytes> = node
+        .registry
+        .processes
+        .of(key)
+        .filter(|(_, p)| p.phase.is_offloaded())
+        .flat_map(|(_, p)| needs(node, p))
+        .collect();
+    let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
+    // Estimates are limited to the VRAM of a GPU without other users: the processes cannot have
+    // had more before their offload.
+    let known = |uuid: &str| -> u64 {
+        let of_key = node.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+        let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
+        devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
+    };
+    for need in &mut needs {
+        if let Some(gpu) = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid) {
+            let others = most_of(gpu.total_bytes).saturating_sub(held_bytes(node, key, &need.uuid));
+            if need.bytes > others {
+                need.bytes = need.bytes.min(others.max(known(&need.uuid)));
             }
         }
-        needs
     }
+    needs
+}
 
-    /// VRAM that a container needs for its restore. If the allocation `named` still waits, its need
-    /// is included.
-    pub(super) fn needs_with(
-        &self,
-        key: &Key,
-        named: Option<(ProcessId, u64)>,
-    ) -> Vec<DeviceBytes> {
-        let want = self
-            .alloc_wait_of(key)
-            .filter(|(id, want)| named == Some((*id, want.ticket)))
-            .map(|(_, want)| &want.need);
-        let offloaded = self.container_needs(key);
-        if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
-    }
+/// VRAM that a container needs for its restore. If the allocation `named` still waits, its need
+/// is included.
+pub(super) fn needs_with(
+    node: &NodeState,
+    key: &Key,
+    named: Option<(ProcessId, u64)>,
+) -> Vec<DeviceBytes> {
+    let want = node
+        .alloc_wait_of(key)
+        .filter(|(id, want)| named == Some((*id, want.ticket)))
+        .map(|(_, want)| &want.need);
+    let offloaded = container_needs(node, key);
+    if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
+}
 
-    /// The waiting allocation that is served together with the container's restore. Returns `None` if
-    /// calls wait at the gate and the VRAM does not suffice for both: the restore is then served
-    /// first, so that these calls do not also wait for the allocation.
-    pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
-        let (id, want) = self.alloc_wait_of(key)?;
-        let offloaded = self.container_needs(key);
-        let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
-        let together = merge_needs(offloaded.iter().chain([&want.need]));
-        // Memory that a copy out left on the GPU takes VRAM in addition to what the restore needs.
-        let held = |uuid: &str| self.held_bytes(key, uuid);
-        let fits = |need: &DeviceBytes| {
-            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
-            let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
-            gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
-        };
-        let alone = offloaded.is_empty();
-        (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
-    }
+/// The waiting allocation that is served together with the container's restore. Returns `None` if
+/// calls wait at the gate and the VRAM does not suffice for both: the restore is then served
+/// first, so that these calls do not also wait for the allocation.
+pub(super) fn alloc_wait_beside_restore(node: &NodeState, key: &Key) -> Option<(ProcessId, u64)> {
+    let (id, want) = node.alloc_wait_of(key)?;
+    let offloaded = container_needs(node, key);
+    let called = node.registry.containers.get(key).is_some_and(|c| c.wake_began.is_some());
+    let together = merge_needs(offloaded.iter().chain([&want.need]));
+    // Memory that a copy out left on the GPU takes VRAM in addition to what the restore needs.
+    let held = |uuid: &str| held_bytes(node, key, uuid);
+    let fits = |need: &DeviceBytes| {
+        let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid);
+        let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
+        gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
+    };
+    let alone = offloaded.is_empty();
+    (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
+}
 
-    /// VRAM that stays free on a GPU in addition to a grant. For a restore it is the margin of the
-    /// ledger, because a restore must not fail. For an allocation it is 0, because an allocation
-    /// may fail and may need all VRAM.
-    pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
-        if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
-    }
+/// VRAM that stays free on a GPU in addition to a grant. For a restore it is the margin of the
+/// ledger, because a restore must not fail. For an allocation it is 0, because an allocation
+/// may fail and may need all VRAM.
+pub(super) fn margin_for(node: &NodeState, key: &Key) -> fn(u64) -> u64 {
+    if container_needs(node, key).is_empty() { |_| 0 } else { margin_bytes }
+}
 
-    /// VRAM of a container on one GPU now, in bytes.
-    pub(super) fn held_bytes(&self, key: &Key, uuid: &str) -> u64 {
-        let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
-        devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
-    }
+/// VRAM of a container on one GPU now, in bytes.
+pub(super) fn held_bytes(node: &NodeState, key: &Key, uuid: &str) -> u64 {
+    let devices = node.registry.processes.of(key).flat_map(|(_, p)| &p.vram);
+    devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+}
 
-    /// VRAM that the restore of a process needs, in bytes.
-    pub(super) fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
-        self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
-    }
+/// VRAM that the restore of a process needs, in bytes.
+pub(super) fn offloaded_bytes_of(node: &NodeState, id: ProcessId) -> u64 {
+    node.registry.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
+}
 
-    /// Whether `needs` fit in addition to the VRAM that is promised to other containers.
-    pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
-        self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
-    }
+/// Whether `needs` fit in addition to the VRAM that is promised to other containers.
+pub(super) fn fits(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) -> bool {
+    node.admission.ledger.fits(
+        key,
+        needs,
+        |uuid| held_bytes(node, key, uuid),
+        &node.gpus.samples,
+        margin,
+    )
+}
 
-    /// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its
-    /// contexts. A container that is copied out already can free only the VRAM that it still has.
-    pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
-        let moves = self.moves(key);
-        let has_second_level = self.has_second_level(key);
-        let stays = |p: &Process| p.keeps_context() || !has_second_level;
-        let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
-            OffloadMethod::Copy if stays(p) && p.phase == Phase::CopiedOut => Vec::new(),
-            OffloadMethod::Copy if stays(p) => p.vram_freed_by_copy(),
-            OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
-            _ => p.vram.clone(),
-        });
-        merge_needs(&of_each.flatten().collect::<Vec<_>>())
-    }
+/// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its
+/// contexts. A container that is copied out already can free only the VRAM that it still has.
+pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<DeviceBytes> {
+    let moves = offload_level::moves(node, key);
+    let has_second_level = offload_level::has_second_level(node, key);
+    let stays = |p: &Process| p.keeps_context() || !has_second_level;
+    let of_each = node.registry.processes.of(key).map(|(_, p)| match moves(p) {
+        OffloadMethod::Copy if stays(p) && p.phase == Phase::CopiedOut => Vec::new(),
+        OffloadMethod::Copy if stays(p) => p.vram_freed_by_copy(),
+        OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
+        _ => p.vram.clone(),
+    });
+    merge_needs(&of_each.flatten().collect::<Vec<_>>())
+}
 
-    /// VRAM of the processes that were ordered to end and are still expected to exit.
-    pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
-        let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
-        let ending =
-            self.processes.values().filter(move |p| p.termination.as_ref().is_some_and(hoped));
-        ending.flat_map(|p| &p.vram)
-    }
+/// VRAM of the processes that were ordered to end and are still expected to exit.
+pub(super) fn termination_of(node: &NodeState) -> impl Iterator<Item = &DeviceBytes> {
+    let hoped =
+        |ending: &Termination| node.clock.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
+    let ending =
+        node.registry.processes.values().filter(move |p| p.termination.as_ref().is_some_and(hoped));
+    ending.flat_map(|p| &p.vram)
 }
 
 /// Maximum VRAM that processes can have on a GPU without other users, in bytes: its size less the

@@ -1,35 +1,28 @@
-//! The node: all containers and processes, and the decisions that follow from each input.
+//! The node: passes each input to the file that decides about it.
 //!
-//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`.
-//! Requests of operators are in `requests.rs`, offload and restore in `transitions.rs`. Grants are
-//! in `grants.rs`, and the lists for operators in `view.rs`.
+//! The data is in `node_state.rs`; the files that decide are functions on it, and call each other in
+//! one direction only (a test checks this). Registration and exit are in `registration.rs`, counters
+//! and NVML samples in `measurements.rs`, requests of operators in `requests.rs`, idle containers in
+//! `evaluate.rs`, offload and restore in `transitions.rs`, the queue in `serve_queue.rs`. What the
+//! node sends is in `output.rs`, and the lists for operators are in `view.rs`.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
-use affinode_proto::{
-    reason::Reason,
-    state::State,
-    wire::message::{AgentMessage, PROOF_TTL_MS},
-};
-use foldhash::fast::FixedState;
-use indexmap::IndexMap;
+use affinode_proto::wire::message::{AgentMessage, PROOF_TTL_MS};
 
 use super::{
-    ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
-    container::Container,
-    copiers::CopierRegistry,
-    grant::Grant,
-    history::Pauses,
-    holds::HoldOrder,
-    host_memory::{HostLedger, MemoryPool},
-    input::{GpuSample, Input, SwapStatus},
-    ledger::Ledger,
+    Effect, Key, Millis, ProcessId, completions, connection_prewake, copier_use, copy_watch,
+    evaluate, grants, hints, holds, host_promises, idle, immediate,
+    input::{Input, SwapStatus},
+    measurements,
+    node_state::{JournalClaim, NodeState},
+    nvml_readings, offload, oom_wait,
     order_report::OrderReport,
     plan::OrderDeadlines,
     policy::Policies,
-    processes::Processes,
-    queue::Queue,
+    prefault, pressure, prewake, registration,
     registration::RegistrationStatus,
+    requests, restore, serve_queue, transitions,
     victims::VictimRule,
 };
 
@@ -70,339 +63,200 @@ impl Default for Settings {
     }
 }
 
-/// The journal's record of a process that has not registered with this controller.
-#[derive(Debug, Default)]
-pub(super) struct JournalClaim {
-    pub(super) offloaded: Vec<DeviceBytes>,
-    /// UUID of the target GPU of a migration in progress. `None`: the process is restored on its
-    /// own GPU.
-    pub(super) to: Option<String>,
-    pub(super) restoring: bool,
-    /// The pools of host memory that the process's offload uses, each with the full number of bytes
-    /// that the offload takes.
-    pub(super) host: Vec<MemoryPool>,
-    /// The process's VRAM in the last NVML sample, in bytes. `None` before the first sample.
-    pub(super) held_bytes: Option<u64>,
-}
-
-/// The whole state of the node. One task drives it.
+/// All containers and processes of one node. One task drives it.
 #[derive(Debug, Default)]
 pub struct Node {
-    pub(super) settings: Settings,
-    pub(super) overrides: super::overrides::OperatorOverrides,
-    /// When this controller started, in clock ticks. 0: unknown.
-    pub(super) started_ticks: u64,
-    pub(super) now: Millis,
-    /// Wall clock when `now` was 0, in milliseconds since 1970.
-    pub(super) clock_ms: i64,
-    /// The containers, ordered by key. They are found by hash, because each input looks up several
-    /// containers.
-    pub(super) containers: IndexMap<Key, Container, FixedState>,
-    pub(super) processes: Processes,
-    pub(super) gpus: Vec<GpuSample>,
-    pub(super) gpu_error: Option<String>,
-    /// Time of the last NVML sample of all GPUs.
-    pub(super) gpus_read: Millis,
-    /// Time of the last NVML utilisation sample. `None`: there was no sample, so utilisation is
-    /// unknown.
-    pub(super) utilization_sampled_at: Option<Millis>,
-    /// VRAM per GPU that was freed since the last sample of memory.
-    pub(super) freed_since_sample: Vec<DeviceBytes>,
-    pub(super) ledger: Ledger,
-    pub(super) host_ledger: HostLedger,
-    pub(super) queue: Queue,
-    /// Buffer for the waiters in queue order. It is empty between calls and only keeps its
-    /// capacity.
-    pub(super) queue_scratch: Vec<Key>,
-    pub(super) grants: BTreeMap<Key, Grant>,
-    pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
-    pub(super) copiers: CopierRegistry,
-    pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
-    /// Pauses of all containers. They predict the pauses of a container that has too few of its
-    /// own.
-    pub(super) pauses: Pauses,
-    pub(super) oversubscription: super::oversubscription::Oversubscription,
-    pub(super) gpus_under_pressure: BTreeSet<String>,
-    pub(super) prewakes: u64,
-    pub(super) prewake_hits: u64,
-    pub(super) next_order: u64,
-    pub(super) next_proof: u64,
-    pub(super) effects: Vec<Effect>,
-    /// Containers whose next orders are decided before the input is done.
-    pub(super) resumed: VecDeque<Key>,
+    pub(super) state: NodeState,
 }
 
 impl Node {
     /// Creates a node without containers.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
-        Node { settings, ..Node::default() }
+        Node { state: NodeState { settings, ..NodeState::default() } }
     }
 
     /// Handles one input and returns the effects to execute, in order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
-        self.decide(now, input);
-        std::mem::take(&mut self.effects)
+        decide(&mut self.state, now, input);
+        std::mem::take(&mut self.state.output.effects)
     }
 
     /// Like [`handle`](Node::handle), but appends the effects to the caller's buffer. This saves
     /// the simulator one allocation per input.
     pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
-        self.decide(now, input);
-        effects.append(&mut self.effects);
+        decide(&mut self.state, now, input);
+        effects.append(&mut self.state.output.effects);
     }
+}
 
-    fn decide(&mut self, now: Millis, input: Input) {
-        let silent_ms = now.saturating_sub(self.now);
-        self.now = self.now.max(now);
-        if silent_ms > PROOF_TTL_MS {
-            self.doubt_grants();
-        }
-        self.excuse_stall(silent_ms);
-        // These inputs neither free nor request VRAM, so the queue is not served after them. Most
-        // inputs are counter readings.
-        let may_serve = !matches!(
-            input,
-            Input::Page(..)
-                | Input::Worked(_)
-                | Input::Clock(_)
-                | Input::Foreseen(..)
-                | Input::CopierReport(..)
-        );
-        self.take(input);
-        self.advance_resumed();
-        if may_serve {
-            self.serve_queue();
-            self.settle_host_memory();
-        }
-        self.prove_when_copiers_rest();
+fn decide(node: &mut NodeState, now: Millis, input: Input) {
+    let silent_ms = now.saturating_sub(node.clock.now);
+    node.clock.now = node.clock.now.max(now);
+    if silent_ms > PROOF_TTL_MS {
+        grants::doubt_grants(node);
     }
+    holds::excuse_stall(node, silent_ms);
+    // These inputs neither free nor request VRAM, so the queue is not served after them. Most
+    // inputs are counter readings.
+    let may_serve = !matches!(
+        input,
+        Input::Page(..)
+            | Input::Worked(_)
+            | Input::Clock(_)
+            | Input::Foreseen(..)
+            | Input::CopierReport(..)
+    );
+    take(node, input);
+    advance_resumed(node);
+    if may_serve {
+        serve_queue::serve_queue(node);
+        host_promises::settle_host_memory(node);
+    }
+    copier_use::prove_when_copiers_rest(node);
+}
 
-    /// Passes an input to the part that handles it.
-    fn take(&mut self, input: Input) {
-        match input {
-            Input::Started(ticks) => self.started_ticks = ticks,
-            Input::Clock(unix_ms) => self.set_clock(unix_ms),
-            Input::Reconfigured(settings) => self.reconfigure(*settings),
-            Input::Overridden(overrides) => self.overrides = overrides,
-            Input::Foreseen(key, next_use) => self.foresee(&key, next_use),
-            Input::Announced(spec, key) => self.announced(*spec, &key),
-            Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined {
-                key,
-                process,
-                identity,
-                phase,
-                generation,
-                hazards,
-                capabilities,
-                swap,
-            } => {
-                let standing =
-                    RegistrationStatus { phase, generation, hazards, capabilities, swap };
-                self.register(&key, process, identity, standing);
+/// Passes an input to the part that handles it.
+fn take(node: &mut NodeState, input: Input) {
+    match input {
+        Input::Started(ticks) => node.clock.started_ticks = ticks,
+        Input::Clock(unix_ms) => set_clock(node, unix_ms),
+        Input::Reconfigured(settings) => reconfigure(node, *settings),
+        Input::Overridden(overrides) => node.overrides = overrides,
+        Input::Foreseen(key, next_use) => foresee(node, &key, next_use),
+        Input::Announced(spec, key) => registration::announced(node, *spec, &key),
+        Input::Withdrawn(key) => registration::withdrawn(node, &key),
+        Input::Joined {
+            key,
+            process,
+            identity,
+            phase,
+            generation,
+            hazards,
+            capabilities,
+            swap,
+        } => {
+            let standing = RegistrationStatus { phase, generation, hazards, capabilities, swap };
+            registration::register(node, &key, process, identity, standing);
+        }
+        Input::Detached(process) => registration::detached(node, process),
+        Input::Exited(process) => registration::exited(node, process),
+        Input::Message(process, message) => agent_message(node, process, message),
+        Input::Page(process, page) => measurements::page(node, process, page),
+        Input::BadPage(process, why) => measurements::bad_page(node, process, why),
+        Input::Gpus(gpus) => measurements::gpus_read(node, gpus),
+        Input::Worked(work) => idle::worked(node, &work),
+        Input::CopierReport(copier, report) => copier_use::copier_reported(node, copier, report),
+        Input::CopierEnded(copier) => copier_use::copier_ended(node, copier),
+        Input::CopierExited(copier) => copier_use::copier_exited(node, copier),
+        Input::NotAttached(process) => prefault::not_attached(node, process),
+        Input::Surveyed(key, survey) => offload::surveyed(node, &key, survey),
+        Input::HostLevels(levels) => copy_watch::host_levels_read(node, levels),
+        Input::Proven(key, number, gpus) => serve_queue::proven(node, &key, number, gpus),
+        Input::Recalled { key, identity, offloaded, to, restoring, host } => {
+            let claim = JournalClaim { offloaded, to, restoring, host, held_bytes: None };
+            grants::recall(node, key, identity, claim);
+        }
+        Input::Command(command, key, request) => requests::command(node, command, &key, request),
+        Input::Hinted(key, hint, who) => {
+            hints::hinted(node, &key, hint, &who);
+            due(node, &key);
+        }
+        Input::Connections(key, count) => connection_prewake::connections(node, &key, count),
+        Input::Due(key) => due(node, &key),
+        Input::Tick => tick(node),
+    }
+}
+
+fn set_clock(node: &mut NodeState, unix_ms: i64) {
+    node.clock.unix_ms = unix_ms.saturating_sub(i64::try_from(node.clock.now).unwrap_or(i64::MAX));
+}
+
+fn reconfigure(node: &mut NodeState, settings: Settings) {
+    node.settings = settings;
+    for container in node.registry.containers.values_mut() {
+        let (policy, warnings) = container.spec.policy(&node.settings.policies);
+        container.policy = policy;
+        container.warnings = warnings;
+    }
+}
+
+fn foresee(node: &mut NodeState, key: &Key, next_use: Option<Millis>) {
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.usage.next_use = next_use;
+    }
+}
+
+fn agent_message(node: &mut NodeState, id: ProcessId, message: AgentMessage) {
+    match message {
+        // The protocol allows one Hello per connection. Later ones are ignored.
+        AgentMessage::Hello { .. } => {}
+        AgentMessage::Wake { generation, .. } => {
+            if restore::wake(node, id, generation) {
+                // Orders of the restore come first: they decide the place in the queue.
+                advance_resumed(node);
+                restore::acknowledge_wake(node, id, generation);
             }
-            Input::Detached(process) => self.detached(process),
-            Input::Exited(process) => self.exited(process),
-            Input::Message(process, message) => self.message(process, message),
-            Input::Page(process, page) => self.page(process, page),
-            Input::BadPage(process, why) => self.bad_page(process, why),
-            Input::Gpus(gpus) => self.gpus_read(gpus),
-            Input::Worked(work) => self.worked(&work),
-            Input::CopierReport(copier, report) => self.copier_reported(copier, report),
-            Input::CopierEnded(copier) => self.copier_ended(copier),
-            Input::CopierExited(copier) => self.copier_exited(copier),
-            Input::NotAttached(process) => self.not_attached(process),
-            Input::Surveyed(key, survey) => self.surveyed(&key, survey),
-            Input::HostLevels(levels) => self.host_levels_read(levels),
-            Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
-            Input::Recalled { key, identity, offloaded, to, restoring, host } => {
-                let claim = JournalClaim { offloaded, to, restoring, host, held_bytes: None };
-                self.recall(key, identity, claim);
-            }
-            Input::Command(command, key, request) => self.command(command, &key, request),
-            Input::Hinted(key, hint, who) => {
-                self.hinted(&key, hint, &who);
-                self.due(&key);
-            }
-            Input::Connections(key, count) => self.connections(&key, count),
-            Input::Due(key) => self.due(&key),
-            Input::Tick => self.tick(),
         }
-    }
-
-    fn set_clock(&mut self, unix_ms: i64) {
-        self.clock_ms = unix_ms.saturating_sub(i64::try_from(self.now).unwrap_or(i64::MAX));
-    }
-
-    fn reconfigure(&mut self, settings: Settings) {
-        self.settings = settings;
-        for container in self.containers.values_mut() {
-            let (policy, warnings) = policy_of(&self.settings.policies, &container.spec);
-            container.policy = policy;
-            container.warnings = warnings;
-        }
-    }
-
-    /// Time until the next [`Input::Tick`] is due, at most `usual_ms`, in milliseconds.
-    #[must_use]
-    pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
-        let busy = !self.queue.is_empty()
-            || self
-                .containers
-                .values()
-                .any(|c| c.goal.is_offloaded() && c.shown.state != State::Offloaded);
-        if busy { usual_ms.min(50) } else { usual_ms }
-    }
-
-    /// The container's invalid annotations, one warning each.
-    #[must_use]
-    pub fn annotation_warnings(&self, key: &Key) -> Vec<String> {
-        self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
-    }
-
-    /// Number of containers that wait for VRAM.
-    #[must_use]
-    pub fn waiting(&self) -> usize {
-        self.queue.len()
-    }
-
-    fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
-        if let Some(container) = self.containers.get_mut(key) {
-            container.usage.next_use = next_use;
-        }
-    }
-
-    /// Number of prewakes, and number of prewakes that a call followed.
-    #[must_use]
-    pub fn prewakes(&self) -> (u64, u64) {
-        (self.prewakes, self.prewake_hits)
-    }
-
-    /// Connected processes. Their counters can be read.
-    pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
-        let all = self.processes.ids().into_iter();
-        all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
-    }
-
-    /// Connected processes of a container.
-    pub fn connected_of(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes.of(key).filter(|(_, p)| p.connected).map(|(id, _)| id).collect()
-    }
-
-    /// Host pids of all managed processes.
-    pub fn pids(&self) -> impl Iterator<Item = u32> {
-        self.processes.values().map(|process| process.identity.pid)
-    }
-
-    /// Containers without a process, each with its spec. `lives` returns whether a process with
-    /// this pid and start time exists.
-    pub fn deserted(
-        &self,
-        lives: impl Fn(u32, u64) -> bool,
-    ) -> impl Iterator<Item = (&Key, &ContainerSpec)> {
-        let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
-        // A process that an earlier controller offloaded may be stopped or frozen, and register
-        // later. It then needs the socket of its container, so the container does not count as
-        // deserted.
-        let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
-        used.extend(unseen.map(|(key, ..)| key));
-        self.containers
-            .iter()
-            .filter(move |(key, _)| !used.contains(key))
-            .map(|(key, c)| (key, &c.spec))
-    }
-
-    fn message(&mut self, id: ProcessId, message: AgentMessage) {
-        match message {
-            // The protocol allows one Hello per connection. Later ones are ignored.
-            AgentMessage::Hello { .. } => {}
-            AgentMessage::Wake { generation, .. } => {
-                if self.wake(id, generation) {
-                    // Orders of the restore come first: they decide the place in the queue.
-                    self.advance_resumed();
-                    self.acknowledge_wake(id, generation);
-                }
-            }
-            AgentMessage::Report {
-                order,
-                outcome,
-                phase,
-                cuda_error,
+        AgentMessage::Report {
+            order,
+            outcome,
+            phase,
+            cuda_error,
+            swappable_bytes: bytes,
+            copied_out_bytes,
+            unchanged_bytes,
+            zero_bytes,
+            local_memory_bytes,
+            ..
+        } => {
+            let swap = SwapStatus {
                 swappable_bytes: bytes,
                 copied_out_bytes,
                 unchanged_bytes,
                 zero_bytes,
                 local_memory_bytes,
-                ..
-            } => {
-                let swap = SwapStatus {
-                    swappable_bytes: bytes,
-                    copied_out_bytes,
-                    unchanged_bytes,
-                    zero_bytes,
-                    local_memory_bytes,
-                };
-                self.report(id, OrderReport { order, outcome, phase, cuda_error, swap });
-            }
-            AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
-                self.alloc_wait_began(id, ticket, bytes, &uuid, attempts);
-            }
-            AgentMessage::AllocWaitDone { ticket, served } => {
-                self.alloc_wait_ended(id, ticket, served)
-            }
-            AgentMessage::Notice { hazards } => self.learn_hazards(id, hazards),
-            AgentMessage::AskReadings => self.send_readings(id),
+            };
+            completions::report(node, id, OrderReport { order, outcome, phase, cuda_error, swap });
         }
-    }
-
-    fn tick(&mut self) {
-        let keys: BTreeSet<Key> = self.containers.keys().cloned().collect();
-        for key in keys {
-            self.due(&key);
+        AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
+            oom_wait::alloc_wait_began(node, id, ticket, bytes, &uuid, attempts);
         }
-        self.check_grants();
-        self.check_terminations();
-        self.look_at_pressure();
-        self.keep_copiers();
-    }
-
-    /// Sends the next orders of each container that was resumed.
-    fn advance_resumed(&mut self) {
-        while let Some(key) = self.resumed.pop_front() {
-            self.advance(&key);
+        AgentMessage::AllocWaitDone { ticket, served } => {
+            oom_wait::alloc_wait_ended(node, id, ticket, served)
         }
-    }
-
-    fn due(&mut self, key: &Key) {
-        self.check_overdue(key);
-        self.check_alloc_wait(key);
-        self.evaluate(key);
-        self.survey_again(key);
-        self.update_prefault(key);
-        self.expect(key);
-        self.resume(key);
-        self.advance_resumed();
-        self.settle_requests(key);
+        AgentMessage::Notice { hazards } => measurements::learn_hazards(node, id, hazards),
+        AgentMessage::AskReadings => nvml_readings::send_readings(node, id),
     }
 }
 
-/// The text of a reason, followed by the detail if there is one.
-#[must_use]
-pub fn text_of(reason: Reason, detail: &str) -> String {
-    if detail.is_empty() {
-        reason.sentence().to_owned()
-    } else {
-        format!("{}: {detail}", reason.sentence())
+fn tick(node: &mut NodeState) {
+    let keys: BTreeSet<Key> = node.registry.containers.keys().cloned().collect();
+    for key in keys {
+        due(node, &key);
+    }
+    serve_queue::check_grants(node);
+    immediate::check_terminations(node);
+    pressure::look_at_pressure(node);
+    copier_use::keep_copiers(node);
+}
+
+/// Sends the next orders of each container that was resumed.
+fn advance_resumed(node: &mut NodeState) {
+    while let Some(key) = node.output.resumed.pop_front() {
+        transitions::advance(node, &key);
     }
 }
 
-/// The policy of an announced container, with a warning for each invalid annotation.
-#[must_use]
-pub fn policy_of(
-    policies: &Policies,
-    spec: &ContainerSpec,
-) -> (super::policy::Policy, Vec<String>) {
-    policies.resolve(spec.rule_namespace(), &spec.annotations)
+fn due(node: &mut NodeState, key: &Key) {
+    completions::check_overdue(node, key);
+    oom_wait::check_alloc_wait(node, key);
+    evaluate::evaluate(node, key);
+    host_promises::survey_again(node, key);
+    prefault::update_prefault(node, key);
+    prewake::expect(node, key);
+    node.resume(key);
+    advance_resumed(node);
+    requests::settle_requests(node, key);
 }

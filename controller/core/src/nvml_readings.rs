@@ -3,26 +3,25 @@
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
-use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
+use super::{
+    Effect, Millis, ProcessId, input::GpuSample, migration::uuid_bytes, node_state::NodeState,
+};
 
 /// Maximum age of a reading that is sent to a process. If all readings are older, NVML does not
 /// answer the controller. The process is then restored and queries NVML itself.
 const STALE_AFTER_MS: Millis = 5_000;
 
-impl Node {
-    /// Sends a reading of each GPU. If the readings are stale, sends no reading: the process is
-    /// then restored and queries NVML itself.
-    pub(super) fn send_readings(&mut self, id: ProcessId) {
-        let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
-        let connected = self.processes.get(&id).is_some_and(|process| process.connected);
-        if !connected || self.gpu_error.is_some() || is_stale {
-            return;
-        }
-        let readings = self.gpus.iter().take(MAX_GPUS).filter_map(reading);
-        let messages =
-            readings.map(|reading| Effect::Send(id, ControllerMessage::Reading(reading)));
-        self.effects.extend(messages);
+/// Sends a reading of each GPU. If the readings are stale, sends no reading: the process is
+/// then restored and queries NVML itself.
+pub(super) fn send_readings(node: &mut NodeState, id: ProcessId) {
+    let is_stale = node.clock.now.saturating_sub(node.gpus.read_at) > STALE_AFTER_MS;
+    let connected = node.registry.processes.get(&id).is_some_and(|process| process.connected);
+    if !connected || node.gpus.error.is_some() || is_stale {
+        return;
     }
+    let readings = node.gpus.samples.iter().take(MAX_GPUS).filter_map(reading);
+    let messages = readings.map(|reading| Effect::Send(id, ControllerMessage::Reading(reading)));
+    node.output.effects.extend(messages);
 }
 
 fn reading(gpu: &GpuSample) -> Option<GpuReading> {

@@ -3,104 +3,110 @@
 use affinode_proto::{reason::Reason, state::State, wire::Hazards, wire::Phase};
 
 use super::{
-    Key, Node,
+    Key,
     container::Container,
     container::Goal,
     eligibility::{IdleFacts, OffloadFacts, ProcessFacts, Refusal},
+    idle,
+    node_state::NodeState,
+    offload_level, overrides, oversubscription,
     plan::OffloadMethod,
     policy::Mode,
     process::Process,
 };
 
-impl Node {
-    /// Checks whether the container may be offloaded now. If not, returns the reason and its
-    /// detail. `asked`: an operator or a waiter requests the offload, so mode, idleness and minimum
-    /// residency do not matter.
-    pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), Refusal> {
-        let Some(container) = self.containers.get(key) else {
-            return Err((Reason::NotRegistered, String::new()));
-        };
-        let moves = self.moves(key);
-        let processes = self.processes.of(key);
-        let facts = OffloadFacts {
-            now: self.now,
-            container,
-            processes: processes.map(|(_, p)| self.process_facts(p, moves(p))).collect(),
-            nothing_to_copy: self.has_nothing_to_copy(key),
-            has_second_level: self.has_second_level(key),
-            permitted: self.permitted(key, asked),
-            gpu_error: self.gpu_error.as_deref(),
-            idle: (!asked).then(|| self.idle_facts(key)),
-        };
-        facts.check()
-    }
+/// Checks whether the container may be offloaded now. If not, returns the reason and its
+/// detail. `asked`: an operator or a waiter requests the offload, so mode, idleness and minimum
+/// residency do not matter.
+pub(super) fn check_offload(node: &NodeState, key: &Key, asked: bool) -> Result<(), Refusal> {
+    let Some(container) = node.registry.containers.get(key) else {
+        return Err((Reason::NotRegistered, String::new()));
+    };
+    let moves = offload_level::moves(node, key);
+    let processes = node.registry.processes.of(key);
+    let facts = OffloadFacts {
+        now: node.clock.now,
+        container,
+        processes: processes.map(|(_, p)| process_facts(node, p, moves(p))).collect(),
+        nothing_to_copy: offload_level::has_nothing_to_copy(node, key),
+        has_second_level: offload_level::has_second_level(node, key),
+        permitted: overrides::permitted(node, key, asked),
+        gpu_error: node.gpus.error.as_deref(),
+        idle: (!asked).then(|| idle_facts(node, key)),
+    };
+    facts.check()
+}
 
-    fn process_facts<'a>(&self, process: &'a Process, method: OffloadMethod) -> ProcessFacts<'a> {
-        let harmless = match method {
-            OffloadMethod::Copy => process.copyable_hazards(),
-            OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => {
-                Hazards::default()
-            }
-        };
-        ProcessFacts {
-            pid: process.identity.pid,
-            hazards: process.hazards,
-            unsafe_hazards: process.hazards.without(harmless),
-            keeps_context: process.keeps_context(),
-            mig_gpu: self.cut_gpu_of(process),
-            counter_error: process.counter_error.as_deref(),
-            connected: process.connected,
-            in_call: process.counters.as_ref().is_some_and(|page| page.inflight > 0),
+fn process_facts<'a>(
+    node: &NodeState,
+    process: &'a Process,
+    method: OffloadMethod,
+) -> ProcessFacts<'a> {
+    let harmless = match method {
+        OffloadMethod::Copy => process.copyable_hazards(),
+        OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => Hazards::default(),
+    };
+    ProcessFacts {
+        pid: process.identity.pid,
+        hazards: process.hazards,
+        unsafe_hazards: process.hazards.without(harmless),
+        keeps_context: process.keeps_context(),
+        mig_gpu: cut_gpu_of(node, process),
+        counter_error: process.counter_error.as_deref(),
+        connected: process.connected,
+        in_call: process.counters.as_ref().is_some_and(|page| page.inflight > 0),
+    }
+}
+
+fn idle_facts(node: &NodeState, key: &Key) -> IdleFacts {
+    let window = node.registry.containers.get(key).map(|c| &c.policy.offload_window);
+    IdleFacts {
+        waiting_alloc_bytes: node.alloc_wait_of(key).map(|(_, wait)| wait.need.bytes),
+        working: idle::working(node, key),
+        is_too_small: is_too_small(node, key),
+        is_window_open: window.is_some_and(|window| window.is_open(node.week_minute())),
+        leaves_when_idle: oversubscription::leaves_when_idle(node, key),
+    }
+}
+
+/// Whether the container must not be offloaded because it holds less VRAM than
+/// `minimum_vram_bytes`.
+pub(super) fn is_too_small(node: &NodeState, key: &Key) -> bool {
+    let least = node.registry.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
+    let held = || -> u64 { node.registry.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
+    least > 0 && (1..least).contains(&held())
+}
+
+/// The index of a GPU in MIG mode on which the process holds memory.
+pub(super) fn cut_gpu_of(node: &NodeState, process: &Process) -> Option<u32> {
+    let cut = node.gpus.samples.iter().filter(|gpu| gpu.mig);
+    let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
+    cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
+}
+
+/// Whether the context of a copied-out container may be evicted. This is also allowed while the
+/// container waits for its restore: otherwise its context would block other containers during
+/// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
+pub(super) fn may_evict_context(node: &NodeState, key: &Key) -> bool {
+    let waits = |c: &Container| match c.goal {
+        Goal::Offloaded(_) => c.shown.state == State::Offloaded,
+        Goal::Resident(_) => {
+            c.shown.state == State::Queued && !node.admission.grants.contains_key(key)
         }
-    }
-
-    fn idle_facts(&self, key: &Key) -> IdleFacts {
-        let window = self.containers.get(key).map(|c| &c.policy.offload_window);
-        IdleFacts {
-            waiting_alloc_bytes: self.alloc_wait_of(key).map(|(_, wait)| wait.need.bytes),
-            working: self.working(key),
-            is_too_small: self.is_too_small(key),
-            is_window_open: window.is_some_and(|window| window.is_open(self.week_minute())),
-            leaves_when_idle: self.leaves_when_idle(key),
-        }
-    }
-
-    /// Whether the container must not be offloaded because it holds less VRAM than
-    /// `minimum_vram_bytes`.
-    pub(super) fn is_too_small(&self, key: &Key) -> bool {
-        let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
-        let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
-        least > 0 && (1..least).contains(&held())
-    }
-
-    /// The index of a GPU in MIG mode on which the process holds memory.
-    pub(super) fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
-        let cut = self.gpus.iter().filter(|gpu| gpu.mig);
-        let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
-        cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
-    }
-
-    /// Whether the context of a copied-out container may be evicted. This is also allowed while the
-    /// container waits for its restore: otherwise its context would block other containers during
-    /// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
-    pub(super) fn may_evict_context(&self, key: &Key) -> bool {
-        let waits = |c: &Container| match c.goal {
-            Goal::Offloaded(_) => c.shown.state == State::Offloaded,
-            Goal::Resident(_) => c.shown.state == State::Queued && !self.grants.contains_key(key),
-            Goal::OffloadRequested(_) => false,
-        };
-        let copied_out = |c: &Container| {
-            waits(c)
-                && c.policy.mode != Mode::Off
-                && self.has_second_level(key)
-                && self.now >= c.offload_failures.not_before
-                && self
-                    .processes
-                    .of(key)
-                    .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
-                && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
-                && self.check_offload(key, true).is_ok()
-        };
-        self.containers.get(key).is_some_and(copied_out)
-    }
+        Goal::OffloadRequested(_) => false,
+    };
+    let copied_out = |c: &Container| {
+        waits(c)
+            && c.policy.mode != Mode::Off
+            && offload_level::has_second_level(node, key)
+            && node.clock.now >= c.offload_failures.not_before
+            && node
+                .registry
+                .processes
+                .of(key)
+                .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
+            && node.registry.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
+            && check_offload(node, key, true).is_ok()
+    };
+    node.registry.containers.get(key).is_some_and(copied_out)
 }

@@ -20,7 +20,8 @@
 use affinode_proto::wire::{Phase, ProcessFlags};
 
 use super::{
-    Key, Millis, Node, plan::OffloadMethod, plan::OrderDeadlines, policy::Engine, process::Process,
+    Key, Millis, node_state::NodeState, plan::OffloadMethod, plan::OrderDeadlines, policy::Engine,
+    process::Process,
 };
 
 /// Deadlines of a forced offload. They are longer than usual, because a process whose forced
@@ -28,81 +29,77 @@ use super::{
 /// of this process.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
-impl Node {
-    /// Returns a function that chooses the offload method for a process of this container.
-    pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
-        let container = self.containers.get(key);
-        let engine = self.engine_of(key);
-        let deep = container.is_some_and(|c| c.goal.evicts_context());
-        move |process| {
-            let method = method_of(process, engine);
-            let goes = deep && engine == Engine::Auto && !process.keeps_context();
-            match method {
-                OffloadMethod::Copy if goes && has_copyable_memory(process) => {
-                    OffloadMethod::CopyAndCheckpoint
-                }
-                OffloadMethod::Copy if goes => OffloadMethod::DriverCheckpoint,
-                method => method,
+/// Returns a function that chooses the offload method for a process of this container.
+pub(super) fn moves(node: &NodeState, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
+    let container = node.registry.containers.get(key);
+    let engine = engine_of(node, key);
+    let deep = container.is_some_and(|c| c.goal.evicts_context());
+    move |process| {
+        let method = method_of(process, engine);
+        let goes = deep && engine == Engine::Auto && !process.keeps_context();
+        match method {
+            OffloadMethod::Copy if goes && has_copyable_memory(process) => {
+                OffloadMethod::CopyAndCheckpoint
             }
+            OffloadMethod::Copy if goes => OffloadMethod::DriverCheckpoint,
+            method => method,
         }
     }
+}
 
-    /// The engine of a container. If the container may be restored on another GPU, `auto` acts as
-    /// `full`, because a kept context could not move to the other GPU.
-    pub(super) fn engine_of(&self, key: &Key) -> Engine {
-        let Some(container) = self.containers.get(key) else { return Engine::Checkpoint };
-        match container.policy.engine {
-            Engine::Auto if container.policy.allow_gpu_migration && self.gpus.len() > 1 => {
-                Engine::Full
-            }
-            engine => engine,
+/// The engine of a container. If the container may be restored on another GPU, `auto` acts as
+/// `full`, because a kept context could not move to the other GPU.
+pub(super) fn engine_of(node: &NodeState, key: &Key) -> Engine {
+    let Some(container) = node.registry.containers.get(key) else { return Engine::Checkpoint };
+    match container.policy.engine {
+        Engine::Auto if container.policy.allow_gpu_migration && node.gpus.samples.len() > 1 => {
+            Engine::Full
         }
+        engine => engine,
     }
+}
 
-    /// Whether the contexts of the container's processes may be checkpointed for a waiter.
-    pub(super) fn has_second_level(&self, key: &Key) -> bool {
-        self.engine_of(key) != Engine::Copy
-    }
+/// Whether the contexts of the container's processes may be checkpointed for a waiter.
+pub(super) fn has_second_level(node: &NodeState, key: &Key) -> bool {
+    engine_of(node, key) != Engine::Copy
+}
 
-    /// Whether an offload to the first level would free nothing, because no process has memory that
-    /// the library can copy.
-    pub(super) fn has_nothing_to_copy(&self, key: &Key) -> bool {
-        let moves = self.moves(key);
-        let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
-        self.processes.of(key).all(|(_, p)| is_void(p))
-    }
+/// Whether an offload to the first level would free nothing, because no process has memory that
+/// the library can copy.
+pub(super) fn has_nothing_to_copy(node: &NodeState, key: &Key) -> bool {
+    let moves = moves(node, key);
+    let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
+    node.registry.processes.of(key).all(|(_, p)| is_void(p))
+}
 
-    /// Time that an eviction is expected to add to the container's next restore, in milliseconds.
-    /// `deep`: its contexts are checkpointed too. If the container is copied out already, only the
-    /// contexts count.
-    pub(super) fn expected_delay_ms(&self, key: &Key, deep: bool) -> Millis {
-        let moves = self.moves(key);
-        let deep = deep && self.has_second_level(key);
-        let of_one = |p: &Process| {
-            let method = match moves(p) {
-                OffloadMethod::Copy if deep && !p.keeps_context() => {
-                    OffloadMethod::CopyAndCheckpoint
-                }
-                method => method,
-            };
-            match p.phase {
-                Phase::CopiedOut => context_delay_ms(p.swap.copied_out_bytes),
-                _ => restore_ms(method, p.vram_bytes(), p.swap.swappable_bytes.min(p.vram_bytes())),
-            }
+/// Time that an eviction is expected to add to the container's next restore, in milliseconds.
+/// `deep`: its contexts are checkpointed too. If the container is copied out already, only the
+/// contexts count.
+pub(super) fn expected_delay_ms(node: &NodeState, key: &Key, deep: bool) -> Millis {
+    let moves = moves(node, key);
+    let deep = deep && has_second_level(node, key);
+    let of_one = |p: &Process| {
+        let method = match moves(p) {
+            OffloadMethod::Copy if deep && !p.keeps_context() => OffloadMethod::CopyAndCheckpoint,
+            method => method,
         };
-        self.processes.of(key).map(|(_, p)| of_one(p)).sum()
-    }
-
-    /// Deadlines of a container's offload: for its calls in progress and its running kernels.
-    pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
-        let usual = self.settings.deadlines;
-        match self.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
-            true => OrderDeadlines {
-                close_ms: usual.close_ms.max(FORCED.close_ms),
-                lock_ms: usual.lock_ms.max(FORCED.lock_ms),
-            },
-            false => usual,
+        match p.phase {
+            Phase::CopiedOut => context_delay_ms(p.swap.copied_out_bytes),
+            _ => restore_ms(method, p.vram_bytes(), p.swap.swappable_bytes.min(p.vram_bytes())),
         }
+    };
+    node.registry.processes.of(key).map(|(_, p)| of_one(p)).sum()
+}
+
+/// Deadlines of a container's offload: for its calls in progress and its running kernels.
+pub(super) fn deadlines(node: &NodeState, key: &Key) -> OrderDeadlines {
+    let usual = node.settings.deadlines;
+    match node.registry.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
+        true => OrderDeadlines {
+            close_ms: usual.close_ms.max(FORCED.close_ms),
+            lock_ms: usual.lock_ms.max(FORCED.lock_ms),
+        },
+        false => usual,
     }
 }
 

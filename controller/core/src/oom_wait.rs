@@ -19,11 +19,14 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    DeviceBytes, Effect, Key, Millis, ProcessId,
     event::NodeEvent,
+    grants,
     ledger::margin_bytes,
+    node_state::NodeState,
     policy::{OnOom, Policy},
     process::PendingAlloc,
+    texts::size,
 };
 
 /// Assumed size of an allocation whose size only the driver knows: a context with its first module.
@@ -54,249 +57,252 @@ enum OomWaitRefusal {
     },
 }
 
-impl Node {
-    /// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: it
-    /// fails at once.
-    pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
-        match policy.on_oom {
-            OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
-            OnOom::Fail => 0,
+/// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: it
+/// fails at once.
+pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
+    match policy.on_oom {
+        OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
+        OnOom::Fail => 0,
+    }
+}
+
+pub(super) fn alloc_wait_began(
+    node: &mut NodeState,
+    id: ProcessId,
+    ticket: u64,
+    bytes: u64,
+    uuid: &[u8; 16],
+    attempts: u32,
+) {
+    let now = node.clock.now;
+    let Some(process) = node.registry.processes.get(&id) else { return };
+    let key = process.key.clone();
+    let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
+    // Either the process was ordered to try again and its attempt failed, or the message is
+    // about another allocation.
+    end_alloc_wait(node, id);
+    let verdict = may_wait(node, &key, bytes, &nvml_uuid(uuid), attempts);
+    let need = match verdict {
+        Ok(need) => need,
+        Err(why) => return refuse_alloc_wait(node, id, ticket, bytes, &why),
+    };
+    if before.is_none() {
+        let text = format!("an allocation of {} waits for VRAM", size(bytes));
+        publish_alloc_wait(node, &key, Reason::AllocationWaits, text, bytes);
+    }
+    let since = before.map_or(now, |want| want.since);
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.alloc_wait = Some(PendingAlloc { ticket, need, attempts, since, resumed_at: None });
+    }
+    if let Some(container) = node.registry.containers.get_mut(&key) {
+        container.usage.last_use = now;
+        let offloaded = container.rests_offloaded();
+        if offloaded {
+            container.cause = Reason::AllocationWaits;
+        }
+        let is_requested = container.goal.is_requested() && container.gives_way_to_calls();
+        if offloaded || is_requested {
+            container.goal.become_resident();
         }
     }
+    queue_alloc_wait(node, &key);
+    node.resume(&key);
+}
 
-    pub(super) fn alloc_wait_began(
-        &mut self,
-        id: ProcessId,
-        ticket: u64,
-        bytes: u64,
-        uuid: &[u8; 16],
-        attempts: u32,
-    ) {
-        let now = self.now;
-        let Some(process) = self.processes.get(&id) else { return };
-        let key = process.key.clone();
-        let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
-        // Either the process was ordered to try again and its attempt failed, or the message is
-        // about another allocation.
-        self.end_alloc_wait(id);
-        let verdict = self.may_wait(&key, bytes, &nvml_uuid(uuid), attempts);
-        let need = match verdict {
-            Ok(need) => need,
-            Err(why) => return self.refuse_alloc_wait(id, ticket, bytes, &why),
-        };
-        if before.is_none() {
-            let text = format!("an allocation of {} waits for VRAM", size(bytes));
-            self.publish_alloc_wait(&key, Reason::AllocationWaits, text, bytes);
+fn may_wait(
+    node: &NodeState,
+    key: &Key,
+    bytes: u64,
+    uuid: &str,
+    attempts: u32,
+) -> Result<DeviceBytes, OomWaitRefusal> {
+    let container = node.registry.containers.get(key).ok_or(OomWaitRefusal::NoContainer)?;
+    if container.policy.on_oom == OnOom::Fail {
+        return Err(OomWaitRefusal::Policy);
+    }
+    if attempts >= MAX_ATTEMPTS {
+        return Err(OomWaitRefusal::Attempts);
+    }
+    let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid);
+    if gpu.is_none() && !node.gpus.samples.is_empty() {
+        return Err(OomWaitRefusal::UnknownGpu(uuid.to_owned()));
+    }
+    // Without a sample, the size of the GPU is unknown. `check_alloc_wait` then checks it
+    // later.
+    let total = gpu.map_or(u64::MAX, |gpu| gpu.total_bytes);
+    let bytes = if bytes == 0 { UNKNOWN_BYTES.min(total / 8) } else { bytes };
+    let own = has(node, key, uuid);
+    fits_ever(node, key, &DeviceBytes { uuid: uuid.to_owned(), bytes })?;
+    // An earlier attempt failed although its size was free: request more, because the driver
+    // rounds up.
+    let more = u64::from(attempts) * margin_bytes(total);
+    let bytes = bytes.saturating_add(more).min(total.saturating_sub(own));
+    Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
+}
+
+/// VRAM of a container on a GPU: what it has there, or had before its offload and needs again.
+fn has(node: &NodeState, key: &Key, uuid: &str) -> u64 {
+    // A sample may be older than the offload of the process.
+    let all = node.registry.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
+        true => p.offloaded_vram.as_deref().unwrap_or_default(),
+        false => &p.vram,
+    });
+    all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+}
+
+fn fits_ever(node: &NodeState, key: &Key, need: &DeviceBytes) -> Result<(), OomWaitRefusal> {
+    let own = has(node, key, &need.uuid);
+    match node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid) {
+        Some(gpu) if own.saturating_add(need.bytes) > gpu.total_bytes => {
+            Err(OomWaitRefusal::GpuTooSmall { own_bytes: own })
         }
-        let since = before.map_or(now, |want| want.since);
-        if let Some(process) = self.processes.get_mut(&id) {
-            process.alloc_wait =
-                Some(PendingAlloc { ticket, need, attempts, since, resumed_at: None });
+        _ => Ok(()),
+    }
+}
+
+/// Queues a resident container whose allocation waits.
+pub(super) fn queue_alloc_wait(node: &mut NodeState, key: &Key) {
+    let Some(since) = node.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
+    if let Some(container) = node.registry.containers.get_mut(key).filter(|c| c.goal.is_resident())
+    {
+        let priority = container.policy.priority;
+        let may_try = node.clock.now >= container.restore_failures.not_before;
+        if may_try && !node.admission.grants.contains_key(key) {
+            node.admission.queue.enter(key, priority, since);
         }
-        if let Some(container) = self.containers.get_mut(&key) {
-            container.usage.last_use = now;
-            let offloaded = container.rests_offloaded();
-            if offloaded {
-                container.cause = Reason::AllocationWaits;
+    }
+}
+
+/// Orders the process to try its allocation again, if its container is resident and has a grant
+/// for this allocation. Returns false otherwise.
+pub(super) fn serve_alloc_wait(node: &mut NodeState, key: &Key) -> bool {
+    let granted = node.admission.grants.get(key).is_some_and(super::grant::Grant::is_granted);
+    let resident = node.registry.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+    let meant = node.admission.grants.get(key).and_then(|grant| grant.want);
+    let want = node.alloc_wait_of(key).map(|(id, want)| (id, want.ticket));
+    let Some((id, ticket)) = want.filter(|_| want == meant && granted && resident) else {
+        return false;
+    };
+    let now = node.clock.now;
+    if let Some(want) = node.registry.processes.get_mut(&id).and_then(|p| p.alloc_wait.as_mut()) {
+        if want.resumed_at.is_some() {
+            return true;
+        }
+        want.resumed_at = Some(now);
+        let need = vec![want.need.clone()];
+        node.admission.ledger.promise(key, need);
+    }
+    send_alloc_grant(node, id, ticket, true);
+    true
+}
+
+pub(super) fn alloc_wait_ended(node: &mut NodeState, id: ProcessId, ticket: u64, served: bool) {
+    let Some(process) = node.registry.processes.get(&id) else { return };
+    let key = process.key.clone();
+    let Some(want) = process.alloc_wait.clone().filter(|want| want.ticket == ticket) else {
+        return;
+    };
+    let took = want.resumed_at.map(|resumed_at| node.clock.now.saturating_sub(resumed_at));
+    finish_alloc_wait(node, id, served && took.is_some_and(|ms| ms < QUICK_MS));
+    if let Some(container) = node.registry.containers.get_mut(&key) {
+        container.usage.last_use = node.clock.now;
+    }
+    let waited = node.clock.now.saturating_sub(want.since);
+    let (reason, how) = match served {
+        true => (Reason::RoomFound, "was made"),
+        false => (Reason::NoRoomInTime, "failed"),
+    };
+    let seconds = waited as f64 / 1000.0;
+    let text = format!(
+        "an allocation of {} {how} after waiting {seconds:.1} s for VRAM",
+        size(want.need.bytes)
+    );
+    publish_alloc_wait(node, &key, reason, text, want.need.bytes);
+    queue_alloc_wait(node, &key);
+}
+
+/// Ends the wait of a process's allocation and its grant. Other waiting processes of the
+/// container stay in the queue.
+pub(super) fn end_alloc_wait(node: &mut NodeState, id: ProcessId) {
+    finish_alloc_wait(node, id, false);
+}
+
+/// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
+/// after the process was ordered to try again.
+fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
+    let Some(process) = node.registry.processes.get_mut(&id) else { return };
+    let Some(want) = process.alloc_wait.take() else { return };
+    let key = process.key.clone();
+    if want.resumed_at.is_some()
+        && let Some(container) = node.registry.containers.get_mut(&key)
+    {
+        match quick {
+            true => {
+                container.restore_failures.in_a_row =
+                    container.restore_failures.in_a_row.saturating_sub(1)
             }
-            let is_requested = container.goal.is_requested() && container.gives_way_to_calls();
-            if offloaded || is_requested {
-                container.goal.become_resident();
-            }
+            false => container.restore_failures.has_wasted_a_turn(node.clock.now),
         }
-        self.queue_alloc_wait(&key);
-        self.resume(&key);
     }
+    // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
+    // gate again.
+    let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
+    if is_resident || want.resumed_at.is_some() {
+        grants::end_alloc_grant(node, &key);
+    }
+    if is_resident {
+        node.admission.queue.leave(&key);
+        queue_alloc_wait(node, &key);
+    }
+}
 
-    fn may_wait(
-        &self,
-        key: &Key,
-        bytes: u64,
-        uuid: &str,
-        attempts: u32,
-    ) -> Result<DeviceBytes, OomWaitRefusal> {
-        let container = self.containers.get(key).ok_or(OomWaitRefusal::NoContainer)?;
-        if container.policy.on_oom == OnOom::Fail {
-            return Err(OomWaitRefusal::Policy);
-        }
-        if attempts >= MAX_ATTEMPTS {
-            return Err(OomWaitRefusal::Attempts);
-        }
-        let gpu = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
-        if gpu.is_none() && !self.gpus.is_empty() {
-            return Err(OomWaitRefusal::UnknownGpu(uuid.to_owned()));
-        }
-        // Without a sample, the size of the GPU is unknown. `check_alloc_wait` then checks it
-        // later.
-        let total = gpu.map_or(u64::MAX, |gpu| gpu.total_bytes);
-        let bytes = if bytes == 0 { UNKNOWN_BYTES.min(total / 8) } else { bytes };
-        let own = self.has(key, uuid);
-        self.fits_ever(key, &DeviceBytes { uuid: uuid.to_owned(), bytes })?;
-        // An earlier attempt failed although its size was free: request more, because the driver
-        // rounds up.
-        let more = u64::from(attempts) * margin_bytes(total);
-        let bytes = bytes.saturating_add(more).min(total.saturating_sub(own));
-        Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
+/// Ends the wait of an allocation that can never fit, or that was not made in time after its
+/// process was ordered to try again.
+pub(super) fn check_alloc_wait(node: &mut NodeState, key: &Key) {
+    let now = node.clock.now;
+    if node.alloc_wait_of(key).is_none() {
+        return;
     }
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.usage.last_use = now; // A container that waits is not idle.
+    }
+    queue_alloc_wait(node, key);
+    let Some((id, want)) = node.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
+        return;
+    };
+    let late = want.resumed_at.is_some_and(|resumed_at| now.saturating_sub(resumed_at) > TRY_MS);
+    let resumed_at = want.resumed_at.is_some();
+    if late {
+        send_alloc_grant(node, id, want.ticket, false);
+        alloc_wait_ended(node, id, want.ticket, false);
+    } else if let Err(why) = fits_ever(node, key, &want.need)
+        && !resumed_at
+    {
+        end_alloc_wait(node, id);
+        refuse_alloc_wait(node, id, want.ticket, want.need.bytes, &why);
+    }
+}
 
-    /// VRAM of a container on a GPU: what it has there, or had before its offload and needs again.
-    fn has(&self, key: &Key, uuid: &str) -> u64 {
-        // A sample may be older than the offload of the process.
-        let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
-            true => p.offloaded_vram.as_deref().unwrap_or_default(),
-            false => &p.vram,
-        });
-        all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
-    }
+fn refuse_alloc_wait(
+    node: &mut NodeState,
+    id: ProcessId,
+    ticket: u64,
+    bytes: u64,
+    why: &OomWaitRefusal,
+) {
+    send_alloc_grant(node, id, ticket, false);
+    let Some(key) = node.registry.processes.get(&id).map(|p| p.key.clone()) else { return };
+    let text = format!("an allocation of {} fails: {why}", size(bytes));
+    publish_alloc_wait(node, &key, Reason::NoRoomEver, text, bytes);
+}
 
-    fn fits_ever(&self, key: &Key, need: &DeviceBytes) -> Result<(), OomWaitRefusal> {
-        let own = self.has(key, &need.uuid);
-        match self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
-            Some(gpu) if own.saturating_add(need.bytes) > gpu.total_bytes => {
-                Err(OomWaitRefusal::GpuTooSmall { own_bytes: own })
-            }
-            _ => Ok(()),
-        }
-    }
+fn send_alloc_grant(node: &mut NodeState, id: ProcessId, ticket: u64, granted: bool) {
+    node.output.effects.push(Effect::Send(id, ControllerMessage::AllocGrant { ticket, granted }));
+}
 
-    /// Queues a resident container whose allocation waits.
-    pub(super) fn queue_alloc_wait(&mut self, key: &Key) {
-        let Some(since) = self.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
-        if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal.is_resident()) {
-            let priority = container.policy.priority;
-            let may_try = self.now >= container.restore_failures.not_before;
-            if may_try && !self.grants.contains_key(key) {
-                self.queue.enter(key, priority, since);
-            }
-        }
-    }
-
-    /// Orders the process to try its allocation again, if its container is resident and has a grant
-    /// for this allocation. Returns false otherwise.
-    pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
-        let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
-        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
-        let meant = self.grants.get(key).and_then(|grant| grant.want);
-        let want = self.alloc_wait_of(key).map(|(id, want)| (id, want.ticket));
-        let Some((id, ticket)) = want.filter(|_| want == meant && granted && resident) else {
-            return false;
-        };
-        let now = self.now;
-        if let Some(want) = self.processes.get_mut(&id).and_then(|p| p.alloc_wait.as_mut()) {
-            if want.resumed_at.is_some() {
-                return true;
-            }
-            want.resumed_at = Some(now);
-            let need = vec![want.need.clone()];
-            self.ledger.promise(key, need);
-        }
-        self.send_alloc_grant(id, ticket, true);
-        true
-    }
-
-    pub(super) fn alloc_wait_ended(&mut self, id: ProcessId, ticket: u64, served: bool) {
-        let Some(process) = self.processes.get(&id) else { return };
-        let key = process.key.clone();
-        let Some(want) = process.alloc_wait.clone().filter(|want| want.ticket == ticket) else {
-            return;
-        };
-        let took = want.resumed_at.map(|resumed_at| self.now.saturating_sub(resumed_at));
-        self.finish_alloc_wait(id, served && took.is_some_and(|ms| ms < QUICK_MS));
-        if let Some(container) = self.containers.get_mut(&key) {
-            container.usage.last_use = self.now;
-        }
-        let waited = self.now.saturating_sub(want.since);
-        let (reason, how) = match served {
-            true => (Reason::RoomFound, "was made"),
-            false => (Reason::NoRoomInTime, "failed"),
-        };
-        let seconds = waited as f64 / 1000.0;
-        let text = format!(
-            "an allocation of {} {how} after waiting {seconds:.1} s for VRAM",
-            size(want.need.bytes)
-        );
-        self.publish_alloc_wait(&key, reason, text, want.need.bytes);
-        self.queue_alloc_wait(&key);
-    }
-
-    /// Ends the wait of a process's allocation and its grant. Other waiting processes of the
-    /// container stay in the queue.
-    pub(super) fn end_alloc_wait(&mut self, id: ProcessId) {
-        self.finish_alloc_wait(id, false);
-    }
-
-    /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
-    /// after the process was ordered to try again.
-    fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        let Some(want) = process.alloc_wait.take() else { return };
-        let key = process.key.clone();
-        if want.resumed_at.is_some()
-            && let Some(container) = self.containers.get_mut(&key)
-        {
-            match quick {
-                true => {
-                    container.restore_failures.in_a_row =
-                        container.restore_failures.in_a_row.saturating_sub(1)
-                }
-                false => container.restore_failures.has_wasted_a_turn(self.now),
-            }
-        }
-        // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
-        // gate again.
-        let is_resident = !self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
-        if is_resident || want.resumed_at.is_some() {
-            self.end_alloc_grant(&key);
-        }
-        if is_resident {
-            self.queue.leave(&key);
-            self.queue_alloc_wait(&key);
-        }
-    }
-
-    /// Ends the wait of an allocation that can never fit, or that was not made in time after its
-    /// process was ordered to try again.
-    pub(super) fn check_alloc_wait(&mut self, key: &Key) {
-        let now = self.now;
-        if self.alloc_wait_of(key).is_none() {
-            return;
-        }
-        if let Some(container) = self.containers.get_mut(key) {
-            container.usage.last_use = now; // A container that waits is not idle.
-        }
-        self.queue_alloc_wait(key);
-        let Some((id, want)) = self.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
-            return;
-        };
-        let late =
-            want.resumed_at.is_some_and(|resumed_at| now.saturating_sub(resumed_at) > TRY_MS);
-        let resumed_at = want.resumed_at.is_some();
-        if late {
-            self.send_alloc_grant(id, want.ticket, false);
-            self.alloc_wait_ended(id, want.ticket, false);
-        } else if let Err(why) = self.fits_ever(key, &want.need)
-            && !resumed_at
-        {
-            self.end_alloc_wait(id);
-            self.refuse_alloc_wait(id, want.ticket, want.need.bytes, &why);
-        }
-    }
-
-    fn refuse_alloc_wait(&mut self, id: ProcessId, ticket: u64, bytes: u64, why: &OomWaitRefusal) {
-        self.send_alloc_grant(id, ticket, false);
-        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let text = format!("an allocation of {} fails: {why}", size(bytes));
-        self.publish_alloc_wait(&key, Reason::NoRoomEver, text, bytes);
-    }
-
-    fn send_alloc_grant(&mut self, id: ProcessId, ticket: u64, granted: bool) {
-        self.effects.push(Effect::Send(id, ControllerMessage::AllocGrant { ticket, granted }));
-    }
-
-    fn publish_alloc_wait(&mut self, key: &Key, reason: Reason, text: String, bytes: u64) {
-        let event = NodeEvent::new(EventKind::Allocation, text);
-        self.publish(key, event.because(reason).of_bytes(bytes));
-    }
+fn publish_alloc_wait(node: &mut NodeState, key: &Key, reason: Reason, text: String, bytes: u64) {
+    let event = NodeEvent::new(EventKind::Allocation, text);
+    node.publish(key, event.because(reason).of_bytes(bytes));
 }
 
 /// Formats a UUID as NVML does.
@@ -304,11 +310,4 @@ fn nvml_uuid(uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let [a, b, c, d, e] = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
-}
-
-pub(super) fn size(bytes: u64) -> String {
-    match bytes {
-        0 => "unknown size".into(),
-        bytes => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
-    }
 }

@@ -7,33 +7,33 @@ use affinode_proto::{
 };
 
 use super::{
-    Change, Effect, JournalStep, Key, Millis, Node, ProcessId, Record, RecordedProcess,
-    event::NodeEvent, input::ActionResult, input::CommandId, input::Request, node::text_of,
-    process::PendingOrder,
+    Change, Effect, JournalStep, Key, Millis, ProcessId, Record, RecordedProcess, event::NodeEvent,
+    input::ActionResult, input::CommandId, input::Request, node_state::NodeState,
+    process::PendingOrder, texts::text_of,
 };
 
-impl Node {
+impl NodeState {
     /// Requests that the container's next orders are decided before the present input is done. The
     /// parts of an offload or restore call this when they have changed a container.
     pub(super) fn resume(&mut self, key: &Key) {
-        if !self.resumed.contains(key) {
-            self.resumed.push_back(key.clone());
+        if !self.output.resumed.contains(key) {
+            self.output.resumed.push_back(key.clone());
         }
     }
 
     /// Sends an order to an agent and returns its number.
     pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
-        self.next_order += 1;
-        let order = self.next_order;
-        let decided_ms = self.now;
+        self.output.last_order += 1;
+        let order = self.output.last_order;
+        let decided_ms = self.clock.now;
         let message = ControllerMessage::Order { order, action, decided_ms };
-        self.effects.push(Effect::Send(process, message));
+        self.output.effects.push(Effect::Send(process, message));
         // A process has at most one order that belongs to a move. Orders to pause or resume its
         // allocations may be in progress at the same time.
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
-            && let Some(process) = self.processes.get_mut(&process)
+            && let Some(process) = self.registry.processes.get_mut(&process)
         {
-            process.pending = Some(PendingOrder { order, action, since: self.now });
+            process.pending = Some(PendingOrder { order, action, since: self.clock.now });
         }
         order
     }
@@ -41,7 +41,7 @@ impl Node {
     pub(super) fn publish(&mut self, key: &Key, event: NodeEvent) {
         let container = self.display_name(key);
         let event = NodeEvent { key: Some(key.clone()), container, ..event };
-        self.effects.push(Effect::Publish(Box::new(event)));
+        self.output.effects.push(Effect::Publish(Box::new(event)));
     }
 
     /// Publishes the event of a refused offload.
@@ -53,7 +53,7 @@ impl Node {
     /// Publishes an event that says why the container stays resident. Publishes nothing if the
     /// reason is the same as in the last such event.
     pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let Some(container) = self.containers.get_mut(key) else {
+        let Some(container) = self.registry.containers.get_mut(key) else {
             return;
         };
         if container.shown.refused.replace(reason) != Some(reason) {
@@ -82,8 +82,8 @@ impl Node {
         bytes: u64,
         elapsed_ms: Millis,
     ) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else {
+        let now = self.clock.now;
+        let Some(container) = self.registry.containers.get_mut(key) else {
             return;
         };
         container.shown.reason = (reason, detail.to_owned());
@@ -93,7 +93,7 @@ impl Node {
         }
         container.shown.state = to;
         container.shown.since = now;
-        self.effects.push(Effect::Changed(Change {
+        self.output.effects.push(Effect::Changed(Change {
             key: key.clone(),
             container: container.display_name(),
             from,
@@ -113,7 +113,7 @@ impl Node {
         bytes: u64,
         elapsed_ms: Millis,
     ) {
-        let Some(container) = self.containers.get_mut(key) else {
+        let Some(container) = self.registry.containers.get_mut(key) else {
             return;
         };
         let (asked, others) =
@@ -132,7 +132,7 @@ impl Node {
             bytes,
             elapsed_ms,
         };
-        self.effects.extend(
+        self.output.effects.extend(
             asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
         );
     }
@@ -141,7 +141,7 @@ impl Node {
     /// A process that an earlier controller offloaded, and that has not registered yet, stays in
     /// the record: the next controller must know how much VRAM that process needs.
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
-        let known = self.processes.of(key).filter_map(|(_, p)| {
+        let known = self.registry.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
             let to = p.target_gpu.clone().filter(|_| step == JournalStep::Restore);
             p.offloaded_vram.clone().map(|offloaded| RecordedProcess {
@@ -153,7 +153,7 @@ impl Node {
         });
         let processes = known.chain(self.recalled_of(key)).collect();
         let step = if self.is_restoring_unseen(key) { JournalStep::Restore } else { step };
-        self.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
+        self.output.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
     }
 
     /// Removes the container's record after a restore or its last exit. Processes of the journal
@@ -162,7 +162,7 @@ impl Node {
         if self.recalled_of(key).next().is_some() {
             self.journal(key, JournalStep::Checkpoint);
         } else {
-            self.effects.push(Effect::Journal(key.clone(), None));
+            self.output.effects.push(Effect::Journal(key.clone(), None));
         }
     }
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use affinode_proto::reason::Reason;
 
-use super::{Key, Node};
+use super::{Key, node_state::NodeState};
 
 /// The choices of operators. They stay in effect when the controller restarts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,19 +44,11 @@ impl OperatorOverrides {
     }
 }
 
-impl Node {
-    /// The overrides that apply now. [`super::Input::Overridden`] replaces them.
-    #[must_use]
-    pub fn overrides(&self) -> &OperatorOverrides {
-        &self.overrides
+/// Whether the overrides allow an offload. Otherwise returns the reason. `asked`: an operator
+/// requests the offload.
+pub(super) fn permitted(node: &NodeState, key: &Key, asked: bool) -> Result<(), Reason> {
+    if node.overrides.pinned.contains(key) {
+        return Err(Reason::Pinned);
     }
-
-    /// Whether the overrides allow an offload. Otherwise returns the reason. `asked`: an operator
-    /// requests the offload.
-    pub(super) fn permitted(&self, key: &Key, asked: bool) -> Result<(), Reason> {
-        if self.overrides.pinned.contains(key) {
-            return Err(Reason::Pinned);
-        }
-        if asked || self.overrides.auto_offload { Ok(()) } else { Err(Reason::AutoOff) }
-    }
+    if asked || node.overrides.auto_offload { Ok(()) } else { Err(Reason::AutoOff) }
 }

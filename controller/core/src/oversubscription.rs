@@ -11,7 +11,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wants};
+use super::{
+    Key, Millis, ledger::margin_bytes, node_state::NodeState, policy::Mode, processes::wants,
+};
 
 /// Interval between two updates of the oversubscribed GPUs.
 const LOOK_MS: Millis = 10_000;
@@ -25,49 +27,54 @@ pub struct Oversubscription {
     uuids: BTreeSet<String>,
 }
 
-impl Node {
-    /// Whether a container is offloaded as soon as it is idle, even if no waiter needs its VRAM.
-    pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
-        let Some(c) = self.containers.get(key) else { return false };
-        if !c.policy.offload_window.is_open(self.week_minute()) {
-            return false;
-        }
-        match c.policy.mode {
-            Mode::Eager => true,
-            Mode::Auto => !self.is_oversubscribed(key),
-            Mode::Pressure | Mode::Manual | Mode::Off => false,
-        }
+/// Whether a container is offloaded as soon as it is idle, even if no waiter needs its VRAM.
+pub(super) fn leaves_when_idle(node: &NodeState, key: &Key) -> bool {
+    let Some(c) = node.registry.containers.get(key) else { return false };
+    if !c.policy.offload_window.is_open(node.week_minute()) {
+        return false;
     }
+    match c.policy.mode {
+        Mode::Eager => true,
+        Mode::Auto => !is_oversubscribed(node, key),
+        Mode::Pressure | Mode::Manual | Mode::Off => false,
+    }
+}
 
-    fn is_oversubscribed(&self, key: &Key) -> bool {
-        let oversubscribed = &self.oversubscription.uuids;
-        !oversubscribed.is_empty()
-            && self
-                .processes
-                .of(key)
-                .any(|(_, p)| wants(p).iter().any(|w| oversubscribed.contains(&w.uuid)))
-    }
+fn is_oversubscribed(node: &NodeState, key: &Key) -> bool {
+    let oversubscribed = &node.gpus.oversubscription.uuids;
+    !oversubscribed.is_empty()
+        && node
+            .registry
+            .processes
+            .of(key)
+            .any(|(_, p)| wants(p).iter().any(|w| oversubscribed.contains(&w.uuid)))
+}
 
-    /// Updates the set of oversubscribed GPUs if the last update is at least `LOOK_MS` ago.
-    pub(super) fn update_oversubscription(&mut self) {
-        if self.oversubscription.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
-            return;
-        }
-        self.oversubscription.looked = Some(self.now);
-        let newcomer =
-            || self.containers.values().any(|c| self.now - c.figures.announced_at < NEWCOMER_MS);
-        let processes = &mut self.processes;
-        let mut oversubscribed = |gpu: &&super::GpuSample| {
-            let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));
-            processes.wanted_bytes(&gpu.uuid) > u128::from(fits_bytes)
-        };
-        let uuids: BTreeSet<String> = self
-            .gpus
-            .iter()
-            .filter(|gpu| oversubscribed(gpu))
-            .map(|gpu| gpu.uuid.clone())
-            .collect();
-        self.oversubscription.uuids =
-            if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
+/// Updates the set of oversubscribed GPUs if the last update is at least `LOOK_MS` ago.
+pub(super) fn update_oversubscription(node: &mut NodeState) {
+    if node.gpus.oversubscription.looked.is_some_and(|t| node.clock.now.saturating_sub(t) < LOOK_MS)
+    {
+        return;
     }
+    node.gpus.oversubscription.looked = Some(node.clock.now);
+    let newcomer = || {
+        node.registry
+            .containers
+            .values()
+            .any(|c| node.clock.now - c.figures.announced_at < NEWCOMER_MS)
+    };
+    let processes = &mut node.registry.processes;
+    let mut oversubscribed = |gpu: &&super::GpuSample| {
+        let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));
+        processes.wanted_bytes(&gpu.uuid) > u128::from(fits_bytes)
+    };
+    let uuids: BTreeSet<String> = node
+        .gpus
+        .samples
+        .iter()
+        .filter(|gpu| oversubscribed(gpu))
+        .map(|gpu| gpu.uuid.clone())
+        .collect();
+    node.gpus.oversubscription.uuids =
+        if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
 }

@@ -9,11 +9,14 @@ use affinode_proto::{
 };
 
 use super::{
-    ContainerSpec, DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal, Offload},
     event::NodeEvent,
+    grants, holds,
     input::{Identity, Request, SwapStatus},
-    node::policy_of,
+    measurements,
+    node_state::NodeState,
+    oom_wait,
     process::{Process, on_gpu},
 };
 
@@ -30,225 +33,223 @@ pub(super) struct RegistrationStatus {
     pub(super) swap: SwapStatus,
 }
 
-impl Node {
-    pub(super) fn announced(&mut self, spec: ContainerSpec, key: &Key) {
-        if let Some(known) = self.containers.get_mut(key) {
-            known.spec = spec;
-            let (policy, warnings) = policy_of(&self.settings.policies, &known.spec);
-            (known.policy, known.warnings) = (policy, warnings);
-            return;
-        }
-        let (policy, warnings) = policy_of(&self.settings.policies, &spec);
-        let container = Container::new(spec, policy, warnings.clone(), self.now);
-        self.containers.insert_sorted(key.clone(), container);
-        for text in warnings {
-            self.publish(key, NodeEvent::new(EventKind::Annotation, text));
-        }
+pub(super) fn announced(node: &mut NodeState, spec: ContainerSpec, key: &Key) {
+    if let Some(known) = node.registry.containers.get_mut(key) {
+        known.spec = spec;
+        let (policy, warnings) = known.spec.policy(&node.settings.policies);
+        (known.policy, known.warnings) = (policy, warnings);
+        return;
     }
-
-    /// Whether `generation` belongs to another container than the known container with this key.
-    /// The generation is needed, because ids of containers are reused. 0 matches any generation.
-    #[must_use]
-    pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
-        let known = self.containers.get(key).map_or(0, |known| known.spec.generation);
-        known != 0 && generation != 0 && known != generation
+    let (policy, warnings) = spec.policy(&node.settings.policies);
+    let container = Container::new(spec, policy, warnings.clone(), node.clock.now);
+    node.registry.containers.insert_sorted(key.clone(), container);
+    for text in warnings {
+        node.publish(key, NodeEvent::new(EventKind::Annotation, text));
     }
+}
 
-    pub(super) fn withdrawn(&mut self, key: &Key) {
-        for process in self.members(key) {
-            self.processes.remove(&process);
-            self.forget_holds(process);
-            self.effects.push(Effect::Drop(process));
-        }
-        self.end_grant(key);
-        self.ledger.release(key);
-        self.queue.leave(key);
-        self.effects.push(Effect::Journal(key.clone(), None));
-        if let Some(container) = self.containers.get_mut(key) {
-            container.shown.reason = (Reason::NotRegistered, "the container was deleted".into());
-        }
-        // The responses contain the container's state, so they come before the removal.
-        self.answer(key, Request::Offload, false, 0, 0);
-        self.answer(key, Request::Restore, false, 0, 0);
-        self.containers.shift_remove(key);
-        self.unclaimed_journal.retain(|(other, ..), _| other != key);
-        self.recall_settled(key);
+/// Whether `generation` belongs to another container than the known container with this key.
+/// The generation is needed, because ids of containers are reused. 0 matches any generation.
+#[must_use]
+pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> bool {
+    let known = node.registry.containers.get(key).map_or(0, |known| known.spec.generation);
+    known != 0 && generation != 0 && known != generation
+}
+
+pub(super) fn withdrawn(node: &mut NodeState, key: &Key) {
+    for process in node.members(key) {
+        node.registry.processes.remove(&process);
+        holds::forget_holds(node, process);
+        node.output.effects.push(Effect::Drop(process));
     }
-
-    pub(super) fn register(
-        &mut self,
-        key: &Key,
-        id: ProcessId,
-        identity: Identity,
-        mut standing: RegistrationStatus,
-    ) {
-        // If the pid and start time are known, the process lost its connection and registers again.
-        let known = self
-            .processes
-            .of(key)
-            .find(|(_, p)| {
-                p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
-            })
-            .map(|(old, _)| old);
-        let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
-        known.into_iter().for_each(|old| self.end_alloc_wait(old));
-        if full || !self.containers.contains_key(key) {
-            return self.refuse_registration(id, !full);
-        }
-        let before = known.and_then(|old| self.processes.remove(&old));
-        let offloaded = self.recorded_offload(key, &identity, standing.phase, before.as_ref());
-        // The process reports an offloaded phase or copied bytes, but no record shows an offload.
-        // Accepting the report would give the process a claim on VRAM that it never had. Only a
-        // process older than this controller is believed: an earlier controller may have offloaded
-        // it, and the journal may be lost.
-        let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
-        let off = standing.phase.is_offloaded() || standing.swap.copied_out_bytes > 0;
-        let lies = off && offloaded.is_none() && (known.is_some() || younger);
-        if lies {
-            standing.phase = Phase::Open;
-            standing.swap =
-                SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..standing.swap };
-        }
-        let first = self.use_by_newcomer(key, standing.phase);
-        let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
-        let mut process = registered(key, identity, standing, before, first_seen);
-        process.offloaded_vram = offloaded;
-        self.processes.insert(id, process);
-        if lies {
-            self.bad_page(id, NEVER_MOVED.into());
-        }
-        self.recall_settled(key);
-        self.welcome(key, id);
-        if let Some(old) = known {
-            self.forget_holds(old);
-            self.effects.push(Effect::Drop(old));
-        }
-        if first {
-            let out = self.containers.get(key).is_some_and(|c| c.goal.is_offloaded());
-            let (state, reason) = match out {
-                true => (State::Offloaded, Reason::IdleTimeout),
-                false => (State::Active, Reason::Called),
-            };
-            self.set_state(key, state, reason, "", 0, 0);
-        }
-        self.resume(key);
+    grants::end_grant(node, key);
+    node.admission.ledger.release(key);
+    node.admission.queue.leave(key);
+    node.output.effects.push(Effect::Journal(key.clone(), None));
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.shown.reason = (Reason::NotRegistered, "the container was deleted".into());
     }
+    // The responses contain the container's state, so they come before the removal.
+    node.answer(key, Request::Offload, false, 0, 0);
+    node.answer(key, Request::Restore, false, 0, 0);
+    node.registry.containers.shift_remove(key);
+    node.registry.unclaimed_journal.retain(|(other, ..), _| other != key);
+    grants::recall_settled(node, key);
+}
 
-    /// Refuses a process. `retry`: it may register again later.
-    fn refuse_registration(&mut self, id: ProcessId, retry: bool) {
-        let refusal = ControllerMessage::Refuse { version: WIRE_VERSION, retry };
-        self.effects.push(Effect::Send(id, refusal));
-        self.effects.push(Effect::Drop(id));
+pub(super) fn register(
+    node: &mut NodeState,
+    key: &Key,
+    id: ProcessId,
+    identity: Identity,
+    mut standing: RegistrationStatus,
+) {
+    // If the pid and start time are known, the process lost its connection and registers again.
+    let known = node
+        .registry
+        .processes
+        .of(key)
+        .find(|(_, p)| {
+            p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
+        })
+        .map(|(old, _)| old);
+    let full = known.is_none() && node.members(key).len() >= node.settings.max_processes;
+    known.into_iter().for_each(|old| oom_wait::end_alloc_wait(node, old));
+    if full || !node.registry.containers.contains_key(key) {
+        return refuse_registration(node, id, !full);
     }
-
-    /// VRAM that the process has to restore, on the GPU on which it will be restored. VRAM and target
-    /// GPU come from the earlier connection of the process, or from the journal.
-    fn recorded_offload(
-        &mut self,
-        key: &Key,
-        identity: &Identity,
-        phase: Phase,
-        before: Option<&Process>,
-    ) -> Option<Vec<DeviceBytes>> {
-        let recalled =
-            self.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
-        let (left, to) = match (before, recalled) {
-            (Some(p), _) if p.offloaded_vram.is_some() => {
-                let sent = p.is_migrating() || !p.connected;
-                (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
-            }
-            (_, Some(recalled)) => (Some(recalled.offloaded), recalled.to),
-            _ => (None, None),
+    let before = known.and_then(|old| node.registry.processes.remove(&old));
+    let offloaded = recorded_offload(node, key, &identity, standing.phase, before.as_ref());
+    // The process reports an offloaded phase or copied bytes, but no record shows an offload.
+    // Accepting the report would give the process a claim on VRAM that it never had. Only a
+    // process older than this controller is believed: an earlier controller may have offloaded
+    // it, and the journal may be lost.
+    let younger = node.clock.started_ticks > 0 && identity.start_ticks >= node.clock.started_ticks;
+    let off = standing.phase.is_offloaded() || standing.swap.copied_out_bytes > 0;
+    let lies = off && offloaded.is_none() && (known.is_some() || younger);
+    if lies {
+        standing.phase = Phase::Open;
+        standing.swap = SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..standing.swap };
+    }
+    let first = use_by_newcomer(node, key, standing.phase);
+    let first_seen = if younger || node.clock.started_ticks == 0 { node.clock.now } else { 0 };
+    let mut process = registered(key, identity, standing, before, first_seen);
+    process.offloaded_vram = offloaded;
+    node.registry.processes.insert(id, process);
+    if lies {
+        measurements::bad_page(node, id, NEVER_MOVED.into());
+    }
+    grants::recall_settled(node, key);
+    welcome(node, key, id);
+    if let Some(old) = known {
+        holds::forget_holds(node, old);
+        node.output.effects.push(Effect::Drop(old));
+    }
+    if first {
+        let out = node.registry.containers.get(key).is_some_and(|c| c.goal.is_offloaded());
+        let (state, reason) = match out {
+            true => (State::Offloaded, Reason::IdleTimeout),
+            false => (State::Active, Reason::Called),
         };
-        // A process that is no longer checkpointed was restored on its target GPU.
-        let to = to.filter(|_| phase != Phase::Checkpointed);
-        left.map(|left| on_gpu(&left, to.as_deref()))
+        node.set_state(key, state, reason, "", 0, 0);
     }
+    node.resume(key);
+}
 
-    /// Updates the container's goal for a process that registers in this phase. Returns whether the
-    /// container had no process.
-    fn use_by_newcomer(&mut self, key: &Key, phase: Phase) -> bool {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return false };
-        let first = container.shown.state == State::Unregistered;
-        if first {
-            // The first process of the container, or the first to register again with a new
-            // controller.
-            container.usage.last_use = now;
-            container.goal = match phase.is_offloaded() {
-                true => Goal::Offloaded(Offload::default()),
-                false => Goal::default(),
-            };
-        } else if phase == Phase::Open && !container.goal.is_resident() {
-            // An open process registers in a container that is offloaded or about to be: the
-            // container is in use.
-            let forced = container.goal.is_forced();
-            container.offload_failures.has_stayed(now, Reason::Called, forced);
-            container.goal.become_resident();
-            container.cause = Reason::Called;
-            container.usage.last_use = now;
+/// Refuses a process. `retry`: it may register again later.
+fn refuse_registration(node: &mut NodeState, id: ProcessId, retry: bool) {
+    let refusal = ControllerMessage::Refuse { version: WIRE_VERSION, retry };
+    node.output.effects.push(Effect::Send(id, refusal));
+    node.output.effects.push(Effect::Drop(id));
+}
+
+/// VRAM that the process has to restore, on the GPU on which it will be restored. VRAM and target
+/// GPU come from the earlier connection of the process, or from the journal.
+fn recorded_offload(
+    node: &mut NodeState,
+    key: &Key,
+    identity: &Identity,
+    phase: Phase,
+    before: Option<&Process>,
+) -> Option<Vec<DeviceBytes>> {
+    let recalled =
+        node.registry.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
+    let (left, to) = match (before, recalled) {
+        (Some(p), _) if p.offloaded_vram.is_some() => {
+            let sent = p.is_migrating() || !p.connected;
+            (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
         }
-        first
-    }
+        (_, Some(recalled)) => (Some(recalled.offloaded), recalled.to),
+        _ => (None, None),
+    };
+    // A process that is no longer checkpointed was restored on its target GPU.
+    let to = to.filter(|_| phase != Phase::Checkpointed);
+    left.map(|left| on_gpu(&left, to.as_deref()))
+}
 
-    /// Sends the orders to hold and the Welcome. The process allocates nothing until it receives the
-    /// Welcome, so the orders to hold come first.
-    fn welcome(&mut self, key: &Key, id: ProcessId) {
-        self.hold_newcomer(id);
-        self.hold_for_siblings(id);
-        let Some(container) = self.containers.get(key) else { return };
-        let wait_for_room_ms = Node::wait_for_room_ms(&container.policy);
-        let engine = container.policy.engine;
-        let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
-        self.effects.push(Effect::Send(id, welcome));
-    }
-
-    pub(super) fn detached(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else {
-            return;
+/// Updates the container's goal for a process that registers in this phase. Returns whether the
+/// container had no process.
+fn use_by_newcomer(node: &mut NodeState, key: &Key, phase: Phase) -> bool {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key) else { return false };
+    let first = container.shown.state == State::Unregistered;
+    if first {
+        // The first process of the container, or the first to register again with a new
+        // controller.
+        container.usage.last_use = now;
+        container.goal = match phase.is_offloaded() {
+            true => Goal::Offloaded(Offload::default()),
+            false => Goal::default(),
         };
-        // If a migration is in progress, the process may be on the target GPU already.
-        let sent = process.is_migrating() || !process.connected;
-        process.target_gpu = process.target_gpu.take().filter(|_| sent);
-        (process.connected, process.prefault_ordered) = (false, false);
-        // The next registration contains the phase, and so the result of the order.
-        process.pending = None;
-        let key = process.key.clone();
-        self.end_alloc_wait(id);
-        self.forget_holds(id);
-        self.resume(&key);
+    } else if phase == Phase::Open && !container.goal.is_resident() {
+        // An open process registers in a container that is offloaded or about to be: the
+        // container is in use.
+        let forced = container.goal.is_forced();
+        container.offload_failures.has_stayed(now, Reason::Called, forced);
+        container.goal.become_resident();
+        container.cause = Reason::Called;
+        container.usage.last_use = now;
     }
+    first
+}
 
-    pub(super) fn exited(&mut self, id: ProcessId) {
-        self.end_alloc_wait(id);
-        let Some(process) = self.processes.remove(&id) else {
-            return;
-        };
-        self.forget_holds(id);
-        self.effects.push(Effect::Drop(id));
-        let key = process.key;
-        if self.members(&key).is_empty() {
-            self.close_grant(&key);
-            self.queue.leave(&key);
-            self.clear_journal(&key);
-            self.set_state(
-                &key,
-                State::Unregistered,
-                Reason::NotRegistered,
-                "its CUDA processes ended",
-                0,
-                0,
-            );
-            self.answer(&key, Request::Offload, false, 0, 0);
-            self.answer(&key, Request::Restore, false, 0, 0);
-            if let Some(container) = self.containers.get_mut(&key) {
-                container.goal = Goal::default();
-                container.survey_asked = None;
-                container.wake_began = None;
-            }
-        } else {
-            self.resume(&key);
+/// Sends the orders to hold and the Welcome. The process allocates nothing until it receives the
+/// Welcome, so the orders to hold come first.
+fn welcome(node: &mut NodeState, key: &Key, id: ProcessId) {
+    holds::hold_newcomer(node, id);
+    holds::hold_for_siblings(node, id);
+    let Some(container) = node.registry.containers.get(key) else { return };
+    let wait_for_room_ms = oom_wait::wait_for_room_ms(&container.policy);
+    let engine = container.policy.engine;
+    let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
+    node.output.effects.push(Effect::Send(id, welcome));
+}
+
+pub(super) fn detached(node: &mut NodeState, id: ProcessId) {
+    let Some(process) = node.registry.processes.get_mut(&id) else {
+        return;
+    };
+    // If a migration is in progress, the process may be on the target GPU already.
+    let sent = process.is_migrating() || !process.connected;
+    process.target_gpu = process.target_gpu.take().filter(|_| sent);
+    (process.connected, process.prefault_ordered) = (false, false);
+    // The next registration contains the phase, and so the result of the order.
+    process.pending = None;
+    let key = process.key.clone();
+    oom_wait::end_alloc_wait(node, id);
+    holds::forget_holds(node, id);
+    node.resume(&key);
+}
+
+pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
+    oom_wait::end_alloc_wait(node, id);
+    let Some(process) = node.registry.processes.remove(&id) else {
+        return;
+    };
+    holds::forget_holds(node, id);
+    node.output.effects.push(Effect::Drop(id));
+    let key = process.key;
+    if node.members(&key).is_empty() {
+        grants::close_grant(node, &key);
+        node.admission.queue.leave(&key);
+        node.clear_journal(&key);
+        node.set_state(
+            &key,
+            State::Unregistered,
+            Reason::NotRegistered,
+            "its CUDA processes ended",
+            0,
+            0,
+        );
+        node.answer(&key, Request::Offload, false, 0, 0);
+        node.answer(&key, Request::Restore, false, 0, 0);
+        if let Some(container) = node.registry.containers.get_mut(&key) {
+            container.goal = Goal::default();
+            container.survey_asked = None;
+            container.wake_began = None;
         }
+    } else {
+        node.resume(&key);
     }
 }
 
@@ -296,7 +297,7 @@ fn registered(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Input, Settings};
+    use crate::{Input, Node, Settings};
 
     #[test]
     fn generation_tells_reused_ids_apart() {

@@ -8,216 +8,220 @@ use affinode_proto::{
 };
 
 use super::{
-    Effect, JournalStep, Key, Millis, Node, ProcessId,
+    Effect, JournalStep, Key, Millis, ProcessId,
     container::{Goal, IncompleteRestore},
     grant::Grant,
+    grants, holds,
     input::Request,
+    migration,
+    node_state::NodeState,
+    oom_wait,
     plan::{self, ProcessPosition},
     process::Process,
+    requests,
 };
 
-impl Node {
-    /// Handles a call that waits at the gate of a process. Returns whether the wake must be
-    /// acknowledged.
-    pub(super) fn wake(&mut self, id: ProcessId, generation: u64) -> bool {
-        let now = self.now;
-        let Some(process) = self.processes.get_mut(&id) else {
-            return false;
-        };
-        if process.phase == Phase::Open && process.pending.is_none() {
-            // The gate of the process is open. If its allocations are paused for another container,
-            // the acknowledgement shows its agent that the controller still runs. If they are not
-            // paused, the gate has opened since the wake was sent.
-            return process.holds > 0;
+/// Handles a call that waits at the gate of a process. Returns whether the wake must be
+/// acknowledged.
+pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool {
+    let now = node.clock.now;
+    let Some(process) = node.registry.processes.get_mut(&id) else {
+        return false;
+    };
+    if process.phase == Phase::Open && process.pending.is_none() {
+        // The gate of the process is open. If its allocations are paused for another container,
+        // the acknowledgement shows its agent that the controller still runs. If they are not
+        // paused, the gate has opened since the wake was sent.
+        return process.holds > 0;
+    }
+    process.generation = generation;
+    let key = process.key.clone();
+    let Some(container) = node.registry.containers.get_mut(&key) else {
+        return false;
+    };
+    if container.wake_began.is_none() {
+        container.wake_began = Some(now);
+        container.left_early(now);
+        container.usage.hint = None;
+        let pause = container.pause_ends(now, &mut node.prediction.pauses);
+        container.usage.history.returned(pause);
+        container.usage.prewake_missed = false;
+        container.connections.used(now);
+    }
+    container.usage.last_use = now;
+    let forced = container.goal.is_forced() && container.shown.state != State::Offloaded;
+    // If the container is queued already, its context is being evicted for an earlier waiter.
+    // Repeated wakes must not end that eviction.
+    let gives_up_context = container.shown.state == State::Queued;
+    if !container.goal.is_resident() && !forced && !gives_up_context {
+        let meanwhile = container.shown.state != State::Offloaded;
+        container.goal.become_resident();
+        container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
+        container.shown.reason = (container.cause, String::new());
+        if meanwhile {
+            node.answer(&key, Request::Offload, false, 0, 0);
         }
-        process.generation = generation;
-        let key = process.key.clone();
-        let Some(container) = self.containers.get_mut(&key) else {
-            return false;
-        };
-        if container.wake_began.is_none() {
-            container.wake_began = Some(now);
-            container.left_early(now);
-            container.usage.hint = None;
-            let pause = container.pause_ends(now, &mut self.pauses);
-            container.usage.history.returned(pause);
-            container.usage.prewake_missed = false;
-            container.connections.used(now);
+        node.resume(&key);
+    }
+    true
+}
+
+/// Tells an agent that its wake was received, and its container's place in the queue.
+pub(super) fn acknowledge_wake(node: &mut NodeState, id: ProcessId, generation: u64) {
+    let Some(process) = node.registry.processes.get(&id) else { return };
+    let position = node.admission.queue.position(&process.key, node.clock.now).unwrap_or(0);
+    let position = u32::try_from(position).unwrap_or(u32::MAX);
+    node.output.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
+}
+
+pub(super) fn advance_restore(node: &mut NodeState, key: &Key, positions: &[ProcessPosition]) {
+    let lost = node.registry.containers.get(key).is_some_and(|c| c.shown.state == State::Lost);
+    // A process that waits for its siblings pauses its allocations. If an offload was given up,
+    // this pause has ended and must begin again.
+    let open = positions.iter().filter(|p| p.phase == Phase::Open && !p.occupied && !lost);
+    open.for_each(|p| holds::hold_for_siblings(node, p.process));
+    let plan = plan::plan_restore(positions, lost);
+    for (process, action) in plan.send {
+        node.order(process, action);
+    }
+    if plan.done {
+        finish_restore(node, key);
+    } else if !plan.restore.is_empty() {
+        let grant = node.admission.grants.get(key);
+        let granted = grant.is_some_and(Grant::is_granted);
+        let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
+        let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
+        if granted && !proven {
+            // Either the proof is in doubt, or a process registered after the proof, which
+            // therefore does not cover the VRAM of that process.
+            grants::abort_grant(node, key);
+            grants::enqueue(node, key);
+        } else if granted {
+            let container = node.registry.containers.get_mut(key);
+            if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
+                restore.began.get_or_insert(node.clock.now);
+            }
+            node.set_state(key, State::Restoring, node.cause(key), "", 0, 0);
+            // The journal must be on disk before the order: if the controller ends now, the
+            // next one must count this VRAM as promised.
+            node.journal(key, JournalStep::Restore);
+            for process in plan.restore {
+                migration::send_restore(node, key, process);
+            }
+        } else if !node.admission.grants.contains_key(key) {
+            grants::enqueue(node, key);
         }
+    }
+}
+
+/// Ends a restore after the gate of every process is open.
+pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key) else {
+        return;
+    };
+    if matches!(container.shown.state, State::Active | State::Idle | State::Unregistered) {
+        // The container was about to be offloaded, and stays resident. It needs no VRAM, so a
+        // grant for its restore ends.
+        let only_restores =
+            node.admission.grants.get(key).is_some_and(|grant| grant.want.is_none());
+        if only_restores {
+            grants::close_grant(node, key);
+        }
+        oom_wait::serve_alloc_wait(node, key);
+        return;
+    }
+    let restore_began = container.goal.restore_mut().and_then(|restore| restore.began);
+    container.goal = Goal::default();
+    let mut became_resident = false;
+    let was_offloaded = node.registry.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
+    let bytes: u64 = node.registry.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
+    let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
+    let elapsed = since(container.wake_began.take());
+    let restore_ms = since(restore_began);
+    if !matches!(container.cause, Reason::Expected | Reason::Connection) {
         container.usage.last_use = now;
-        let forced = container.goal.is_forced() && container.shown.state != State::Offloaded;
-        // If the container is queued already, its context is being evicted for an earlier waiter.
-        // Repeated wakes must not end that eviction.
-        let gives_up_context = container.shown.state == State::Queued;
-        if !container.goal.is_resident() && !forced && !gives_up_context {
-            let meanwhile = container.shown.state != State::Offloaded;
-            container.goal.become_resident();
-            container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
-            container.shown.reason = (container.cause, String::new());
-            if meanwhile {
-                self.answer(&key, Request::Offload, false, 0, 0);
-            }
-            self.resume(&key);
-        }
-        true
     }
+    container.restore_failures.in_a_row = 0;
+    if was_offloaded
+        && matches!(
+            container.shown.state,
+            State::Restoring | State::Queued | State::Lost | State::Offloaded
+        )
+    {
+        container.figures.restored(now, elapsed, restore_ms);
+        became_resident = true;
+        container.shown.reason = (container.cause, String::new());
+    }
+    let (reason, detail) = container.shown.reason.clone();
+    for id in node.members(key) {
+        if let Some(process) = node.registry.processes.get_mut(&id) {
+            process.offloaded_vram = None;
+            process.resident_since = if became_resident { now } else { process.resident_since };
+        }
+    }
+    holds::release_siblings(node, key);
+    if !oom_wait::serve_alloc_wait(node, key) {
+        grants::close_grant(node, key);
+        node.admission.queue.leave(key);
+        oom_wait::queue_alloc_wait(node, key);
+    }
+    node.clear_journal(key);
+    node.set_state(key, State::Active, reason, &detail, bytes, elapsed);
+    node.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));
+    requests::resume_offload_request(node, key);
+}
 
-    /// Tells an agent that its wake was received, and its container's place in the queue.
-    pub(super) fn acknowledge_wake(&mut self, id: ProcessId, generation: u64) {
-        let Some(process) = self.processes.get(&id) else { return };
-        let position = self.queue.position(&process.key, self.now).unwrap_or(0);
-        let position = u32::try_from(position).unwrap_or(u32::MAX);
-        self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
+/// Handles the report of a restore that did not happen. While other processes of the container
+/// are being restored, the grant stays, because they take the VRAM that was promised.
+pub(super) fn restore_incomplete(node: &mut NodeState, key: &Key, why: IncompleteRestore) {
+    let container = node.registry.containers.get_mut(key);
+    if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
+        restore.incomplete = Some(why);
     }
+    end_incomplete_restore(node, key);
+}
 
-    pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
-        let lost = self.containers.get(key).is_some_and(|c| c.shown.state == State::Lost);
-        // A process that waits for its siblings pauses its allocations. If an offload was given up,
-        // this pause has ended and must begin again.
-        let open = positions.iter().filter(|p| p.phase == Phase::Open && !p.occupied && !lost);
-        open.for_each(|p| self.hold_for_siblings(p.process));
-        let plan = plan::plan_restore(positions, lost);
-        for (process, action) in plan.send {
-            self.order(process, action);
-        }
-        if plan.done {
-            self.finish_restore(key);
-        } else if !plan.restore.is_empty() {
-            let grant = self.grants.get(key);
-            let granted = grant.is_some_and(Grant::is_granted);
-            let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
-            let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
-            if granted && !proven {
-                // Either the proof is in doubt, or a process registered after the proof, which
-                // therefore does not cover the VRAM of that process.
-                self.abort_grant(key);
-                self.enqueue(key);
-            } else if granted {
-                let container = self.containers.get_mut(key);
-                if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
-                    restore.began.get_or_insert(self.now);
-                }
-                self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
-                // The journal must be on disk before the order: if the controller ends now, the
-                // next one must count this VRAM as promised.
-                self.journal(key, JournalStep::Restore);
-                for process in plan.restore {
-                    self.send_restore(key, process);
-                }
-            } else if !self.grants.contains_key(key) {
-                self.enqueue(key);
-            }
-        }
+/// Ends the grant of an incomplete restore once no process of the container is being restored.
+pub(super) fn end_incomplete_restore(node: &mut NodeState, key: &Key) {
+    let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
+    if node.registry.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
+        return;
     }
+    let restore = node.registry.containers.get_mut(key).and_then(|c| c.goal.restore_mut());
+    match restore.and_then(|restore| restore.incomplete.take()) {
+        None => {}
+        Some(IncompleteRestore::Late) => grants::abort_grant(node, key),
+        Some(IncompleteRestore::NoVram(detail)) => copy_in_failed(node, key, &detail),
+    }
+}
 
-    /// Ends a restore after the gate of every process is open.
-    pub(super) fn finish_restore(&mut self, key: &Key) {
-        let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
-        };
-        if matches!(container.shown.state, State::Active | State::Idle | State::Unregistered) {
-            // The container was about to be offloaded, and stays resident. It needs no VRAM, so a
-            // grant for its restore ends.
-            let only_restores = self.grants.get(key).is_some_and(|grant| grant.want.is_none());
-            if only_restores {
-                self.close_grant(key);
-            }
-            self.serve_alloc_wait(key);
-            return;
-        }
-        let restore_began = container.goal.restore_mut().and_then(|restore| restore.began);
-        container.goal = Goal::default();
-        let mut became_resident = false;
-        let was_offloaded = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
-        let bytes: u64 = self.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
-        let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
-        let elapsed = since(container.wake_began.take());
-        let restore_ms = since(restore_began);
-        if !matches!(container.cause, Reason::Expected | Reason::Connection) {
-            container.usage.last_use = now;
-        }
-        container.restore_failures.in_a_row = 0;
-        if was_offloaded
-            && matches!(
-                container.shown.state,
-                State::Restoring | State::Queued | State::Lost | State::Offloaded
-            )
-        {
-            container.figures.restored(now, elapsed, restore_ms);
-            became_resident = true;
-            container.shown.reason = (container.cause, String::new());
-        }
-        let (reason, detail) = container.shown.reason.clone();
-        for id in self.members(key) {
-            if let Some(process) = self.processes.get_mut(&id) {
-                process.offloaded_vram = None;
-                process.resident_since = if became_resident { now } else { process.resident_since };
-            }
-        }
-        self.release_siblings(key);
-        if !self.serve_alloc_wait(key) {
-            self.close_grant(key);
-            self.queue.leave(key);
-            self.queue_alloc_wait(key);
-        }
-        self.clear_journal(key);
-        self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
-        self.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));
-        self.resume_offload_request(key);
+/// Handles a copy in that found no VRAM. The host copy is still complete, so the container is
+/// queued again.
+fn copy_in_failed(node: &mut NodeState, key: &Key, detail: &str) {
+    const AGAIN_MS: Millis = 500;
+    grants::end_grant(node, key);
+    node.admission.ledger.release(key);
+    node.admission.queue.leave(key);
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.restore_failures.not_before =
+            container.restore_failures.not_before.max(node.clock.now + AGAIN_MS);
     }
+    node.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
+}
 
-    /// Handles the report of a restore that did not happen. While other processes of the container
-    /// are being restored, the grant stays, because they take the VRAM that was promised.
-    pub(super) fn restore_incomplete(&mut self, key: &Key, why: IncompleteRestore) {
-        let container = self.containers.get_mut(key);
-        if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
-            restore.incomplete = Some(why);
-        }
-        self.end_incomplete_restore(key);
+/// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
+/// never succeed, but an attempt does no harm.
+pub(super) fn restore_failed(node: &mut NodeState, key: &Key, detail: &str) {
+    const AGAIN_MS: Millis = 10_000;
+    grants::end_grant(node, key);
+    node.admission.ledger.release(key);
+    node.admission.queue.leave(key);
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.restore_failures.not_before = node.clock.now + AGAIN_MS;
     }
-
-    /// Ends the grant of an incomplete restore once no process of the container is being restored.
-    pub(super) fn end_incomplete_restore(&mut self, key: &Key) {
-        let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
-        if self.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
-            return;
-        }
-        let restore = self.containers.get_mut(key).and_then(|c| c.goal.restore_mut());
-        match restore.and_then(|restore| restore.incomplete.take()) {
-            None => {}
-            Some(IncompleteRestore::Late) => self.abort_grant(key),
-            Some(IncompleteRestore::NoVram(detail)) => self.copy_in_failed(key, &detail),
-        }
-    }
-
-    /// Handles a copy in that found no VRAM. The host copy is still complete, so the container is
-    /// queued again.
-    fn copy_in_failed(&mut self, key: &Key, detail: &str) {
-        const AGAIN_MS: Millis = 500;
-        self.end_grant(key);
-        self.ledger.release(key);
-        self.queue.leave(key);
-        if let Some(container) = self.containers.get_mut(key) {
-            container.restore_failures.not_before =
-                container.restore_failures.not_before.max(self.now + AGAIN_MS);
-        }
-        self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
-    }
-
-    /// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
-    /// never succeed, but an attempt does no harm.
-    pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
-        const AGAIN_MS: Millis = 10_000;
-        self.end_grant(key);
-        self.ledger.release(key);
-        self.queue.leave(key);
-        if let Some(container) = self.containers.get_mut(key) {
-            container.restore_failures.not_before = self.now + AGAIN_MS;
-        }
-        self.release_siblings(key);
-        self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
-        self.answer(key, Request::Restore, false, 0, 0);
-        self.answer(key, Request::Offload, false, 0, 0);
-    }
+    holds::release_siblings(node, key);
+    node.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
+    node.answer(key, Request::Restore, false, 0, 0);
+    node.answer(key, Request::Offload, false, 0, 0);
 }

@@ -8,8 +8,9 @@ use std::collections::BTreeSet;
 use affinode_proto::{reason::Reason, state::State, wire::Phase, wire::message::Action};
 
 use super::{
-    DeviceBytes, GpuSample, Key, Millis, Node, ProcessId, grant::Stage, ledger::margin_bytes,
-    process::Process,
+    DeviceBytes, GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds,
+    immediate, ledger::margin_bytes, measurements, migration, needs, node_state::NodeState,
+    oom_wait, process::Process,
 };
 
 /// Time limit for the pause of allocations during a restore, in addition to the expected time of
@@ -38,251 +39,256 @@ impl GpuClaims {
     }
 }
 
-impl Node {
-    /// Begins a grant for each waiter that is next on its GPUs and whose VRAM need seems to fit. If
-    /// a waiter does not fit, later waiters on its GPUs wait behind it.
-    pub(super) fn serve_queue(&mut self) {
-        if self.queue.is_empty() {
-            return;
+/// Begins a grant for each waiter that is next on its GPUs and whose VRAM need seems to fit. If
+/// a waiter does not fit, later waiters on its GPUs wait behind it.
+pub(super) fn serve_queue(node: &mut NodeState) {
+    if node.admission.queue.is_empty() {
+        return;
+    }
+    // A GPU has at most one grant: if all have one, no waiter can be served.
+    let granted = |uuid: &String| node.admission.grants.values().any(|g| g.uuids.contains(uuid));
+    if !node.gpus.samples.is_empty() && node.gpus.samples.iter().all(|gpu| granted(&gpu.uuid)) {
+        return;
+    }
+    let mut claims = GpuClaims { taken: taken_gpus(node), kept: Vec::new() };
+    let mut order = serving_order(node, &claims.taken);
+    let gpus = node.gpus.samples.len();
+    for key in order.drain(..) {
+        if gpus > 0 && claims.taken.len() >= gpus {
+            break;
         }
-        // A GPU has at most one grant: if all have one, no waiter can be served.
-        let granted = |uuid: &String| self.grants.values().any(|g| g.uuids.contains(uuid));
-        if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
-            return;
+        // This waiter was evicted for an earlier waiter in this loop, so it no longer waits.
+        if node.registry.containers.get(&key).is_some_and(|c| !c.goal.is_resident()) {
+            node.admission.queue.leave(&key);
+        } else if !node.admission.grants.contains_key(&key) {
+            serve_waiter(node, key, &mut claims);
         }
-        let mut claims = GpuClaims { taken: self.taken_gpus(), kept: Vec::new() };
-        let mut order = self.serving_order(&claims.taken);
-        let gpus = self.gpus.len();
-        for key in order.drain(..) {
-            if gpus > 0 && claims.taken.len() >= gpus {
-                break;
+    }
+    node.admission.queue_scratch = order;
+}
+
+/// GPUs whose free VRAM is not granted now.
+fn taken_gpus(node: &NodeState) -> BTreeSet<String> {
+    let mut taken: BTreeSet<String> =
+        node.admission.grants.values().flat_map(|g| &g.uuids).cloned().collect();
+    // A process that exports memory to a copier may need VRAM for parts of this memory. During
+    // the export, the free VRAM of its GPU is therefore not granted.
+    let handing = node.registry.processes.values().filter(|process| hands_over(node, process));
+    taken.extend(handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()));
+    taken
+}
+
+/// Whether the VRAM in use on the GPUs is known.
+fn knows_gpus(node: &NodeState) -> bool {
+    node.gpus.error.is_none() && !node.gpus.samples.is_empty()
+}
+
+/// The waiters that may be served, in their order. Most waiters of a long queue wait for GPUs
+/// that are taken. They are left out before the expensive checks.
+fn serving_order(node: &mut NodeState, taken: &BTreeSet<String>) -> Vec<Key> {
+    let known = knows_gpus(node);
+    let mut order = std::mem::take(&mut node.admission.queue_scratch);
+    immediate::escalates_to_termination(node, &mut order);
+    if !taken.is_empty() {
+        order.retain(|key| {
+            let waits = !node.admission.grants.contains_key(key) && needs_only(node, key, taken);
+            if waits {
+                show_waiting(node, key, known);
             }
-            // This waiter was evicted for an earlier waiter in this loop, so it no longer waits.
-            if self.containers.get(&key).is_some_and(|c| !c.goal.is_resident()) {
-                self.queue.leave(&key);
-            } else if !self.grants.contains_key(&key) {
-                self.serve_waiter(key, &mut claims);
-            }
-        }
-        self.queue_scratch = order;
-    }
-
-    /// GPUs whose free VRAM is not granted now.
-    fn taken_gpus(&self) -> BTreeSet<String> {
-        let mut taken: BTreeSet<String> =
-            self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
-        // A process that exports memory to a copier may need VRAM for parts of this memory. During
-        // the export, the free VRAM of its GPU is therefore not granted.
-        let handing = self.processes.values().filter(|process| self.hands_over(process));
-        taken.extend(
-            handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
-        );
-        taken
-    }
-
-    /// Whether the VRAM in use on the GPUs is known.
-    fn knows_gpus(&self) -> bool {
-        self.gpu_error.is_none() && !self.gpus.is_empty()
-    }
-
-    /// The waiters that may be served, in their order. Most waiters of a long queue wait for GPUs
-    /// that are taken. They are left out before the expensive checks.
-    fn serving_order(&mut self, taken: &BTreeSet<String>) -> Vec<Key> {
-        let known = self.knows_gpus();
-        let mut order = std::mem::take(&mut self.queue_scratch);
-        self.escalates_to_termination(&mut order);
-        if !taken.is_empty() {
-            order.retain(|key| {
-                let waits = !self.grants.contains_key(key) && self.needs_only(key, taken);
-                if waits {
-                    self.show_waiting(key, known);
-                }
-                !waits
-            });
-        }
-        // Partly restored containers are rare. If there is none, the waiters stay in the order of
-        // the queue.
-        let (all, queue) = (self.processes.half_way(), &self.queue);
-        let half_way: BTreeSet<Key> =
-            all.iter().filter(|key| queue.contains(key)).cloned().collect();
-        if !half_way.is_empty() {
-            order.sort_by_cached_key(|key| self.turn(key, half_way.contains(key)));
-        }
-        order
-    }
-
-    /// Promises VRAM to a waiter, or evicts containers for it, as far as earlier waiters permit it.
-    fn serve_waiter(&mut self, key: Key, claims: &mut GpuClaims) {
-        let known = self.knows_gpus();
-        let want = self.alloc_wait_beside_restore(&key);
-        let needs = self.needs_with(&key, want);
-        let margin = self.margin_for(&key);
-        let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-        let fits = known && self.fits(&key, &needs, margin);
-        let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
-        let turn = uuids.is_disjoint(&claims.taken);
-        let first = turn && before.clone().next().is_none();
-        let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
-        if fits && (first || passes) {
-            // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
-            // VRAM and prove that it is free.
-            claims.taken.extend(self.promise(&key, needs, want));
-            return;
-        }
-        // The container's own GPU is full: try a GPU of the same model that no earlier waiter
-        // needs.
-        if known && turn && !fits && self.choose_other_gpu(&key, margin, |gpu| claims.has(gpu)) {
-            let needs = self.needs_with(&key, want);
-            claims.taken.extend(self.promise(&key, needs, want));
-            return;
-        }
-        // A waiter that may be served before the earlier waiters also evicts: possibly no other
-        // waiter can evict the containers that block those earlier waiters.
-        if known && (first || passes) {
-            self.evict_for(&key, &needs, margin);
-        }
-        self.show_waiting(&key, known);
-        // Later waiters must not take these GPUs.
-        claims.kept.push((uuids, key));
-    }
-
-    fn show_waiting(&mut self, key: &Key, known: bool) {
-        let waits = |c: &&mut super::container::Container| c.shown.state == State::Queued;
-        if let Some(container) = self.containers.get_mut(key).filter(waits) {
-            let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
-            container.shown.reason = (reason, self.gpu_error.clone().unwrap_or_default());
-        }
-    }
-
-    /// Whether a container needs only a restore, and only on GPUs in `taken`. While these GPUs are
-    /// taken, the container cannot be next, and it blocks no other waiter.
-    fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
-        let mut off = false;
-        let mut needs = self
-            .processes
-            .of(key)
-            .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
-        let only = needs.all(|(_, p)| {
-            off = true;
-            let on_taken =
-                |offloaded: &Vec<DeviceBytes>| offloaded.iter().all(|d| taken.contains(&d.uuid));
-            p.alloc_wait.is_none()
-                && p.offloaded_vram
-                    .as_ref()
-                    .is_some_and(|offloaded| !offloaded.is_empty() && on_taken(offloaded))
+            !waits
         });
-        off && only
     }
-
-    /// Sort key that puts partly restored containers first. After a controller crash or a failed
-    /// checkpoint such a container holds VRAM that it cannot free before its restore is complete.
-    /// If it waited behind a container that needs that VRAM, both would wait forever.
-    fn turn(&self, key: &Key, half_way: bool) -> u8 {
-        let fits = || self.fits(key, &self.container_needs(key), margin_bytes);
-        match half_way {
-            true if fits() => 0,
-            true => 1,
-            false => 2,
-        }
+    // Partly restored containers are rare. If there is none, the waiters stay in the order of
+    // the queue.
+    let (all, queue) = (node.registry.processes.half_way(), &node.admission.queue);
+    let half_way: BTreeSet<Key> = all.iter().filter(|key| queue.contains(key)).cloned().collect();
+    if !half_way.is_empty() {
+        order.sort_by_cached_key(|key| turn(node, key, half_way.contains(key)));
     }
+    order
+}
 
-    /// Whether a process is exporting its memory to a copier, and may need VRAM for parts of that
-    /// memory.
-    fn hands_over(&self, process: &Process) -> bool {
-        process.pending.is_some_and(|pending| {
-            let hands =
-                matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);
-            hands && self.now.saturating_sub(pending.since) < HANDS_OVER_MS
-        })
+/// Promises VRAM to a waiter, or evicts containers for it, as far as earlier waiters permit it.
+fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
+    let known = knows_gpus(node);
+    let want = needs::alloc_wait_beside_restore(node, &key);
+    let needs = needs::needs_with(node, &key, want);
+    let margin = needs::margin_for(node, &key);
+    let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
+    let fits = known && needs::fits(node, &key, &needs, margin);
+    let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
+    let turn = uuids.is_disjoint(&claims.taken);
+    let first = turn && before.clone().next().is_none();
+    let passes = turn && before.all(|(_, head)| may_pass(node, &key, head));
+    if fits && (first || passes) {
+        // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
+        // VRAM and prove that it is free.
+        claims.taken.extend(grants::promise(node, &key, needs, want));
+        return;
     }
-
-    pub(super) fn proven(&mut self, key: &Key, number: u64, gpus: Result<Vec<GpuSample>, String>) {
-        match gpus {
-            Ok(gpus) => {
-                self.gpu_error = None;
-                self.take_memory(&gpus);
-            }
-            Err(error) => self.gpu_error = Some(error),
-        }
-        // The grant may have ended, or may wait for a newer sample.
-        if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
-            return;
-        }
-        // Processes that registered after the promise need VRAM too, on the same GPUs.
-        let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
-        let margin = self.margin_for(key);
-        // The proof covers only these processes: it does not include the VRAM of a process that
-        // registers later.
-        let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
-        let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-        let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
-        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
-        let Some(grant) = self.grants.get_mut(key) else { return };
-        // A process that registered meanwhile may need another GPU, on which allocations are not
-        // paused.
-        if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
-            (grant.stage, grant.covers) = (Stage::Granted, covers);
-            self.ledger.promise(key, needs);
-            self.queue.leave(key);
-            if !resident {
-                self.resume(key);
-            } else if !self.serve_alloc_wait(key) {
-                self.close_grant(key);
-            }
-        } else {
-            self.abort_grant(key);
-        }
+    // The container's own GPU is full: try a GPU of the same model that no earlier waiter
+    // needs.
+    if known
+        && turn
+        && !fits
+        && migration::choose_other_gpu(node, &key, margin, |gpu| claims.has(gpu))
+    {
+        let needs = needs::needs_with(node, &key, want);
+        claims.taken.extend(grants::promise(node, &key, needs, want));
+        return;
     }
+    // A waiter that may be served before the earlier waiters also evicts: possibly no other
+    // waiter can evict the containers that block those earlier waiters.
+    if known && (first || passes) {
+        eviction::evict_for(node, &key, &needs, margin);
+    }
+    show_waiting(node, &key, known);
+    // Later waiters must not take these GPUs.
+    claims.kept.push((uuids, key));
+}
 
-    /// Ends grants that take too long. If the restore has not begun, the grant ends together with
-    /// its promise of VRAM. If the restore has begun, only the pauses of the other processes end,
-    /// and the promise stays.
-    pub(super) fn check_grants(&mut self) {
-        let now = self.now;
-        let keys: Vec<Key> = self.grants.keys().cloned().collect();
-        for key in keys {
-            let copy_ms = self.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
-            let Some(grant) = self.grants.get(&key) else { continue };
-            let age = now.saturating_sub(grant.since);
-            let late = age
-                > match grant.stage {
-                    Stage::Holding(_) => self.full_patience_ms(),
-                    Stage::AwaitingCopiers | Stage::Proving(_) => {
-                        self.full_patience_ms() + PROOF_MS
-                    }
-                    Stage::Granted => HOLD_LIMIT_MS + copy_ms,
-                };
-            if late && grant.recalled {
-                // The process has not registered: it has exited, or its later registration will
-                // report its phase.
-                self.unclaimed_journal.retain(|(other, ..), _| *other != key);
-                self.abort_grant(&key);
-            } else if grant.stage != Stage::Granted {
-                // The proof of a grant in doubt would be rejected, so the grant waits for no more
-                // processes to pause their allocations.
-                let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
-                if holding {
-                    self.settle_overdue(&key, late);
-                } else if late {
-                    self.abort_grant(&key);
+fn show_waiting(node: &mut NodeState, key: &Key, known: bool) {
+    let waits = |c: &&mut super::container::Container| c.shown.state == State::Queued;
+    if let Some(container) = node.registry.containers.get_mut(key).filter(waits) {
+        let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
+        container.shown.reason = (reason, node.gpus.error.clone().unwrap_or_default());
+    }
+}
+
+/// Whether a container needs only a restore, and only on GPUs in `taken`. While these GPUs are
+/// taken, the container cannot be next, and it blocks no other waiter.
+fn needs_only(node: &NodeState, key: &Key, taken: &BTreeSet<String>) -> bool {
+    let mut off = false;
+    let mut needs = node
+        .registry
+        .processes
+        .of(key)
+        .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
+    let only = needs.all(|(_, p)| {
+        off = true;
+        let on_taken =
+            |offloaded: &Vec<DeviceBytes>| offloaded.iter().all(|d| taken.contains(&d.uuid));
+        p.alloc_wait.is_none()
+            && p.offloaded_vram
+                .as_ref()
+                .is_some_and(|offloaded| !offloaded.is_empty() && on_taken(offloaded))
+    });
+    off && only
+}
+
+/// Sort key that puts partly restored containers first. After a controller crash or a failed
+/// checkpoint such a container holds VRAM that it cannot free before its restore is complete.
+/// If it waited behind a container that needs that VRAM, both would wait forever.
+fn turn(node: &NodeState, key: &Key, half_way: bool) -> u8 {
+    let fits = || needs::fits(node, key, &needs::container_needs(node, key), margin_bytes);
+    match half_way {
+        true if fits() => 0,
+        true => 1,
+        false => 2,
+    }
+}
+
+/// Whether a process is exporting its memory to a copier, and may need VRAM for parts of that
+/// memory.
+fn hands_over(node: &NodeState, process: &Process) -> bool {
+    process.pending.is_some_and(|pending| {
+        let hands = matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);
+        hands && node.clock.now.saturating_sub(pending.since) < HANDS_OVER_MS
+    })
+}
+
+pub(super) fn proven(
+    node: &mut NodeState,
+    key: &Key,
+    number: u64,
+    gpus: Result<Vec<GpuSample>, String>,
+) {
+    match gpus {
+        Ok(gpus) => {
+            node.gpus.error = None;
+            measurements::take_memory(node, &gpus);
+        }
+        Err(error) => node.gpus.error = Some(error),
+    }
+    // The grant may have ended, or may wait for a newer sample.
+    if node.admission.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
+        return;
+    }
+    // Processes that registered after the promise need VRAM too, on the same GPUs.
+    let needs =
+        needs::needs_with(node, key, node.admission.grants.get(key).and_then(|grant| grant.want));
+    let margin = needs::margin_for(node, key);
+    // The proof covers only these processes: it does not include the VRAM of a process that
+    // registers later.
+    let covers = node.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+    let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
+    let fits = node.gpus.error.is_none() && needs::fits(node, key, &needs, margin);
+    let resident = node.registry.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+    let Some(grant) = node.admission.grants.get_mut(key) else { return };
+    // A process that registered meanwhile may need another GPU, on which allocations are not
+    // paused.
+    if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
+        (grant.stage, grant.covers) = (Stage::Granted, covers);
+        node.admission.ledger.promise(key, needs);
+        node.admission.queue.leave(key);
+        if !resident {
+            node.resume(key);
+        } else if !oom_wait::serve_alloc_wait(node, key) {
+            grants::close_grant(node, key);
+        }
+    } else {
+        grants::abort_grant(node, key);
+    }
+}
+
+/// Ends grants that take too long. If the restore has not begun, the grant ends together with
+/// its promise of VRAM. If the restore has begun, only the pauses of the other processes end,
+/// and the promise stays.
+pub(super) fn check_grants(node: &mut NodeState) {
+    let now = node.clock.now;
+    let keys: Vec<Key> = node.admission.grants.keys().cloned().collect();
+    for key in keys {
+        let copy_ms = node.admission.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
+        let Some(grant) = node.admission.grants.get(&key) else { continue };
+        let age = now.saturating_sub(grant.since);
+        let late = age
+            > match grant.stage {
+                Stage::Holding(_) => holds::full_patience_ms(node),
+                Stage::AwaitingCopiers | Stage::Proving(_) => {
+                    holds::full_patience_ms(node) + PROOF_MS
                 }
-            } else if late && let Some(mut grant) = self.grants.remove(&key) {
-                // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
-                // the other processes may allocate again while it copies.
-                self.release_holds(&mut grant);
-                grant.uuids.clear();
-                grant.doubted = true;
-                self.grants.insert(key, grant);
+                Stage::Granted => HOLD_LIMIT_MS + copy_ms,
+            };
+        if late && grant.recalled {
+            // The process has not registered: it has exited, or its later registration will
+            // report its phase.
+            node.registry.unclaimed_journal.retain(|(other, ..), _| *other != key);
+            grants::abort_grant(node, &key);
+        } else if grant.stage != Stage::Granted {
+            // The proof of a grant in doubt would be rejected, so the grant waits for no more
+            // processes to pause their allocations.
+            let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
+            if holding {
+                holds::settle_overdue(node, &key, late);
+            } else if late {
+                grants::abort_grant(node, &key);
             }
+        } else if late && let Some(mut grant) = node.admission.grants.remove(&key) {
+            // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
+            // the other processes may allocate again while it copies.
+            holds::release_holds(node, &mut grant);
+            grant.uuids.clear();
+            grant.doubted = true;
+            node.admission.grants.insert(key, grant);
         }
     }
+}
 
-    /// Whether an allocation of a resident container may be served before the earlier waiter
-    /// `head`. It may if `head` is not allowed to evict the container, because both would otherwise
-    /// wait for each other.
-    fn may_pass(&self, key: &Key, head: &Key) -> bool {
-        let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
-        let resident = self.container_needs(key).is_empty();
-        resident && (priority(key) > priority(head) || !self.may_be_evicted(key))
-    }
+/// Whether an allocation of a resident container may be served before the earlier waiter
+/// `head`. It may if `head` is not allowed to evict the container, because both would otherwise
+/// wait for each other.
+fn may_pass(node: &NodeState, key: &Key, head: &Key) -> bool {
+    let priority = |key: &Key| node.registry.containers.get(key).map(|c| c.policy.priority);
+    let resident = needs::container_needs(node, key).is_empty();
+    resident && (priority(key) > priority(head) || !eviction::may_be_evicted(node, key))
 }

@@ -12,27 +12,25 @@
 
 use affinode_proto::state::State;
 
-use super::{Key, Node, container::Goal};
+use super::{Key, container::Goal, node_state::NodeState, offload, restore};
 
-impl Node {
-    /// Sends the orders that a container needs next, if there are any.
-    pub(super) fn advance(&mut self, key: &Key) {
-        let Some(container) = self.containers.get(key) else {
-            return;
-        };
-        if container.shown.state == State::Unregistered {
-            return;
-        }
-        self.end_incomplete_restore(key);
-        let positions = self.positions(key);
-        if positions.is_empty() {
-            return;
-        }
-        let Some(container) = self.containers.get(key) else { return };
-        match container.goal {
-            Goal::OffloadRequested(_) => {}
-            Goal::Offloaded(_) => self.advance_offload(key, &positions),
-            Goal::Resident(_) => self.advance_restore(key, &positions),
-        }
+/// Sends the orders that a container needs next, if there are any.
+pub(super) fn advance(node: &mut NodeState, key: &Key) {
+    let Some(container) = node.registry.containers.get(key) else {
+        return;
+    };
+    if container.shown.state == State::Unregistered {
+        return;
+    }
+    restore::end_incomplete_restore(node, key);
+    let positions = node.positions(key);
+    if positions.is_empty() {
+        return;
+    }
+    let Some(container) = node.registry.containers.get(key) else { return };
+    match container.goal {
+        Goal::OffloadRequested(_) => {}
+        Goal::Offloaded(_) => offload::advance_offload(node, key, &positions),
+        Goal::Resident(_) => restore::advance_restore(node, key, &positions),
     }
 }

@@ -1,5 +1,7 @@
 //! What users see of a node: states of containers, their names, and texts about processes.
 
+use std::collections::BTreeSet;
+
 use affinode_proto::{
     reason::Reason,
     state::State,
@@ -7,8 +9,21 @@ use affinode_proto::{
 };
 
 use super::{
-    GpuSample, Key, Millis, Node, ProcessId, container::Container, copiers::CopierFigures,
-    input::Identity, policy::Policies, process::Process,
+    ContainerSpec, GpuSample, Key, Millis, Node, ProcessId, connection_prewake,
+    container::Container,
+    copiers::CopierFigures,
+    copy_watch,
+    copy_watch::CopyInProgress,
+    explain,
+    explain::Value,
+    idle,
+    input::Identity,
+    overrides::OperatorOverrides,
+    policy::Policies,
+    prewake,
+    process::Process,
+    registration,
+    texts::{copy_failed_text, damaged_text, ipc_refused_text},
 };
 
 /// State of a container as its own programs can read it.
@@ -46,30 +61,30 @@ pub enum FindError {
 impl Node {
     /// The containers, ordered by key.
     pub fn containers(&self) -> impl Iterator<Item = (&Key, &Container)> {
-        self.containers.iter()
+        self.state.registry.containers.iter()
     }
 
     /// The connected and disconnected processes of a container.
     pub fn processes(&self, key: &Key) -> impl Iterator<Item = &Process> {
-        self.processes.of(key).map(|(_, process)| process)
+        self.state.registry.processes.of(key).map(|(_, process)| process)
     }
 
     /// The GPUs as NVML reported them last.
     #[must_use]
     pub fn gpus(&self) -> &[GpuSample] {
-        &self.gpus
+        &self.state.gpus.samples
     }
 
     /// Why the last reading of NVML failed. `None`: it succeeded.
     #[must_use]
     pub fn gpu_error(&self) -> Option<&str> {
-        self.gpu_error.as_deref()
+        self.state.gpus.error.as_deref()
     }
 
     /// VRAM of a GPU that offloaded processes gave up, in bytes.
     #[must_use]
     pub fn reclaimed_bytes(&self, uuid: &str) -> u64 {
-        let offloaded = self.processes.values().filter(|p| p.phase.is_offloaded());
+        let offloaded = self.state.registry.processes.values().filter(|p| p.phase.is_offloaded());
         let given_up = offloaded.flat_map(|p| p.vram_to_restore().unwrap_or_default());
         given_up.filter(|device| device.uuid == uuid).map(|device| device.bytes).sum()
     }
@@ -77,29 +92,29 @@ impl Node {
     /// VRAM of a GPU that is promised to containers, in bytes.
     #[must_use]
     pub fn promised_bytes(&self, uuid: &str) -> u64 {
-        self.ledger.promised_bytes(uuid)
+        self.state.admission.ledger.promised_bytes(uuid)
     }
 
     /// Figures about the copier of a GPU.
     #[must_use]
     pub fn copier_figures(&self, uuid: &str) -> CopierFigures {
-        self.copiers.figures(uuid)
+        self.state.copiers.figures(uuid)
     }
 
     /// The policies of the node and its namespaces.
     #[must_use]
     pub fn policies(&self) -> &Policies {
-        &self.settings.policies
+        &self.state.settings.policies
     }
 
     /// The state of each container.
     pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
-        self.containers.iter().map(move |(key, container)| {
+        self.state.registry.containers.iter().map(move |(key, container)| {
             let status = ContainerStatus {
                 state: container.shown.state,
                 since: container.shown.since,
                 reason: container.shown.reason.0,
-                waiters_before: self.queue.position(key, now),
+                waiters_before: self.state.admission.queue.position(key, now),
             };
             (key, status)
         })
@@ -113,7 +128,7 @@ impl Node {
         let whole = |(key, c): &(&Key, &Container)| {
             key.as_str() == name || c.spec.id == name || c.display_name() == name
         };
-        if let Some((key, _)) = self.containers.iter().find(whole) {
+        if let Some((key, _)) = self.state.registry.containers.iter().find(whole) {
             return Ok(key.clone());
         }
         let begins = |(key, c): &(&Key, &Container)| {
@@ -121,7 +136,8 @@ impl Node {
                 .iter()
                 .any(|known| known.starts_with(name))
         };
-        let found: Vec<(&Key, &Container)> = self.containers.iter().filter(begins).collect();
+        let found: Vec<(&Key, &Container)> =
+            self.state.registry.containers.iter().filter(begins).collect();
         match found.as_slice() {
             _ if name.is_empty() => Err(FindError::Unnamed),
             [] => Err(FindError::Unknown(name.to_owned())),
@@ -136,25 +152,25 @@ impl Node {
     /// Name of a container for users; empty if it is unknown.
     #[must_use]
     pub fn display_name(&self, key: &Key) -> String {
-        self.containers.get(key).map(Container::display_name).unwrap_or_default()
+        self.state.display_name(key)
     }
 
     /// State of a container; `None` if it is unknown.
     #[must_use]
     pub fn state(&self, key: &Key) -> Option<State> {
-        self.containers.get(key).map(|container| container.shown.state)
+        self.state.registry.containers.get(key).map(|container| container.shown.state)
     }
 
     /// VRAM that the processes of a container hold, in bytes.
     #[must_use]
     pub fn vram_bytes(&self, key: &Key) -> u64 {
-        self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum()
+        self.state.registry.processes.of(key).map(|(_, p)| p.vram_bytes()).sum()
     }
 
     /// VRAM that the offloaded processes of a container gave up, in bytes.
     #[must_use]
     pub fn offloaded_bytes(&self, key: &Key) -> u64 {
-        self.offloaded(key).map(Process::offloaded_vram_bytes).sum()
+        self.state.offloaded_bytes(key)
     }
 
     /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards that
@@ -167,16 +183,22 @@ impl Node {
     }
 
     fn offloaded(&self, key: &Key) -> impl Iterator<Item = &Process> {
-        self.processes.of(key).map(|(_, p)| p).filter(|p| p.phase.is_offloaded())
+        self.state.registry.processes.of(key).map(|(_, p)| p).filter(|p| p.phase.is_offloaded())
     }
 
     /// Warnings about a container for users: its invalid annotations, and problems with the memory
     /// of its processes.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
-        let known = self.containers.get(key).map(|c| c.warnings.as_slice()).unwrap_or_default();
+        let known = self
+            .state
+            .registry
+            .containers
+            .get(key)
+            .map(|c| c.warnings.as_slice())
+            .unwrap_or_default();
         let of = |has: fn(&Process) -> bool, text: fn(u32) -> String| {
-            let having = self.processes.of(key).filter(move |(_, p)| has(p));
+            let having = self.state.registry.processes.of(key).filter(move |(_, p)| has(p));
             having.map(move |(_, p)| text(p.identity.pid))
         };
         let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
@@ -187,7 +209,7 @@ impl Node {
             .iter()
             .cloned()
             .chain(of(is_damaged, damaged_text))
-            .chain(of(is_refused, ipc_refused))
+            .chain(of(is_refused, ipc_refused_text))
             .chain(of(|p| p.copy_failed, copy_failed_text))
             .collect()
     }
@@ -200,39 +222,139 @@ impl Node {
     ) -> impl Iterator<Item = (ProcessId, &Key, &Identity, String)> {
         let of = move |(key, container): (_, &Container)| {
             let name = container.display_name();
-            let connected = self.processes.of(key).filter(|(_, p)| p.connected);
+            let connected = self.state.registry.processes.of(key).filter(|(_, p)| p.connected);
             connected.map(move |(id, p)| (id, key, &p.identity, name.clone()))
         };
-        self.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
+        self.state.registry.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
     }
-}
 
-/// Warning of a process whose memory could not be copied.
-fn copy_failed_text(pid: u32) -> String {
-    format!(
-        "the memory of process {pid} could not be copied: the driver's checkpoint moves it instead"
-    )
-}
+    /// Time until the next [`super::Input::Tick`] is due, at most `usual_ms`, in milliseconds.
+    #[must_use]
+    pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
+        let busy = !self.state.admission.queue.is_empty()
+            || self
+                .state
+                .registry
+                .containers
+                .values()
+                .any(|c| c.goal.is_offloaded() && c.shown.state != State::Offloaded);
+        if busy { usual_ms.min(50) } else { usual_ms }
+    }
 
-/// Warning of a process that could not export memory as an IPC handle, and what to do.
-pub(super) fn ipc_refused(pid: u32) -> String {
-    format!(
-        "process {pid} could not export an IPC handle of its memory, because a copier restored the memory: set affinode.io/engine to copy or checkpoint"
-    )
-}
+    /// The container's invalid annotations, one warning each.
+    #[must_use]
+    pub fn annotation_warnings(&self, key: &Key) -> Vec<String> {
+        self.state.registry.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
+    }
 
-/// Event text for a process that calls the driver without the hooks.
-pub(super) fn hidden_text(pid: u32) -> String {
-    format!(
-        "a thread of process {pid} bypassed the library's hooks and blocked in the driver: \
-         the process was restored, and its context stays on the GPU from now on"
-    )
-}
+    /// Number of containers that wait for VRAM.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.state.admission.queue.len()
+    }
 
-/// Warning of a process whose restored memory has changed, and what to do.
-pub(super) fn damaged_text(pid: u32) -> String {
-    format!(
-        "the memory of process {pid} differs after a restore: the process wrote out of bounds, or \
-         host memory or the bus failed. Its CUDA calls fail from now on; restart it"
-    )
+    /// Number of prewakes, and number of prewakes that a call followed.
+    #[must_use]
+    pub fn prewakes(&self) -> (u64, u64) {
+        (self.state.prediction.prewakes, self.state.prediction.prewake_hits)
+    }
+
+    /// Connected processes. Their counters can be read.
+    pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
+        let all = self.state.registry.processes.ids().into_iter();
+        all.filter(|id| self.state.registry.processes.get(id).is_some_and(|p| p.connected))
+    }
+
+    /// Connected processes of a container.
+    pub fn connected_of(&self, key: &Key) -> Vec<ProcessId> {
+        self.state
+            .registry
+            .processes
+            .of(key)
+            .filter(|(_, p)| p.connected)
+            .map(|(id, _)| id)
+            .collect()
+    }
+
+    /// Host pids of all managed processes.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.state.registry.processes.values().map(|process| process.identity.pid)
+    }
+
+    /// Containers without a process, each with its spec. `lives` returns whether a process with
+    /// this pid and start time exists.
+    pub fn deserted(
+        &self,
+        lives: impl Fn(u32, u64) -> bool,
+    ) -> impl Iterator<Item = (&Key, &ContainerSpec)> {
+        let mut used: BTreeSet<&Key> =
+            self.state.registry.processes.values().map(|p| &p.key).collect();
+        // A process that an earlier controller offloaded may be stopped or frozen, and register
+        // later. It then needs the socket of its container, so the container does not count as
+        // deserted.
+        let unseen = self
+            .state
+            .registry
+            .unclaimed_journal
+            .keys()
+            .filter(|(_, pid, start)| lives(*pid, *start));
+        used.extend(unseen.map(|(key, ..)| key));
+        self.state
+            .registry
+            .containers
+            .iter()
+            .filter(move |(key, _)| !used.contains(key))
+            .map(|(key, c)| (key, &c.spec))
+    }
+
+    /// Whether `generation` belongs to another container than the known container with this key.
+    /// The generation is needed, because ids of containers are reused. 0 matches any generation.
+    #[must_use]
+    pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
+        registration::is_of_another(&self.state, key, generation)
+    }
+
+    /// The effective values of a container, with the choices of operators.
+    #[must_use]
+    pub fn explain(&self, key: &Key) -> Vec<Value> {
+        explain::explain(&self.state, key)
+    }
+
+    /// Share of the last sample in which work of the process ran, in percent. 0: the process is not
+    /// in the sample. `None`: there is no valid sample.
+    #[must_use]
+    pub fn utilization_percent(&self, process: &Process) -> Option<u32> {
+        idle::utilization_percent(&self.state, process)
+    }
+
+    /// Next time at which a decision about the container is due, as far as it is known now. `None`:
+    /// no decision is planned.
+    #[must_use]
+    pub fn due_at(&self, key: &Key) -> Option<Millis> {
+        prewake::due_at(&self.state, key)
+    }
+
+    /// Containers whose connections are counted, each with the pid of a process in its network
+    /// namespace.
+    pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
+        connection_prewake::listening(&self.state)
+    }
+
+    /// All containers with a copy out in progress.
+    #[must_use]
+    pub fn copies_in_progress(&self) -> Vec<CopyInProgress> {
+        copy_watch::copies_in_progress(&self.state)
+    }
+
+    /// The overrides that apply now. [`super::Input::Overridden`] replaces them.
+    #[must_use]
+    pub fn overrides(&self) -> &OperatorOverrides {
+        &self.state.overrides
+    }
+
+    /// UUIDs of the GPUs with pressure.
+    #[must_use]
+    pub fn pressed(&self) -> &BTreeSet<String> {
+        &self.state.gpus.under_pressure
+    }
 }

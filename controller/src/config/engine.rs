@@ -3,7 +3,6 @@
 
 use std::path::{Path, PathBuf};
 
-use affinode_core::node::policy_of;
 use affinode_proto::{api::control::Announcement, wire::Engine};
 
 use super::Config;
@@ -24,7 +23,7 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
         Config::default()
     });
     let spec = conversion::spec_of(announcement.clone());
-    policy_of(&config.settings().policies, &spec).0.engine
+    spec.policy(&config.settings().policies).0.engine
 }
 
 /// The OCI runtime from the configuration. The path is empty if the configuration has no runtime or

@@ -1,7 +1,7 @@
 //! The node's GPUs and containers as the control API lists them.
 
 use affinode_core::{
-    DeviceBytes, Key, Millis, Node, container::Container, node::text_of, process::Process,
+    DeviceBytes, Key, Millis, Node, container::Container, process::Process, texts::text_of,
 };
 use affinode_proto::{
     api::control,

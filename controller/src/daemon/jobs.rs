@@ -3,8 +3,6 @@
 
 use std::io;
 
-use affinode_core::node::policy_of;
-
 use super::{actor::NodeActor, command::CommandError};
 use crate::{
     error_chain,
@@ -60,7 +58,7 @@ impl NodeActor {
     fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, CommandError> {
         self.job_users.insert(job.key().clone(), job.uid());
         let spec = job.spec();
-        let (policy, _) = policy_of(&self.config.settings().policies, &spec);
+        let (policy, _) = spec.policy(&self.config.settings().policies);
         if let Err(error) = job.write_engine(policy.engine) {
             // Without the file, allocations use the engine checkpoint until the controller's first
             // message.

@@ -6,7 +6,7 @@ use super::super::Millis;
 
 /// The state that users see, with its reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shown {
+pub struct ShownState {
     /// The state of the container, from a fixed list.
     pub state: State,
     /// When the state changed last.
@@ -19,11 +19,11 @@ pub struct Shown {
     pub refused: Option<Reason>,
 }
 
-impl Shown {
+impl ShownState {
     /// The state of a container that was just announced.
     #[must_use]
-    pub fn new(now: Millis) -> Shown {
-        Shown {
+    pub fn new(now: Millis) -> ShownState {
+        ShownState {
             state: State::Unregistered,
             since: now,
             reason: (Reason::NotRegistered, String::new()),

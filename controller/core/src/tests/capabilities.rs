@@ -7,7 +7,7 @@ use affinode_proto::wire::{
 
 use super::{
     super::{
-        Input, ProcessId,
+        Input, ProcessId, copier_use,
         input::{CommandId, Request},
         policy::Mode,
     },
@@ -45,9 +45,9 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
 /// container.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
-    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
-    world.node.processes.get_mut(&id).unwrap().prefault_ordered = true;
+    world.node.state.registry.processes.get_mut(&id).unwrap().prefault_ordered = true;
     world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
     id
 }
@@ -89,7 +89,10 @@ fn incapable_library_keeps_no_gpu_from_the_queue() {
     assert!(!options.then_checkpoint);
     world.call(waiter);
     world.tick();
-    assert!(!world.node.grants.is_empty(), "the waiter is served during the copy out");
+    assert!(
+        !world.node.state.admission.grants.is_empty(),
+        "the waiter is served during the copy out"
+    );
 }
 
 #[test]
@@ -99,8 +102,12 @@ fn library_without_copiers_gets_none() {
         world.libraries = vec![capabilities];
         let id = world.running(FULL, 600);
         world.tick();
-        world.node.processes.get_mut(&id).unwrap().offloaded_vram =
-            Some(world.node.processes.get(&id).unwrap().vram.clone());
-        assert_eq!(world.node.offloads_through_copier(id).is_some(), gets, "{capabilities:?}");
+        world.node.state.registry.processes.get_mut(&id).unwrap().offloaded_vram =
+            Some(world.node.state.registry.processes.get(&id).unwrap().vram.clone());
+        assert_eq!(
+            copier_use::offloads_through_copier(&world.node.state, id).is_some(),
+            gets,
+            "{capabilities:?}"
+        );
     }
 }

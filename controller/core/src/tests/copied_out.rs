@@ -5,6 +5,7 @@ use affinode_proto::{
     wire::{Phase, ProcessFlags, message::Outcome},
 };
 
+use super::super::{copier_use, offload_level};
 use super::{
     super::plan::OffloadMethod,
     world::{ENGINES, GPU, TOTAL, World, key},
@@ -44,7 +45,7 @@ fn copy_in_without_vram_waits_and_loses_nothing() {
     assert_eq!((world.state(2), world.fail), (State::Queued, None));
     world.settle();
     assert_eq!(
-        world.node.containers[&key(2)].figures.restores,
+        world.node.state.registry.containers[&key(2)].figures.restores,
         1,
         "restored at the second attempt"
     );
@@ -76,8 +77,8 @@ fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
     let id = world.running(0, 600);
     let moves = |world: &World| {
-        let process = world.node.processes.get(&id).unwrap();
-        world.node.moves(&key(0))(process)
+        let process = world.node.state.registry.processes.get(&id).unwrap();
+        offload_level::moves(&world.node.state, &key(0))(process)
     };
     assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is no swappable memory");
     world.agents.get_mut(&id).unwrap().swappable = 450;
@@ -94,10 +95,10 @@ fn memory_is_copied_before_counters_are_read() {
     world.settle();
     assert_eq!(world.agents[&copied_out].phase, Phase::CopiedOut);
     world.restart(false);
-    let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
+    let (_, process) = world.node.state.registry.processes.of(&key(2)).next().unwrap();
     assert!(process.counters.is_none());
     assert_eq!(
-        world.node.moves(&key(2))(process),
+        offload_level::moves(&world.node.state, &key(2))(process),
         OffloadMethod::Copy,
         "the process is copied out already"
     );
@@ -113,7 +114,7 @@ fn restore_needs_room_for_local_memory() {
     let agent = &world.agents[&id];
     let (freed, left) = (agent.size - agent.on_device(), agent.on_device());
     assert_eq!((agent.phase, freed, left), (Phase::CopiedOut, 525, 75));
-    assert_eq!(world.node.processes.get(&id).unwrap().offloaded_vram_bytes(), freed);
+    assert_eq!(world.node.state.registry.processes.get(&id).unwrap().offloaded_vram_bytes(), freed);
     // The free VRAM suffices for the copied part, but not for the local memory.
     world.call(id);
     let mut returns = |others| {
@@ -136,7 +137,7 @@ fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
     let id = world.running(2, 600);
     world.tick();
-    let mut process = world.node.processes.get(&id).unwrap().clone();
+    let mut process = world.node.state.registry.processes.get(&id).unwrap().clone();
     process.swap.swappable_bytes = 450;
     let mut need = |kept_bytes, phase, moves| {
         process.counters.as_mut().unwrap().kept_bytes = kept_bytes;
@@ -163,11 +164,18 @@ fn process_without_usable_copier_gets_none() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     world.settle();
-    assert_eq!(world.node.offloads_through_copier(id), Some((GPU.to_owned(), 450)));
+    assert_eq!(
+        copier_use::offloads_through_copier(&world.node.state, id),
+        Some((GPU.to_owned(), 450))
+    );
     for (notes, serves) in [(ProcessFlags::NO_COPIER, false), (ProcessFlags::IPC_REFUSED, true)] {
         world.agents.get_mut(&id).unwrap().notes = notes;
         world.tick();
-        assert_eq!(world.node.offloads_through_copier(id).is_some(), serves, "{notes:?}");
+        assert_eq!(
+            copier_use::offloads_through_copier(&world.node.state, id).is_some(),
+            serves,
+            "{notes:?}"
+        );
     }
 }
 
@@ -197,7 +205,7 @@ fn locked_copied_out_process_restores_unrecorded() {
 #[test]
 fn retained_context_is_evicted_for_waiter() {
     let mut world = World::new(3).with_auto(true);
-    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     let copied_out = world.running(1, 100);
     world.settle();
     assert_eq!((world.agents[&copied_out].phase, world.used()), (Phase::CopiedOut, 25));
@@ -208,16 +216,16 @@ fn retained_context_is_evicted_for_waiter() {
         (world.agents[&big].size, world.agents[&copied_out].phase),
         (990, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(1)].figures.offloads, 1);
+    assert_eq!(world.node.state.registry.containers[&key(1)].figures.offloads, 1);
     world.call(copied_out);
     world.settle();
-    assert_eq!(world.node.containers[&key(1)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(1)].figures.restores, 1);
 }
 
 #[test]
 fn context_is_evicted_if_copy_frees_too_little() {
     let mut world = World::new(3).with_auto(true);
-    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     let copies_out = world.running(1, 400);
     let big = world.running(0, 500);
     world.allocate(big, 450);
@@ -226,5 +234,5 @@ fn context_is_evicted_if_copy_frees_too_little() {
         (world.agents[&big].size, world.agents[&copies_out].phase),
         (950, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(1)].figures.offloads, 1);
+    assert_eq!(world.node.state.registry.containers[&key(1)].figures.offloads, 1);
 }

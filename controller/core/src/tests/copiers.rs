@@ -94,7 +94,7 @@ impl World {
             }
             Effect::FillMemory { copier, process, .. } => {
                 let agent = &self.agents[&process];
-                let grant = &self.node.grants[&key(agent.container)];
+                let grant = &self.node.state.admission.grants[&key(agent.container)];
                 assert!(
                     grant.is_granted() && grant.covers.contains(&process),
                     "memory is filled without a grant"
@@ -124,7 +124,7 @@ impl World {
     fn may_start_copier(&self) -> bool {
         // A grant that began later in the same input waits until this copier has started or ended.
         let waits = |stage: &Stage| matches!(stage, Stage::Holding(_) | Stage::AwaitingCopiers);
-        self.node.grants.values().all(|grant| waits(&grant.stage))
+        self.node.state.admission.grants.values().all(|grant| waits(&grant.stage))
     }
 
     /// Asserts that no copier can change the free VRAM during a proof.
@@ -223,7 +223,7 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     let mut world = World::new(3);
     world.slow_copiers = true;
     let id = world.running(FULL, 600);
-    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
     world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
     while world.agents[&id].phase != Phase::Checkpointed {
@@ -242,7 +242,7 @@ fn with_registered() -> (World, ProcessId, CopierId) {
 }
 
 fn stage(world: &World) -> Option<Stage> {
-    world.node.grants.get(&key(FULL)).map(|grant| grant.stage.clone())
+    world.node.state.admission.grants.get(&key(FULL)).map(|grant| grant.stage.clone())
 }
 
 fn is_proving(world: &World) -> bool {
@@ -309,14 +309,14 @@ fn stuck_copier_is_ended_for_the_proof() {
 #[test]
 fn registered_memory_is_filled_under_the_grant() {
     let (mut world, id, copier) = with_registered();
-    assert_eq!(world.node.copiers.figures(GPU).registered, 1);
+    assert_eq!(world.node.state.copiers.figures(GPU).registered, 1);
     world.call(id);
     while world.agents[&id].phase != Phase::Open {
         if world.is_asked() { world.answer_question() } else { world.work(id) }
     }
     assert_eq!(world.copiers[&copier].filling, Some(id), "`told_copier` has seen the grant");
     world.copier_step(copier);
-    assert_eq!(world.node.copiers.figures(GPU).restores, 1);
+    assert_eq!(world.node.state.copiers.figures(GPU).restores, 1);
     world.tick();
     assert!(!world.copiers[&copier].held, "the grant is over");
 }
@@ -351,7 +351,7 @@ fn no_copier_starts_while_a_container_waits() {
     let waiter = world.running(0, 600);
     world.settle_all();
     let id = world.running(FULL, 600);
-    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
     world.call(waiter);
     assert_eq!(world.state(0), State::Queued, "there is no free VRAM");

@@ -6,7 +6,7 @@ use affinode_proto::{
     wire::{Hazards, message::AgentMessage},
 };
 
-use super::super::{Effect, Input, plan::OffloadMethod};
+use super::super::{Effect, Input, offload_check, offload_level, plan::OffloadMethod};
 use super::world::{World, key};
 
 #[test]
@@ -26,9 +26,10 @@ fn hidden_way_is_told_once_and_bars_checkpoints() {
             effects.iter().filter(is_told).count()
         };
         assert_eq!((told(&mut world), told(&mut world)), (1, 0));
-        let process = world.node.processes.get(&id).unwrap();
-        assert_eq!(world.node.moves(&key(n))(process), moves);
-        let refused = world.node.check_offload(&key(n), true).map_err(|(reason, _)| reason);
+        let process = world.node.state.registry.processes.get(&id).unwrap();
+        assert_eq!(offload_level::moves(&world.node.state, &key(n))(process), moves);
+        let refused = offload_check::check_offload(&world.node.state, &key(n), true)
+            .map_err(|(reason, _)| reason);
         let wanted = if moves == OffloadMethod::Copy { Ok(()) } else { Err(Reason::HiddenWay) };
         assert_eq!(refused, wanted);
     }

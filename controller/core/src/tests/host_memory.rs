@@ -68,7 +68,7 @@ fn idle_at_once_leave_as_host_memory_allows() {
         assert_eq!(count_off(&world), leave, "of {total}");
         let stays = (0..3).filter(|n| world.state(*n) != State::Offloaded);
         for n in stays {
-            let container = &world.node.containers[&key(n)];
+            let container = &world.node.state.registry.containers[&key(n)];
             assert_eq!(
                 container.shown.reason.0,
                 Reason::HostMemory,
@@ -94,7 +94,7 @@ fn readings_of_one_moment_promise_memory_once() {
     }
     world.work_all();
     let waiting = [0, 2].into_iter().find(|n| world.state(*n) == State::Active).unwrap();
-    let container = &world.node.containers[&key(waiting)];
+    let container = &world.node.state.registry.containers[&key(waiting)];
     assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     assert!(world.answers.is_empty(), "the request waits like its offload");
     world.settle();
@@ -128,7 +128,7 @@ fn old_reading_is_judged_with_what_it_missed() {
     }
     assert_eq!(count_off(&world), 1);
     world.feed(Input::Surveyed(late.clone(), old));
-    let container = &world.node.containers[&late];
+    let container = &world.node.state.registry.containers[&late];
     assert_eq!(
         container.shown.state,
         State::Active,
@@ -196,11 +196,11 @@ fn promise_ends_however_the_offload_ends() {
         world.host_total = Some(400);
         world.ask_offload(2, id);
         world.answer_question();
-        assert_eq!(world.node.host_ledger.promised_node_bytes(), 225, "{what}");
+        assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 225, "{what}");
         end(&mut world, id);
         world.settle();
         world.feed(Input::Tick);
-        assert_eq!(world.node.host_ledger.promised_node_bytes(), 0, "{what}");
+        assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 0, "{what}");
     }
 }
 
@@ -255,7 +255,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     world.fail = Some(Outcome::NoHostMemory);
     world.work(id);
     assert!(world.refused.contains(&Reason::CgroupMemory.to_string()), "{:?}", world.refused);
-    let container = &world.node.containers[&key(2)];
+    let container = &world.node.state.registry.containers[&key(2)];
     assert!(container.shown.reason.1.contains("/pod"), "{:?}", container.shown.reason);
     assert!(world.node.copies_in_progress().is_empty());
     // The container is resident, so free memory has no effect. Its next offload succeeds.
@@ -298,15 +298,15 @@ fn new_controller_repeats_promises_in_progress() {
     world.begin_copy(2, ids[1]);
     world.restart(true);
     assert!(world.agents[&ids[1]].orphaned, "the process is still copying");
-    assert_eq!(world.node.host_ledger.promised_node_bytes(), 300);
+    assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 300);
     world.work(ids[0]);
     world.ask_offload(0, ids[0]);
     world.answer_question();
-    let container = &world.node.containers[&key(0)];
+    let container = &world.node.state.registry.containers[&key(0)];
     assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     world.settle();
     assert_eq!(count_off(&world), 1);
-    assert!(world.node.host_ledger.is_empty());
+    assert!(world.node.state.host_ledger.is_empty());
 }
 
 /// The offload ended before the controller's restart, so NVML shows no VRAM of the process. The
@@ -327,7 +327,7 @@ fn offloaded_before_restart_promises_nothing() {
     });
     world.restart(true);
     assert!(world.agents[&ids[0]].orphaned);
-    assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
+    assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 0);
 }
 
 /// A process of the journal exits without having registered. The promise to this process must end.
@@ -338,9 +338,9 @@ fn recalled_promise_ends_with_its_process() {
     let id = world.running(2, 300);
     world.begin_copy(2, id);
     world.restart(true);
-    assert_eq!(world.node.host_ledger.promised_node_bytes(), 300);
+    assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 300);
     world.agents.remove(&id);
     let gpus = Ok(world.gpus());
     world.feed(Input::Gpus(gpus));
-    assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
+    assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 0);
 }

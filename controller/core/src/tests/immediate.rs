@@ -2,6 +2,7 @@
 
 use affinode_proto::{state::State, wire::Phase};
 
+use super::super::immediate;
 use super::{
     super::ProcessId,
     world::{World, key},
@@ -53,8 +54,10 @@ fn container_in_use_is_offloaded_not_ended() {
 #[test]
 fn queue_policy_waits_for_containers_in_use() {
     let (mut world, asker) = asker(600);
-    (world.immediate, world.node.containers.get_mut(&key(0)).unwrap().policy.restore) =
-        (Vec::new(), super::super::policy::Restore::Queue);
+    (
+        world.immediate,
+        world.node.state.registry.containers.get_mut(&key(0)).unwrap().policy.restore,
+    ) = (Vec::new(), super::super::policy::Restore::Queue);
     let busy = world.running(2, 700);
     assert!(!while_in_use(&mut world, &[busy], asker, 100));
     assert_eq!(world.agents[&busy].phase, Phase::Open);
@@ -106,7 +109,9 @@ fn ended_process_survives_without_urgent_waiter() {
         assert_eq!(world.ended, [(pid, false)]);
         match gone {
             true => world.exit(asker),
-            false => world.node.containers.get_mut(&key(2)).unwrap().policy.priority = 5,
+            false => {
+                world.node.state.registry.containers.get_mut(&key(2)).unwrap().policy.priority = 5
+            }
         }
         world.settle();
         assert_eq!(world.ended, [(pid, false)], "gone: {gone}");
@@ -172,16 +177,16 @@ fn it_goes_before_others_of_its_priority() {
     world.now += 60_000;
     world.call(ids[1]);
     world.call(ids[0]);
-    assert_eq!(world.node.queue.in_order(world.now)[0], key(2));
+    assert_eq!(world.node.state.admission.queue.in_order(world.now)[0], key(2));
     let turns = |world: &World| {
         let mut turns = Vec::new();
-        world.node.escalates_to_termination(&mut turns);
+        immediate::escalates_to_termination(&world.node.state, &mut turns);
         turns
     };
     assert_eq!(turns(&world), [key(0), key(2), key(1)]);
     // The waiter that has aged is served before the waiter of higher priority. Check the order
     // again without the aged waiter:
-    world.node.queue.leave(&key(2));
+    world.node.state.admission.queue.leave(&key(2));
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
@@ -232,7 +237,7 @@ fn call_before_close_keeps_forced_offload() {
     let (mut world, waiter) = asker(600);
     let busy = world.running(2, 700);
     world.call(waiter);
-    let goal = |world: &World| world.node.containers[&key(2)].goal.clone();
+    let goal = |world: &World| world.node.state.registry.containers[&key(2)].goal.clone();
     // Advance until the offload begins, without a reply to its survey of host memory.
     while goal(&world).is_resident() {
         world.call(busy);

@@ -7,6 +7,7 @@ use affinode_proto::{
     wire::{Capabilities, Hazards, Phase},
 };
 
+use super::super::needs;
 use super::{
     super::ProcessId,
     world::{ALL_CAPABILITIES, World, key},
@@ -129,9 +130,9 @@ fn sharing_before_the_gate_closes_is_respected() {
 fn rest_that_stays_is_no_room_for_waiters() {
     let mut world = World::new(3);
     let id = with_rest(&mut world, 2, Hazards::SHARED_MEMORY);
-    let before = world.node.vram_freed_by(&key(2), true);
+    let before = needs::vram_freed_by(&world.node.state, &key(2), true);
     assert_eq!(before.iter().map(|held| held.bytes).sum::<u64>(), 450);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
-    assert_eq!(world.node.vram_freed_by(&key(2), true), []);
+    assert_eq!(needs::vram_freed_by(&world.node.state, &key(2), true), []);
 }

@@ -15,6 +15,7 @@ use super::{
         Input, ProcessId, Request,
         container::Offload,
         input::CommandId,
+        offload, offload_level,
         plan::OffloadMethod,
         policy::{Engine, Mode},
         processes::wants,
@@ -39,10 +40,10 @@ impl World {
 /// A world in which each container may be evicted for each other container.
 fn auto() -> World {
     let mut world = World::new(3).with_auto(true);
-    for container in world.node.containers.values_mut() {
+    for container in world.node.state.registry.containers.values_mut() {
         container.policy.priority = 0;
     }
-    world.node.containers.get_mut(&key(COPY)).unwrap().policy.engine = Engine::Copy;
+    world.node.state.registry.containers.get_mut(&key(COPY)).unwrap().policy.engine = Engine::Copy;
     world
 }
 
@@ -101,7 +102,7 @@ fn waiter_gets_contexts_that_it_needs() {
         world.settle();
         assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500 + wanted, phase));
         assert_eq!(
-            world.node.containers[&key(AUTO)].figures.offloads,
+            world.node.state.registry.containers[&key(AUTO)].figures.offloads,
             1,
             "both levels count as one offload"
         );
@@ -145,7 +146,7 @@ fn failed_second_level_keeps_the_first() {
         assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
     }
     assert_eq!((world.fail, world.state(AUTO)), (None, State::Offloaded));
-    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 0);
+    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 0);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed, "tried again after a while");
     assert_eq!(world.agents[&big].size, 950);
@@ -167,7 +168,10 @@ fn context_alone_stays_until_it_is_needed() {
     world.agents.get_mut(&id).unwrap().swappable = 0;
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(world.node.containers[&key(AUTO)].shown.reason.0, Reason::NothingToCopy);
+    assert_eq!(
+        world.node.state.registry.containers[&key(AUTO)].shown.reason.0,
+        Reason::NothingToCopy
+    );
     let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
@@ -202,9 +206,9 @@ fn failed_copy_falls_back_to_the_checkpoint() {
         let mut world = auto();
         let id = world.running(n, 400);
         world.tick();
-        world.node.processes.get_mut(&id).unwrap().copy_failed = true;
-        let process = world.node.processes.get(&id).unwrap();
-        assert_eq!(world.node.moves(&key(n))(process), method);
+        world.node.state.registry.processes.get_mut(&id).unwrap().copy_failed = true;
+        let process = world.node.state.registry.processes.get(&id).unwrap();
+        assert_eq!(offload_level::moves(&world.node.state, &key(n))(process), method);
     }
 }
 
@@ -212,7 +216,7 @@ fn failed_copy_falls_back_to_the_checkpoint() {
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
-    let policy = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().policy;
+    let policy = &mut world.node.state.registry.containers.get_mut(&key(AUTO)).unwrap().policy;
     policy.mode = Mode::Manual;
     let id = world.running(AUTO, 400);
     world.tick();
@@ -232,7 +236,7 @@ fn next_controller_keeps_first_level() {
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
     world.call(id);
     world.settle_all();
-    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 1);
 }
 
 /// Two neighbours differ only in how they are restored. The neighbour that is restored by a copy
@@ -243,10 +247,11 @@ fn cheap_restore_is_evicted_before_a_slow_one() {
     let slow = world.running(0, 300);
     let fast = world.running(AUTO, 300);
     for n in [0, AUTO] {
-        let policy = &mut world.node.containers.get_mut(&key(n)).unwrap().policy;
+        let policy = &mut world.node.state.registry.containers.get_mut(&key(n)).unwrap().policy;
         policy.mode = Mode::Pressure;
     }
-    world.node.containers.get_mut(&key(0)).unwrap().policy.engine = Engine::Checkpoint;
+    world.node.state.registry.containers.get_mut(&key(0)).unwrap().policy.engine =
+        Engine::Checkpoint;
     let waiter = world.running(COPY, 300);
     world.allocate(waiter, 200);
     world.settle();
@@ -261,7 +266,7 @@ fn processes_of_a_container_are_copied_at_once() {
     let mut world = auto();
     let ids = [world.running(AUTO, 200), world.running(AUTO, 200), world.running(AUTO, 200)];
     let is_ordered = |world: &World, wanted: fn(&Action) -> bool| {
-        let pending = |id| world.node.processes.get(id).unwrap().pending;
+        let pending = |id| world.node.state.registry.processes.get(id).unwrap().pending;
         ids.iter().filter(|id| pending(id).is_some_and(|p| wanted(&p.action))).count()
     };
     let mut most = 0;
@@ -289,7 +294,7 @@ fn promise_lasts_while_other_copies_run() {
     world.settle();
     world.call(ids[0]);
     let restores = |world: &World, id: &ProcessId| {
-        let pending = world.node.processes.get(id).unwrap().pending;
+        let pending = world.node.state.registry.processes.get(id).unwrap().pending;
         pending.is_some_and(|order| order.action.is_restore())
     };
     while !ids.iter().all(|id| restores(&world, id)) {
@@ -300,12 +305,12 @@ fn promise_lasts_while_other_copies_run() {
         while restores(&world, &id) {
             world.work(id);
         }
-        assert_eq!(world.node.ledger.promised_to(&key(AUTO)), promised);
-        assert_eq!(world.node.grants.contains_key(&key(AUTO)), promised > 0);
+        assert_eq!(world.node.state.admission.ledger.promised_to(&key(AUTO)), promised);
+        assert_eq!(world.node.state.admission.grants.contains_key(&key(AUTO)), promised > 0);
     }
     assert_eq!((world.state(AUTO), world.agents[&ids[0]].phase), (State::Queued, Phase::CopiedOut));
     world.settle_all();
-    assert_eq!(world.node.containers[&key(AUTO)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 1);
 }
 
 /// An offloaded container must count with the VRAM that it needs again when the controller decides
@@ -313,7 +318,7 @@ fn promise_lasts_while_other_copies_run() {
 #[test]
 fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();
-    let wanted = wants(world.node.processes.get(&id).unwrap());
+    let wanted = wants(world.node.state.registry.processes.get(&id).unwrap());
     assert_eq!(wanted.iter().map(|device| device.bytes).sum::<u64>(), 400);
 }
 
@@ -323,7 +328,7 @@ fn copied_out_memory_is_wanted_again() {
 fn eviction_given_up_for_a_call_is_forgotten() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
-    world.node.evict(&key(AUTO), Offload::deep(world.now));
+    offload::evict(&mut world.node.state, &key(AUTO), Offload::deep(world.now));
     world.call(id);
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));

@@ -17,6 +17,7 @@ use super::{
         hints::Hint,
         input::{CommandId, Request, Work},
         policy::{Engine, KeepAlive, Mode, Policy},
+        prefault,
     },
     agent::page,
     world::{ENGINES, GPU, MIN_PREFAULT_BYTES, World, key},
@@ -46,7 +47,7 @@ impl World {
 }
 
 fn policy(world: &mut World, n: usize) -> &mut Policy {
-    &mut world.node.containers.get_mut(&key(n)).unwrap().policy
+    &mut world.node.state.registry.containers.get_mut(&key(n)).unwrap().policy
 }
 
 /// Creates a process whose container is offloaded only when a test requests it.
@@ -79,14 +80,14 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
-    let process = world.node.processes.get_mut(&id).unwrap();
+    let process = world.node.state.registry.processes.get_mut(&id).unwrap();
     let swappable = process.swap.swappable_bytes;
     process.vram[0].bytes = swappable / 2;
-    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), swappable)));
-    world.node.processes.get_mut(&id).unwrap().swap.swappable_bytes = u64::MAX;
-    let total = world.node.gpus[0].total_bytes;
+    assert_eq!(prefault::may_prefault(&world.node.state, id), Some((GPU.into(), swappable)));
+    world.node.state.registry.processes.get_mut(&id).unwrap().swap.swappable_bytes = u64::MAX;
+    let total = world.node.state.gpus.samples[0].total_bytes;
     assert_eq!(
-        world.node.may_prefault(id),
+        prefault::may_prefault(&world.node.state, id),
         Some((GPU.into(), total)),
         "at most the size of the GPU counts"
     );
@@ -97,10 +98,10 @@ fn swappable_bytes_count_beyond_nvml_sample() {
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
-    world.node.settings.copiers = false;
+    world.node.state.settings.copiers = false;
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
-    let process = world.node.processes.get(&id).unwrap();
+    let process = world.node.state.registry.processes.get(&id).unwrap();
     assert!(process.prefault_ordered_for_idle.is_some() && !process.prefault_ordered);
     assert_eq!(world.prepared, [], "the process gets no order to end prefaulting either");
     let pid = world.agents[&id].pid;
@@ -113,7 +114,7 @@ fn refused_prefault_has_no_effect() {
     assert!(!until_park(&mut world, id), "the process copies its memory itself");
 
     world.settle_all();
-    world.node.settings.copiers = true;
+    world.node.state.settings.copiers = true;
     world.call(id);
     world.settle_all();
     rest(&mut world);
@@ -126,7 +127,7 @@ fn unattached_process_is_not_prefaulted() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::NotAttached(id));
-    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
     assert_eq!(world.prepared, [(id, false)], "the process releases its prefaulted memory");
 
     let mut world = World::new(3);
@@ -156,7 +157,7 @@ fn nvml_work_of_prefaulting_is_no_use() {
 /// checkpoint.
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
-        let pending = world.node.processes.get(&id).and_then(|p| p.pending);
+        let pending = world.node.state.registry.processes.get(&id).and_then(|p| p.pending);
         if let Some(Action::CopyOut { how, .. }) = pending.map(|pending| pending.action) {
             return how.then_checkpoint;
         }
@@ -177,10 +178,10 @@ fn no_vram_is_promised_during_memory_export() {
     assert!(until_park(&mut world, id));
     world.call(waiter);
     world.tick();
-    assert!(world.node.grants.is_empty() && world.state(0) == State::Queued);
+    assert!(world.node.state.admission.grants.is_empty() && world.state(0) == State::Queued);
     world.work(id);
     world.tick();
-    assert!(!world.node.grants.is_empty(), "the process has reported its copy");
+    assert!(!world.node.state.admission.grants.is_empty(), "the process has reported its copy");
 }
 
 #[test]
@@ -189,7 +190,7 @@ fn no_memory_is_exported_while_vram_is_promised() {
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
     let grant = Grant::new(Stage::Granted, [GPU.to_owned()].into(), world.now);
-    world.node.grants.insert(key(0), grant);
+    world.node.state.admission.grants.insert(key(0), grant);
     assert!(!until_park(&mut world, id));
 }
 
@@ -200,7 +201,7 @@ fn uncopied_process_needs_only_the_rest() {
     ask(&mut world, Request::Offload);
     world.settle_all();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
-    let process = |world: &World| world.node.processes.get(&id).unwrap().clone();
+    let process = |world: &World| world.node.state.registry.processes.get(&id).unwrap().clone();
     let (all, swappable) =
         (process(&world).offloaded_vram_bytes(), process(&world).swap.swappable_bytes);
     for (notes, needs) in
@@ -223,7 +224,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
         let id = staying(&mut world, FAST, 600);
         policy(&mut world, FAST).mode = mode;
         world.tick();
-        let called = world.node.containers[&key(FAST)].usage.last_use;
+        let called = world.node.state.registry.containers[&key(FAST)].usage.last_use;
         assert_eq!(called, world.now);
         while world.prepared.is_empty() {
             world.tick();
@@ -249,7 +250,7 @@ fn shorter_keep_alive_is_prefaulted_sooner() {
 fn lacks(world: &mut World, id: ProcessId, capability: Capabilities) {
     let agent = world.agents.get_mut(&id).unwrap();
     agent.capabilities = Capabilities(agent.capabilities.0 & !capability.0);
-    world.node.processes.get_mut(&id).unwrap().capabilities = agent.capabilities;
+    world.node.state.registry.processes.get_mut(&id).unwrap().capabilities = agent.capabilities;
 }
 
 #[test]
@@ -452,7 +453,7 @@ fn repeatedly_uncopied_process_is_not_prefaulted() {
     let id = staying(&mut world, FAST, 600);
     let mut leaves = |copied: bool| {
         rest(&mut world);
-        let was_prepared = world.node.processes.get(&id).unwrap().prefault_ordered;
+        let was_prepared = world.node.state.registry.processes.get(&id).unwrap().prefault_ordered;
         ask(&mut world, Request::Offload);
         while world.agents[&id].phase != Phase::CopiedOut {
             world.tick();
@@ -485,7 +486,7 @@ fn prefault_lasts_until_restore() {
         world.work(id);
     }
     assert_eq!((world.state(FAST), world.agents[&id].phase), (State::Active, Phase::Open));
-    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
     assert_eq!(world.prepared, []);
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
@@ -496,7 +497,7 @@ fn it_ends_with_the_connection() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::Detached(id));
-    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
     let id = world.reconnect(id, false);
     while !world.agents[&id].inbox.is_empty() {
         world.work(id);
@@ -534,22 +535,22 @@ fn prefaulted_memory_is_not_needed_twice() {
 fn is_leaving_only_during_offload() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
-    assert_eq!(world.node.may_prefault(id), Some((GPU.to_owned(), 450)));
-    assert!(!world.node.is_leaving(id));
+    assert_eq!(prefault::may_prefault(&world.node.state, id), Some((GPU.to_owned(), 450)));
+    assert!(!world.node.state.is_leaving(id));
     ask(&mut world, Request::Offload);
-    assert!(world.node.is_leaving(id));
+    assert!(world.node.state.is_leaving(id));
     world.answer_question();
     world.now += 19_000;
     world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
-    assert!(world.node.is_leaving(id));
+    assert!(world.node.state.is_leaving(id));
     world.now += 1_000;
     world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
-    assert!(!world.node.is_leaving(id), "the offload no longer counts as freeing VRAM soon");
+    assert!(!world.node.state.is_leaving(id), "the offload no longer counts as freeing VRAM soon");
     world.settle();
     ask(&mut world, Request::Offload);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
-    assert!(!world.node.is_leaving(id));
+    assert!(!world.node.state.is_leaving(id));
 }
 
 #[test]
@@ -565,5 +566,5 @@ fn first_checkpointed_process_is_not_leaving() {
         [first, second].into_iter().for_each(|id| world.work(id));
     }
     assert_eq!(world.agents[&second].phase, Phase::CopiedOut);
-    assert_eq!([first, second].map(|id| world.node.is_leaving(id)), [false, true]);
+    assert_eq!([first, second].map(|id| world.node.state.is_leaving(id)), [false, true]);
 }

@@ -246,7 +246,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     world.settle_all();
     for (id, agent) in &world.agents {
         let keeps = matches!(
-            world.node.containers[&key(agent.container)].policy.engine,
+            world.node.state.registry.containers[&key(agent.container)].policy.engine,
             Engine::Copy | Engine::Auto
         );
         let copies_out = keeps && agent.phase == Phase::CopiedOut;
@@ -274,9 +274,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
         asked.remove(command);
     }
     prop_assert!(asked.is_empty(), "no answer to {asked:?}");
-    prop_assert!(world.node.queue.is_empty());
-    prop_assert!(world.node.grants.is_empty());
-    prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
+    prop_assert!(world.node.state.admission.queue.is_empty());
+    prop_assert!(world.node.state.admission.grants.is_empty());
+    prop_assert_eq!(world.node.state.admission.ledger.promised_bytes(GPU), 0);
     Ok(())
 }
 

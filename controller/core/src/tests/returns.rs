@@ -11,7 +11,7 @@ use affinode_proto::{
 
 use super::{
     super::container::Offload,
-    super::{DeviceBytes, Input, ProcessId, Request, input::CommandId},
+    super::{DeviceBytes, Input, ProcessId, Request, input::CommandId, offload},
     world::{GPU, World, key},
 };
 
@@ -48,7 +48,7 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!(world.state(0), State::Queued);
     world.settle();
     // The second container became idle. The first was restored and became idle again.
-    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
@@ -141,9 +141,9 @@ fn promise_to_unregistered_process_is_kept() {
     let id = ProcessId(world.next);
     world.work(id);
     world.work(id);
-    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+    assert_eq!(world.node.state.admission.ledger.promised_bytes(GPU), 400);
     world.exit(id);
-    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+    assert_eq!(world.node.state.admission.ledger.promised_bytes(GPU), 400);
 }
 
 /// After the controller's end, one process of a container registers late. By then the VRAM of the
@@ -205,7 +205,7 @@ fn hazard_during_offload_is_the_reason() {
         world.fail = Some(Outcome::Unsupported);
         world.settle();
         assert_eq!(world.fail, None, "the lock was refused");
-        world.node.processes.get(&id).unwrap().hazards.words().collect::<Vec<_>>()
+        world.node.state.registry.processes.get(&id).unwrap().hazards.words().collect::<Vec<_>>()
     });
     assert_eq!(known, [["managed-memory"], ["driver-too-old"]]);
 }
@@ -229,7 +229,7 @@ fn new_process_on_mig_gpu_stays() {
     assert_eq!(world.questions.len(), 1, "a survey");
     world.settle();
     assert!(world.agents[&id].phase == Phase::Open && world.refused.contains(&"mig".to_owned()));
-    assert_eq!(world.node.containers[&key(0)].figures.offloads, 0);
+    assert_eq!(world.node.state.registry.containers[&key(0)].figures.offloads, 0);
 }
 
 #[test]
@@ -244,7 +244,7 @@ fn unmanaged_process_delays_restore() {
     assert_eq!(world.state(0), State::Queued);
     world.others = 0;
     world.settle();
-    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn false_offloaded_phase_is_rejected() {
     liar.into_mut().phase = Phase::Checkpointed;
     world.hello(id);
     assert_eq!(world.state(1), State::Active);
-    assert!(world.node.queue.is_empty());
+    assert!(world.node.state.admission.queue.is_empty());
     world.settle();
     assert_eq!(world.state(0), State::Offloaded);
     world.call(honest);
@@ -316,7 +316,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, true);
     world.settle();
     assert_eq!(world.state(0), State::Idle);
-    assert_eq!(world.node.containers[&key(0)].shown.reason.0, Reason::Pinned);
+    assert_eq!(world.node.state.registry.containers[&key(0)].shown.reason.0, Reason::Pinned);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
     assert_eq!(
         world.answers.last(),
@@ -327,7 +327,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, false);
     world.auto_offload(false);
     world.settle();
-    assert_eq!(world.node.containers[&key(0)].shown.reason.0, Reason::AutoOff);
+    assert_eq!(world.node.state.registry.containers[&key(0)].shown.reason.0, Reason::AutoOff);
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "an operator can offload the container");
@@ -490,7 +490,9 @@ fn wasted_grants_delay_others_less_each_time() {
 fn sibling_of_a_hanging_checkpoint_opens_late() {
     let mut world = World::new(1);
     let (hangs, called) = (world.running(0, 100), world.running(0, 100));
-    let takes_away = |world: &World| world.node.processes.get(&hangs).unwrap().may_leave(world.now);
+    let takes_away = |world: &World| {
+        world.node.state.registry.processes.get(&hangs).unwrap().may_leave(world.now)
+    };
     while !takes_away(&world) {
         world.tick();
         world.answer_question();
@@ -524,8 +526,8 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     let newcomer = ProcessId(world.next);
     (0..5).for_each(|_| world.pass());
     assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
-    world.node.evict(&key(2), Offload::deep(world.now));
-    while world.node.processes.get(&newcomer).unwrap().waits_for_siblings {
+    offload::evict(&mut world.node.state, &key(2), Offload::deep(world.now));
+    while world.node.state.registry.processes.get(&newcomer).unwrap().waits_for_siblings {
         world.tick();
         world.answer_question();
     }

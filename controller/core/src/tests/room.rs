@@ -19,7 +19,7 @@ fn allocation_waits_for_eviction_of_neighbour() {
     assert_eq!(world.agents[&newcomer].asking.map(|a| a.bytes), Some(900));
     assert!(until_served(&mut world));
     assert_eq!(world.agents[&newcomer].size, 1_000);
-    assert_eq!(world.node.containers[&key(0)].figures.offloads, 1);
+    assert_eq!(world.node.state.registry.containers[&key(0)].figures.offloads, 1);
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn higher_priority_allocation_passes_restore() {
     world.now += 60_000;
     world.others = 200;
     world.allocate(high, 300);
-    assert_eq!(world.node.queue.in_order(world.now), [key(0), key(1)]);
+    assert_eq!(world.node.state.admission.queue.in_order(world.now), [key(0), key(1)]);
     world.others = 0;
     for _ in 0..4 {
         // The container is in use, apart from the waiting allocation.

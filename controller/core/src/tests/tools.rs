@@ -7,7 +7,7 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{ProcessId, plan::OffloadMethod},
+    super::{ProcessId, measurements, needs, offload_check, offload_level, plan::OffloadMethod},
     world::{World, key},
 };
 
@@ -54,8 +54,13 @@ fn process_with_tool_under_driver_engine_stays() {
 fn video_library_has_a_reason_of_its_own() {
     let mut world = World::new(3);
     let id = world.running(0, 600);
-    world.node.learn_hazards(id, Hazards(Hazards::VIDEO.0 | Hazards::TOOLS.0));
-    let refused = world.node.check_offload(&key(0), true).map_err(|(reason, _)| reason);
+    measurements::learn_hazards(
+        &mut world.node.state,
+        id,
+        Hazards(Hazards::VIDEO.0 | Hazards::TOOLS.0),
+    );
+    let refused = offload_check::check_offload(&world.node.state, &key(0), true)
+        .map_err(|(reason, _)| reason);
     assert_eq!(refused, Err(Reason::Video));
 }
 
@@ -68,7 +73,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
         let id = world.running(n, 600);
         world.work_until_closed(id);
         world.agents.get_mut(&id).unwrap().tools = true;
-        let order = |world: &World| world.node.processes.get(&id).unwrap().pending;
+        let order = |world: &World| world.node.state.registry.processes.get(&id).unwrap().pending;
         while order(&world).is_none() {
             world.answer_question();
         }
@@ -87,11 +92,11 @@ fn tool_in_mid_offload_turns_the_process_back() {
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);
     let id = with_tool(&mut world, 1);
-    let before = world.node.vram_freed_by(&key(1), true);
+    let before = needs::vram_freed_by(&world.node.state, &key(1), true);
     assert_eq!(before.iter().map(|held| held.bytes).sum::<u64>(), 450);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
-    assert_eq!(world.node.vram_freed_by(&key(1), true), []);
+    assert_eq!(needs::vram_freed_by(&world.node.state, &key(1), true), []);
 }
 
 #[test]
@@ -101,8 +106,8 @@ fn copy_that_failed_leaves_a_process_with_tool() {
     world.work_until_closed(id);
     world.fail = Some(Outcome::DriverError);
     world.settle_all();
-    let process = world.node.processes.get(&id).unwrap();
-    assert_ne!(world.node.moves(&key(1))(process), OffloadMethod::Copy);
+    let process = world.node.state.registry.processes.get(&id).unwrap();
+    assert_ne!(offload_level::moves(&world.node.state, &key(1))(process), OffloadMethod::Copy);
     assert_eq!((world.state(1), world.agents[&id].phase), (State::Idle, Phase::Open));
     assert!(world.refused.contains(&Reason::Tools.to_string()), "{:?}", world.refused);
 }

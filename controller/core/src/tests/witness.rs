@@ -36,7 +36,7 @@ fn working_container_stays_with_reason() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     pass(&mut world, 100, |world| vec![work(world, id)]);
-    let container = &world.node.containers[&key(0)];
+    let container = &world.node.state.registry.containers[&key(0)];
     assert_eq!((container.shown.state, container.figures.offloads), (State::Active, 0));
     assert_eq!(container.shown.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
     // The container must stay resident even after its own hint that it is idle.
@@ -53,7 +53,14 @@ fn utilization_is_shown_per_process_until_stale() {
     let id = world.running(0, 300);
     world.running(1, 300);
     let shares = |world: &World| -> Vec<Option<u32>> {
-        world.node.processes.values().map(|p| world.node.utilization_percent(p)).collect()
+        world
+            .node
+            .state
+            .registry
+            .processes
+            .values()
+            .map(|p| world.node.utilization_percent(p))
+            .collect()
     };
     assert_eq!(shares(&world), [None, None]);
     pass(&mut world, 2, |world| vec![work(world, id)]);
@@ -116,10 +123,10 @@ fn working_container_without_calls_is_no_victim() {
     let worker = world.running(1, 600);
     // Lower the container's priority, because a priority above the waiter's would already prevent
     // the eviction.
-    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     world.call(waiter);
     pass(&mut world, 300, |world| vec![work(world, worker)]);
     assert_eq!((world.agents[&worker].phase, world.state(0)), (Phase::Open, State::Queued));
     pass(&mut world, 300, |_| Vec::new());
-    assert_eq!(world.node.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
 }

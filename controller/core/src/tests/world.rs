@@ -230,7 +230,7 @@ impl World {
         let effects = self.node.handle(self.now, input);
         self.assert_evictions_serve_a_waiter(&leaving);
         for uuid in [GPU, OTHER_GPU] {
-            let promised = self.node.ledger.promised_bytes(uuid);
+            let promised = self.node.state.admission.ledger.promised_bytes(uuid);
             assert!(promised <= TOTAL, "more VRAM of {uuid} is promised than the GPU has");
         }
         let mut later = Vec::new();
@@ -276,17 +276,18 @@ impl World {
     /// Containers whose eviction has been requested and has not begun.
     fn leaving(&self) -> BTreeSet<Key> {
         let pressed = |c: &Container| c.goal.is_requested() && c.cause == Reason::Pressure;
-        let all = self.node.containers.iter().filter(|(_, c)| pressed(c));
+        let all = self.node.state.registry.containers.iter().filter(|(_, c)| pressed(c));
         all.map(|(key, _)| key.clone()).collect()
     }
 
     /// Asserts that for each evicted container another container waits, of the same or a higher
     /// priority. Exception: the context of an offloaded container may be evicted for any waiter.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
-        let priority = |key: &Key| self.node.containers[key].policy.priority;
-        let waiting = self.node.queue.in_order(self.now);
+        let priority = |key: &Key| self.node.state.registry.containers[key].policy.priority;
+        let waiting = self.node.state.admission.queue.in_order(self.now);
         for key in self.leaving().difference(before) {
-            let offloaded = self.node.containers[key].shown.state == State::Offloaded;
+            let offloaded =
+                self.node.state.registry.containers[key].shown.state == State::Offloaded;
             let asks =
                 |other: &&Key| *other != key && (offloaded || priority(other) >= priority(key));
             assert!(waiting.iter().any(|other| asks(&other)), "{key} is evicted for no waiter");
@@ -299,7 +300,9 @@ impl World {
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
-        let stayed = self.node.containers[&key(agent.container)].offload_failures.immovable_at;
+        let stayed = self.node.state.registry.containers[&key(agent.container)]
+            .offload_failures
+            .immovable_at;
         assert!(agent.fixed || stayed.is_some(), "{pid} could be moved");
         let asked = self.immediate.iter().any(|n| n % 2 >= agent.container % 2);
         assert!(asked, "{pid} is above every waiter that may ask");
@@ -570,7 +573,7 @@ impl World {
         self.settle();
         for _ in 0..1_200 {
             let waits = |a: &Agent| a.wants || a.held || a.asking.is_some();
-            if self.node.queue.is_empty() && !self.agents.values().any(waits) {
+            if self.node.state.admission.queue.is_empty() && !self.agents.values().any(waits) {
                 break;
             }
             self.pass();
@@ -607,6 +610,6 @@ impl World {
     }
 
     pub(super) fn state(&self, n: usize) -> State {
-        self.node.containers[&key(n)].shown.state
+        self.node.state.registry.containers[&key(n)].shown.state
     }
 }

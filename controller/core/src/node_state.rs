@@ -1,0 +1,135 @@
+//! The data of a node, in parts. The other files of the core are functions on this data.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use foldhash::fast::FixedState;
+use indexmap::IndexMap;
+
+use super::{
+    DeviceBytes, Effect, Key, Millis, Settings,
+    container::Container,
+    copiers::CopierRegistry,
+    grant::Grant,
+    history::Pauses,
+    holds::HoldOrder,
+    host_memory::{HostLedger, MemoryPool},
+    input::GpuSample,
+    ledger::Ledger,
+    overrides::OperatorOverrides,
+    oversubscription::Oversubscription,
+    processes::Processes,
+    queue::Queue,
+};
+
+/// The journal's record of a process that has not registered with this controller.
+#[derive(Debug, Default)]
+pub(super) struct JournalClaim {
+    pub(super) offloaded: Vec<DeviceBytes>,
+    /// UUID of the target GPU of a migration in progress. `None`: the process is restored on its
+    /// own GPU.
+    pub(super) to: Option<String>,
+    pub(super) restoring: bool,
+    /// The pools of host memory that the process's offload uses, each with the full number of bytes
+    /// that the offload takes.
+    pub(super) host: Vec<MemoryPool>,
+    /// The process's VRAM in the last NVML sample, in bytes. `None` before the first sample.
+    pub(super) held_bytes: Option<u64>,
+}
+
+/// The data of a node. Only the files of the core read and change it.
+#[derive(Debug, Default)]
+pub(super) struct NodeState {
+    /// The settings from the configuration of the node.
+    pub(super) settings: Settings,
+    /// Choices of operators, in addition to the configuration.
+    pub(super) overrides: OperatorOverrides,
+    pub(super) clock: NodeClock,
+    pub(super) registry: NodeRegistry,
+    pub(super) gpus: GpuReadings,
+    pub(super) admission: Admission,
+    /// Promises of host memory to offloads.
+    pub(super) host_ledger: HostLedger,
+    pub(super) copiers: CopierRegistry,
+    pub(super) prediction: UsePrediction,
+    pub(super) output: NodeOutput,
+}
+
+/// The time, as the inputs tell it. No part reads a clock.
+#[derive(Debug, Default)]
+pub(super) struct NodeClock {
+    /// When this controller started, in clock ticks. 0: unknown.
+    pub(super) started_ticks: u64,
+    /// The time of the present input.
+    pub(super) now: Millis,
+    /// Wall clock when `now` was 0, in milliseconds since 1970.
+    pub(super) unix_ms: i64,
+}
+
+/// The containers and processes that are known.
+#[derive(Debug, Default)]
+pub(super) struct NodeRegistry {
+    /// The containers, ordered by key. They are found by hash, because each input looks up several
+    /// containers.
+    pub(super) containers: IndexMap<Key, Container, FixedState>,
+    pub(super) processes: Processes,
+    /// Records of the journal about processes that have not registered, by key, pid and start time.
+    pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
+}
+
+/// The GPUs, as NVML shows them.
+#[derive(Debug, Default)]
+pub(super) struct GpuReadings {
+    /// The last sample of each GPU.
+    pub(super) samples: Vec<GpuSample>,
+    /// Why the last reading failed. `None`: it succeeded.
+    pub(super) error: Option<String>,
+    /// Time of the last sample of all GPUs.
+    pub(super) read_at: Millis,
+    /// Time of the last utilisation sample. `None`: there was no sample, so utilisation is unknown.
+    pub(super) utilization_sampled_at: Option<Millis>,
+    /// VRAM per GPU that was freed since the last sample of memory.
+    pub(super) freed_since_sample: Vec<DeviceBytes>,
+    /// UUIDs of the GPUs on which a container waits for VRAM.
+    pub(super) under_pressure: BTreeSet<String>,
+    /// The GPUs whose containers want more VRAM than the GPU has.
+    pub(super) oversubscription: Oversubscription,
+}
+
+/// The waiters for VRAM, and the promises of VRAM.
+#[derive(Debug, Default)]
+pub(super) struct Admission {
+    pub(super) queue: Queue,
+    /// Buffer for the waiters in queue order. It is empty between calls and only keeps its
+    /// capacity.
+    pub(super) queue_scratch: Vec<Key>,
+    /// Promises of VRAM to waiters and restores.
+    pub(super) ledger: Ledger,
+    pub(super) grants: BTreeMap<Key, Grant>,
+    /// Orders to pause allocations that have no report yet, by order number.
+    pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
+    /// Number of the last sample that was requested as a proof of free VRAM.
+    pub(super) last_proof: u64,
+}
+
+/// What is learned about the use of all containers.
+#[derive(Debug, Default)]
+pub(super) struct UsePrediction {
+    /// Pauses of all containers. They predict the pauses of a container that has too few of its
+    /// own.
+    pub(super) pauses: Pauses,
+    /// Number of prewakes since the controller started.
+    pub(super) prewakes: u64,
+    /// Number of prewakes that a call followed.
+    pub(super) prewake_hits: u64,
+}
+
+/// What the present input leads to.
+#[derive(Debug, Default)]
+pub(super) struct NodeOutput {
+    /// The effects so far, in order.
+    pub(super) effects: Vec<Effect>,
+    /// Containers whose next orders are decided before the input is done.
+    pub(super) resumed: VecDeque<Key>,
+    /// Number of the last order to an agent.
+    pub(super) last_order: u64,
+}
