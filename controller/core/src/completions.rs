@@ -12,7 +12,7 @@ use affinode_proto::{
 };
 
 use super::{
-    JournalStep, Key, Millis, ProcessId,
+    DeviceBytes, JournalStep, Key, Millis, ProcessId,
     container::{Container, IncompleteRestore},
     event::NodeEvent,
     grants, holds, host_promises, measurements,
@@ -61,18 +61,20 @@ pub(super) fn report(node: &mut NodeState, id: ProcessId, report: OrderReport) {
 fn count_moved_vram(node: &mut NodeState, id: ProcessId, action: Action, record: ReportRecord) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     if record.phase == Phase::Checkpointed {
-        node.gpus.freed_since_sample.append(&mut process.vram);
+        node.gpus.freed_since_sample.append(&mut process.memory.vram);
     } else if record.phase == Phase::CopiedOut
-        && let (Some(all), Some(gone)) = (&process.offloaded_vram, process.vram_to_restore())
+        && let (Some(all), Some(gone)) =
+            (process.memory.offloaded_vram(), process.vram_to_restore())
     {
         // Until the next NVML sample, the process's VRAM is the memory that was not copied.
-        process.vram = subtract_vram(all, &gone);
+        process.memory.vram = subtract_vram(all, &gone);
         node.gpus.freed_since_sample.extend(gone);
     } else if action.is_restore() {
         // Until the next NVML sample, the process's VRAM is the restored VRAM.
-        process.vram = process.offloaded_vram.clone().unwrap_or_default();
+        process.memory.vram =
+            process.memory.offloaded_vram().map(<[DeviceBytes]>::to_vec).unwrap_or_default();
         if record.was_copied_out {
-            process.offloaded_vram = record.was_to_restore;
+            process.memory.set_offloaded_vram(record.was_to_restore);
         }
     }
 }

@@ -105,7 +105,7 @@ pub(super) fn connections(node: &mut NodeState, key: &Key, count: Option<u64>) {
     if !container.connections.arrived(now, count) {
         return;
     }
-    let offloaded = node.registry.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+    let offloaded = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
     if offloaded && prewake::has_room_to_spare(node, key) {
         prewake::prewake(node, key, Reason::Connection, now + FOLLOWS_MS);
         node.resume(key);

@@ -105,7 +105,7 @@ pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
 /// can restore it.
 pub(super) fn offloads_through_copier(node: &NodeState, id: ProcessId) -> Option<(String, u64)> {
     let process = node.registry.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
-    for_copier(node, process, process.offloaded_vram.as_deref()?)
+    for_copier(node, process, process.memory.offloaded_vram()?)
 }
 
 /// Like `offloads_through_copier`. `held` is the VRAM that the process has now, or had before
@@ -118,12 +118,13 @@ pub(super) fn for_copier(
     let both =
         offload_level::moves(node, &process.key)(process) == OffloadMethod::CopyAndCheckpoint;
     let vain = process
+        .activity
         .counters
         .as_ref()
         .is_some_and(|page| page.notes.intersects(ProcessFlags::NO_COPIER));
     match held {
         [on] if both && !vain => {
-            Some((on.uuid.clone(), on.bytes.min(process.swap.swappable_bytes)))
+            Some((on.uuid.clone(), on.bytes.min(process.memory.swap.swappable_bytes)))
         }
         _ => None,
     }

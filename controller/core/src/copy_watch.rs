@@ -56,9 +56,9 @@ pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
 
 fn is_copying(process: &Process) -> bool {
     let copies = |action| matches!(action, Action::CopyOut { .. });
-    process.connected && process.pending.is_some_and(|order| copies(order.action))
+    process.agent.connected && process.pending.is_some_and(|order| copies(order.action))
 }
 
 fn bytes_to_touch(process: &Process) -> u64 {
-    process.counters.as_ref().map_or(0, |counters| counters.filling_bytes)
+    process.activity.counters.as_ref().map_or(0, |counters| counters.filling_bytes)
 }

@@ -128,7 +128,7 @@ pub(super) fn end_grant(node: &mut NodeState, key: &Key) {
 /// first such grant has no consequence. Each further such grant in a row delays the next
 /// attempt.
 fn count_vain_return(node: &mut NodeState, key: &Key, grant: &Grant) {
-    let resident = node.registry.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+    let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let Some(container) = node.registry.containers.get_mut(key) else { return };
     if grant.is_granted() && !resident {
         container.restore_failures.has_wasted_a_turn(node.clock.now);
@@ -141,10 +141,10 @@ fn count_vain_return(node: &mut NodeState, key: &Key, grant: &Grant) {
 fn stays_where_it_was(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         if let Some(process) = node.registry.processes.get_mut(&id)
-            && process.connected
+            && process.agent.connected
             && !process.is_migrating()
         {
-            process.target_gpu = None;
+            process.memory.set_target_gpu(None);
         }
     }
 }

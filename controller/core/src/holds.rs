@@ -123,23 +123,23 @@ pub(super) fn hold(node: &mut NodeState, key: &Key, id: ProcessId) {
     };
     // A process with a closed gate in the grant's own container cannot allocate: the grant is
     // for its restore.
-    let own_waits = process.key == *key && process.phase != Phase::Open;
-    if !process.connected || own_waits || !may_take_of(process, &grant.uuids) {
+    let own_waits = process.key == *key && process.agent.phase != Phase::Open;
+    if !process.agent.connected || own_waits || !may_take_of(process, &grant.uuids) {
         return;
     }
     let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
     // A process that overwrote its counters counts as unmanaged, so its report is not awaited.
-    let believed = process.counter_error.is_none();
+    let believed = process.activity.counter_error.is_none();
     // Processes that register one after the other must not delay a proof forever.
     let in_time = node.clock.now.saturating_sub(grant.since) < full_patience_ms(node);
-    let can_allocate = process.phase == Phase::Open || opening;
+    let can_allocate = process.agent.phase == Phase::Open || opening;
     let mut awaited = believed && can_allocate && in_time && patience_ms(node, id) > 0;
     if awaited && grant.restarts >= MAX_RESTARTS && grant.stage.is_held() {
         awaited = false;
         shorten_hold_timeout(node, id);
     }
     if let Some(process) = node.registry.processes.get_mut(&id) {
-        process.holds += 1;
+        process.holds.count += 1;
     }
     let order = node.order(id, Action::HoldAllocations { deadline_ms });
     let asked = HoldOrder { key: key.clone(), process: id, since: node.clock.now };
@@ -176,16 +176,19 @@ pub(super) fn hold_newcomer(node: &mut NodeState, id: ProcessId) {
 pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
     let Some(key) = node.registry.processes.get(&id).map(|p| p.key.clone()) else { return };
     let now = node.clock.now;
-    let others_offloaded =
-        node.registry.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave(now));
+    let others_offloaded = node
+        .registry
+        .processes
+        .of(&key)
+        .any(|(_, p)| p.agent.phase.is_offloaded() || p.may_leave(now));
     let deadline_ms = node.settings.hold_ms;
     if let Some(process) = node.registry.processes.get_mut(&id)
-        && process.phase == Phase::Open
-        && !process.waits_for_siblings
+        && process.agent.phase == Phase::Open
+        && !process.holds.for_siblings
         && others_offloaded
     {
-        process.waits_for_siblings = true;
-        process.holds += 1;
+        process.holds.for_siblings = true;
+        process.holds.count += 1;
         node.order(id, Action::HoldAllocations { deadline_ms });
     }
 }
@@ -195,7 +198,7 @@ pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
 pub(super) fn release_siblings(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
-        if std::mem::take(&mut process.waits_for_siblings) {
+        if std::mem::take(&mut process.holds.for_siblings) {
             release(node, id);
         }
     }
@@ -203,8 +206,8 @@ pub(super) fn release_siblings(node: &mut NodeState, key: &Key) {
 
 fn release(node: &mut NodeState, id: ProcessId) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
-    process.holds = process.holds.saturating_sub(1);
-    if process.holds == 0 && process.connected {
+    process.holds.count = process.holds.count.saturating_sub(1);
+    if process.holds.count == 0 && process.agent.connected {
         node.order(id, Action::ReleaseAllocations);
     }
 }
@@ -254,7 +257,7 @@ pub(super) fn release_holds(node: &mut NodeState, grant: &mut Grant) {
 /// Removes the holds of a process that has exited or lost its connection.
 pub(super) fn forget_holds(node: &mut NodeState, id: ProcessId) {
     if let Some(process) = node.registry.processes.get_mut(&id) {
-        process.holds = 0;
+        process.holds.count = 0;
     }
     let asked = node.admission.hold_orders.values().filter(|asked| asked.process == id);
     let waiting: Vec<Key> = asked.map(|asked| asked.key.clone()).collect();
@@ -277,7 +280,7 @@ fn patience_ms(node: &NodeState, id: ProcessId) -> Millis {
     let Some(process) = node.registry.processes.get(&id) else { return 0 };
     let container = node.registry.containers.get(&process.key);
     let of_container = container.and_then(|c| c.short_holds.patience_ms(node.clock.now));
-    let briefly = of_container.into_iter().chain(process.hold_record.patience_ms()).min();
+    let briefly = of_container.into_iter().chain(process.holds.record.patience_ms()).min();
     briefly.unwrap_or_else(|| full_patience_ms(node))
 }
 
@@ -287,7 +290,7 @@ fn patience_ms(node: &NodeState, id: ProcessId) -> Millis {
 /// process each time.
 fn shorten_hold_timeout(node: &mut NodeState, id: ProcessId) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
-    process.hold_record.refuse(node.clock.now);
+    process.holds.record.refuse(node.clock.now);
     if let Some(container) = node.registry.containers.get_mut(&process.key) {
         container.short_holds.refuse(node.clock.now);
     }
@@ -296,7 +299,7 @@ fn shorten_hold_timeout(node: &mut NodeState, id: ProcessId) {
 /// Records a completed hold of a process. At least one earlier refusal stays recorded.
 fn restore_hold_timeout(node: &mut NodeState, id: ProcessId) {
     if let Some(process) = node.registry.processes.get_mut(&id) {
-        process.hold_record.keep();
+        process.holds.record.keep();
     }
 }
 
@@ -352,11 +355,15 @@ pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
 /// and the journal show. A process without memory may create a context on any GPU, and so may a
 /// process that sees several GPUs.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
-    let sees_one =
-        process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));
-    let mut known = process.vram.iter().chain(process.offloaded_vram.iter().flatten());
+    let sees_one = process
+        .activity
+        .counters
+        .as_ref()
+        .is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));
+    let mut known =
+        process.memory.vram.iter().chain(process.memory.offloaded_vram().into_iter().flatten());
     let on = known.clone().any(|device| uuids.contains(&device.uuid));
-    let goes = process.target_gpu.as_ref().is_some_and(|to| uuids.contains(to));
+    let goes = process.memory.target_gpu().is_some_and(|to| uuids.contains(to));
     // A grant that was taken over from the journal names no GPU if the journal records no VRAM.
     uuids.is_empty() || on || goes || !sees_one || known.next().is_none()
 }

@@ -142,7 +142,7 @@ fn may_touch_host_memory(node: &NodeState, key: &Key) -> bool {
         || node.registry.processes.of(key).any(|(_, process)| {
             let moves =
                 |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
-            !process.connected || process.pending.is_some_and(|order| moves(order.action))
+            !process.agent.connected || process.pending.is_some_and(|order| moves(order.action))
         })
 }
 

@@ -39,17 +39,18 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
         work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
     for process in node.registry.processes.values_mut() {
         let pid = process.identity.pid;
-        let seen = process.vram.iter().filter(|held| held.bytes > 0);
+        let seen = process.memory.vram.iter().filter(|held| held.bytes > 0);
         let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
         let working = seen
             .map(|work| DeviceWork { at: now.saturating_sub(work.age_ms), percent: work.percent });
         // A prefaulted process is idle, and new work would begin with a call. NVML shows a
         // copier's registration of the process's memory as work of the process (seen on an
         // H200).
-        let here = process.phase == Phase::Open && !process.prefault_ordered;
-        process.working =
-            working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
-        if let Some(DeviceWork { at, .. }) = process.working
+        let here = process.agent.phase == Phase::Open && !process.prefault.ordered;
+        process.activity.working = working
+            .filter(|w| here && w.at >= process.activity.resident_since)
+            .max_by_key(|w| w.at);
+        if let Some(DeviceWork { at, .. }) = process.activity.working
             && let Some(container) = node.registry.containers.get_mut(&process.key)
         {
             container.usage.last_use = container.usage.last_use.max(at);
@@ -75,7 +76,7 @@ pub(super) fn utilization_percent(node: &NodeState, process: &Process) -> Option
 
 fn share_of(node: &NodeState, process: &Process) -> Option<u32> {
     let recent = |w: &DeviceWork| node.clock.now.saturating_sub(w.at) < TRUST_MS;
-    process.working.filter(recent).map(|w| w.percent)
+    process.activity.working.filter(recent).map(|w| w.percent)
 }
 
 #[cfg(test)]

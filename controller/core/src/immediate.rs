@@ -99,8 +99,8 @@ pub(super) fn terminate_for_vram(
         .collect();
     let mut ended: Vec<(ProcessId, &[DeviceBytes])> = fixed
         .into_iter()
-        .filter(|(.., p)| way.take(&p.vram))
-        .map(|(_, id, p)| (id, p.vram.as_slice()))
+        .filter(|(.., p)| way.take(&p.memory.vram))
+        .map(|(_, id, p)| (id, p.memory.vram.as_slice()))
         .collect();
     // All or nothing: processes are ended only if the waiter fits afterwards.
     if !way.is_clear() {
@@ -204,7 +204,7 @@ pub(super) fn check_terminations(node: &mut NodeState) {
         // waiters may have a lower priority than the process.
         let stays = |c: &Container| c.goal.is_resident() && Some(c.policy.priority) <= most;
         let in_the_way = node.registry.containers.get(&process.key).is_some_and(stays);
-        if !in_the_way || process.phase.is_offloaded() {
+        if !in_the_way || process.agent.phase.is_offloaded() {
             process.termination = None;
         } else if !ending.by_force && node.clock.now.saturating_sub(ending.since) >= GRACE_MS {
             ending.by_force = true;
@@ -215,7 +215,7 @@ pub(super) fn check_terminations(node: &mut NodeState) {
 }
 
 fn came_of(process: &Process) -> Came {
-    (process.resident_since, process.identity.start_ticks)
+    (process.activity.resident_since, process.identity.start_ticks)
 }
 
 /// Missing VRAM per GPU, in bytes. A negative value: more VRAM is freed than is needed.

@@ -19,7 +19,8 @@ impl NodeState {
 
     /// VRAM that the offloaded processes of a container gave up, in bytes.
     pub(super) fn offloaded_bytes(&self, key: &Key) -> u64 {
-        let offloaded = self.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+        let offloaded =
+            self.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
         offloaded.map(|(_, p)| p.offloaded_vram_bytes()).sum()
     }
 
@@ -49,12 +50,12 @@ impl NodeState {
             .of(key)
             .map(|(id, p)| ProcessPosition {
                 process: id,
-                phase: p.phase,
-                occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
+                phase: p.agent.phase,
+                occupied: !p.agent.connected || p.pending.is_some() || (out && p.holds.count > 0),
                 may_leave: p.may_leave(self.clock.now),
                 moves: moves(p),
                 awaits_work: p.can(Capabilities::AWAITS_WORK),
-                is_prefaulted: p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint,
+                is_prefaulted: p.prefault.ordered && moves(p) == OffloadMethod::CopyAndCheckpoint,
             })
             .collect()
     }
@@ -98,7 +99,7 @@ impl NodeState {
             let container = self.registry.containers.get(&p.key).filter(|c| !c.goal.is_resident());
             let began = container.and_then(|c| c.goal.offload()?.began);
             let soon = began.is_some_and(|began| self.clock.now.saturating_sub(began) < LEAVES_MS);
-            soon && p.phase != Phase::Checkpointed
+            soon && p.agent.phase != Phase::Checkpointed
         };
         self.registry.processes.get(&id).is_some_and(leaves)
     }

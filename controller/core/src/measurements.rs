@@ -22,10 +22,10 @@ use super::{
 pub(super) fn learn_hazards(node: &mut NodeState, id: ProcessId, hazards: Hazards) {
     let Some(process) = node.registry.processes.get_mut_uncounted(&id) else { return };
     let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
-    let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
+    let is_news = is_damaged(hazards) && !is_damaged(process.agent.hazards);
     let is_hidden = |hazards: Hazards| hazards.intersects(Hazards::HIDDEN_WAY);
-    let is_hidden_news = is_hidden(hazards) && !is_hidden(process.hazards);
-    process.hazards.0 |= hazards.0;
+    let is_hidden_news = is_hidden(hazards) && !is_hidden(process.agent.hazards);
+    process.agent.hazards.0 |= hazards.0;
     if !is_news && !is_hidden_news {
         return;
     }
@@ -46,16 +46,18 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     let Some(process) = node.registry.processes.get_mut_uncounted(&id) else {
         return;
     };
-    let moved = idle::moved(process.counters.as_ref(), &page);
-    let process_was_free = process.counters.as_ref().is_some_and(|older| older.inflight == 0);
+    let moved = idle::moved(process.activity.counters.as_ref(), &page);
+    let process_was_free =
+        process.activity.counters.as_ref().is_some_and(|older| older.inflight == 0);
     let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
-    let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
-    process.swap.swappable_bytes = page.swappable_bytes;
+    let news = ipc_refused(&page) && !process.activity.counters.as_ref().is_some_and(ipc_refused);
+    process.memory.swap.swappable_bytes = page.swappable_bytes;
     // The agent's report of an incomplete copy may have gone to an earlier controller that has
     // ended. The counters show the incomplete copy too.
-    process.copy_out_incomplete = process.phase == Phase::Checkpointed
+    let is_incomplete = process.agent.phase == Phase::Checkpointed
         && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
-    process.counters = Some(page);
+    process.memory.set_copy_out_incomplete(is_incomplete);
+    process.activity.counters = Some(page);
     if !moved && !news {
         return;
     }
@@ -102,10 +104,10 @@ pub(super) fn bad_page(node: &mut NodeState, id: ProcessId, why: String) {
     let Some(process) = node.registry.processes.get_mut(&id) else {
         return;
     };
-    if process.counter_error.is_some() {
+    if process.activity.counter_error.is_some() {
         return;
     }
-    process.counter_error = Some(why.clone());
+    process.activity.counter_error = Some(why.clone());
     let (key, pid) = (process.key.clone(), process.identity.pid);
     node.publish_refusal(&key, Reason::BadPeer, &format!("process {pid}: {why}"));
 }
@@ -142,7 +144,7 @@ pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
         let pid = process.identity.pid;
-        process.vram = gpus
+        process.memory.vram = gpus
             .iter()
             .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
             .filter(|(_, (other, _))| *other == pid)
@@ -162,7 +164,7 @@ pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
         }
     }
     for process in node.registry.processes.values_mut() {
-        process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        process.memory.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
     }
     node.gpus.freed_since_sample.clear();
     node.gpus.samples = gpus;

@@ -36,7 +36,7 @@ pub(super) fn choose_other_gpu(
     let Some(to) = find_other_gpu(node, key, margin, is_others) else { return false };
     for id in node.members(key) {
         if let Some(process) = node.registry.processes.get_mut(&id) {
-            process.target_gpu = Some(to.clone());
+            process.memory.set_target_gpu(Some(to.clone()));
         }
     }
     true
@@ -82,7 +82,8 @@ fn single_gpu(node: &NodeState, key: &Key) -> Option<String> {
 /// the target is no longer possible, the grant ends, and VRAM is promised and proven again
 /// later.
 pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
-    if node.registry.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
+    if node.registry.processes.get(&id).is_none_or(|process| process.memory.target_gpu().is_none())
+    {
         node.order(id, Action::Restore);
         return copier_use::fill_memory(node, id);
     }
@@ -95,8 +96,7 @@ pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
         // must be in it.
         let listed =
             node.gpus.samples.len() <= MAX_GPUS && node.gpus.samples.iter().all(can_be_named);
-        let (from, to) =
-            (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
+        let (from, to) = (single_gpu_of(process).filter(|_| listed)?, process.memory.target_gpu()?);
         Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
     });
     let Some((from, to, was, will)) = exchange else {
@@ -123,12 +123,16 @@ pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
 /// The GPU from which a process was offloaded. `None`: the process was on several GPUs, or cannot
 /// be restored on another GPU.
 fn single_gpu_of(process: &Process) -> Option<&str> {
-    let able =
-        process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
-    let off =
-        process.phase == Phase::Checkpointed && process.connected && process.pending.is_none();
-    match process.offloaded_vram.as_deref() {
-        Some([on]) if able && off && !process.migration_refused => Some(&on.uuid),
+    let able = process
+        .activity
+        .counters
+        .as_ref()
+        .is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
+    let off = process.agent.phase == Phase::Checkpointed
+        && process.agent.connected
+        && process.pending.is_none();
+    match process.memory.offloaded_vram() {
+        Some([on]) if able && off && !process.failed_moves.migration => Some(&on.uuid),
         _ => None,
     }
 }

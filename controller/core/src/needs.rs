@@ -18,8 +18,8 @@ pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
     if let Some(gone) = process.vram_to_restore() {
         return gone;
     }
-    let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
-    let claimed = claimed.max(process.swap.swappable_bytes);
+    let claimed = process.activity.counters.as_ref().map_or(0, |page| page.allocated_bytes);
+    let claimed = claimed.max(process.memory.swap.swappable_bytes);
     node.gpus
         .samples
         .iter()
@@ -36,14 +36,14 @@ pub(super) fn container_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
         .registry
         .processes
         .of(key)
-        .filter(|(_, p)| p.phase.is_offloaded())
+        .filter(|(_, p)| p.agent.phase.is_offloaded())
         .flat_map(|(_, p)| needs(node, p))
         .collect();
     let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
     // Estimates are limited to the VRAM of a GPU without other users: the processes cannot have
     // had more before their offload.
     let known = |uuid: &str| -> u64 {
-        let of_key = node.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+        let of_key = node.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
         let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
         devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
     };
@@ -101,7 +101,7 @@ pub(super) fn margin_for(node: &NodeState, key: &Key) -> fn(u64) -> u64 {
 
 /// VRAM of a container on one GPU now, in bytes.
 pub(super) fn held_bytes(node: &NodeState, key: &Key, uuid: &str) -> u64 {
-    let devices = node.registry.processes.of(key).flat_map(|(_, p)| &p.vram);
+    let devices = node.registry.processes.of(key).flat_map(|(_, p)| &p.memory.vram);
     devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
 }
 
@@ -133,10 +133,10 @@ pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<Devi
     let has_second_level = offload_level::has_second_level(node, key);
     let stays = |p: &Process| p.keeps_context() || !has_second_level;
     let of_each = node.registry.processes.of(key).map(|(_, p)| match moves(p) {
-        OffloadMethod::Copy if stays(p) && p.phase == Phase::CopiedOut => Vec::new(),
+        OffloadMethod::Copy if stays(p) && p.agent.phase == Phase::CopiedOut => Vec::new(),
         OffloadMethod::Copy if stays(p) => p.vram_freed_by_copy(),
-        OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
-        _ => p.vram.clone(),
+        OffloadMethod::Copy if p.agent.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
+        _ => p.memory.vram.clone(),
     });
     merge_needs(&of_each.flatten().collect::<Vec<_>>())
 }
@@ -147,7 +147,7 @@ pub(super) fn termination_of(node: &NodeState) -> impl Iterator<Item = &DeviceBy
         |ending: &Termination| node.clock.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
     let ending =
         node.registry.processes.values().filter(move |p| p.termination.as_ref().is_some_and(hoped));
-    ending.flat_map(|p| &p.vram)
+    ending.flat_map(|p| &p.memory.vram)
 }
 
 /// Maximum VRAM that processes can have on a GPU without other users, in bytes: its size less the

@@ -15,7 +15,7 @@ const STALE_AFTER_MS: Millis = 5_000;
 /// then restored and queries NVML itself.
 pub(super) fn send_readings(node: &mut NodeState, id: ProcessId) {
     let is_stale = node.clock.now.saturating_sub(node.gpus.read_at) > STALE_AFTER_MS;
-    let connected = node.registry.processes.get(&id).is_some_and(|process| process.connected);
+    let connected = node.registry.processes.get(&id).is_some_and(|process| process.agent.connected);
     if !connected || node.gpus.error.is_some() || is_stale {
         return;
     }

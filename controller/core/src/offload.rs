@@ -23,6 +23,7 @@ use super::{
     offload_check, offload_level,
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
     prefault,
+    process::OffloadedMemory,
     process::Process,
 };
 
@@ -117,8 +118,8 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, survey: Survey) {
 /// VRAM of a process, the VRAM that its restore needs would be unknown.
 fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     let unseen = |p: &Process| {
-        let claims = p.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
-        !p.phase.is_offloaded() && p.vram.is_empty() && claims
+        let claims = p.activity.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+        !p.agent.phase.is_offloaded() && p.memory.vram.is_empty() && claims
     };
     if let Some((_, p)) = node.registry.processes.of(key).find(|(_, p)| unseen(p)) {
         let text = format!(
@@ -133,7 +134,7 @@ fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     {
         return Err((Reason::Mig, format!("GPU {gpu}")));
     }
-    let has_memory = |p: &Process| p.vram_bytes() > 0 || p.phase.is_offloaded();
+    let has_memory = |p: &Process| p.vram_bytes() > 0 || p.agent.phase.is_offloaded();
     match node.registry.processes.of(key).any(|(_, p)| has_memory(p)) {
         true => Ok(()),
         false => Err((Reason::NoVram, String::new())),
@@ -147,18 +148,20 @@ pub(super) fn run_offload_step(node: &mut NodeState, key: &Key, id: ProcessId, s
     let Some(process) = node.registry.processes.get_mut(&id) else {
         return;
     };
-    if process.phase != Phase::CopiedOut || process.offloaded_vram.is_none() {
-        process.offloaded_vram = Some(process.vram.clone());
+    if process.agent.phase != Phase::CopiedOut || process.memory.offloaded.is_none() {
+        let mut vram = process.memory.vram.clone();
         // NVML may count the process's memory for a copier at this moment. The process has at
         // least as much VRAM as its agent can copy.
-        if let Some([all]) = process.offloaded_vram.as_deref_mut() {
+        if let [all] = vram.as_mut_slice() {
             let total = node.gpus.samples.iter().find(|gpu| gpu.uuid == all.uuid);
             let swappable =
-                process.swap.swappable_bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
+                process.memory.swap.swappable_bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
             all.bytes = all.bytes.max(swappable);
         }
+        process.memory.offloaded = Some(OffloadedMemory::of(vram));
     }
-    let vram_bytes = process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
+    let offloaded = process.memory.offloaded_vram().unwrap_or_default();
+    let vram_bytes = offloaded.iter().map(|d| d.bytes).max().unwrap_or(0);
     node.host_ledger.begin_move(key);
     // The journal must be on disk before the order is sent: if the controller ends now, the
     // next one must know how much VRAM this process needs.
@@ -189,7 +192,7 @@ fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
         keep: container.policy.retain_host_copy && process.can(Capabilities::RETAINS_HOST_COPY),
         // A copier needs VRAM for its copy, so the copier may copy only while no grant exists.
         then_checkpoint: node.admission.grants.is_empty()
-            && process.prefault_ordered
+            && process.prefault.ordered
             && copies_both
             && process.can(Capabilities::PREFAULTS),
         check: container.policy.checksum && process.can(Capabilities::CHECKS),
@@ -266,7 +269,7 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
 /// contexts' VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
-    let is_out = node.registry.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+    let is_out = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
     let Some(container) = node.registry.containers.get_mut(key) else {
         return;
     };

@@ -48,13 +48,13 @@ fn process_facts<'a>(
     };
     ProcessFacts {
         pid: process.identity.pid,
-        hazards: process.hazards,
-        unsafe_hazards: process.hazards.without(harmless),
+        hazards: process.agent.hazards,
+        unsafe_hazards: process.agent.hazards.without(harmless),
         keeps_context: process.keeps_context(),
         mig_gpu: cut_gpu_of(node, process),
-        counter_error: process.counter_error.as_deref(),
-        connected: process.connected,
-        in_call: process.counters.as_ref().is_some_and(|page| page.inflight > 0),
+        counter_error: process.activity.counter_error.as_deref(),
+        connected: process.agent.connected,
+        in_call: process.activity.counters.as_ref().is_some_and(|page| page.inflight > 0),
     }
 }
 
@@ -80,7 +80,7 @@ pub(super) fn is_too_small(node: &NodeState, key: &Key) -> bool {
 /// The index of a GPU in MIG mode on which the process holds memory.
 pub(super) fn cut_gpu_of(node: &NodeState, process: &Process) -> Option<u32> {
     let cut = node.gpus.samples.iter().filter(|gpu| gpu.mig);
-    let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
+    let holds = |uuid: &str| process.memory.vram.iter().any(|held| held.uuid == uuid);
     cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
 }
 
@@ -104,8 +104,8 @@ pub(super) fn may_evict_context(node: &NodeState, key: &Key) -> bool {
                 .registry
                 .processes
                 .of(key)
-                .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
-            && node.registry.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
+                .all(|(_, p)| p.agent.phase.is_offloaded() || p.vram_bytes() == 0)
+            && node.registry.processes.of(key).any(|(_, p)| p.agent.phase == Phase::CopiedOut)
             && check_offload(node, key, true).is_ok()
     };
     node.registry.containers.get(key).is_some_and(copied_out)

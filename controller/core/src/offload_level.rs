@@ -83,9 +83,13 @@ pub(super) fn expected_delay_ms(node: &NodeState, key: &Key, deep: bool) -> Mill
             OffloadMethod::Copy if deep && !p.keeps_context() => OffloadMethod::CopyAndCheckpoint,
             method => method,
         };
-        match p.phase {
-            Phase::CopiedOut => context_delay_ms(p.swap.copied_out_bytes),
-            _ => restore_ms(method, p.vram_bytes(), p.swap.swappable_bytes.min(p.vram_bytes())),
+        match p.agent.phase {
+            Phase::CopiedOut => context_delay_ms(p.memory.swap.copied_out_bytes),
+            _ => restore_ms(
+                method,
+                p.vram_bytes(),
+                p.memory.swap.swappable_bytes.min(p.vram_bytes()),
+            ),
         }
     };
     node.registry.processes.of(key).map(|(_, p)| of_one(p)).sum()
@@ -105,7 +109,7 @@ pub(super) fn deadlines(node: &NodeState, key: &Key) -> OrderDeadlines {
 
 /// Whether a process holds memory that the library can copy.
 fn has_copyable_memory(process: &Process) -> bool {
-    process.swap.swappable_bytes > 0
+    process.memory.swap.swappable_bytes > 0
 }
 
 /// The offload method of a process with this engine while no waiter needs its context.
@@ -120,12 +124,12 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
         Engine::Copy => OffloadMethod::Copy,
         // A process whose context must stay on the GPU is only copied. Memory that cannot be copied
         // stays with the context.
-        Engine::Auto | Engine::Full if process.keeps_context() && !process.copy_failed => {
+        Engine::Auto | Engine::Full if process.keeps_context() && !process.failed_moves.copy => {
             OffloadMethod::Copy
         }
-        Engine::Auto if process.copy_failed => by_driver,
+        Engine::Auto if process.failed_moves.copy => by_driver,
         Engine::Auto => OffloadMethod::Copy,
-        Engine::Full if has_copyable_memory(process) && !process.copy_failed => {
+        Engine::Full if has_copyable_memory(process) && !process.failed_moves.copy => {
             OffloadMethod::CopyAndCheckpoint
         }
         Engine::Full | Engine::Checkpoint if !has_copyable_memory(process) => {
@@ -138,9 +142,9 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
 /// Whether a process may have memory imported from a copier. Its counters show this. Before the
 /// first reading of the counters, a process that is not offloaded is assumed to have such memory.
 fn may_be_imported(process: &Process) -> bool {
-    match &process.counters {
+    match &process.activity.counters {
         Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
-        None => !process.phase.is_offloaded(),
+        None => !process.agent.phase.is_offloaded(),
     }
 }
 

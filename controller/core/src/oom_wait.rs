@@ -143,10 +143,11 @@ fn may_wait(
 /// VRAM of a container on a GPU: what it has there, or had before its offload and needs again.
 fn has(node: &NodeState, key: &Key, uuid: &str) -> u64 {
     // A sample may be older than the offload of the process.
-    let all = node.registry.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
-        true => p.offloaded_vram.as_deref().unwrap_or_default(),
-        false => &p.vram,
-    });
+    let all =
+        node.registry.processes.of(key).flat_map(|(_, p)| match p.agent.phase.is_offloaded() {
+            true => p.memory.offloaded_vram().unwrap_or_default(),
+            false => &p.memory.vram,
+        });
     all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
 }
 
@@ -177,7 +178,7 @@ pub(super) fn queue_alloc_wait(node: &mut NodeState, key: &Key) {
 /// for this allocation. Returns false otherwise.
 pub(super) fn serve_alloc_wait(node: &mut NodeState, key: &Key) -> bool {
     let granted = node.admission.grants.get(key).is_some_and(super::grant::Grant::is_granted);
-    let resident = node.registry.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+    let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let meant = node.admission.grants.get(key).and_then(|grant| grant.want);
     let want = node.alloc_wait_of(key).map(|(id, want)| (id, want.ticket));
     let Some((id, ticket)) = want.filter(|_| want == meant && granted && resident) else {
@@ -246,7 +247,7 @@ fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     }
     // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
     // gate again.
-    let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
+    let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.agent.phase.is_offloaded());
     if is_resident || want.resumed_at.is_some() {
         grants::end_alloc_grant(node, &key);
     }

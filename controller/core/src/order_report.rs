@@ -93,10 +93,10 @@ impl ProcessMark {
     pub fn set(self, process: &mut Process) {
         match self {
             ProcessMark::None => {}
-            ProcessMark::NoCheckpointApi => process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0,
-            ProcessMark::ManagedMemory => process.hazards.0 |= Hazards::MANAGED_MEMORY.0,
-            ProcessMark::CopyFailed => process.copy_failed = true,
-            ProcessMark::CopierFailed => process.failed_copy_outs += 1,
+            ProcessMark::NoCheckpointApi => process.agent.hazards.0 |= Hazards::NO_CHECKPOINT_API.0,
+            ProcessMark::ManagedMemory => process.agent.hazards.0 |= Hazards::MANAGED_MEMORY.0,
+            ProcessMark::CopyFailed => process.failed_moves.copy = true,
+            ProcessMark::CopierFailed => process.failed_moves.copier_in_a_row += 1,
         }
     }
 }
@@ -106,26 +106,30 @@ impl OrderReport {
     pub fn record(&self, process: &mut Process, pending: PendingOrder) -> ReportRecord {
         let moving = process.is_migrating();
         process.pending = None;
-        let to = process.target_gpu.take_if(|_| moving);
         // An order that arrived late or in a wrong phase was not carried out, whatever the phase is
         // now.
         let tried = !matches!(self.outcome, Outcome::Late | Outcome::WrongPhase);
         if moving && tried && self.phase != Phase::Checkpointed {
-            process.finish_migration(to);
+            let to = process.memory.target_gpu().map(str::to_owned);
+            process.memory.finish_migration(to.as_deref());
         } else if moving && tried {
-            process.migration_refused = true;
+            process.failed_moves.migration = true;
+        }
+        if moving {
+            process.memory.set_target_gpu(None);
         }
         // A process can register in the middle of an offload, locked and with its memory copied
         // out. It then reports the phase `CopiedOut` only after it was unlocked.
-        let was_off = process.phase.is_offloaded() || process.swap.copied_out_bytes > 0;
+        let was_off =
+            process.agent.phase.is_offloaded() || process.memory.swap.copied_out_bytes > 0;
         // A report of an offloaded phase is false if no controller offloaded the process. Such a
         // report must not give the container a claim on VRAM.
-        let is_false = self.phase.is_offloaded() && process.offloaded_vram.is_none() && !was_off;
+        let is_false = self.phase.is_offloaded() && process.memory.offloaded.is_none() && !was_off;
         let phase = if is_false { Phase::Open } else { self.phase };
-        let was_copied_out = process.phase == Phase::CopiedOut;
+        let was_copied_out = process.agent.phase == Phase::CopiedOut;
         let was_to_restore = if was_copied_out { process.vram_to_restore() } else { None };
-        process.phase = phase;
-        process.swap = match was_off || process.offloaded_vram.is_some() {
+        process.agent.phase = phase;
+        process.memory.swap = match was_off || process.memory.offloaded.is_some() {
             true => self.swap,
             // If no controller offloaded the process, its swappable bytes are accepted, but not its
             // copied-out bytes.
@@ -137,22 +141,24 @@ impl OrderReport {
 
     /// Records what an offload has used up or left behind.
     fn record_offload(&self, process: &mut Process, pending: PendingOrder) {
-        let phase = process.phase;
+        let phase = process.agent.phase;
         let left = pending.takes_vram_away();
         // The offload did not happen, so there is no VRAM to restore.
         if left && !phase.is_offloaded() {
-            process.offloaded_vram = None;
+            process.memory.offloaded = None;
         }
         // A copy out uses up the prefaulted host memory.
         if matches!(pending.action, Action::CopyOut { .. }) && phase.is_offloaded() {
-            process.prefault_ordered = false;
+            process.prefault.ordered = false;
         }
-        process.copy_out_incomplete &= phase == Phase::Checkpointed;
+        if phase != Phase::Checkpointed {
+            process.memory.set_copy_out_incomplete(false);
+        }
         if self.outcome == Outcome::NotCopied && phase == Phase::Checkpointed {
             process.record_copy_out_failure();
         }
         if phase == Phase::Checkpointed && self.outcome == Outcome::Done && left {
-            process.failed_copy_outs = 0;
+            process.failed_moves.copier_in_a_row = 0;
         }
     }
 
@@ -176,7 +182,7 @@ impl OrderReport {
             }
             // If the agent found a hazard during the offload, it reported the hazard before this
             // refusal.
-            (_, Outcome::Unsupported) => match hazard_reason(process.hazards) {
+            (_, Outcome::Unsupported) => match hazard_reason(process.agent.hazards) {
                 Some(reason) => offload_failed(reason, name(pid)),
                 None => ReportVerdict::OffloadFailed(
                     Reason::DriverTooOld,

@@ -143,12 +143,12 @@ impl NodeState {
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.registry.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
-            let to = p.target_gpu.clone().filter(|_| step == JournalStep::Restore);
-            p.offloaded_vram.clone().map(|offloaded| RecordedProcess {
+            let to = p.memory.target_gpu().filter(|_| step == JournalStep::Restore);
+            p.memory.offloaded_vram().map(|offloaded| RecordedProcess {
                 pid,
                 start_ticks,
-                offloaded,
-                to,
+                offloaded: offloaded.to_vec(),
+                to: to.map(str::to_owned),
             })
         });
         let processes = known.chain(self.recalled_of(key)).collect();

@@ -39,7 +39,7 @@ impl Container {
 /// Orders the processes of a container to prefault host memory, or to release it.
 pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get(key) else { return };
-    let prepared = |(_, p): (ProcessId, &Process)| p.prefault_ordered;
+    let prepared = |(_, p): (ProcessId, &Process)| p.prefault.ordered;
     if !c.policy.prefault && !node.registry.processes.of(key).any(prepared) {
         return;
     }
@@ -55,13 +55,13 @@ pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         let begins = begins && may_prefault(node, id).is_some();
         let Some(process) = node.registry.processes.get_mut_uncounted(&id) else { continue };
-        let same = process.prefault_ordered_for_idle == Some(idleness);
-        if process.prefault_ordered
+        let same = process.prefault.ordered_for_idle == Some(idleness);
+        if process.prefault.ordered
             && !(stays && same && moves(process) == OffloadMethod::CopyAndCheckpoint)
         {
             end_prefault(node, id);
         } else if begins && !same {
-            process.prefault_ordered_for_idle = Some(idleness);
+            process.prefault.ordered_for_idle = Some(idleness);
             begin_prefault(node, id);
         }
     }
@@ -81,7 +81,8 @@ fn stays_prefaulted(node: &NodeState, key: &Key, c: &Container) -> bool {
 /// Whether prefaulting may begin: the container is resident, not in use, and large enough for
 /// an offload. A container whose allocation waits counts as in use.
 fn may_begin(node: &NodeState, key: &Key) -> bool {
-    let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
+    let still =
+        |p: &Process| p.agent.connected && p.agent.phase == Phase::Open && p.pending.is_none();
     offload_check::check_offload(node, key, true).is_ok()
         && node.registry.processes.of(key).all(|(_, p)| still(p))
         && !offload_check::is_too_small(node, key)
@@ -93,16 +94,16 @@ fn begin_prefault(node: &mut NodeState, id: ProcessId) {
     if attach_ahead(node, id)
         && let Some(process) = node.registry.processes.get_mut_uncounted(&id)
     {
-        process.prefault_ordered = true;
+        process.prefault.ordered = true;
         node.output.effects.push(Effect::Send(id, ControllerMessage::Prefault { on: true }));
     }
 }
 
 /// Ends the prefaulting of a process, and orders the process to release the prefaulted memory.
 pub(super) fn end_prefault(node: &mut NodeState, id: ProcessId) {
-    let process = node.registry.processes.get_mut_uncounted(&id).filter(|p| p.prefault_ordered);
+    let process = node.registry.processes.get_mut_uncounted(&id).filter(|p| p.prefault.ordered);
     if let Some(process) = process {
-        process.prefault_ordered = false;
+        process.prefault.ordered = false;
         node.copiers.detach(id);
         node.output.effects.push(Effect::Send(id, ControllerMessage::Prefault { on: false }));
     }
@@ -111,7 +112,7 @@ pub(super) fn end_prefault(node: &mut NodeState, id: ProcessId) {
 /// Ends the prefaulting of a container after a failed offload. A process that is offloaded gets
 /// no order, because it has used its prefaulted memory.
 pub(super) fn prefault_failed(node: &mut NodeState, key: &Key) {
-    let here = |(_, p): &(ProcessId, &Process)| p.offloaded_vram.is_none();
+    let here = |(_, p): &(ProcessId, &Process)| p.memory.offloaded.is_none();
     let here: Vec<ProcessId> =
         node.registry.processes.of(key).filter(here).map(|(id, _)| id).collect();
     here.into_iter().for_each(|id| end_prefault(node, id));
@@ -127,13 +128,15 @@ pub(super) fn prefault_failed(node: &mut NodeState, key: &Key) {
 /// - no copier copied it in the last offloads (`MAX_UNCOPIED`).
 pub(super) fn may_prefault(node: &NodeState, id: ProcessId) -> Option<(String, u64)> {
     let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
-    let may = |p: &&Process| able(p) && p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
+    let may = |p: &&Process| {
+        able(p) && p.activity.counters.is_some() && p.failed_moves.copier_in_a_row < MAX_UNCOPIED
+    };
     let process = node.registry.processes.get(&id).filter(may)?;
-    let (uuid, _) = copier_use::for_copier(node, process, &process.vram)?;
+    let (uuid, _) = copier_use::for_copier(node, process, &process.memory.vram)?;
     // NVML's last sample may be older than the last allocations, so the bytes that the agent
     // can copy count instead.
     let total = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
-    let bytes = process.swap.swappable_bytes.min(total);
+    let bytes = process.memory.swap.swappable_bytes.min(total);
     (bytes >= node.settings.prefault_min_bytes).then_some((uuid, bytes))
 }
 

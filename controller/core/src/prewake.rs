@@ -48,7 +48,7 @@ pub(super) fn prewake_at(node: &NodeState, key: &Key) -> Option<Millis> {
     let c = node.registry.containers.get(key)?;
     let out = c.rests_offloaded() && c.policy.prewake;
     let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
-    let offloaded = node.registry.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+    let offloaded = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
     let (begin, _) = c.usage.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
     // A missed prewake shows that the history does not predict the present use, so the
     // container stays offloaded until it is called.

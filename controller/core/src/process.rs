@@ -4,11 +4,12 @@ use affinode_proto::wire::{
     Capabilities, Hazards, Phase, counters::CounterSnapshot, message::Action,
 };
 
+mod memory;
+
+pub use self::memory::{OffloadedMemory, ProcessMemory};
+pub(super) use self::memory::{on_gpu, subtract_vram};
 use super::{
-    DeviceBytes, Key, Millis,
-    completions::SLOW_MS,
-    holds::HoldRecord,
-    input::{Identity, SwapStatus},
+    DeviceBytes, Key, Millis, completions::SLOW_MS, holds::HoldRecord, input::Identity,
     plan::OffloadMethod,
 };
 
@@ -71,7 +72,30 @@ pub struct Process {
     pub key: Key,
     /// Pid, start time and command of the process, from the kernel.
     pub identity: Identity,
-    /// Whether the agent of the process is connected.
+    /// What the agent of the process reported last.
+    pub agent: AgentStatus,
+    /// The order in progress. A process has at most one.
+    pub pending: Option<PendingOrder>,
+    /// The VRAM that the process holds or gave up.
+    pub memory: ProcessMemory,
+    /// Moves of the process that failed, and that are therefore not tried again.
+    pub failed_moves: FailedMoves,
+    /// Prefaulting of host memory for the next offload.
+    pub prefault: PrefaultOrder,
+    /// Pauses of the process's allocations.
+    pub holds: ProcessHolds,
+    /// How the process uses its GPU.
+    pub activity: ProcessActivity,
+    /// The order to end the process. `None`: the process was not ordered to end.
+    pub termination: Option<Termination>,
+    /// The process's waiting allocation. `None`: no allocation waits for VRAM.
+    pub alloc_wait: Option<PendingAlloc>,
+}
+
+/// What the agent of a process reported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentStatus {
+    /// Whether the agent is connected.
     pub connected: bool,
     /// The phase in the agent's last report.
     pub phase: Phase,
@@ -81,59 +105,61 @@ pub struct Process {
     pub hazards: Hazards,
     /// Capabilities of the process's library.
     pub capabilities: Capabilities,
-    /// The order in progress. A process has at most one.
-    pub pending: Option<PendingOrder>,
-    /// Number of grants for which the process pauses its allocations.
-    pub holds: u32,
-    /// VRAM of the process now, as NVML reports it.
-    pub vram: Vec<DeviceBytes>,
-    /// VRAM of the process when its offload began. `None`: the process is not offloaded, or the
-    /// VRAM is unknown.
-    pub offloaded_vram: Option<Vec<DeviceBytes>>,
-    /// UUID of the GPU on which VRAM was promised for a migration.
-    pub target_gpu: Option<String>,
+}
+
+/// Moves of a process that failed. They stay recorded when the process registers again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FailedMoves {
     /// Whether a restore on another GPU failed. This controller then does not try it again.
-    pub migration_refused: bool,
-    /// Memory that the agent can copy, and memory that it has copied.
-    pub swap: SwapStatus,
-    /// Whether the process is checkpointed although no copier has copied its swappable memory. That
-    /// memory is then still on the GPU.
-    pub copy_out_incomplete: bool,
+    pub migration: bool,
     /// Whether a copy by the agent failed. Later offloads then use the driver's checkpoint.
-    pub copy_failed: bool,
-    /// Whether the process was ordered to prefault host memory for its next offload.
-    pub prefault_ordered: bool,
-    /// Start of the idle period in which prefaulting was last ordered. In each period it is ordered
-    /// at most once.
-    pub prefault_ordered_for_idle: Option<Millis>,
+    pub copy: bool,
     /// Number of offloads in a row in which no copier copied the memory that the process had
     /// exported.
-    pub failed_copy_outs: u32,
+    pub copier_in_a_row: u32,
+}
+
+/// Prefaulting of host memory for the next offload.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefaultOrder {
+    /// Whether the process was ordered to prefault.
+    pub ordered: bool,
+    /// Start of the idle period in which prefaulting was last ordered. In each period it is ordered
+    /// at most once.
+    pub ordered_for_idle: Option<Millis>,
+}
+
+/// Pauses of a process's allocations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessHolds {
+    /// Number of grants, and of siblings' restores, for which the process pauses its allocations.
+    pub count: u32,
     /// Whether the process pauses its allocations until the other processes of its container are
     /// restored.
-    pub waits_for_siblings: bool,
+    pub for_siblings: bool,
+    /// Counts of refused and completed orders to pause allocations.
+    pub record: HoldRecord,
+}
+
+/// How a process uses its GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProcessActivity {
+    /// The last reading of the process's counters.
+    pub counters: Option<CounterSnapshot>,
     /// The permanent reason for which the counters of the process are ignored. `None`: they are
     /// valid.
     pub counter_error: Option<String>,
-    /// Counts of refused and completed orders to pause allocations.
-    pub hold_record: HoldRecord,
     /// The last work on a GPU, as NVML reports it. It may run without a CUDA call in progress.
     pub working: Option<DeviceWork>,
-    /// The order to end the process. `None`: the process was not ordered to end.
-    pub termination: Option<Termination>,
     /// When the process registered or was last restored. 0: before this controller started.
     pub resident_since: Millis,
-    /// The process's waiting allocation. `None`: no allocation waits for VRAM.
-    pub alloc_wait: Option<PendingAlloc>,
-    /// The last reading of the process's counters.
-    pub counters: Option<CounterSnapshot>,
 }
 
 impl Process {
     /// Whether the library of the process has all of these capabilities.
     #[must_use]
     pub fn can(&self, capabilities: Capabilities) -> bool {
-        self.capabilities.contains(capabilities)
+        self.agent.capabilities.contains(capabilities)
     }
 
     /// Whether an order in progress may take the process's memory off the GPU. A slow order does
@@ -158,77 +184,19 @@ impl Process {
     /// Whether the context of the process stays on the GPU because its checkpoint would be unsafe.
     #[must_use]
     pub fn keeps_context(&self) -> bool {
-        self.hazards.intersects(Hazards::KEEPS_CONTEXT)
+        self.agent.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
     /// Present VRAM of the process in bytes, over all GPUs.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
-        self.vram.iter().map(|d| d.bytes).sum()
+        self.memory.vram_bytes()
     }
 
-    /// Host memory that an offload by the method `moves` takes, in bytes, without the memory that
-    /// the driver takes for itself. A retained host copy is subtracted, because the container is
-    /// charged for that copy already.
-    #[must_use]
-    pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
-        let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
-        let vram_bytes = match moves {
-            // A copy moves only the swappable memory. All other memory stays on the GPU.
-            OffloadMethod::Copy => self.vram_bytes().min(self.swap.swappable_bytes),
-            OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => self.vram_bytes(),
-        };
-        let copied = moves != OffloadMethod::DriverCheckpoint && !self.phase.is_offloaded();
-        let kept = if copied { kept.min(self.swap.swappable_bytes) } else { 0 };
-        vram_bytes.saturating_sub(kept)
-    }
-
-    /// VRAM that the process freed and needs for its restore. `None`: unknown. A process that is
-    /// copied out needs only the copied part and its local memory, because the other memory never
-    /// left the GPU.
+    /// VRAM that the process freed and needs for its restore. `None`: unknown.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
-        let offloaded = self.offloaded_vram.as_ref()?;
-        if self.copy_out_incomplete {
-            return Some(subtract_vram(
-                offloaded,
-                &proportional_part(offloaded, self.swap.swappable_bytes),
-            ));
-        }
-        if self.phase != Phase::CopiedOut {
-            return Some(on_gpu(offloaded, self.target_gpu.as_deref()));
-        }
-        let left_bytes = self.swap.copied_out_bytes.saturating_add(self.swap.local_memory_bytes);
-        Some(proportional_part(offloaded, left_bytes))
-    }
-
-    /// Records that the process was checkpointed without a copy by its copier. The swappable memory
-    /// is still on the GPU. Therefore the restore needs only the other VRAM, and only a restore on
-    /// the same GPU can be complete.
-    pub fn record_copy_out_failure(&mut self) {
-        self.vram =
-            subtract_vram(&self.vram, &proportional_part(&self.vram, self.swap.swappable_bytes));
-        (self.copy_out_incomplete, self.migration_refused) = (true, true);
-    }
-
-    /// Whether a restore on another GPU is in progress.
-    #[must_use]
-    pub fn is_migrating(&self) -> bool {
-        self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
-    }
-
-    /// Ends a migration. From now on, the VRAM of the process counts on the GPU `to`, or on the
-    /// process's own GPU if `to` is `None`.
-    pub fn finish_migration(&mut self, to: Option<String>) {
-        self.offloaded_vram =
-            self.offloaded_vram.take().map(|offloaded| on_gpu(&offloaded, to.as_deref()));
-        self.target_gpu = None;
-    }
-
-    /// VRAM that a copy out frees, without the context.
-    #[must_use]
-    pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
-        proportional_part(&self.vram, self.swap.swappable_bytes)
+        self.memory.to_restore(self.agent.phase)
     }
 
     /// VRAM that the process freed and needs for its restore, in bytes over all GPUs.
@@ -236,33 +204,40 @@ impl Process {
     pub fn offloaded_vram_bytes(&self) -> u64 {
         self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
-}
 
-/// Returns the VRAM `all` with each GPU replaced by the GPU `to`. If `to` is `None`, the GPUs stay.
-pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
-    let mut all = all.to_vec();
-    if let Some(to) = to {
-        all.iter_mut().for_each(|device| to.clone_into(&mut device.uuid));
+    /// VRAM that a copy out frees, without the context.
+    #[must_use]
+    pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
+        self.memory.freed_by_copy()
     }
-    all
-}
 
-/// Subtracts the VRAM `gone` from the VRAM `all`, for each GPU.
-pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
-    let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
-    all.iter()
-        .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
-        .collect()
-}
+    /// Records that the process was checkpointed without a copy by its copier. The swappable memory
+    /// is still on the GPU. Therefore the restore needs only the other VRAM, and only a restore on
+    /// the same GPU can be complete.
+    pub fn record_copy_out_failure(&mut self) {
+        self.memory.record_copy_out_failure();
+        self.failed_moves.migration = true;
+    }
 
-/// Returns a part of the VRAM `all` with this number of bytes in total. The agent does not report
-/// bytes per GPU, so the part has the same share of each GPU.
-fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
-    let sum: u64 = all.iter().map(|d| d.bytes).sum();
-    let part = bytes.min(sum);
-    let share = |bytes: u64| {
-        let bytes = u128::from(bytes) * u128::from(part);
-        u64::try_from(bytes.div_ceil(u128::from(sum.max(1)))).unwrap_or(u64::MAX)
-    };
-    all.iter().map(|d| DeviceBytes { bytes: share(d.bytes), ..d.clone() }).collect()
+    /// Host memory that an offload by the method `moves` takes, in bytes, without the memory that
+    /// the driver takes for itself. A retained host copy is subtracted, because the container is
+    /// charged for that copy already.
+    #[must_use]
+    pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
+        let kept = self.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);
+        let vram_bytes = match moves {
+            // A copy moves only the swappable memory. All other memory stays on the GPU.
+            OffloadMethod::Copy => self.vram_bytes().min(self.memory.swap.swappable_bytes),
+            OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => self.vram_bytes(),
+        };
+        let copied = moves != OffloadMethod::DriverCheckpoint && !self.agent.phase.is_offloaded();
+        let kept = if copied { kept.min(self.memory.swap.swappable_bytes) } else { 0 };
+        vram_bytes.saturating_sub(kept)
+    }
+
+    /// Whether a restore on another GPU is in progress.
+    #[must_use]
+    pub fn is_migrating(&self) -> bool {
+        self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
+    }
 }

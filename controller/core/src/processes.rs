@@ -51,10 +51,11 @@ impl Siblings {
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
-            half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
+            half_way |= p.agent.phase == Phase::Locked
+                || !p.agent.phase.is_offloaded() && p.vram_bytes() > 0;
             // If the gates of all its processes are open, the container is resident. Even if it
             // waits for an allocation, it can be evicted again and needs no precedence.
-            resident &= p.phase == Phase::Open;
+            resident &= p.agent.phase == Phase::Open;
         }
         half_way && !resident
     }
@@ -62,9 +63,11 @@ impl Siblings {
 
 /// VRAM that a process has, or had before its offload and needs again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
-    match p.phase {
-        Phase::Checkpointed | Phase::CopiedOut => p.offloaded_vram.as_deref().unwrap_or(&p.vram),
-        _ => &p.vram,
+    match p.agent.phase {
+        Phase::Checkpointed | Phase::CopiedOut => {
+            p.memory.offloaded_vram().unwrap_or(&p.memory.vram)
+        }
+        _ => &p.memory.vram,
     }
 }
 
@@ -196,9 +199,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{
-        holds::HoldRecord,
-        input::{Identity, SwapStatus},
+    use crate::input::Identity;
+    use crate::process::{
+        AgentStatus, FailedMoves, PrefaultOrder, ProcessActivity, ProcessHolds, ProcessMemory,
     };
 
     const PHASES: [Phase; 4] = [Phase::Open, Phase::Closed, Phase::Locked, Phase::Checkpointed];
@@ -211,31 +214,21 @@ mod tests {
         Process {
             key: key(of),
             identity: Identity { pid: 1, start_ticks: 1, command: String::new() },
-            connected: true,
-            phase: Phase::Open,
-            generation: 1,
-            hazards: Hazards::default(),
-            capabilities: Capabilities::default(),
+            agent: AgentStatus {
+                connected: true,
+                phase: Phase::Open,
+                generation: 1,
+                hazards: Hazards::default(),
+                capabilities: Capabilities::default(),
+            },
             pending: None,
-            holds: 0,
-            vram: Vec::new(),
-            offloaded_vram: None,
-            target_gpu: None,
-            migration_refused: false,
-            swap: SwapStatus::default(),
-            copy_out_incomplete: false,
-            copy_failed: false,
-            prefault_ordered: false,
-            prefault_ordered_for_idle: None,
-            failed_copy_outs: 0,
-            waits_for_siblings: false,
-            hold_record: HoldRecord::default(),
-            counter_error: None,
+            memory: ProcessMemory::default(),
+            failed_moves: FailedMoves::default(),
+            prefault: PrefaultOrder::default(),
+            holds: ProcessHolds::default(),
+            activity: ProcessActivity::default(),
             termination: None,
-            resident_since: 0,
-            working: None,
             alloc_wait: None,
-            counters: None,
         }
     }
 
@@ -255,10 +248,11 @@ mod tests {
                 match step {
                     0 => all.insert(id, process(n / 2)),
                     1 => drop(all.remove(&id)),
-                    2 => all.values_mut().for_each(|p| p.vram = held(device, bytes)),
+                    2 => all.values_mut().for_each(|p| p.memory.vram = held(device, bytes)),
                     3 | 4 => if let Some(p) = all.get_mut(&id) {
-                        p.phase = PHASES[phase];
-                        p.offloaded_vram = (p.phase == Phase::Checkpointed).then(|| held(device, bytes));
+                        p.agent.phase = PHASES[phase];
+                        let is_off = p.agent.phase == Phase::Checkpointed;
+                        p.memory.set_offloaded_vram(is_off.then(|| held(device, bytes)));
                     },
                     _ => {
                         for id in all.ids() {

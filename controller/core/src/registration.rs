@@ -17,6 +17,12 @@ use super::{
     measurements,
     node_state::NodeState,
     oom_wait,
+    process::AgentStatus,
+    process::OffloadedMemory,
+    process::PrefaultOrder,
+    process::ProcessActivity,
+    process::ProcessHolds,
+    process::ProcessMemory,
     process::{Process, on_gpu},
 };
 
@@ -114,7 +120,7 @@ pub(super) fn register(
     let first = use_by_newcomer(node, key, standing.phase);
     let first_seen = if younger || node.clock.started_ticks == 0 { node.clock.now } else { 0 };
     let mut process = registered(key, identity, standing, before, first_seen);
-    process.offloaded_vram = offloaded;
+    process.memory.offloaded = offloaded.map(OffloadedMemory::of);
     node.registry.processes.insert(id, process);
     if lies {
         measurements::bad_page(node, id, NEVER_MOVED.into());
@@ -155,9 +161,10 @@ fn recorded_offload(
     let recalled =
         node.registry.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
     let (left, to) = match (before, recalled) {
-        (Some(p), _) if p.offloaded_vram.is_some() => {
-            let sent = p.is_migrating() || !p.connected;
-            (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
+        (Some(p), _) if p.memory.offloaded.is_some() => {
+            let sent = p.is_migrating() || !p.agent.connected;
+            let vram = p.memory.offloaded_vram().map(<[DeviceBytes]>::to_vec);
+            (vram, p.memory.target_gpu().filter(|_| sent).map(str::to_owned))
         }
         (_, Some(recalled)) => (Some(recalled.offloaded), recalled.to),
         _ => (None, None),
@@ -210,9 +217,11 @@ pub(super) fn detached(node: &mut NodeState, id: ProcessId) {
         return;
     };
     // If a migration is in progress, the process may be on the target GPU already.
-    let sent = process.is_migrating() || !process.connected;
-    process.target_gpu = process.target_gpu.take().filter(|_| sent);
-    (process.connected, process.prefault_ordered) = (false, false);
+    let sent = process.is_migrating() || !process.agent.connected;
+    if !sent {
+        process.memory.set_target_gpu(None);
+    }
+    (process.agent.connected, process.prefault.ordered) = (false, false);
     // The next registration contains the phase, and so the result of the order.
     process.pending = None;
     let key = process.key.clone();
@@ -263,34 +272,27 @@ fn registered(
     first_seen: Millis,
 ) -> Process {
     let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
+    let agent = AgentStatus { connected: true, phase, generation, hazards, capabilities };
+    let holds = before.as_ref().map(|p| p.holds.record).unwrap_or_default();
+    let idle = before.as_ref().and_then(|p| p.prefault.ordered_for_idle);
+    let failed_moves = before.as_ref().map(|p| p.failed_moves).unwrap_or_default();
+    let termination = before.as_ref().and_then(|p| p.termination.clone());
+    let (vram, activity) = match before {
+        Some(before) => (before.memory.vram, ProcessActivity { working: None, ..before.activity }),
+        None => (Vec::new(), ProcessActivity { resident_since: first_seen, ..Default::default() }),
+    };
     Process {
         key: key.clone(),
         identity,
-        connected: true,
-        phase,
-        generation,
-        hazards,
-        capabilities,
+        agent,
         pending: None,
-        holds: 0,
-        vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
-        offloaded_vram: None,
-        swap,
-        target_gpu: None,
-        migration_refused: before.as_ref().is_some_and(|p| p.migration_refused),
-        copy_out_incomplete: false,
-        copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
-        prefault_ordered: false,
-        prefault_ordered_for_idle: before.as_ref().and_then(|p| p.prefault_ordered_for_idle),
-        failed_copy_outs: before.as_ref().map_or(0, |p| p.failed_copy_outs),
-        waits_for_siblings: false,
-        hold_record: before.as_ref().map(|p| p.hold_record).unwrap_or_default(),
-        counter_error: before.as_ref().and_then(|p| p.counter_error.clone()),
-        termination: before.as_ref().and_then(|p| p.termination.clone()),
-        resident_since: before.as_ref().map_or(first_seen, |p| p.resident_since),
-        working: None,
+        memory: ProcessMemory { vram, swap, offloaded: None },
+        failed_moves,
+        prefault: PrefaultOrder { ordered: false, ordered_for_idle: idle },
+        holds: ProcessHolds { record: holds, ..ProcessHolds::default() },
+        activity,
+        termination,
         alloc_wait: None,
-        counters: before.and_then(|p| p.counters),
     }
 }
 

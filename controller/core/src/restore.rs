@@ -28,13 +28,13 @@ pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool
     let Some(process) = node.registry.processes.get_mut(&id) else {
         return false;
     };
-    if process.phase == Phase::Open && process.pending.is_none() {
+    if process.agent.phase == Phase::Open && process.pending.is_none() {
         // The gate of the process is open. If its allocations are paused for another container,
         // the acknowledgement shows its agent that the controller still runs. If they are not
         // paused, the gate has opened since the wake was sent.
-        return process.holds > 0;
+        return process.holds.count > 0;
     }
-    process.generation = generation;
+    process.agent.generation = generation;
     let key = process.key.clone();
     let Some(container) = node.registry.containers.get_mut(&key) else {
         return false;
@@ -134,7 +134,7 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     let restore_began = container.goal.restore_mut().and_then(|restore| restore.began);
     container.goal = Goal::default();
     let mut became_resident = false;
-    let was_offloaded = node.registry.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
+    let was_offloaded = node.registry.processes.of(key).any(|(_, p)| p.memory.offloaded.is_some());
     let bytes: u64 = node.registry.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
     let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
     let elapsed = since(container.wake_began.take());
@@ -156,8 +156,9 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     let (reason, detail) = container.shown.reason.clone();
     for id in node.members(key) {
         if let Some(process) = node.registry.processes.get_mut(&id) {
-            process.offloaded_vram = None;
-            process.resident_since = if became_resident { now } else { process.resident_since };
+            process.memory.offloaded = None;
+            process.activity.resident_since =
+                if became_resident { now } else { process.activity.resident_since };
         }
     }
     holds::release_siblings(node, key);
@@ -185,7 +186,7 @@ pub(super) fn restore_incomplete(node: &mut NodeState, key: &Key, why: Incomplet
 /// Ends the grant of an incomplete restore once no process of the container is being restored.
 pub(super) fn end_incomplete_restore(node: &mut NodeState, key: &Key) {
     let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
-    if node.registry.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
+    if node.registry.processes.of(key).any(|(_, p)| p.agent.connected && restores(p)) {
         return;
     }
     let restore = node.registry.containers.get_mut(key).and_then(|c| c.goal.restore_mut());

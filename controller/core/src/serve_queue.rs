@@ -8,9 +8,9 @@ use std::collections::BTreeSet;
 use affinode_proto::{reason::Reason, state::State, wire::Phase, wire::message::Action};
 
 use super::{
-    DeviceBytes, GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds,
-    immediate, ledger::margin_bytes, measurements, migration, needs, node_state::NodeState,
-    oom_wait, process::Process,
+    GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds, immediate,
+    ledger::margin_bytes, measurements, migration, needs, node_state::NodeState, oom_wait,
+    process::Process,
 };
 
 /// Time limit for the pause of allocations during a restore, in addition to the expected time of
@@ -74,7 +74,11 @@ fn taken_gpus(node: &NodeState) -> BTreeSet<String> {
     // A process that exports memory to a copier may need VRAM for parts of this memory. During
     // the export, the free VRAM of its GPU is therefore not granted.
     let handing = node.registry.processes.values().filter(|process| hands_over(node, process));
-    taken.extend(handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()));
+    taken.extend(
+        handing
+            .flat_map(|p| p.memory.offloaded_vram().into_iter().flatten())
+            .map(|on| on.uuid.clone()),
+    );
     taken
 }
 
@@ -163,15 +167,13 @@ fn needs_only(node: &NodeState, key: &Key, taken: &BTreeSet<String>) -> bool {
         .registry
         .processes
         .of(key)
-        .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
+        .filter(|(_, p)| p.agent.phase.is_offloaded() || p.alloc_wait.is_some());
     let only = needs.all(|(_, p)| {
         off = true;
-        let on_taken =
-            |offloaded: &Vec<DeviceBytes>| offloaded.iter().all(|d| taken.contains(&d.uuid));
+        let offloaded = p.memory.offloaded_vram().unwrap_or_default();
         p.alloc_wait.is_none()
-            && p.offloaded_vram
-                .as_ref()
-                .is_some_and(|offloaded| !offloaded.is_empty() && on_taken(offloaded))
+            && !offloaded.is_empty()
+            && offloaded.iter().all(|d| taken.contains(&d.uuid))
     });
     off && only
 }
@@ -220,10 +222,10 @@ pub(super) fn proven(
     let margin = needs::margin_for(node, key);
     // The proof covers only these processes: it does not include the VRAM of a process that
     // registers later.
-    let covers = node.registry.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+    let covers = node.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
     let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
     let fits = node.gpus.error.is_none() && needs::fits(node, key, &needs, margin);
-    let resident = node.registry.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+    let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let Some(grant) = node.admission.grants.get_mut(key) else { return };
     // A process that registered meanwhile may need another GPU, on which allocations are not
     // paused.

@@ -84,7 +84,8 @@ impl Node {
     /// VRAM of a GPU that offloaded processes gave up, in bytes.
     #[must_use]
     pub fn reclaimed_bytes(&self, uuid: &str) -> u64 {
-        let offloaded = self.state.registry.processes.values().filter(|p| p.phase.is_offloaded());
+        let offloaded =
+            self.state.registry.processes.values().filter(|p| p.agent.phase.is_offloaded());
         let given_up = offloaded.flat_map(|p| p.vram_to_restore().unwrap_or_default());
         given_up.filter(|device| device.uuid == uuid).map(|device| device.bytes).sum()
     }
@@ -178,12 +179,17 @@ impl Node {
     #[must_use]
     pub fn staying(&self, key: &Key) -> (u64, Hazards) {
         let hazards =
-            self.offloaded(key).fold(0, |all, p| all | p.hazards.0 & p.copyable_hazards().0);
+            self.offloaded(key).fold(0, |all, p| all | p.agent.hazards.0 & p.copyable_hazards().0);
         (self.offloaded(key).map(Process::vram_bytes).sum(), Hazards(hazards))
     }
 
     fn offloaded(&self, key: &Key) -> impl Iterator<Item = &Process> {
-        self.state.registry.processes.of(key).map(|(_, p)| p).filter(|p| p.phase.is_offloaded())
+        self.state
+            .registry
+            .processes
+            .of(key)
+            .map(|(_, p)| p)
+            .filter(|p| p.agent.phase.is_offloaded())
     }
 
     /// Warnings about a container for users: its invalid annotations, and problems with the memory
@@ -201,16 +207,19 @@ impl Node {
             let having = self.state.registry.processes.of(key).filter(move |(_, p)| has(p));
             having.map(move |(_, p)| text(p.identity.pid))
         };
-        let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
+        let is_damaged = |p: &Process| p.agent.hazards.intersects(Hazards::DAMAGED_MEMORY);
         let is_refused = |p: &Process| {
-            p.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::IPC_REFUSED))
+            p.activity
+                .counters
+                .as_ref()
+                .is_some_and(|page| page.notes.intersects(ProcessFlags::IPC_REFUSED))
         };
         known
             .iter()
             .cloned()
             .chain(of(is_damaged, damaged_text))
             .chain(of(is_refused, ipc_refused_text))
-            .chain(of(|p| p.copy_failed, copy_failed_text))
+            .chain(of(|p| p.failed_moves.copy, copy_failed_text))
             .collect()
     }
 
@@ -222,7 +231,8 @@ impl Node {
     ) -> impl Iterator<Item = (ProcessId, &Key, &Identity, String)> {
         let of = move |(key, container): (_, &Container)| {
             let name = container.display_name();
-            let connected = self.state.registry.processes.of(key).filter(|(_, p)| p.connected);
+            let connected =
+                self.state.registry.processes.of(key).filter(|(_, p)| p.agent.connected);
             connected.map(move |(id, p)| (id, key, &p.identity, name.clone()))
         };
         self.state.registry.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
@@ -262,7 +272,7 @@ impl Node {
     /// Connected processes. Their counters can be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.state.registry.processes.ids().into_iter();
-        all.filter(|id| self.state.registry.processes.get(id).is_some_and(|p| p.connected))
+        all.filter(|id| self.state.registry.processes.get(id).is_some_and(|p| p.agent.connected))
     }
 
     /// Connected processes of a container.
@@ -271,7 +281,7 @@ impl Node {
             .registry
             .processes
             .of(key)
-            .filter(|(_, p)| p.connected)
+            .filter(|(_, p)| p.agent.connected)
             .map(|(id, _)| id)
             .collect()
     }

@@ -101,32 +101,33 @@ fn list_process(node: &Node, p: &Process) -> control::Process {
     };
     control::Process {
         pid: p.identity.pid,
-        phase: format!("{:?}", p.phase),
+        phase: format!("{:?}", p.agent.phase),
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
-        vram: p.vram.iter().map(device).collect(),
+        vram: p.memory.vram.iter().map(device).collect(),
         last_call: p
+            .activity
             .counters
             .as_ref()
             .filter(|page| page.calls > 0)
             .map_or_else(String::new, last_call),
-        offloaded: if p.phase.is_offloaded() {
+        offloaded: if p.agent.phase.is_offloaded() {
             p.vram_to_restore().iter().flatten().map(device).collect()
         } else {
             Vec::new()
         },
-        calls: p.counters.as_ref().map_or(0, |page| page.calls),
-        inflight: p.counters.as_ref().map_or(0, |page| page.inflight),
-        waiters: p.counters.as_ref().map_or(0, |page| page.waiters),
-        hazards: words(p.hazards),
-        polls: p.counters.as_ref().map_or(0, |page| page.polls),
-        call_cost_ps: p.counters.as_ref().map_or(0, |page| page.call_cost_ps),
-        held_us: p.counters.as_ref().map_or(0, |page| page.held_us),
-        kept_bytes: p.counters.as_ref().map_or(0, |page| page.kept_bytes),
-        unchanged_bytes: p.swap.unchanged_bytes,
-        zero_bytes: p.swap.zero_bytes,
-        swappable_bytes: p.swap.swappable_bytes,
-        copied_out_bytes: p.swap.copied_out_bytes,
+        calls: p.activity.counters.as_ref().map_or(0, |page| page.calls),
+        inflight: p.activity.counters.as_ref().map_or(0, |page| page.inflight),
+        waiters: p.activity.counters.as_ref().map_or(0, |page| page.waiters),
+        hazards: words(p.agent.hazards),
+        polls: p.activity.counters.as_ref().map_or(0, |page| page.polls),
+        call_cost_ps: p.activity.counters.as_ref().map_or(0, |page| page.call_cost_ps),
+        held_us: p.activity.counters.as_ref().map_or(0, |page| page.held_us),
+        kept_bytes: p.activity.counters.as_ref().map_or(0, |page| page.kept_bytes),
+        unchanged_bytes: p.memory.swap.unchanged_bytes,
+        zero_bytes: p.memory.swap.zero_bytes,
+        swappable_bytes: p.memory.swap.swappable_bytes,
+        copied_out_bytes: p.memory.swap.copied_out_bytes,
         utilization_percent: node.utilization_percent(p),
         ..control::Process::default()
     }

@@ -96,7 +96,7 @@ fn memory_is_copied_before_counters_are_read() {
     assert_eq!(world.agents[&copied_out].phase, Phase::CopiedOut);
     world.restart(false);
     let (_, process) = world.node.state.registry.processes.of(&key(2)).next().unwrap();
-    assert!(process.counters.is_none());
+    assert!(process.activity.counters.is_none());
     assert_eq!(
         offload_level::moves(&world.node.state, &key(2))(process),
         OffloadMethod::Copy,
@@ -138,10 +138,10 @@ fn retained_copy_needs_no_more_host_memory() {
     let id = world.running(2, 600);
     world.tick();
     let mut process = world.node.state.registry.processes.get(&id).unwrap().clone();
-    process.swap.swappable_bytes = 450;
+    process.memory.swap.swappable_bytes = 450;
     let mut need = |kept_bytes, phase, moves| {
-        process.counters.as_mut().unwrap().kept_bytes = kept_bytes;
-        process.phase = phase;
+        process.activity.counters.as_mut().unwrap().kept_bytes = kept_bytes;
+        process.agent.phase = phase;
         process.host_need_bytes(moves)
     };
     assert_eq!(need(0, Phase::Open, OffloadMethod::Copy), 450, "the rest stays on the GPU");

@@ -25,7 +25,7 @@ fn dedup_domain_needs_policy_and_job_user() {
     let namespace = "k8s.io".to_owned();
     assert_eq!(domain(&mut world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
     assert_eq!(domain(&mut world, ProcessId(u64::MAX), None), None, "the process is unknown");
-    world.node.state.registry.processes.get_mut(&id).unwrap().capabilities =
+    world.node.state.registry.processes.get_mut(&id).unwrap().agent.capabilities =
         Capabilities::PREFAULTS;
     assert_eq!(domain(&mut world, id, None), None, "the library does not support dedup");
 }

@@ -346,7 +346,7 @@ fn stalled_controller_blames_no_process() {
         }
     }
     assert_eq!(
-        world.node.state.registry.processes.get(&other.id).unwrap().hold_record,
+        world.node.state.registry.processes.get(&other.id).unwrap().holds.record,
         HoldRecord::default()
     );
 }

@@ -168,14 +168,14 @@ fn next_controller_knows_target_gpu() {
 fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = oversubscribed(0);
     world.call(id);
-    assert!(world.node.state.registry.processes.get(&id).unwrap().target_gpu.is_some());
+    assert!(world.node.state.registry.processes.get(&id).unwrap().memory.target_gpu().is_some());
     world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default();
     world.tick();
     for _ in 0..20 {
         world.pass();
     }
     assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
-    assert!(world.node.state.registry.processes.get(&id).unwrap().target_gpu.is_none());
+    assert!(world.node.state.registry.processes.get(&id).unwrap().memory.target_gpu().is_none());
     world.take_unmanaged(0);
     wait_resident(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);

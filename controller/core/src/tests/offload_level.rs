@@ -206,7 +206,7 @@ fn failed_copy_falls_back_to_the_checkpoint() {
         let mut world = auto();
         let id = world.running(n, 400);
         world.tick();
-        world.node.state.registry.processes.get_mut(&id).unwrap().copy_failed = true;
+        world.node.state.registry.processes.get_mut(&id).unwrap().failed_moves.copy = true;
         let process = world.node.state.registry.processes.get(&id).unwrap();
         assert_eq!(offload_level::moves(&world.node.state, &key(n))(process), method);
     }

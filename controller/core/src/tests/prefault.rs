@@ -81,10 +81,11 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
     let process = world.node.state.registry.processes.get_mut(&id).unwrap();
-    let swappable = process.swap.swappable_bytes;
-    process.vram[0].bytes = swappable / 2;
+    let swappable = process.memory.swap.swappable_bytes;
+    process.memory.vram[0].bytes = swappable / 2;
     assert_eq!(prefault::may_prefault(&world.node.state, id), Some((GPU.into(), swappable)));
-    world.node.state.registry.processes.get_mut(&id).unwrap().swap.swappable_bytes = u64::MAX;
+    world.node.state.registry.processes.get_mut(&id).unwrap().memory.swap.swappable_bytes =
+        u64::MAX;
     let total = world.node.state.gpus.samples[0].total_bytes;
     assert_eq!(
         prefault::may_prefault(&world.node.state, id),
@@ -102,7 +103,7 @@ fn refused_prefault_has_no_effect() {
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
     let process = world.node.state.registry.processes.get(&id).unwrap();
-    assert!(process.prefault_ordered_for_idle.is_some() && !process.prefault_ordered);
+    assert!(process.prefault.ordered_for_idle.is_some() && !process.prefault.ordered);
     assert_eq!(world.prepared, [], "the process gets no order to end prefaulting either");
     let pid = world.agents[&id].pid;
     let work = Work { uuid: GPU.into(), pid, percent: 2, age_ms: 0 };
@@ -127,7 +128,7 @@ fn unattached_process_is_not_prefaulted() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::NotAttached(id));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
     assert_eq!(world.prepared, [(id, false)], "the process releases its prefaulted memory");
 
     let mut world = World::new(3);
@@ -203,7 +204,7 @@ fn uncopied_process_needs_only_the_rest() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     let process = |world: &World| world.node.state.registry.processes.get(&id).unwrap().clone();
     let (all, swappable) =
-        (process(&world).offloaded_vram_bytes(), process(&world).swap.swappable_bytes);
+        (process(&world).offloaded_vram_bytes(), process(&world).memory.swap.swappable_bytes);
     for (notes, needs) in
         [(ProcessFlags::EXPORTED_TO_COPIER, all - swappable), (ProcessFlags::default(), all)]
     {
@@ -250,7 +251,8 @@ fn shorter_keep_alive_is_prefaulted_sooner() {
 fn lacks(world: &mut World, id: ProcessId, capability: Capabilities) {
     let agent = world.agents.get_mut(&id).unwrap();
     agent.capabilities = Capabilities(agent.capabilities.0 & !capability.0);
-    world.node.state.registry.processes.get_mut(&id).unwrap().capabilities = agent.capabilities;
+    world.node.state.registry.processes.get_mut(&id).unwrap().agent.capabilities =
+        agent.capabilities;
 }
 
 #[test]
@@ -453,7 +455,7 @@ fn repeatedly_uncopied_process_is_not_prefaulted() {
     let id = staying(&mut world, FAST, 600);
     let mut leaves = |copied: bool| {
         rest(&mut world);
-        let was_prepared = world.node.state.registry.processes.get(&id).unwrap().prefault_ordered;
+        let was_prepared = world.node.state.registry.processes.get(&id).unwrap().prefault.ordered;
         ask(&mut world, Request::Offload);
         while world.agents[&id].phase != Phase::CopiedOut {
             world.tick();
@@ -486,7 +488,7 @@ fn prefault_lasts_until_restore() {
         world.work(id);
     }
     assert_eq!((world.state(FAST), world.agents[&id].phase), (State::Active, Phase::Open));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
     assert_eq!(world.prepared, []);
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
@@ -497,7 +499,7 @@ fn it_ends_with_the_connection() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::Detached(id));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault_ordered);
+    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
     let id = world.reconnect(id, false);
     while !world.agents[&id].inbox.is_empty() {
         world.work(id);

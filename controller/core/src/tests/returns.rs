@@ -205,7 +205,17 @@ fn hazard_during_offload_is_the_reason() {
         world.fail = Some(Outcome::Unsupported);
         world.settle();
         assert_eq!(world.fail, None, "the lock was refused");
-        world.node.state.registry.processes.get(&id).unwrap().hazards.words().collect::<Vec<_>>()
+        world
+            .node
+            .state
+            .registry
+            .processes
+            .get(&id)
+            .unwrap()
+            .agent
+            .hazards
+            .words()
+            .collect::<Vec<_>>()
     });
     assert_eq!(known, [["managed-memory"], ["driver-too-old"]]);
 }
@@ -527,7 +537,7 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     (0..5).for_each(|_| world.pass());
     assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
     offload::evict(&mut world.node.state, &key(2), Offload::deep(world.now));
-    while world.node.state.registry.processes.get(&newcomer).unwrap().waits_for_siblings {
+    while world.node.state.registry.processes.get(&newcomer).unwrap().holds.for_siblings {
         world.tick();
         world.answer_question();
     }

@@ -1,0 +1,145 @@
+//! The VRAM that a process holds, and the VRAM that it gave up.
+
+use affinode_proto::wire::Phase;
+
+use super::super::{DeviceBytes, input::SwapStatus};
+
+/// The VRAM that a process holds, and the VRAM that it gave up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProcessMemory {
+    /// VRAM of the process now, as NVML reports it.
+    pub vram: Vec<DeviceBytes>,
+    /// Memory that the agent can copy, and memory that it has copied.
+    pub swap: SwapStatus,
+    /// The memory that is offloaded, or that is about to be. `None`: the process is not offloaded,
+    /// or its VRAM is unknown.
+    pub offloaded: Option<OffloadedMemory>,
+}
+
+/// The memory of a process that is offloaded, or that is about to be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OffloadedMemory {
+    /// VRAM of the process when its offload began.
+    pub vram: Vec<DeviceBytes>,
+    /// UUID of the GPU on which VRAM was promised for a migration. `None`: the process is restored
+    /// on its own GPU.
+    pub target_gpu: Option<String>,
+    /// Whether the process is checkpointed although no copier has copied its swappable memory. That
+    /// memory is then still on the GPU.
+    pub copy_out_incomplete: bool,
+}
+
+impl OffloadedMemory {
+    /// Memory that is restored on the GPU from which it was offloaded.
+    #[must_use]
+    pub fn of(vram: Vec<DeviceBytes>) -> OffloadedMemory {
+        OffloadedMemory { vram, ..OffloadedMemory::default() }
+    }
+}
+
+impl ProcessMemory {
+    /// Present VRAM in bytes, over all GPUs.
+    #[must_use]
+    pub fn vram_bytes(&self) -> u64 {
+        self.vram.iter().map(|d| d.bytes).sum()
+    }
+
+    /// VRAM that was given up. `None`: the process is not offloaded, or its VRAM is unknown.
+    #[must_use]
+    pub fn offloaded_vram(&self) -> Option<&[DeviceBytes]> {
+        self.offloaded.as_ref().map(|offloaded| offloaded.vram.as_slice())
+    }
+
+    /// UUID of the target GPU of a migration.
+    #[must_use]
+    pub fn target_gpu(&self) -> Option<&str> {
+        self.offloaded.as_ref()?.target_gpu.as_deref()
+    }
+
+    /// Sets or clears the target GPU of a migration. Does nothing if the process is not offloaded.
+    pub fn set_target_gpu(&mut self, to: Option<String>) {
+        if let Some(offloaded) = &mut self.offloaded {
+            offloaded.target_gpu = to;
+        }
+    }
+
+    /// Replaces the VRAM that was given up. The target GPU and the mark of an incomplete copy stay.
+    pub fn set_offloaded_vram(&mut self, vram: Option<Vec<DeviceBytes>>) {
+        let before = self.offloaded.take().unwrap_or_default();
+        self.offloaded = vram.map(|vram| OffloadedMemory { vram, ..before });
+    }
+
+    /// Sets whether swappable memory is still on the GPU although the process is checkpointed.
+    pub fn set_copy_out_incomplete(&mut self, incomplete: bool) {
+        if let Some(offloaded) = &mut self.offloaded {
+            offloaded.copy_out_incomplete = incomplete;
+        }
+    }
+
+    /// VRAM that the process freed and needs for its restore, in this phase. `None`: unknown. A
+    /// process that is copied out needs only the copied part and its local memory, because the other
+    /// memory never left the GPU.
+    #[must_use]
+    pub fn to_restore(&self, phase: Phase) -> Option<Vec<DeviceBytes>> {
+        let offloaded = self.offloaded.as_ref()?;
+        if offloaded.copy_out_incomplete {
+            let stays = proportional_part(&offloaded.vram, self.swap.swappable_bytes);
+            return Some(subtract_vram(&offloaded.vram, &stays));
+        }
+        if phase != Phase::CopiedOut {
+            return Some(on_gpu(&offloaded.vram, offloaded.target_gpu.as_deref()));
+        }
+        let left_bytes = self.swap.copied_out_bytes.saturating_add(self.swap.local_memory_bytes);
+        Some(proportional_part(&offloaded.vram, left_bytes))
+    }
+
+    /// VRAM that a copy out frees, without the context.
+    #[must_use]
+    pub fn freed_by_copy(&self) -> Vec<DeviceBytes> {
+        proportional_part(&self.vram, self.swap.swappable_bytes)
+    }
+
+    /// Records that the swappable memory is still on the GPU although the process was checkpointed.
+    pub fn record_copy_out_failure(&mut self) {
+        self.vram = subtract_vram(&self.vram, &self.freed_by_copy());
+        self.set_copy_out_incomplete(true);
+    }
+
+    /// Ends a migration. From now on, the VRAM counts on the GPU `to`, or on the process's own GPU
+    /// if `to` is `None`.
+    pub fn finish_migration(&mut self, to: Option<&str>) {
+        if let Some(offloaded) = &mut self.offloaded {
+            offloaded.vram = on_gpu(&offloaded.vram, to);
+            offloaded.target_gpu = None;
+        }
+    }
+}
+
+/// Returns the VRAM `all` with each GPU replaced by the GPU `to`. If `to` is `None`, the GPUs stay.
+pub(crate) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
+    let mut all = all.to_vec();
+    if let Some(to) = to {
+        all.iter_mut().for_each(|device| to.clone_into(&mut device.uuid));
+    }
+    all
+}
+
+/// Subtracts the VRAM `gone` from the VRAM `all`, for each GPU.
+pub(crate) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
+    let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
+    all.iter()
+        .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
+        .collect()
+}
+
+/// Returns a part of the VRAM `all` with this number of bytes in total. The agent does not report
+/// bytes per GPU, so the part has the same share of each GPU.
+fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
+    let sum: u64 = all.iter().map(|d| d.bytes).sum();
+    let part = bytes.min(sum);
+    let share = |bytes: u64| {
+        let bytes = u128::from(bytes) * u128::from(part);
+        u64::try_from(bytes.div_ceil(u128::from(sum.max(1)))).unwrap_or(u64::MAX)
+    };
+    all.iter().map(|d| DeviceBytes { bytes: share(d.bytes), ..d.clone() }).collect()
+}
