@@ -112,6 +112,7 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
     advance_resumed(node);
     if may_serve {
         serve_queue::serve_queue(node);
+        advance_resumed(node);
         host_promises::settle_host_memory(node);
     }
     copier_use::prove_when_copiers_rest(node);
