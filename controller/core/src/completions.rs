@@ -30,6 +30,8 @@ const LATE_MS: Millis = 5_000;
 /// Time after which an order without a deadline is shown as slow. The driver call that the order
 /// caused is never interrupted.
 pub(super) const SLOW_MS: Millis = 60_000;
+
+/// Handles an agent's report on an order.
 pub(super) fn report(node: &mut NodeState, id: ProcessId, report: OrderReport) {
     // Orders to pause allocations are not in `pending`: they serve a grant, and a process may
     // have such an order and an order of a move at the same time.

@@ -1,7 +1,7 @@
 //! State of one container that Affinode manages. [`affinode_proto::state`] draws its states.
 //!
-//! Data that exists only during a move is in [`Goal`]. All other state is grouped by the part of
-//! the controller that changes it, one file for each group.
+//! What ends with an offload or a restore is in [`Goal`]. The other fields are grouped by what they
+//! are about.
 
 mod failures;
 mod figures;

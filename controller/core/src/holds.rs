@@ -36,6 +36,7 @@ const MAX_RESTARTS: u32 = 4;
 /// Time without a handled input after which the controller counts as stopped or starved. Reports
 /// may be unread then, so a late report does not count as a refusal.
 const STALL_MS: Millis = 200;
+
 /// An order to pause allocations that has no report yet.
 #[derive(Clone, Debug)]
 pub(super) struct HoldOrder {
@@ -193,8 +194,7 @@ pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Ends the holds of [`hold_for_siblings`]: the whole container is
-/// restored, or offloaded again.
+/// Ends the holds of [`hold_for_siblings`]: the whole container is restored, or offloaded again.
 pub(super) fn release_siblings(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };

@@ -20,7 +20,7 @@
 //!                    └> copier_use, offload_check, measurements, prewake, pressure, hints
 //!                       └> needs, output, oversubscription
 //!                          └> lookup, eligibility, host_promises
-//!                             └> the data (node_state) and functions that need only their arguments
+//!                             └> the data (node_state), and what calls no other file
 //! ```
 //!
 //! A file calls only files below it.

@@ -195,7 +195,7 @@ fn agent_message(node: &mut NodeState, id: ProcessId, message: AgentMessage) {
         AgentMessage::Hello { .. } => {}
         AgentMessage::Wake { generation, .. } => {
             if restore::wake(node, id, generation) {
-                // Orders of the restore come first: they decide the place in the queue.
+                // The container enters the queue first, because the answer contains its place.
                 advance_resumed(node);
                 restore::acknowledge_wake(node, id, generation);
             }

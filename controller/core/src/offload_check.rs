@@ -1,4 +1,4 @@
-//! Collects the facts that decide about an offload, and acts on the decision of [`super::eligibility`].
+//! Collects the facts about an offload on which [`super::eligibility`] decides.
 
 use affinode_proto::{reason::Reason, state::State, wire::Hazards, wire::Phase};
 

@@ -13,8 +13,8 @@ use super::{
 };
 
 impl NodeState {
-    /// Requests that the container's next orders are decided before the present input is done. The
-    /// parts of an offload or restore call this when they have changed a container.
+    /// Requests that the container's next orders are decided before the present input is done. A
+    /// part calls this when it has changed a container.
     pub(super) fn resume(&mut self, key: &Key) {
         if !self.output.resumed.contains(key) {
             self.output.resumed.push_back(key.clone());

@@ -72,13 +72,13 @@ pub struct Process {
     pub key: Key,
     /// Pid, start time and command of the process, from the kernel.
     pub identity: Identity,
-    /// What the agent of the process reported last.
+    /// Connection and phase of the agent, and what is known about the process's hazards.
     pub agent: AgentStatus,
     /// The order in progress. A process has at most one.
     pub pending: Option<PendingOrder>,
     /// The VRAM that the process holds or gave up.
     pub memory: ProcessMemory,
-    /// Moves of the process that failed, and that are therefore not tried again.
+    /// Moves of the process that failed. They limit which moves are tried.
     pub failed_moves: FailedMoves,
     /// Prefaulting of host memory for the next offload.
     pub prefault: PrefaultOrder,
@@ -92,7 +92,7 @@ pub struct Process {
     pub alloc_wait: Option<PendingAlloc>,
 }
 
-/// What the agent of a process reported.
+/// Connection and phase of a process's agent, and what is known about the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentStatus {
     /// Whether the agent is connected.
@@ -101,7 +101,8 @@ pub struct AgentStatus {
     pub phase: Phase,
     /// Number of times that the gate of the process has closed.
     pub generation: u64,
-    /// Properties of the process that make a checkpoint unsafe.
+    /// Properties of the process that make a checkpoint unsafe, as the agent reported them or as a
+    /// failed move has shown.
     pub hazards: Hazards,
     /// Capabilities of the process's library.
     pub capabilities: Capabilities,
@@ -110,7 +111,8 @@ pub struct AgentStatus {
 /// Moves of a process that failed. They stay recorded when the process registers again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FailedMoves {
-    /// Whether a restore on another GPU failed. This controller then does not try it again.
+    /// Whether a restore on another GPU failed, or cannot be complete. This controller then does not
+    /// try it.
     pub migration: bool,
     /// Whether a copy by the agent failed. Later offloads then use the driver's checkpoint.
     pub copy: bool,

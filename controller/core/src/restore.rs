@@ -69,7 +69,9 @@ pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool
 /// Tells an agent that its wake was received, and its container's place in the queue.
 pub(super) fn acknowledge_wake(node: &mut NodeState, id: ProcessId, generation: u64) {
     let Some(process) = node.registry.processes.get(&id) else { return };
-    let position = node.admission.queue.position(&process.key, node.clock.now).unwrap_or(0);
+    let is_open = process.agent.phase == Phase::Open && process.pending.is_none();
+    let place = node.admission.queue.position(&process.key, node.clock.now).filter(|_| !is_open);
+    let position = place.unwrap_or(0);
     let position = u32::try_from(position).unwrap_or(u32::MAX);
     node.output.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
 }

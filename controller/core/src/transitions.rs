@@ -6,6 +6,8 @@
 //!   └───────────────────────┴──────────────────────────┘ unlock, open; offloaded processes wait for a grant
 //! ```
 //!
+//! The context of an offloaded container may be evicted too: `container/goal.rs` says how.
+//!
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
 //! `restore.rs`. Reports on orders are handled in `completions.rs`. Parts that change a container
 //! do not call this file: they resume the container (`output.rs`), and the node then advances it.

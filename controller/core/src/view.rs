@@ -1,4 +1,4 @@
-//! What users see of a node: states of containers, their names, and texts about processes.
+//! Everything that can be read from a node: for users, the daemon and the simulator.
 
 use std::collections::BTreeSet;
 

@@ -80,8 +80,8 @@ fn implemented(line: &str) -> Option<String> {
     name.chars().all(char::is_alphanumeric).then(|| name.to_owned())
 }
 
-/// Collects the calls between files: `file::function(`, and `node.method(` if the method is one of
-/// `NodeState`.
+/// Collects the calls between files: functions by the file's name, and `node.method(` if the method
+/// is one of `NodeState`.
 fn calls(files: &BTreeMap<String, String>) -> Calls {
     let product: BTreeMap<&String, String> =
         files.iter().map(|(name, text)| (name, without_tests(text))).collect();
@@ -99,16 +99,7 @@ fn calls(files: &BTreeMap<String, String>) -> Calls {
     }
     let mut calls: Calls = files.keys().map(|file| (file.clone(), BTreeSet::new())).collect();
     for (file, text) in &product {
-        let of_modules = files.keys().filter(|other| {
-            let path = format!("{other}::");
-            text.match_indices(&path).any(|(at, _)| {
-                let before = text[..at].chars().next_back();
-                let called = &text[at + path.len()..];
-                let name = identifier(called);
-                let is_whole = before.is_none_or(|c| !c.is_alphanumeric() && c != '_');
-                is_whole && !name.is_empty() && called[name.len()..].starts_with('(')
-            })
-        });
+        let of_modules = files.keys().filter(|other| names_function_of(text, other));
         let of_methods = ["node.", "self."].into_iter().flat_map(|receiver| {
             text.match_indices(receiver).filter_map(|(at, _)| {
                 let called = &text[at + receiver.len()..];
@@ -120,6 +111,20 @@ fn calls(files: &BTreeMap<String, String>) -> Calls {
         calls.entry((*file).clone()).or_default().extend(others);
     }
     calls
+}
+
+/// Whether a text calls or imports a function of a file: `file::function(` or `file::{function}`.
+/// Types and constants do not count.
+fn names_function_of(text: &str, file: &str) -> bool {
+    let path = format!("{file}::");
+    text.match_indices(&path).any(|(at, _)| {
+        let before = text[..at].chars().next_back();
+        let is_whole = before.is_none_or(|c| !c.is_alphanumeric() && c != '_');
+        let named = &text[at + path.len()..];
+        let list = named.strip_prefix('{').and_then(|list| list.split('}').next());
+        let mut names = list.unwrap_or_else(|| identifier(named)).split(',');
+        is_whole && names.any(|name| name.trim().starts_with(|c: char| c.is_lowercase()))
+    })
 }
 
 /// Returns a file's product code without comments. Chains of calls are joined to one line.

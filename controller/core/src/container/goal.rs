@@ -5,6 +5,9 @@
 //!     ^                                  │ in use, no host memory                 │ call, failure
 //!     └──────────────────────────────────┴────────────────────────────────────────┘
 //! ```
+//!
+//! If the context of an offloaded container is to be evicted too, the goal is `OffloadRequested`
+//! again. If the eviction fails, the container goes back to `Offloaded`.
 
 use super::super::Millis;
 
@@ -52,7 +55,7 @@ impl Offload {
 /// A restore. If the container is resident already, all fields are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restore {
-    /// When VRAM was granted for the restore.
+    /// When the first process was ordered to restore.
     pub began: Option<Millis>,
     /// Why one process was not restored although its VRAM was granted. The value is kept while
     /// restores of the container's other processes run.

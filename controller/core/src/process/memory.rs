@@ -11,15 +11,15 @@ pub struct ProcessMemory {
     pub vram: Vec<DeviceBytes>,
     /// Memory that the agent can copy, and memory that it has copied.
     pub swap: SwapStatus,
-    /// The memory that is offloaded, or that is about to be. `None`: the process is not offloaded,
-    /// or its VRAM is unknown.
+    /// The memory that is offloaded or about to be, until the container's restore ends. `None`: the
+    /// process is not offloaded, or its VRAM is unknown.
     pub offloaded: Option<OffloadedMemory>,
 }
 
 /// The memory of a process that is offloaded, or that is about to be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OffloadedMemory {
-    /// VRAM of the process when its offload began.
+    /// VRAM of the process when its offload began. After a copy in: the restored part.
     pub vram: Vec<DeviceBytes>,
     /// UUID of the GPU on which VRAM was promised for a migration. `None`: the process is restored
     /// on its own GPU.
