@@ -9,7 +9,7 @@ use std::{
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::handler::PLUGINS;
+use super::{containerd::RENDERED, handler::PLUGINS};
 
 /// Setting of the CRI plugin that turns CDI on, in containerd 1.7 to 2.3.
 const ENABLE: &str = "enable_cdi";
@@ -54,7 +54,7 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();
-    !file.ends_with(crate::install::RENDERED) && enables(&own)
+    !file.ends_with(RENDERED) && enables(&own)
 }
 
 fn spec_dirs(config: &Table) -> Vec<PathBuf> {

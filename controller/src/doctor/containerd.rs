@@ -27,6 +27,8 @@ const SOCKETS: [&str; 4] = [
 ];
 /// Default value of containerd's option `--config`.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
+/// Path of containerd's file in k3s and rke2, which generate it, relative to their data folder.
+pub const RENDERED: &str = "agent/etc/containerd/config.toml";
 /// First containerd release with all the calls that the shim serves.
 const MIN_VERSION: (u32, u32) = (1, 6);
 

@@ -7,6 +7,7 @@
 //! | [`kernel`] | permissions, system calls that agents and controller need |
 //! | [`memory`] | cgroups, host memory |
 //! | [`containerd`] | the daemon: its process and version |
+//! | [`imports`] | reads the files of the daemon's configuration |
 //! | [`handler`] | the handler in the daemon's configuration |
 //! | [`cdi`] | whether containers get their devices by CDI |
 //! | [`programs`] | shims and runc on the daemon's PATH |
@@ -23,6 +24,7 @@ pub mod containerd;
 pub mod files;
 pub mod gpu;
 pub mod handler;
+pub(crate) mod imports;
 pub mod kernel;
 pub mod library;
 pub mod memory;
@@ -35,7 +37,7 @@ use std::path::{Path, PathBuf};
 use affinode_proto::{installation::InstallationPaths, paths};
 use serde::Serialize;
 
-use crate::{config::Config, driver_library::DriverLibrary, error_chain, install::imports};
+use crate::{config::Config, driver_library::DriverLibrary, error_chain};
 
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -15,13 +15,14 @@ use toml::{Table, Value};
 use super::{
     edit::ConfigEdit,
     handler::{self, HandlerSpec},
-    imports, podman,
+    podman,
     record::AddedBlock,
     target::{self, InstallTarget},
 };
 use crate::{
     doctor::{
         containerd::{self, ContainerdAbsent, ContainerdProcess},
+        imports,
         programs::SHIM,
     },
     error_chain,

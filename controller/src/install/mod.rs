@@ -23,7 +23,6 @@ mod edit;
 mod files;
 mod folders;
 mod handler;
-pub(crate) mod imports;
 mod lock;
 mod plan;
 mod podman;
@@ -47,7 +46,6 @@ pub use files::{FileError, SourceFile};
 pub use podman::{FOLDER as PODMAN_FOLDER, PodmanRequest};
 pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
-pub(crate) use target::RENDERED;
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
 use affinode_proto::installation::PathsFile;
@@ -461,7 +459,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     } else if let Ok(node) = &node {
         // The file of k3s and rke2 may still contain the handler. At their next start they render
         // the file again, without the handler.
-        let rendered = node.config_file().ends_with(RENDERED);
+        let rendered = node.config_file().ends_with(target::RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
     // The unit is removed before the program that it runs. No container is left that needs a

@@ -24,11 +24,10 @@ use super::{
     containerd::{self, ContainerdNode},
     edit::{AddedText, ConfigEdit, EditError},
     handler::{self, HandlerSpec, HandlerVerdict},
-    imports,
     record::{AddedBlock, InstallRecord},
     target::{self, InstallTarget},
 };
-use crate::doctor::{cdi, handler::PLUGINS};
+use crate::doctor::{cdi, handler::PLUGINS, imports};
 
 /// First line of a template that extends the built-in template of k3s and rke2.
 const BASE: &str = "{{ template \"base\" . }}";

@@ -20,10 +20,9 @@ use std::{
 
 use toml::{Table, Value};
 
+pub use crate::doctor::containerd::RENDERED;
 use crate::doctor::handler::PLUGINS;
 
-/// Path of containerd's file in k3s and rke2, relative to their data folder.
-pub const RENDERED: &str = "agent/etc/containerd/config.toml";
 const FOLDER_V3: &str = "config-v3.toml.d";
 const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
 const TEMPLATE: &str = "config.toml.tmpl";
