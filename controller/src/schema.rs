@@ -432,37 +432,6 @@ impl ReportRow {
     }
 }
 
-impl Report {
-    /// A report with the configured prices.
-    #[must_use]
-    pub fn new(
-        report: crate::history::UsageReport,
-        prices: &crate::config::ReportSection,
-    ) -> Report {
-        Report {
-            since_unix_ms: report.since_ms,
-            until_unix_ms: report.until_ms,
-            oldest_unix_ms: report.oldest_ms,
-            price_per_gpu_hour: prices.price_per_gpu_hour,
-            currency: prices.currency.clone(),
-            rows: report
-                .rows
-                .into_iter()
-                .map(|row| ReportRow {
-                    namespace: row.namespace,
-                    pod: row.pod,
-                    container: row.container,
-                    used_gpu_seconds: row.used_gpu_seconds,
-                    idle_gpu_seconds: row.idle_gpu_seconds,
-                    returned_gpu_seconds: row.returned_gpu_seconds,
-                    offloads: row.offloads,
-                    calls: row.calls,
-                })
-                .collect(),
-        }
-    }
-}
-
 impl From<Report> for control::ReportResponse {
     fn from(report: Report) -> control::ReportResponse {
         let row = |row: ReportRow| control::ReportRow {

@@ -112,7 +112,7 @@ async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Resul
 fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
     let spans = spans_on_disk(run_dir, since_ms, until_ms)?;
     let sums = crate::history::UsageReport::sum(&spans, since_ms, until_ms);
-    Ok(schema::Report::new(sums, &Config::load(&Config::path())?.report))
+    Ok(sums.priced(&Config::load(&Config::path())?.report))
 }
 
 /// Spans of the history that the last controller wrote to disk.

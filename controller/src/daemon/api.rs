@@ -30,7 +30,6 @@ use crate::{
     config::ReportSection,
     error_chain,
     history::{NodeHistory, StoreError},
-    schema,
     socket_activation::ActivationSockets,
 };
 
@@ -277,6 +276,6 @@ impl Control for ControlService {
                 history.report(request.since_unix_ms, request.until_unix_ms)
             })
             .await?;
-        Ok(schema::Report::new(sums, &self.prices).into())
+        Ok(sums.priced(&self.prices).into())
     }
 }

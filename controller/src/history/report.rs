@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::StateSpan;
+use crate::{config::ReportSection, schema};
 
 /// One container in a time range. A GPU second is the VRAM of a whole GPU for one second.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -69,6 +70,29 @@ impl UsageReport {
             until_ms,
             oldest_ms: spans.iter().map(|span| span.from_ms).min(),
             rows: rows.into_values().collect(),
+        }
+    }
+
+    /// The report that users read, with the configured prices.
+    #[must_use]
+    pub fn priced(self, prices: &ReportSection) -> schema::Report {
+        let row = |row: UsageRow| schema::ReportRow {
+            namespace: row.namespace,
+            pod: row.pod,
+            container: row.container,
+            used_gpu_seconds: row.used_gpu_seconds,
+            idle_gpu_seconds: row.idle_gpu_seconds,
+            returned_gpu_seconds: row.returned_gpu_seconds,
+            offloads: row.offloads,
+            calls: row.calls,
+        };
+        schema::Report {
+            since_unix_ms: self.since_ms,
+            until_unix_ms: self.until_ms,
+            oldest_unix_ms: self.oldest_ms,
+            price_per_gpu_hour: prices.price_per_gpu_hour,
+            currency: prices.currency.clone(),
+            rows: self.rows.into_iter().map(row).collect(),
         }
     }
 }

@@ -230,7 +230,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
         let reply = match report {
             Some(prices) => history
                 .report(since_ms, until_ms)
-                .map(|report| reply::json(StatusCode::OK, &schema::Report::new(report, &prices))),
+                .map(|report| reply::json(StatusCode::OK, &report.priced(&prices))),
             None => history
                 .spans(since_ms, until_ms, key.as_deref())
                 .map(|spans| reply::json(StatusCode::OK, &SpanQuery { spans })),
