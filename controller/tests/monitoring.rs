@@ -12,8 +12,7 @@ use std::{
 };
 
 use affinode_controller::{
-    metrics::{Metrics, classic},
-    observe::ViewHub,
+    metrics::{DeliveryCounts, Metrics, classic},
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
@@ -48,8 +47,12 @@ fn scrape() -> String {
     metrics.observe(&busy, 3_000);
     metrics.observe(&busy, 4_000);
     metrics.event(&Event { kind: "refused".into(), reason: "busy".into(), ..Event::default() });
-    metrics.refused_request(affinode_controller::http::DenyReason::Host);
-    classic(&metrics.text(&node, &ViewHub::default(), 1).unwrap())
+    metrics.refused_request(affinode_controller::http::DenyReason::Host.as_str());
+    classic(
+        &metrics
+            .text(&node, DeliveryCounts { history_dropped: 1, ..DeliveryCounts::default() })
+            .unwrap(),
+    )
 }
 
 /// Whether a metric belongs to the node agent or the webhook. The crate affinode-cluster compares

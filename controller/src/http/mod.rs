@@ -127,7 +127,7 @@ impl AppState {
 
     /// Counts and logs a refused request.
     fn refused(&self, kind: DenyReason, what: String) {
-        self.metrics.refused_request(kind);
+        self.metrics.refused_request(kind.as_str());
         self.note(what);
     }
 

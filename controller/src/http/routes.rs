@@ -21,7 +21,11 @@ use super::{
     socket::HttpPeer,
     stream::{self, StreamGuard, StreamQuery},
 };
-use crate::{clock, error_chain, schema};
+use crate::{
+    clock, error_chain,
+    metrics::{DeliveryCounts, classic},
+    schema,
+};
 
 /// Prefix of the paths of containers.
 const CONTAINERS: &str = "/api/v1/containers/";
@@ -186,14 +190,18 @@ async fn look(site: &Arc<AppState>, request: &Request<Incoming>, path: &str) -> 
 }
 
 fn metrics(site: &AppState, node: &schema::Node, headers: &HeaderMap) -> Reply {
-    let dropped = site.history.as_ref().map_or(0, |history| history.dropped());
+    let counts = DeliveryCounts {
+        watchers: site.hub.watchers(),
+        missed: site.hub.missed(),
+        history_dropped: site.history.as_ref().map_or(0, |history| history.dropped()),
+    };
     let accept =
         headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-    let (kind, text) = match site.metrics.text(node, &site.hub, dropped) {
+    let (kind, text) = match site.metrics.text(node, counts) {
         Ok(text) if accept.contains("application/openmetrics-text") => {
             ("application/openmetrics-text; version=1.0.0; charset=utf-8", text)
         }
-        Ok(text) => ("text/plain; version=0.0.4; charset=utf-8", crate::metrics::classic(&text)),
+        Ok(text) => ("text/plain; version=0.0.4; charset=utf-8", classic(&text)),
         Err(error) => {
             return reply::error(
                 StatusCode::INTERNAL_SERVER_ERROR,

@@ -15,7 +15,7 @@ use crate::{
     config::{HttpSection, ListenAddress, ReportSection},
     daemon::{Command, ControllerHandle, EventLog},
     history::{NodeHistory, StoreLimits},
-    metrics::Metrics,
+    metrics::{DeliveryCounts, Metrics},
     observe::{ViewHub, ViewObserver},
 };
 
@@ -134,7 +134,7 @@ impl Running {
 
     /// The text of the current metrics.
     pub fn metrics_text(&self) -> String {
-        self.metrics.text(&crate::schema::Node::default(), &ViewHub::default(), 0).unwrap()
+        self.metrics.text(&crate::schema::Node::default(), DeliveryCounts::default()).unwrap()
     }
 
     /// Opens a stream of the test server.

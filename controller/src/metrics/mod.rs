@@ -28,7 +28,7 @@ pub use reference::{MetricReference, metrics as metrics_reference};
 use table::MetricsTable;
 pub use text_format::classic;
 
-use crate::{history::ControllerRuns, http::DenyReason, observe::ViewHub, schema};
+use crate::{history::ControllerRuns, schema};
 
 /// Maximum number of containers with series of their own.
 pub const CONTAINERS: usize = 1000;
@@ -41,6 +41,17 @@ const STALE_AFTER_MS: i64 = 60_000;
 pub struct Metrics {
     table: MetricsTable,
     inner: Mutex<MetricsState>,
+}
+
+/// Counts of the parts that deliver observations to users. Each scrape passes the present counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeliveryCounts {
+    /// Number of current watchers of the dashboard.
+    pub watchers: usize,
+    /// Number of messages that slow watchers missed so far.
+    pub missed: u64,
+    /// Number of spans that the history dropped so far.
+    pub history_dropped: u64,
 }
 
 #[derive(Debug, Default)]
@@ -190,9 +201,9 @@ impl Metrics {
         }
     }
 
-    /// Counts a refused request.
-    pub fn refused_request(&self, refused: DenyReason) {
-        let reason = refused.as_str().to_owned();
+    /// Counts a refused request. `reason`: the label of the reason.
+    pub fn refused_request(&self, reason: &'static str) {
+        let reason = reason.to_owned();
         self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
 
@@ -200,18 +211,13 @@ impl Metrics {
     ///
     /// # Errors
     /// The text cannot be formatted.
-    pub fn text(
-        &self,
-        node: &schema::Node,
-        hub: &ViewHub,
-        history_dropped: u64,
-    ) -> Result<String, fmt::Error> {
+    pub fn text(&self, node: &schema::Node, counts: DeliveryCounts) -> Result<String, fmt::Error> {
         // One scrape at a time: a scrape clears all gauges and fills them again.
         let _inner = self.inner();
         self.fill(node);
-        self.table.watchers.set(i64::try_from(hub.watchers()).unwrap_or(i64::MAX));
-        raise(&self.table.missed, hub.missed());
-        raise(&self.table.history_dropped, history_dropped);
+        self.table.watchers.set(i64::try_from(counts.watchers).unwrap_or(i64::MAX));
+        raise(&self.table.missed, counts.missed);
+        raise(&self.table.history_dropped, counts.history_dropped);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.table.registry)?;
         Ok(text)

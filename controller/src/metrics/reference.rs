@@ -7,12 +7,8 @@ use std::{collections::BTreeMap, fmt};
 use affinode_proto::{event::EventKind, state::State};
 use serde::Serialize;
 
-use super::Metrics;
-use crate::{
-    http::DenyReason,
-    observe::ViewHub,
-    schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
-};
+use super::{DeliveryCounts, Metrics};
+use crate::schema::{Container, DeviceBytes, Event, Gpu, Node, Process};
 
 /// A metric as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -42,8 +38,8 @@ pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
         metrics.observe(&node, at_ms);
     }
     metrics.event(&Event { kind: EventKind::Refused.to_string(), ..Event::default() });
-    metrics.refused_request(DenyReason::Host);
-    Ok(parse(&metrics.text(&node, &ViewHub::default(), 0)?))
+    metrics.refused_request("host");
+    Ok(parse(&metrics.text(&node, DeliveryCounts::default())?))
 }
 
 fn example() -> Node {

@@ -3,7 +3,6 @@
 use super::*;
 use crate::{
     history::ControllerRuns,
-    observe::ViewHub,
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
@@ -69,9 +68,9 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
 }
 
 /// Runs observations and events that change every metric.
-fn lived() -> (Metrics, ViewHub) {
+fn lived() -> Metrics {
     let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
-    let (metrics, hub) = (Metrics::with_runs(runs), ViewHub::default());
+    let metrics = Metrics::with_runs(runs);
     for (at, what, held, offloaded) in [
         (1_000, "Active", 4, 0),
         (2_000, "Idle", 4, 0),
@@ -93,16 +92,15 @@ fn lived() -> (Metrics, ViewHub) {
         reason: "managed-memory".into(),
         ..Event::default()
     });
-    metrics.refused_request(DenyReason::Host);
-    hub.add_missed(3);
-    (metrics, hub)
+    metrics.refused_request("host");
+    metrics
 }
 
 #[test]
 fn every_metric_is_moved() {
-    let (metrics, hub) = lived();
-    let _watch = hub.watch();
-    let text = metrics.text(&node("Queued", 3, 4), &hub, 5).unwrap();
+    let metrics = lived();
+    let counts = DeliveryCounts { watchers: 1, missed: 3, history_dropped: 5 };
+    let text = metrics.text(&node("Queued", 3, 4), counts).unwrap();
     let names: Vec<&str> =
         text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
     assert!(names.len() > 25, "{names:?}");
@@ -123,9 +121,9 @@ fn every_metric_is_moved() {
 /// A family without values must not be in the output.
 #[test]
 fn dedup_series_end_with_their_gpu() {
-    let (metrics, hub) = lived();
+    let metrics = lived();
     let figures = |node: &Node| {
-        let text = metrics.text(node, &hub, 0).unwrap();
+        let text = metrics.text(node, DeliveryCounts::default()).unwrap();
         ["shared", "stored"].map(|name| {
             let name = format!("affinode_gpu_host_memory_{name}_bytes{{");
             let line = text.lines().find(|line| line.starts_with(&name))?;
@@ -138,8 +136,8 @@ fn dedup_series_end_with_their_gpu() {
 
 #[test]
 fn vram_time_is_split_by_use() {
-    let (metrics, hub) = lived();
-    let text = metrics.text(&node("Queued", 0, 0), &hub, 0).unwrap();
+    let metrics = lived();
+    let text = metrics.text(&node("Queued", 0, 0), DeliveryCounts::default()).unwrap();
     let labels = "{namespace=\"ml\",pod=\"\",container=\"one\"}";
     let pressure = |line: &str| line.starts_with("affinode_gpu_vram_pressure_ratio{");
     let pressure = text.lines().find(|line| pressure(line)).unwrap_or_default();
@@ -173,18 +171,18 @@ fn gpu_time_is_right_on_mixed_gpus() {
     node.containers[0].processes[0].vram = vec![on("small", 4), on("large", 4), on("gone", 9)];
     metrics.observe(&node, 1_000);
     metrics.observe(&node, 5_000);
-    let text = metrics.text(&node, &ViewHub::default(), 0).unwrap();
+    let text = metrics.text(&node, DeliveryCounts::default()).unwrap();
     // Half of one GPU and a quarter of the other GPU, for 4 s.
     assert!(text.contains("state=\"used\"} 3.0\n"), "{text}");
 }
 
 #[test]
 fn a_container_has_one_series_with_its_reason() {
-    let (metrics, hub) = lived();
+    let metrics = lived();
     let mut node = node("Idle", 4, 0);
     for reason in ["no-pressure", "oversubscribed"] {
         node.containers[0].reason = reason.into();
-        let text = metrics.text(&node, &hub, 0).unwrap();
+        let text = metrics.text(&node, DeliveryCounts::default()).unwrap();
         let lines: Vec<&str> =
             text.lines().filter(|line| line.starts_with("affinode_container_reason{")).collect();
         assert_eq!(lines.len(), 1, "{lines:?}");
@@ -205,7 +203,7 @@ fn an_implausible_hook_cost_is_ignored() {
     looks(500, 2_000_000, 1_000);
     looks(1_000_500, 2_500_000, 2_000);
     let figures = || {
-        let text = metrics.text(&node("Active", 0, 0), &ViewHub::default(), 0).unwrap();
+        let text = metrics.text(&node("Active", 0, 0), DeliveryCounts::default()).unwrap();
         ["hook", "held_calls"].map(|name| {
             let name = format!("affinode_container_{name}_seconds_total{{");
             let line = text.lines().find(|line| line.starts_with(&name)).unwrap();
@@ -222,9 +220,11 @@ fn an_implausible_hook_cost_is_ignored() {
 
 #[test]
 fn series_of_containers_are_limited() {
-    let (metrics, hub) = lived();
+    let metrics = lived();
     metrics.observe(&Node::default(), 5_000);
-    assert!(!metrics.text(&Node::default(), &hub, 0).unwrap().contains("\"one\""));
+    assert!(
+        !metrics.text(&Node::default(), DeliveryCounts::default()).unwrap().contains("\"one\"")
+    );
     let mut many = Node::default();
     for number in 0..CONTAINERS + 500 {
         many.containers.push(Container {
@@ -235,7 +235,7 @@ fn series_of_containers_are_limited() {
         });
     }
     metrics.observe(&many, 6_000);
-    let text = metrics.text(&many, &hub, 0).unwrap();
+    let text = metrics.text(&many, DeliveryCounts::default()).unwrap();
     assert_eq!(text.matches("affinode_container_idle_seconds{").count(), CONTAINERS);
     assert!(text.contains("affinode_containers{state=\"Idle\"} 1500"), "every container counts");
 }
