@@ -8,6 +8,7 @@
 //! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |
+//! | [`handle`] | commands to the actor, and its events |
 //! | [`observe`] | the task that observes the node for the dashboard, metrics and history |
 //! | [`metrics`], [`history`] | Prometheus metrics, the history on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
@@ -34,6 +35,7 @@ pub mod daemon;
 pub mod doctor;
 pub mod driver_library;
 pub mod error_chain;
+pub mod handle;
 pub mod history;
 pub mod http;
 mod install;

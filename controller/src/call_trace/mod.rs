@@ -18,4 +18,4 @@ mod sampler;
 
 pub use batch::{CallTraceBatch, FunctionCalls, ProcessCalls, RecordedCall};
 pub use hub::{CallTraceHub, Scope};
-pub use sampler::{CallSampler, CallSource};
+pub use sampler::CallSampler;

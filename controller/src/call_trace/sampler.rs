@@ -1,6 +1,6 @@
 //! Reads the call rings of processes, and sends their agents the sampling rate.
 
-use std::{collections::HashMap, fs::File, os::unix::fs::FileExt, sync::Arc, time::Duration};
+use std::{collections::HashMap, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
 use affinode_core::{Key, ProcessId};
 use affinode_proto::wire::{
@@ -15,9 +15,8 @@ use super::{
     aggregate::{CallAggregate, one_in},
 };
 use crate::{
-    agents::OutgoingFrame,
     clock,
-    daemon::{ControllerHandle, ShuttingDown},
+    handle::{CallSource, ControllerHandle, ShuttingDown},
 };
 
 /// Time between two readings.
@@ -26,26 +25,6 @@ const PERIOD: Duration = Duration::from_millis(200);
 const RESCAN_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of processes in one batch.
 const SHOWN: usize = 256;
-
-/// A process whose calls can be read. This value does not keep the connection of the process's
-/// agent open.
-#[derive(Clone, Debug)]
-pub struct CallSource {
-    /// Number of the connection to the process's agent.
-    pub id: ProcessId,
-    /// Key of the process's container.
-    pub key: Key,
-    /// Name of the process's container.
-    pub container: String,
-    /// Pid of the process on the node.
-    pub pid: u32,
-    /// Name of the process's program.
-    pub command: String,
-    /// File with the process's shared counters and call ring.
-    pub page: Arc<File>,
-    /// Queue to the process's agent. `None`: the library in the process cannot record calls.
-    pub outbox: Option<mpsc::WeakSender<OutgoingFrame>>,
-}
 
 struct SampledProcess {
     sight: CallSource,

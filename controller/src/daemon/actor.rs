@@ -24,14 +24,12 @@ use tokio::{
 };
 
 use super::{
-    ControllerHandle, DaemonError,
+    DaemonError,
     api::{self, ControlService},
-    command::Command,
-    events::EventLog,
     frontend::Frontend,
     gc::GarbageCollector,
     gpu_polling::GpuPolling,
-    viewers,
+    job_socket, viewers,
 };
 use crate::{
     agents::{AgentHandle, AgentListener, AgentMail},
@@ -42,6 +40,7 @@ use crate::{
     copier::CopierProcesses,
     driver_library::DriverLibrary,
     error_chain,
+    handle::{Command, ControllerHandle, EventLog},
     inventory::{
         Inventory, InventoryQuery, InventoryResult, host_levels::HostLevels, memory,
         memory::MemoryRules, process, process_utilization::ProcessUtilization,
@@ -187,7 +186,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let _jobs = if takes_jobs {
         let socket = run_dir.join(jobs::SOCKET);
         let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
-        let served = listener.and_then(|listener| jobs::serve(listener, calls.clone()));
+        let served = listener.and_then(|listener| job_socket::serve(listener, calls.clone()));
         Some(served.map_err(file("cannot bind", socket))?)
     } else {
         None

@@ -24,11 +24,12 @@ use tokio::{
 };
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
-use super::{DaemonError, command::Command, events::EventLog};
+use super::DaemonError;
 use crate::{
     call_trace::{CallTraceBatch, CallTraceHub},
     config::ReportSection,
     error_chain,
+    handle::{Command, EventLog},
     history::{NodeHistory, StoreError},
     socket_activation::ActivationSockets,
 };

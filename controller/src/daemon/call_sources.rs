@@ -3,7 +3,7 @@
 use affinode_core::Key;
 
 use super::actor::NodeActor;
-use crate::call_trace::CallSource;
+use crate::handle::CallSource;
 
 impl NodeActor {
     pub(super) fn sights(&self, keys: Option<&[Key]>) -> Vec<CallSource> {

@@ -8,8 +8,10 @@ use affinode_proto::{
     paths,
 };
 
-use super::{actor::NodeActor, command::CommandError};
-use crate::{agents::AgentListener, conversion, error_chain, inventory::process};
+use super::actor::NodeActor;
+use crate::{
+    agents::AgentListener, conversion, error_chain, handle::CommandError, inventory::process,
+};
 
 impl NodeActor {
     /// Handles the announcement of a container. Returns warnings about its invalid annotations.

@@ -3,11 +3,11 @@
 
 use std::{path::Path, sync::Arc, thread::JoinHandle};
 
-use super::ControllerHandle;
 use crate::{
     call_trace::{CallSampler, CallTraceHub},
     config::Config,
     error_chain,
+    handle::ControllerHandle,
     history::{NodeHistory, StoreLimits},
     http::{self, AppState, DataSources, HttpGuard, HttpListener},
     metrics::Metrics,

@@ -3,9 +3,10 @@
 
 use std::io;
 
-use super::{actor::NodeActor, command::CommandError};
+use super::actor::NodeActor;
 use crate::{
     error_chain,
+    handle::CommandError,
     jobs::{JobFolder, JobRefusal, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
 };
 

@@ -9,17 +9,15 @@
 mod actor;
 mod api;
 mod call_sources;
-mod command;
 mod connection_polling;
 mod containers;
 mod copiers;
 mod effects;
-mod events;
 mod frontend;
 mod gc;
 mod gpu_polling;
-mod handle;
 mod hints;
+mod job_socket;
 mod jobs;
 mod log;
 mod log_file;
@@ -35,10 +33,6 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
 };
-
-pub use command::Command;
-pub use events::EventLog;
-pub use handle::{ControllerHandle, ShuttingDown};
 
 use affinode_proto::{installation::InstallationPaths, paths};
 

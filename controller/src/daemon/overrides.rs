@@ -9,11 +9,12 @@ use affinode_proto::{
 };
 use tokio::sync::oneshot;
 
-use super::{
-    actor::NodeActor,
-    command::{Command, CommandError},
+use super::actor::NodeActor;
+use crate::{
+    conversion, error_chain,
+    handle::{Command, CommandError},
+    overrides,
 };
-use crate::{conversion, error_chain, overrides};
 
 impl NodeActor {
     pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, CommandError> {

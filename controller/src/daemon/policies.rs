@@ -3,10 +3,11 @@
 use affinode_core::{Input, view::FindError};
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
-use super::{actor::NodeActor, command::CommandError};
+use super::actor::NodeActor;
 use crate::{
     config::{self, Config, ReloadedConfig},
     conversion,
+    handle::CommandError,
 };
 
 impl NodeActor {

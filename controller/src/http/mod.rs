@@ -37,8 +37,8 @@ use tokio::{
 };
 
 use crate::{
-    agents::RefusalLog, call_trace::CallTraceHub, config::ReportSection, daemon::ControllerHandle,
-    error_chain, history::NodeHistory, metrics::Metrics, observe::ViewHub,
+    agents::RefusalLog, call_trace::CallTraceHub, config::ReportSection, error_chain,
+    handle::ControllerHandle, history::NodeHistory, metrics::Metrics, observe::ViewHub,
 };
 
 pub use guard::{AccessRule, Denied, DenyReason, GuardError, HttpGuard};

@@ -13,7 +13,7 @@ use super::{AppState, DataSources, HttpGuard, HttpListener, serve};
 use crate::{
     call_trace::{CallSampler, CallTraceHub},
     config::{HttpSection, ListenAddress, ReportSection},
-    daemon::{Command, ControllerHandle, EventLog},
+    handle::{Command, ControllerHandle, EventLog},
     history::{NodeHistory, StoreLimits},
     metrics::{DeliveryCounts, Metrics},
     observe::{ViewHub, ViewObserver},

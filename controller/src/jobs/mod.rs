@@ -16,15 +16,15 @@
 //! have a namespace of their own, and may not set annotations that affect other jobs.
 
 mod folder;
-mod socket;
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 pub use folder::{JobFolder, LOCK_FILE, kept, running, unused};
-pub use socket::{SOCKET, serve};
 
+/// Name of the socket for requests, in the run directory.
+pub const SOCKET: &str = "jobs.sock";
 /// Maximum number of jobs of one user.
 pub const MAX_JOBS: usize = 256;
 /// Maximum number of annotations of a job.

@@ -16,7 +16,7 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     clock,
-    daemon::{ControllerHandle, ShuttingDown},
+    handle::{ControllerHandle, ShuttingDown},
     history::NodeHistory,
     metrics::Metrics,
     schema,

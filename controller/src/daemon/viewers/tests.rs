@@ -9,7 +9,7 @@ use super::*;
 use crate::{
     call_trace::CallTraceHub,
     config::ReportSection,
-    daemon::{Command, EventLog},
+    handle::{Command, EventLog},
 };
 
 /// Serves a socket for the own group of this process. The actor answers lists, and records all

@@ -1,15 +1,15 @@
 //! The commands that the actor receives from the APIs.
 
-use std::{io, path::PathBuf};
+use std::{fs::File, io, path::PathBuf, sync::Arc};
 
-use affinode_core::{InvalidKey, Key, Request, hints::Hint, view::FindError};
+use affinode_core::{InvalidKey, Key, ProcessId, Request, hints::Hint, view::FindError};
 use affinode_proto::api::control::{
     ActionResponse, Announcement, HintResponse, ListResponse, PolicyResponse, PolicyValue,
 };
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::{
-    call_trace::CallSource,
+    agents::OutgoingFrame,
     config::{ConfigError, ReloadedConfig, SetError},
     jobs,
 };
@@ -44,6 +44,26 @@ pub enum CommandError {
     /// The change of the node's policy is invalid or cannot be stored.
     #[error(transparent)]
     Set(#[from] SetError),
+}
+
+/// A process whose calls can be read. This value does not keep the connection of the process's
+/// agent open.
+#[derive(Clone, Debug)]
+pub struct CallSource {
+    /// Number of the connection to the process's agent.
+    pub id: ProcessId,
+    /// Key of the process's container.
+    pub key: Key,
+    /// Name of the process's container.
+    pub container: String,
+    /// Pid of the process on the node.
+    pub pid: u32,
+    /// Name of the process's program.
+    pub command: String,
+    /// File with the process's shared counters and call ring.
+    pub page: Arc<File>,
+    /// Queue to the process's agent. `None`: the library in the process cannot record calls.
+    pub outbox: Option<mpsc::WeakSender<OutgoingFrame>>,
 }
 
 /// A command of the control API or the HTTP API, with the channel of its response.

@@ -9,11 +9,13 @@ use tokio::{
     sync::{Semaphore, mpsc, oneshot},
 };
 
-use super::{JobReply, JobRequest, JobUser};
-use crate::{daemon::Command, isolated_runtime::IsolatedRuntime, sys};
+use crate::{
+    handle::Command,
+    isolated_runtime::IsolatedRuntime,
+    jobs::{JobReply, JobRequest, JobUser},
+    sys,
+};
 
-/// Name of the socket in the run directory.
-pub const SOCKET: &str = "jobs.sock";
 /// Maximum size of a request in bytes.
 const MAX_BYTES: u64 = 16 << 10;
 /// Timeout for receiving a request and sending its response.
@@ -108,7 +110,7 @@ mod tests {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
     use super::*;
-    use crate::isolated_runtime::tests::LingeringTask;
+    use crate::{isolated_runtime::tests::LingeringTask, jobs::SOCKET};
 
     /// The kernel closes unread descriptors in the thread that reads the message. The close of this
     /// test's descriptor waits until its peer has read all data, or for a timeout. Only the thread

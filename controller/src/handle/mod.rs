@@ -1,4 +1,16 @@
-//! The handle to the actor for the APIs. It sends [`Command`]s for any transport.
+//! The handle to the actor, for the APIs and for the parts that observe the node.
+//!
+//! ```text
+//!  API, observer, call trace ──ControllerHandle──Command──> actor
+//!           ^                                                │
+//!           └────── EventLog <──────────── Event ────────────┘
+//! ```
+//!
+//! These parts need only the handle, so they do not depend on the module of the actor,
+//! [`crate::daemon`], which starts them.
+
+mod command;
+mod events;
 
 use std::sync::Arc;
 
@@ -6,11 +18,8 @@ use affinode_core::{Key, Request};
 use affinode_proto::api::control::{ActionResponse, Event, ListResponse};
 use tokio::sync::{mpsc, oneshot};
 
-use super::{
-    command::{Command, CommandError},
-    events::EventLog,
-};
-use crate::call_trace::CallSource;
+pub use command::{CallSource, Command, CommandError};
+pub use events::EventLog;
 
 /// The controller is shutting down and does not respond any longer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
