@@ -1,14 +1,16 @@
-//! Checks that the files of `controller/core` call each other in one direction only.
+//! Checks that the files of `controller/core`, and the modules of `controller/src`, depend on each
+//! other in one direction only, and that no type has methods in many files.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    path::{Path, PathBuf},
 };
 
 use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result};
 
-/// Names of files, and the files that each file calls.
+/// Names of files or modules, and the others that each of them calls or refers to.
 type Calls = BTreeMap<String, BTreeSet<String>>;
 
 /// A reader can understand the core file by file, from the bottom up, only if no files call each
@@ -31,29 +33,50 @@ fn core_files_call_in_one_direction() -> Result<()> {
     Ok(())
 }
 
-/// The type that holds all data would otherwise grow a method for each feature again.
+/// A reader can understand the modules of the controller from the bottom up only if no modules
+/// refer to each other in a circle.
 #[test]
-fn core_type_has_methods_in_two_files_at_most() -> Result<()> {
-    let mut places: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    let mut folders = vec![workspace_dir().join("controller/core/src")];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder)? {
-            let path = entry?.path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            for name in fs::read_to_string(&path)?.lines().filter_map(implemented) {
-                let in_tests = path.components().any(|part| part.as_os_str() == "tests");
-                if !in_tests {
-                    places.entry(name).or_default().insert(path.display().to_string());
-                }
-            }
+fn controller_modules_refer_in_one_direction() -> Result<()> {
+    let folder = workspace_dir().join("controller/src");
+    let mut modules: BTreeMap<String, String> = BTreeMap::new();
+    for (path, text) in product_files(&folder)? {
+        let below = path.strip_prefix(&folder)?;
+        let first = below.components().next().context("a file has no name")?;
+        let name = Path::new(&first).file_stem().context("a file has no name")?.to_string_lossy();
+        if !["lib", "bin"].contains(&name.as_ref()) {
+            modules.entry(name.into_owned()).or_default().push_str(&text);
         }
     }
-    assert!(places.contains_key("Node"), "{places:?}");
-    let spread: Vec<_> = places.iter().filter(|(_, files)| files.len() > 2).collect();
-    assert!(spread.is_empty(), "these types have methods in more than two files: {spread:?}");
+    let references = references(&modules);
+    let count: usize = references.values().map(BTreeSet::len).sum();
+    assert!(count > 60, "only {count} references were found, so the check sees too little");
+    assert_eq!(circle(&references), None, "these modules refer to each other in a circle");
+    Ok(())
+}
+
+/// The type that holds all data of a crate would otherwise grow a method for each feature.
+#[test]
+fn a_type_has_methods_in_two_files_at_most() -> Result<()> {
+    let crates = [
+        ("controller/core", "Node"),
+        ("controller/copier", ""),
+        ("controller/cluster", ""),
+        ("runtime-shim", ""),
+        ("preload", ""),
+        ("proto", ""),
+    ];
+    for (name, known) in crates {
+        let mut places: BTreeMap<String, BTreeSet<PathBuf>> = BTreeMap::new();
+        for (path, text) in product_files(&workspace_dir().join(name).join("src"))? {
+            for implemented in text.lines().filter_map(implemented) {
+                places.entry(implemented).or_default().insert(path.clone());
+            }
+        }
+        assert!(known.is_empty() || places.contains_key(known), "{name}: {places:?}");
+        assert!(places.len() > 10, "{name}: the check sees too little: {places:?}");
+        let spread: Vec<_> = places.iter().filter(|(_, files)| files.len() > 2).collect();
+        assert!(spread.is_empty(), "{name}: these types have methods in many files: {spread:?}");
+    }
     Ok(())
 }
 
@@ -74,10 +97,101 @@ fn circle_of_files_is_found() {
     assert_eq!(circle.len(), 3, "{circle:?}");
 }
 
-/// The name of the type in a line such as `impl Node {`.
+#[test]
+fn circle_of_modules_is_found() {
+    let module = |name: &str, text: &str| (name.to_owned(), text.to_owned());
+    let mut modules = BTreeMap::from([
+        module("top", "use crate::{\n    middle::{base, Node},\n    side,\n};\n"),
+        module("middle", "fn go() {\n    crate::base::say()\n}\n"),
+        module("base", "use super::top;\n"),
+        module("side", ""),
+    ]);
+    let found = references(&modules);
+    assert_eq!(found["top"], BTreeSet::from(["middle".to_owned(), "side".to_owned()]));
+    assert_eq!(circle(&found), None);
+    modules.insert("base".into(), "use crate::{error, top};\n".into());
+    let circle = circle(&references(&modules)).unwrap_or_default();
+    assert_eq!(circle.len(), 3, "{circle:?}");
+}
+
+#[test]
+fn implementing_lines_name_their_type() {
+    let name = |line: &str| implemented(line).unwrap_or_default();
+    assert_eq!(name("impl Node {"), "Node");
+    assert_eq!(name("impl<'a> SimulatedNode<'a> {"), "SimulatedNode");
+    assert_eq!(name("impl<T> Drop for Guard<T> {"), "");
+}
+
+/// Reads the product code below a folder, file by file. Files that their parent declares for tests
+/// only are left out.
+fn product_files(folder: &Path) -> Result<BTreeMap<PathBuf, String>> {
+    let (mut files, mut tests) = (BTreeMap::new(), BTreeSet::new());
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path)?;
+                let own = match path.file_stem().map(|stem| stem.to_string_lossy()) {
+                    Some(stem) if !["mod", "lib", "main"].contains(&stem.as_ref()) => {
+                        folder.join(stem.as_ref())
+                    }
+                    _ => folder.clone(),
+                };
+                let declared = text.split("#[cfg(test)]\n").skip(1).filter_map(|rest| {
+                    let (_, name) = rest.lines().next()?.strip_suffix(';')?.split_once("mod ")?;
+                    Some(own.join(name))
+                });
+                tests.extend(declared);
+                files.insert(path, without_tests(&text));
+            }
+        }
+    }
+    files.retain(|path, _| {
+        let module = path.with_extension("");
+        !module.ancestors().any(|part| tests.contains(part))
+    });
+    Ok(files)
+}
+
+/// The name of the type in a line such as `impl Node {` or `impl<'a> Node<'a> {`.
 fn implemented(line: &str) -> Option<String> {
-    let name = line.strip_prefix("impl ")?.strip_suffix(" {")?;
-    name.chars().all(char::is_alphanumeric).then(|| name.to_owned())
+    let rest = line.strip_prefix("impl")?.strip_suffix(" {")?;
+    let rest = match rest.strip_prefix('<') {
+        Some(generic) => generic.split_once("> ")?.1,
+        None => rest.strip_prefix(' ')?,
+    };
+    let name = identifier(rest);
+    (!name.is_empty() && !rest.contains(" for ")).then(|| name.to_owned())
+}
+
+/// Collects the references between modules: `crate::name`, and the names in `crate::{…}`.
+fn references(modules: &BTreeMap<String, String>) -> Calls {
+    let of = |(name, text): (&String, &String)| {
+        let paths = text.match_indices("crate::").map(|(at, path)| &text[at + path.len()..]);
+        let mut others: BTreeSet<String> = paths.flat_map(first_names).collect();
+        others.retain(|other| other != name && modules.contains_key(other));
+        (name.clone(), others)
+    };
+    modules.iter().map(of).collect()
+}
+
+/// The first names of a path. A path in braces has several.
+fn first_names(path: &str) -> Vec<String> {
+    let Some(group) = path.strip_prefix('{') else { return vec![identifier(path).to_owned()] };
+    let (mut depth, mut outer) = (0, String::new());
+    for character in group.chars() {
+        match character {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            other if depth == 0 => outer.push(other),
+            _ => {}
+        }
+    }
+    outer.split(',').map(|name| identifier(name.trim()).to_owned()).collect()
 }
 
 /// Collects the calls between files: functions by the file's name, and `node.method(` if the method
@@ -129,7 +243,11 @@ fn names_function_of(text: &str, file: &str) -> bool {
 
 /// Returns a file's product code without comments. Chains of calls are joined to one line.
 fn without_tests(text: &str) -> String {
-    let product = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let is_tests =
+        |rest: &str| rest.lines().next().is_some_and(|line| line.ends_with("mod tests {"));
+    let mut ends = text.match_indices("#[cfg(test)]\n");
+    let end = ends.find(|(at, attribute)| is_tests(&text[at + attribute.len()..]));
+    let product = &text[..end.map_or(text.len(), |(at, _)| at)];
     let mut joined = String::new();
     for line in product.lines() {
         let code = line.split("//").next().unwrap_or_default().trim_end();
