@@ -105,7 +105,7 @@ pub fn run(
     };
     let mut world = SimulatedNode::new(trace, machine, contender, settings);
     world.play(trace, &settings.policies)?;
-    Ok(world.finish(contender.reloads))
+    Ok(outcome::finish(world, contender.reloads))
 }
 
 /// Returns the decisions of one baseline, in order. A baseline without offloads has none.
@@ -207,7 +207,7 @@ impl<'a> SimulatedNode<'a> {
         trace: &'a WorkloadTrace,
         policies: &Policies,
     ) -> Result<(), SimulationError> {
-        let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
+        let gpus = (0..self.machine.gpus).map(|gpu| orders::gpu_sample(self, gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
             let engine = policies.before_annotations(&load.namespace).engine;
@@ -215,7 +215,7 @@ impl<'a> SimulatedNode<'a> {
             if !load.starts_late() {
                 self.register(n);
             }
-            self.arrival(n);
+            process::arrival(self, n);
         }
         self.drain()
     }
@@ -251,7 +251,7 @@ impl<'a> SimulatedNode<'a> {
                 swap: memory.swap(),
             },
         ]);
-        let page = Input::Page(id(n), self.page(n));
+        let page = Input::Page(id(n), process::page(self, n));
         self.inputs.push_back(page);
     }
 
@@ -291,9 +291,9 @@ impl<'a> SimulatedNode<'a> {
 
     fn take(&mut self, event: SimulationEvent) -> Result<(), SimulationError> {
         match event {
-            SimulationEvent::Arrival(n) => self.called(n as usize)?,
-            SimulationEvent::UseEnds(n) => self.use_ends(n as usize)?,
-            SimulationEvent::Done(n, action) => self.done(n as usize, action)?,
+            SimulationEvent::Arrival(n) => process::called(self, n as usize)?,
+            SimulationEvent::UseEnds(n) => process::use_ends(self, n as usize)?,
+            SimulationEvent::Done(n, action) => orders::end_order(self, n as usize, action)?,
             SimulationEvent::Due(n) => {
                 let n = n as usize;
                 if self.processes[n].due == Some(self.now) {
@@ -307,7 +307,8 @@ impl<'a> SimulatedNode<'a> {
                 self.polling = false;
                 // The node processes its queue on every input. Apart from that, this input is only
                 // a reading of every GPU.
-                let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
+                let gpus =
+                    (0..self.machine.gpus).map(|gpu| orders::gpu_sample(self, gpu, None)).collect();
                 let key = self.processes[0].key.clone();
                 self.tell(Input::Proven(key, u64::MAX, Ok(gpus)))?;
             }
@@ -352,7 +353,7 @@ impl<'a> SimulatedNode<'a> {
         let mut effects = std::mem::take(&mut self.effects);
         self.node.handle_into(self.now, input, &mut effects);
         for effect in effects.drain(..) {
-            self.simulate_effect(effect)?;
+            orders::simulate_effect(self, effect)?;
         }
         self.effects = effects;
         let waiting = self.node.waiting();
