@@ -5,18 +5,17 @@ use affinode_core::Key;
 use super::actor::NodeActor;
 use crate::handle::CallSource;
 
-impl NodeActor {
-    pub(super) fn sights(&self, keys: Option<&[Key]>) -> Vec<CallSource> {
-        let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
-        let mut sights = Vec::new();
-        for (id, key, identity, container) in self.node.callers(wanted) {
-            if let Some(agent) = self.agents.get(&id) {
-                let (page, outbox) = agent.sight();
-                let (pid, command) = (identity.pid, identity.command.clone());
-                let key = key.clone();
-                sights.push(CallSource { id, key, container, pid, command, page, outbox });
-            }
+/// The connected processes of these containers. `None`: of all containers.
+pub(super) fn sights(actor: &NodeActor, keys: Option<&[Key]>) -> Vec<CallSource> {
+    let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
+    let mut sights = Vec::new();
+    for (id, key, identity, container) in actor.node.callers(wanted) {
+        if let Some(agent) = actor.agents.get(&id) {
+            let (page, outbox) = agent.sight();
+            let (pid, command) = (identity.pid, identity.command.clone());
+            let key = key.clone();
+            sights.push(CallSource { id, key, container, pid, command, page, outbox });
         }
-        sights
     }
+    sights
 }

@@ -1,31 +1,49 @@
-//! Counts the TCP connections of offloaded containers. If the container's setting `wake_on` is
-//! `connection` and enough VRAM is free, a new connection restores the container.
+//! Selects the offloaded containers whose TCP connections are counted at a tick. If the container's
+//! setting `wake_on` is `connection` and enough VRAM is free, a new connection restores the
+//! container.
 
-use affinode_core::{Input, Key};
-
-use super::actor::NodeActor;
-use crate::inventory::network;
+use affinode_core::Key;
 
 /// Maximum number of containers whose connections are counted per tick. Each count reads a small
 /// file of /proc.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
-impl NodeActor {
-    /// Counts the connections of some containers. Starts after the container that was counted last.
-    pub(super) fn read_connections(&mut self) {
-        let all: Vec<(Key, u32)> =
-            self.node.listening().map(|(key, pid)| (key.clone(), pid)).collect();
+/// The containers take turns, so that each tick counts the connections of only some of them.
+#[derive(Debug, Default)]
+pub(super) struct ConnectionPolling {
+    /// The container whose connections were counted last.
+    counted: Option<Key>,
+}
+
+impl ConnectionPolling {
+    /// The containers of this turn, with the pid of a process of each. They begin after the
+    /// container that was counted last. `all`: all containers in the order of their keys.
+    pub(super) fn turn(&mut self, all: Vec<(Key, u32)>) -> Vec<(Key, u32)> {
         let after = |key: &Key| self.counted.as_ref().is_none_or(|last| key > last);
         let begin = all.iter().position(|(key, _)| after(key)).unwrap_or(0);
-        for (key, pid) in
-            all.iter().cycle().skip(begin).take(all.len().min(MAX_CONTAINERS_PER_TURN))
-        {
-            // If the process has ended, the read fails. The end itself is reported by the process's
-            // pidfd.
-            if let Ok(count) = network::connections(*pid) {
-                self.feed(Input::Connections(key.clone(), count));
-            }
+        let count = all.len().min(MAX_CONTAINERS_PER_TURN);
+        let turn: Vec<_> = all.iter().cycle().skip(begin).take(count).cloned().collect();
+        if let Some((key, _)) = turn.last() {
             self.counted = Some(key.clone());
         }
+        turn
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_container_has_its_turn() {
+        let all: Vec<(Key, u32)> =
+            (0..100).map(|n| (Key::parse(&format!("{n:032x}")).unwrap(), n)).collect();
+        let mut polling = ConnectionPolling::default();
+        let mut turn = || polling.turn(all.clone()).iter().map(|(_, pid)| *pid).collect::<Vec<_>>();
+        assert_eq!(turn(), (0..64).collect::<Vec<_>>());
+        assert_eq!(turn(), (64..100).chain(0..28).collect::<Vec<_>>());
+        assert_eq!(turn()[0], 28);
+        assert!(polling.turn(Vec::new()).is_empty());
+        assert_eq!(polling.turn(all[..2].to_vec()).len(), 2, "each container once per turn");
     }
 }

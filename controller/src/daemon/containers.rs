@@ -8,98 +8,93 @@ use affinode_proto::{
     paths,
 };
 
-use super::actor::NodeActor;
+use super::{actor::NodeActor, effects, hints, overrides};
 use crate::{
     agents::AgentListener, conversion, error_chain, handle::CommandError, inventory::process,
 };
 
-impl NodeActor {
-    /// Handles the announcement of a container. Returns warnings about its invalid annotations.
-    pub(super) fn announced(
-        &mut self,
-        announcement: Announcement,
-    ) -> Result<Vec<String>, CommandError> {
-        let key = Key::parse(&announcement.key)?;
-        self.announce(key, conversion::spec_of(announcement))
-    }
+/// Handles the announcement of a container. Returns warnings about its invalid annotations.
+pub(super) fn announced(
+    actor: &mut NodeActor,
+    announcement: Announcement,
+) -> Result<Vec<String>, CommandError> {
+    let key = Key::parse(&announcement.key)?;
+    announce(actor, key, conversion::spec_of(announcement))
+}
 
-    /// Handles a container that was created, or a job that was admitted. Returns warnings about its
-    /// invalid annotations.
-    pub(super) fn announce(
-        &mut self,
-        key: Key,
-        spec: ContainerSpec,
-    ) -> Result<Vec<String>, CommandError> {
-        if self.node.is_of_another(&key, spec.generation) {
-            // The previous container with this id is gone, but its shim has not withdrawn it.
-            self.withdraw(key.clone());
-        }
-        if !self.listeners.contains_key(&key) {
-            let owner = spec.job_user;
-            let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
-            let listener =
-                AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
-                    .map_err(|source| CommandError::Socket { id: spec.id.clone(), source })?;
-            // The pressure file must exist before the container's programs start.
-            if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
-                tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
-            }
-            self.listeners.insert(key.clone(), listener);
-        }
-        self.feed(Input::Announced(Box::new(spec), key.clone()));
-        // The state file, too, must exist before the container's programs start.
-        self.write_states();
-        Ok(self.node.annotation_warnings(&key))
+/// Handles a container that was created, or a job that was admitted. Returns warnings about its
+/// invalid annotations.
+pub(super) fn announce(
+    actor: &mut NodeActor,
+    key: Key,
+    spec: ContainerSpec,
+) -> Result<Vec<String>, CommandError> {
+    if actor.node.is_of_another(&key, spec.generation) {
+        // The previous container with this id is gone, but its shim has not withdrawn it.
+        withdraw(actor, key.clone());
     }
+    if !actor.listeners.contains_key(&key) {
+        let owner = spec.job_user;
+        let (numbers, mail) = (Arc::clone(&actor.numbers), actor.mail.clone());
+        let listener =
+            AgentListener::open(&mut actor.sockets, &actor.run_dir, &key, owner, numbers, mail)
+                .map_err(|source| CommandError::Socket { id: spec.id.clone(), source })?;
+        // The pressure file must exist before the container's programs start.
+        if let Err(error) = listener.tell_pressure(actor.node.pressed().iter()) {
+            tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
+        }
+        actor.listeners.insert(key.clone(), listener);
+    }
+    effects::feed(actor, Input::Announced(Box::new(spec), key.clone()));
+    // The state file, too, must exist before the container's programs start.
+    hints::write_states(actor);
+    Ok(actor.node.annotation_warnings(&key))
+}
 
-    /// Announces the containers that no shim announces again: those of Podman and CRI-O, whose
-    /// announcements are in their folders.
-    pub(super) fn recall_containers(&mut self) {
-        for announcement in kept_announcements(&self.run_dir) {
-            let id = announcement.id.clone();
-            if let Err(error) = self.announced(announcement) {
-                tracing::error!(
-                    id,
-                    "container {id}: runs unmanaged: {}",
-                    error_chain::chain(&error)
-                );
-            }
+/// Announces the containers that no shim announces again: those of Podman and CRI-O, whose
+/// announcements are in their folders.
+pub(super) fn recall_containers(actor: &mut NodeActor) {
+    for announcement in kept_announcements(&actor.run_dir) {
+        let id = announcement.id.clone();
+        if let Err(error) = announced(actor, announcement) {
+            tracing::error!(id, "container {id}: runs unmanaged: {}", error_chain::chain(&error));
         }
     }
+}
 
-    /// Handles the withdrawal of a deleted container. A later container with the same id has
-    /// another generation, and stays. Generation 0 matches every container.
-    pub(super) fn withdrawn(&mut self, key: &str, generation: u64) {
-        if let Ok(key) = Key::parse(key)
-            && !self.node.is_of_another(&key, generation)
-        {
-            self.withdraw(key);
-        }
+/// Handles the withdrawal of a deleted container. A later container with the same id has
+/// another generation, and stays. Generation 0 matches every container.
+pub(super) fn withdrawn(actor: &mut NodeActor, key: &str, generation: u64) {
+    if let Ok(key) = Key::parse(key)
+        && !actor.node.is_of_another(&key, generation)
+    {
+        withdraw(actor, key);
     }
+}
 
-    /// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until
-    /// the interval between two scans has passed.
-    pub(super) fn withdraw_the_gone(&mut self) {
-        if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
-            for (key, generation) in gone {
-                self.withdraw(key.clone());
-                self.sweep.remove_folder(&key, generation);
-            }
-            self.sockets.tidy();
+/// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until
+/// the interval between two scans has passed.
+pub(super) fn withdraw_the_gone(actor: &mut NodeActor) {
+    if let Some(gone) = actor.sweep.gone(actor.node.deserted(process::lives)) {
+        for (key, generation) in gone {
+            withdraw(actor, key.clone());
+            actor.sweep.remove_folder(&key, generation);
         }
+        actor.sockets.tidy();
     }
+}
 
-    fn withdraw(&mut self, key: Key) {
-        if self.node.overrides().pinned.contains(&key)
-            && let Err(error) = self.override_with(self.node.overrides().with_pin(&key, false))
-        {
-            tracing::warn!(%key, "container {key}: {error}");
-        }
-        self.job_users.remove(&key);
-        self.listeners.remove(&key);
-        self.sockets.forget(&AgentListener::socket(&key));
-        self.feed(Input::Withdrawn(key));
+fn withdraw(actor: &mut NodeActor, key: Key) {
+    if actor.node.overrides().pinned.contains(&key)
+        && let Err(error) =
+            overrides::override_with(actor, actor.node.overrides().with_pin(&key, false))
+    {
+        tracing::warn!(%key, "container {key}: {error}");
     }
+    actor.job_users.remove(&key);
+    actor.listeners.remove(&key);
+    actor.sockets.forget(&AgentListener::socket(&key));
+    effects::feed(actor, Input::Withdrawn(key));
 }
 
 /// Maximum size of an announcement, in bytes. It is about ten times the size of a large

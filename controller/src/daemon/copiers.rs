@@ -1,4 +1,4 @@
-//! Executes the effects that concern copiers, and handles the messages from copiers.
+//! Executes the effects that concern copiers, and logs what copiers report.
 
 use affinode_core::{
     Input, ProcessId,
@@ -7,95 +7,80 @@ use affinode_core::{
 use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 
 use super::actor::NodeActor;
-use crate::copier::{AttachError, CopierMessage};
+use crate::copier::AttachError;
 
-impl NodeActor {
-    pub(super) fn start_copier(&mut self, copier: CopierId, gpu: &str) {
-        if let Err(error) = self.copiers.start(copier, gpu) {
-            tracing::warn!(gpu, %error, "copier {gpu}: cannot start the process");
-            self.later.extend([Input::CopierEnded(copier), Input::CopierExited(copier)]);
-        }
-    }
-
-    /// Gives a process a connection to its copier. A relay of the container passes the messages on.
-    pub(super) fn attach_copier(
-        &mut self,
-        copier: CopierId,
-        process: ProcessId,
-        most_bytes: u64,
-        domain: u64,
-    ) {
-        let attached = match self.copiers.attach(copier, process, most_bytes, domain) {
-            Ok(socket) => {
-                self.agents.get_mut(&process).is_some_and(|agent| agent.send_copier(socket))
-            }
-            Err(error) => {
-                tracing::debug!(process = process.0, %error, "process {}: cannot attach the process to a copier", process.0);
-                if let AttachError::Order(error) = error {
-                    self.unreachable(copier, &error);
-                }
-                false
-            }
-        };
-        if !attached {
-            self.later.push_back(Input::NotAttached(process));
-        }
-    }
-
-    /// Sends an order to a copier. If that fails, the core is informed that the copier has ended.
-    pub(super) fn order_copier(&mut self, copier: CopierId, order: CopierOrder) {
-        if let Err(error) = self.copiers.tell(copier, order) {
-            self.unreachable(copier, &error);
-        }
-    }
-
-    fn unreachable(&mut self, copier: CopierId, error: &std::io::Error) {
-        let gpu = self.copiers.gpu(copier).unwrap_or_default();
-        tracing::warn!(gpu, %error, "copier {gpu}: cannot send an order");
-        self.later.push_back(Input::CopierEnded(copier));
-    }
-
-    pub(super) fn end_copier(&mut self, copier: CopierId, why: CopierEnd) {
-        let Some(gpu) = self.copiers.end(copier) else { return };
-        match why {
-            CopierEnd::Unused => {
-                tracing::info!(gpu, "copier {gpu}: ended, because no process needs it")
-            }
-            CopierEnd::MakesRoom => {
-                tracing::info!(
-                    gpu,
-                    "copier {gpu}: ended, because a container waits for the copier's VRAM"
-                );
-            }
-            CopierEnd::Lost => tracing::warn!(gpu, "copier {gpu}: ended unexpectedly"),
-            CopierEnd::NeverReady { pause_ms } => {
-                let pause_s = pause_ms / 1_000;
-                tracing::warn!(
-                    gpu,
-                    pause_s,
-                    "copier {gpu}: failed to start. Processes are restored without a copier. The \
-                     next start is tried after {pause_s} s"
-                );
-            }
-        }
-    }
-
-    pub(super) fn copier_said(&mut self, mail: CopierMessage) {
-        self.feed(match mail {
-            CopierMessage::Report(copier, report) => {
-                log(self.copiers.gpu(copier).unwrap_or_default(), report);
-                Input::CopierReport(copier, report)
-            }
-            CopierMessage::Closed(copier) => Input::CopierEnded(copier),
-            CopierMessage::Exited(copier) => {
-                self.feed(Input::CopierExited(copier));
-                return self.copiers.forget(copier);
-            }
-        });
+/// Starts the process of a copier. If that fails, the core is informed that the copier has ended.
+pub(super) fn start(actor: &mut NodeActor, copier: CopierId, gpu: &str) {
+    if let Err(error) = actor.copiers.start(copier, gpu) {
+        tracing::warn!(gpu, %error, "copier {gpu}: cannot start the process");
+        actor.later.extend([Input::CopierEnded(copier), Input::CopierExited(copier)]);
     }
 }
 
-fn log(gpu: &str, report: CopierReport) {
+/// Gives a process a connection to its copier. A relay of the container passes the messages on.
+pub(super) fn attach(
+    actor: &mut NodeActor,
+    copier: CopierId,
+    process: ProcessId,
+    most_bytes: u64,
+    domain: u64,
+) {
+    let attached = match actor.copiers.attach(copier, process, most_bytes, domain) {
+        Ok(socket) => actor.agents.get_mut(&process).is_some_and(|agent| agent.send_copier(socket)),
+        Err(error) => {
+            tracing::debug!(process = process.0, %error, "process {}: cannot attach the process to a copier", process.0);
+            if let AttachError::Order(error) = error {
+                unreachable(actor, copier, &error);
+            }
+            false
+        }
+    };
+    if !attached {
+        actor.later.push_back(Input::NotAttached(process));
+    }
+}
+
+/// Sends an order to a copier. If that fails, the core is informed that the copier has ended.
+pub(super) fn order(actor: &mut NodeActor, copier: CopierId, order: CopierOrder) {
+    if let Err(error) = actor.copiers.tell(copier, order) {
+        unreachable(actor, copier, &error);
+    }
+}
+
+fn unreachable(actor: &mut NodeActor, copier: CopierId, error: &std::io::Error) {
+    let gpu = actor.copiers.gpu(copier).unwrap_or_default();
+    tracing::warn!(gpu, %error, "copier {gpu}: cannot send an order");
+    actor.later.push_back(Input::CopierEnded(copier));
+}
+
+/// Ends a copier, and logs the reason.
+pub(super) fn end(actor: &mut NodeActor, copier: CopierId, why: CopierEnd) {
+    let Some(gpu) = actor.copiers.end(copier) else { return };
+    match why {
+        CopierEnd::Unused => {
+            tracing::info!(gpu, "copier {gpu}: ended, because no process needs it")
+        }
+        CopierEnd::MakesRoom => {
+            tracing::info!(
+                gpu,
+                "copier {gpu}: ended, because a container waits for the copier's VRAM"
+            );
+        }
+        CopierEnd::Lost => tracing::warn!(gpu, "copier {gpu}: ended unexpectedly"),
+        CopierEnd::NeverReady { pause_ms } => {
+            let pause_s = pause_ms / 1_000;
+            tracing::warn!(
+                gpu,
+                pause_s,
+                "copier {gpu}: failed to start. Processes are restored without a copier. The \
+                 next start is tried after {pause_s} s"
+            );
+        }
+    }
+}
+
+/// Logs the report of a copier.
+pub(super) fn log(gpu: &str, report: CopierReport) {
     match report {
         CopierReport::Ready => tracing::info!(gpu, "copier {gpu}: ready"),
         CopierReport::Registered { process, bytes } => {

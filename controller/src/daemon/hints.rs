@@ -4,66 +4,64 @@
 use affinode_core::{Input, hints::Hint, view::FindError};
 use affinode_proto::api::control::HintResponse;
 
-use super::actor::NodeActor;
+use super::{actor::NodeActor, effects};
 use crate::{clock::unix_ms, conversion};
 
-impl NodeActor {
-    /// Reads what the containers wrote into their hint pipes since the last call.
-    pub(super) fn read_hints(&mut self) {
-        let said = self.listeners.iter().filter_map(|(key, listener)| {
-            let hint = Hint::last(&listener.received())?;
-            Some(Input::Hinted(key.clone(), hint, "the container".into()))
-        });
-        for input in said.collect::<Vec<_>>() {
-            self.feed(input);
-        }
+/// Reads what the containers wrote into their hint pipes since the last call.
+pub(super) fn read_hints(actor: &mut NodeActor) {
+    let said = actor.listeners.iter().filter_map(|(key, listener)| {
+        let hint = Hint::last(&listener.received())?;
+        Some(Input::Hinted(key.clone(), hint, "the container".into()))
+    });
+    for input in said.collect::<Vec<_>>() {
+        effects::feed(actor, input);
     }
+}
 
-    /// Updates the pressure files of the containers when the set of GPUs under pressure has
-    /// changed.
-    pub(super) fn tell_pressure(&mut self) {
-        let pressed = self.node.pressed();
-        if self.sent_pressure.as_ref() == Some(pressed) {
-            return;
-        }
-        for (key, listener) in &self.listeners {
-            if let Err(error) = listener.tell_pressure(pressed.iter()) {
-                tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
-            }
-        }
-        self.sent_pressure = Some(pressed.clone());
+/// Updates the pressure files of the containers when the set of GPUs under pressure has
+/// changed.
+pub(super) fn tell_pressure(actor: &mut NodeActor) {
+    let pressed = actor.node.pressed();
+    if actor.sent_pressure.as_ref() == Some(pressed) {
+        return;
     }
+    for (key, listener) in &actor.listeners {
+        if let Err(error) = listener.tell_pressure(pressed.iter()) {
+            tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
+        }
+    }
+    actor.sent_pressure = Some(pressed.clone());
+}
 
-    /// Updates the state files of the containers whose state, reason or place in the queue has
-    /// changed.
-    pub(super) fn write_states(&mut self) {
-        let (now, unix_ms) = (self.now(), unix_ms());
-        for (key, status) in self.node.statuses(now) {
-            let Some(listener) = self.listeners.get_mut(key) else { continue };
-            let ago = i64::try_from(now.saturating_sub(status.since)).unwrap_or(i64::MAX);
-            let since_unix_ms = unix_ms.saturating_sub(ago);
-            if let Err(error) = listener.write_state(status, since_unix_ms) {
-                tracing::warn!(%key, %error, "container {key}: cannot write the state file");
-            }
+/// Updates the state files of the containers whose state, reason or place in the queue has
+/// changed.
+pub(super) fn write_states(actor: &mut NodeActor) {
+    let (now, unix_ms) = (actor.now(), unix_ms());
+    for (key, status) in actor.node.statuses(now) {
+        let Some(listener) = actor.listeners.get_mut(key) else { continue };
+        let ago = i64::try_from(now.saturating_sub(status.since)).unwrap_or(i64::MAX);
+        let since_unix_ms = unix_ms.saturating_sub(ago);
+        if let Err(error) = listener.write_state(status, since_unix_ms) {
+            tracing::warn!(%key, %error, "container {key}: cannot write the state file");
         }
     }
+}
 
-    /// Applies a hint from the API that a container is idle or busy.
-    pub(super) fn hint(
-        &mut self,
-        name: &str,
-        hint: Hint,
-        who: &str,
-    ) -> Result<HintResponse, FindError> {
-        let key = self.node.find(name)?;
-        self.feed(Input::Hinted(key.clone(), hint, who.to_owned()));
-        let list = conversion::list(&self.node, self.now(), unix_ms());
-        let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
-        let known = known.unwrap_or_default();
-        Ok(HintResponse {
-            state: known.state,
-            reason_text: known.reason_text,
-            ..HintResponse::default()
-        })
-    }
+/// Applies a hint from the API that a container is idle or busy.
+pub(super) fn hint(
+    actor: &mut NodeActor,
+    name: &str,
+    hint: Hint,
+    who: &str,
+) -> Result<HintResponse, FindError> {
+    let key = actor.node.find(name)?;
+    effects::feed(actor, Input::Hinted(key.clone(), hint, who.to_owned()));
+    let list = conversion::list(&actor.node, actor.now(), unix_ms());
+    let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
+    let known = known.unwrap_or_default();
+    Ok(HintResponse {
+        state: known.state,
+        reason_text: known.reason_text,
+        ..HintResponse::default()
+    })
 }

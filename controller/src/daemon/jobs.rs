@@ -3,7 +3,7 @@
 
 use std::io;
 
-use super::actor::NodeActor;
+use super::{actor::NodeActor, containers};
 use crate::{
     error_chain,
     handle::CommandError,
@@ -23,48 +23,46 @@ pub(super) enum JobError {
     Announcement(#[from] CommandError),
 }
 
-impl NodeActor {
-    /// Creates a job and its folder, if the user is allowed to run it.
-    pub(super) fn job(
-        &mut self,
-        request: JobRequest,
-        user: &JobUser,
-    ) -> Result<JobReply, JobError> {
-        let request = permit(request, user, &self.config.jobs.users)?;
-        if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
-            return Err(JobError::TooMany(user.name.clone()));
-        }
-        let job = JobFolder::make(&self.run_dir, request, user).map_err(JobError::Folder)?;
-        let warnings = self.announce_job(&job)?;
-        tracing::info!(key = %job.key(), user = user.name, "job {}: started", job.key());
-        let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
-        Ok(JobReply::Granted { folder, lock, warnings })
+/// Creates a job and its folder, if the user is allowed to run it.
+pub(super) fn job(
+    actor: &mut NodeActor,
+    request: JobRequest,
+    user: &JobUser,
+) -> Result<JobReply, JobError> {
+    let request = permit(request, user, &actor.config.jobs.users)?;
+    if actor.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
+        return Err(JobError::TooMany(user.name.clone()));
     }
+    let job = JobFolder::make(&actor.run_dir, request, user).map_err(JobError::Folder)?;
+    let warnings = announce_job(actor, &job)?;
+    tracing::info!(key = %job.key(), user = user.name, "job {}: started", job.key());
+    let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
+    Ok(JobReply::Granted { folder, lock, warnings })
+}
 
-    /// Finds the jobs that an earlier controller admitted. Jobs that have ended since then are
-    /// garbage-collected like containers.
-    pub(super) fn recall_jobs(&mut self) {
-        let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
-            tracing::error!(%error, "controller: cannot list the jobs of an earlier controller, so \
-                                     these jobs run unmanaged");
-            Vec::new()
-        });
-        for job in jobs {
-            if let Err(error) = self.announce_job(&job) {
-                tracing::error!(key = %job.key(), "job {}: runs unmanaged: {}", job.key(), error_chain::chain(&error));
-            }
+/// Finds the jobs that an earlier controller admitted. Jobs that have ended since then are
+/// garbage-collected like containers.
+pub(super) fn recall_jobs(actor: &mut NodeActor) {
+    let jobs = kept(&actor.run_dir).unwrap_or_else(|error| {
+        tracing::error!(%error, "controller: cannot list the jobs of an earlier controller, so \
+                                 these jobs run unmanaged");
+        Vec::new()
+    });
+    for job in jobs {
+        if let Err(error) = announce_job(actor, &job) {
+            tracing::error!(key = %job.key(), "job {}: runs unmanaged: {}", job.key(), error_chain::chain(&error));
         }
     }
+}
 
-    fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, CommandError> {
-        self.job_users.insert(job.key().clone(), job.uid());
-        let spec = job.spec();
-        let (policy, _) = spec.policy(&self.config.settings().policies);
-        if let Err(error) = job.write_engine(policy.engine) {
-            // Without the file, allocations use the engine checkpoint until the controller's first
-            // message.
-            tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file with the job's engine", job.key());
-        }
-        self.announce(job.key().clone(), spec)
+fn announce_job(actor: &mut NodeActor, job: &JobFolder) -> Result<Vec<String>, CommandError> {
+    actor.job_users.insert(job.key().clone(), job.uid());
+    let spec = job.spec();
+    let (policy, _) = spec.policy(&actor.config.settings().policies);
+    if let Err(error) = job.write_engine(policy.engine) {
+        // Without the file, allocations use the engine checkpoint until the controller's first
+        // message.
+        tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file with the job's engine", job.key());
     }
+    containers::announce(actor, job.key().clone(), spec)
 }

@@ -1,7 +1,7 @@
 //! The controller's process. A lock ensures that only one controller serves a node.
 //!
 //! At its start, the controller reads the configuration, takes the lock, reads the journal and
-//! opens the control socket. Then one task drives the core ([`actor`]). The controller may end at
+//! opens the control socket. Then one task drives the core ([`serve`]). The controller may end at
 //! any time: shims then start the next one and announce their containers again, and agents connect
 //! again and report their state. A controller that is a systemd unit waits for the lock while a
 //! shim's controller holds it.
@@ -9,6 +9,7 @@
 mod actor;
 mod api;
 mod call_sources;
+mod commands;
 mod connection_polling;
 mod containers;
 mod copiers;
@@ -17,12 +18,20 @@ mod frontend;
 mod gc;
 mod gpu_polling;
 mod hints;
+mod incoming;
 mod job_socket;
 mod jobs;
+mod level_polling;
 mod log;
 mod log_file;
+mod moves;
 mod overrides;
+mod pending_commands;
 mod policies;
+mod recall;
+mod serve;
+mod tick;
+mod utilization_polling;
 mod viewers;
 
 use std::{
@@ -66,6 +75,14 @@ pub(crate) enum DaemonError {
     },
 }
 
+impl DaemonError {
+    /// Returns a function that adds the attempted operation and its path to an error.
+    fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DaemonError {
+        let path = path.to_owned();
+        move |source| DaemonError::File { what, path, source }
+    }
+}
+
 /// Runs the controller. `args` are the arguments after the subcommand. The controller accepts no
 /// arguments.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
@@ -104,7 +121,7 @@ fn start() -> Result<(), DaemonError> {
         .enable_all()
         .build()
         .map_err(DaemonError::Runtime)?;
-    runtime.block_on(actor::serve(run_dir, config))
+    runtime.block_on(serve::serve(run_dir, config))
 }
 
 /// Raises the soft limit of open files to the hard limit, because each process of a container takes
@@ -123,10 +140,7 @@ fn raise_descriptors() {
 /// ends for any reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
-    let fail = |what, path: &Path| {
-        let path = path.to_owned();
-        move |source| DaemonError::File { what, path, source }
-    };
+    let fail = DaemonError::file;
     fs::create_dir_all(run_dir).map_err(fail("cannot create", run_dir))?;
     // Users pass through the run directory to the folders of their own jobs. Only root can enter
     // the folders of containers.

@@ -59,6 +59,7 @@ fn controller_modules_refer_in_one_direction() -> Result<()> {
 fn a_type_has_methods_in_two_files_at_most() -> Result<()> {
     let crates = [
         ("controller/core", "Node"),
+        ("controller", "NodeActor"),
         ("controller/copier", ""),
         ("controller/cluster", ""),
         ("runtime-shim", ""),

@@ -1,0 +1,69 @@
+//! Carries out the commands of the APIs.
+
+use affinode_proto::api::control::ListResponse;
+
+use super::{actor::NodeActor, call_sources, containers, hints, jobs, moves, overrides, policies};
+use crate::{
+    clock::unix_ms, conversion, error_chain, handle::Command, inventory::memory, jobs::JobReply,
+};
+
+/// Carries out a command. If the caller does not wait any longer, the response is dropped.
+pub(super) fn call(actor: &mut NodeActor, command: Command) {
+    match command {
+        Command::Announce(announcement, answer) => {
+            let _ = answer.send(containers::announced(actor, *announcement));
+        }
+        Command::Withdraw(key, generation) => containers::withdrawn(actor, &key, generation),
+        Command::List(answer) => {
+            let _ = answer.send(list(actor));
+        }
+        Command::Sights(keys, answer) => {
+            let _ = answer.send(call_sources::sights(actor, keys.as_deref()));
+        }
+        Command::Find(name, answer) => {
+            let _ = answer.send(actor.node.find(&name));
+        }
+        Command::Act(name, request, answer) => moves::act(actor, &name, request, answer),
+        Command::Pin(name, pinned, who, answer) => {
+            overrides::pin(actor, &name, pinned, &who, answer);
+        }
+        Command::AutoOffload(on, who, answer) => {
+            let _ = answer.send(overrides::auto_offload(actor, on, &who));
+        }
+        Command::Reload(answer) => {
+            let _ = answer.send(policies::reload(actor));
+        }
+        Command::Hint(name, hint, who, answer) => {
+            let _ = answer.send(hints::hint(actor, &name, hint, &who));
+        }
+        Command::Policy(name, answer) => {
+            let _ = answer.send(policies::policy(actor, &name));
+        }
+        Command::SetPolicy(changes, answer) => {
+            let _ = answer.send(policies::set_policy(actor, &changes));
+        }
+        Command::Job(request, user, answer) => {
+            let _ = answer.send(match jobs::job(actor, request, &user) {
+                Ok(granted) => granted,
+                Err(error) => JobReply::Refused(error_chain::chain(&error)),
+            });
+        }
+    }
+}
+
+/// The node with its GPUs and containers, as the API shows it.
+fn list(actor: &NodeActor) -> ListResponse {
+    let mut list = conversion::list(&actor.node, actor.now(), unix_ms());
+    list.node =
+        nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    list.version = env!("CARGO_PKG_VERSION").into();
+    list.controller_pid = std::process::id();
+    list.started_unix_ms = actor.started_unix_ms;
+    for gpu in &mut list.gpus {
+        gpu.utilization_minute_percent = actor.busy.percent(&gpu.uuid);
+        actor.copiers.show(gpu);
+    }
+    list.dashboard.clone_from(&actor.dashboard);
+    list.host_free_bytes = memory::room_bytes(actor.config.memory.node_reserve_bytes());
+    list
+}

@@ -1,0 +1,66 @@
+//! Continues what an earlier controller left: its overrides, its journal, its jobs and containers.
+
+use affinode_core::{Input, JournalStep};
+use affinode_proto::paths;
+
+use super::{
+    DaemonError,
+    actor::{NodeActor, memory_rules},
+    containers, effects, jobs,
+};
+use crate::{
+    inventory::{memory, process},
+    overrides,
+};
+
+/// Reads what an earlier controller left, before any socket is served.
+pub(super) fn recall(actor: &mut NodeActor) -> Result<(), DaemonError> {
+    if let Ok(own) = process::identity(std::process::id()) {
+        effects::feed(actor, Input::Started(own.start_ticks));
+    }
+    match overrides::read(&actor.run_dir) {
+        Ok(overrides) => effects::feed(actor, Input::Overridden(overrides)),
+        Err(error) => {
+            tracing::warn!(%error, "controller: cannot read the operator overrides in {}, so none apply",
+                actor.run_dir.display())
+        }
+    }
+    // The journal is read before any socket is served. A restore that the earlier controller
+    // ordered may still be running, and its VRAM must not be promised to another container.
+    let folder = actor.run_dir.join(paths::JOURNAL_DIR);
+    recall_moves(actor).map_err(DaemonError::file("cannot read", &folder))?;
+    jobs::recall_jobs(actor);
+    containers::recall_containers(actor);
+    Ok(())
+}
+
+/// Reads the journal that an earlier controller wrote.
+fn recall_moves(actor: &mut NodeActor) -> std::io::Result<()> {
+    let (records, bad) = actor.journal.read_all()?;
+    for why in bad {
+        tracing::warn!("controller: a journal record is invalid and is ignored: {why}");
+    }
+    for (key, record) in records {
+        actor.unclaimed.add(key.clone(), &record);
+        let restoring = record.step == JournalStep::Restore;
+        for process in record.processes {
+            let identity = (process.pid, process.start_ticks);
+            // A process that has ended is not recalled, even if another process has its pid now.
+            let lives = process::lives(process.pid, process.start_ticks);
+            if lives {
+                let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
+                let host = memory::pools_of(memory_rules(&actor.config), process.pid, bytes);
+                let recalled = Input::Recalled {
+                    key: key.clone(),
+                    identity,
+                    offloaded: process.offloaded,
+                    to: process.to,
+                    restoring,
+                    host,
+                };
+                effects::feed(actor, recalled);
+            }
+        }
+    }
+    Ok(())
+}

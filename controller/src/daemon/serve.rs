@@ -1,0 +1,240 @@
+//! Starts the task that drives the core, and runs it. Only this task changes the core's state: it
+//! feeds the inputs, and executes the effects in order.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::AtomicU64},
+    time::{Duration, Instant},
+};
+
+use affinode_core::Node;
+use affinode_proto::paths;
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::mpsc,
+};
+use ttrpc::r#async::Server;
+
+use super::{
+    DaemonError,
+    actor::{NodeActor, memory_rules},
+    api::{self, ControlService},
+    commands,
+    connection_polling::ConnectionPolling,
+    frontend::Frontend,
+    gc::GarbageCollector,
+    gpu_polling::GpuPolling,
+    incoming, job_socket,
+    level_polling::LevelPolling,
+    pending_commands::PendingCommands,
+    recall, tick,
+    utilization_polling::UtilizationPolling,
+    viewers,
+};
+use crate::{
+    agents::AgentMail,
+    call_trace::CallTraceHub,
+    clock::unix_ms,
+    config::Config,
+    copier::{CopierMessage, CopierProcesses},
+    driver_library::DriverLibrary,
+    handle::{Command, ControllerHandle, EventLog},
+    inventory::{
+        Inventory, InventoryResult, host_levels::HostLevels,
+        process_utilization::ProcessUtilization, utilization::GpuUtilization,
+    },
+    isolated_runtime::IsolatedRuntime,
+    jobs,
+    journal::{Journal, UnclaimedEntry},
+    socket_activation::{self, ActivationSockets},
+};
+
+/// Maximum number of messages of agents that wait for the actor. Further messages wait in the
+/// sockets of their senders.
+const INBOX: usize = 1024;
+/// Maximum number of commands that wait for the actor.
+const COMMANDS: usize = 64;
+/// Time without containers after which the controller ends. The next shim starts a new controller.
+const LINGER: Duration = Duration::from_secs(60);
+
+/// The receivers of everything that the actor handles.
+struct ActorInbox {
+    findings: mpsc::UnboundedReceiver<InventoryResult>,
+    commands: mpsc::Receiver<Command>,
+    copiers: mpsc::UnboundedReceiver<CopierMessage>,
+    agents: mpsc::Receiver<AgentMail>,
+}
+
+/// The signals that end the controller.
+struct EndSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+/// The served sockets. They are closed when this value is dropped.
+struct ServedSockets {
+    _api: Server,
+    _viewers: Option<IsolatedRuntime>,
+    _jobs: Option<IsolatedRuntime>,
+}
+
+/// Serves until the process receives a signal. A controller without a supervisor and without jobs
+/// also ends when there was no container for `LINGER`.
+pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
+    let (calls, commands) = mpsc::channel(COMMANDS);
+    let (mut inbox, mut actor) = begin(&run_dir, config, commands)?;
+    recall::recall(&mut actor)?;
+    let hub = Arc::new(CallTraceHub::default());
+    let door = ControllerHandle::new(calls.clone(), Arc::clone(&actor.events));
+    let show = Frontend::start(&run_dir, &actor.config, door, Arc::clone(&hub));
+    actor.dashboard.clone_from(&show.dashboard);
+    let stays = actor.config.jobs.enabled || socket_activation::supervised();
+    let (events, prices) = (Arc::clone(&actor.events), actor.config.report.clone());
+    let service = ControlService::new(calls.clone(), events, hub, show.history.clone(), prices);
+    let _sockets = ServedSockets::open(&mut actor, calls, service).await?;
+    let mut signals = EndSignals {
+        terminate: signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?,
+        interrupt: signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?,
+    };
+    tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
+    socket_activation::tell_ready("serves this node");
+    run(&mut actor, &mut inbox, &mut signals, stays).await;
+    // From here on, commands get no response. Each caller that waits gets `ShuttingDown`, because
+    // its channel is dropped.
+    drop(inbox.commands);
+    show.end();
+    Ok(())
+}
+
+/// Creates the actor and the threads that read the node for it.
+fn begin(
+    run_dir: &Path,
+    config: Config,
+    commands: mpsc::Receiver<Command>,
+) -> Result<(ActorInbox, NodeActor), DaemonError> {
+    let folder = run_dir.join(paths::JOURNAL_DIR);
+    let journal = Journal::open(&folder).map_err(DaemonError::file("cannot create", &folder))?;
+    let (mail, agents) = mpsc::channel(INBOX);
+    let (found, findings) = mpsc::unbounded_channel();
+    let (of_copiers, copiers) = mpsc::unbounded_channel();
+    let (utilization, levels, inventory) =
+        start_readers(&config, &found).map_err(DaemonError::Runtime)?;
+    let actor = NodeActor {
+        node: Node::new(config.settings()),
+        copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
+        config,
+        run_dir: run_dir.to_owned(),
+        sockets: ActivationSockets::take(run_dir),
+        agents: HashMap::new(),
+        listeners: HashMap::new(),
+        numbers: Arc::new(AtomicU64::new(1)),
+        mail,
+        later: VecDeque::new(),
+        inventory,
+        readings: GpuPolling::default(),
+        utilization: UtilizationPolling::new(utilization),
+        levels: LevelPolling::new(levels),
+        connections: ConnectionPolling::default(),
+        journal,
+        unclaimed: UnclaimedEntry::default(),
+        events: Arc::new(EventLog::default()),
+        commands: PendingCommands::default(),
+        started_unix_ms: unix_ms(),
+        busy: GpuUtilization::default(),
+        sweep: GarbageCollector::new(run_dir),
+        job_users: HashMap::new(),
+        empty_since: Instant::now(),
+        sent_pressure: None,
+        dashboard: String::new(),
+    };
+    Ok((ActorInbox { findings, commands, copiers, agents }, actor))
+}
+
+/// Starts the threads that read the node, because a reading may block.
+fn start_readers(
+    config: &Config,
+    found: &mpsc::UnboundedSender<InventoryResult>,
+) -> io::Result<(ProcessUtilization, HostLevels, Inventory)> {
+    let rules = memory_rules(config);
+    let of_work = found.clone();
+    let utilization = ProcessUtilization::start(DriverLibrary::nvml(config), move |work| {
+        let _ = of_work.send(InventoryResult::Worked(work));
+    })?;
+    let of_levels = found.clone();
+    let levels = HostLevels::start(rules, move |levels| {
+        let _ = of_levels.send(InventoryResult::HostLevels(levels));
+    })?;
+    let found = found.clone();
+    let inventory = Inventory::start(DriverLibrary::nvml(config), rules, move |finding| {
+        let _ = found.send(finding);
+    })?;
+    Ok((utilization, levels, inventory))
+}
+
+impl ServedSockets {
+    /// Opens the sockets of jobs, of viewers and of root.
+    async fn open(
+        actor: &mut NodeActor,
+        calls: mpsc::Sender<Command>,
+        service: ControlService,
+    ) -> Result<ServedSockets, DaemonError> {
+        let jobs = if actor.config.jobs.enabled {
+            let socket = actor.run_dir.join(jobs::SOCKET);
+            let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
+            let served = listener.and_then(|listener| job_socket::serve(listener, calls));
+            Some(served.map_err(DaemonError::file("cannot bind", &socket))?)
+        } else {
+            None
+        };
+        let (group, run_dir) = (&actor.config.control.view_group, &actor.run_dir);
+        let viewers = viewers::serve(&mut actor.sockets, run_dir, group, service.clone());
+        let api = api::serve(&mut actor.sockets, run_dir, service).await?;
+        Ok(ServedSockets { _api: api, _viewers: viewers, _jobs: jobs })
+    }
+}
+
+/// Handles what comes in until a signal comes, or until the controller is not needed any longer.
+/// `stays`: whether the controller runs even if there is no container.
+async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
+    let mut next_tick = tokio::time::Instant::now();
+    loop {
+        let levels_due = actor.levels.due();
+        tokio::select! {
+            // The channels are polled in this order. Agents come last: containers can keep their
+            // channel full, and must not delay signals, readings, requests or ticks.
+            biased;
+            _ = signals.terminate.recv() => break,
+            _ = signals.interrupt.recv() => break,
+            Some(finding) = inbox.findings.recv() => incoming::found(actor, finding),
+            Some(command) = inbox.commands.recv() => commands::call(actor, command),
+            () = tokio::time::sleep_until(next_tick) => {
+                tick::tick(actor);
+                if !stays && is_unused(actor) {
+                    tracing::info!(
+                        "controller: exits, because there was no container for {} s",
+                        LINGER.as_secs()
+                    );
+                    break;
+                }
+                next_tick = tokio::time::Instant::now() + actor.pause();
+            }
+            () = tokio::time::sleep_until(levels_due.unwrap_or(next_tick)), if levels_due.is_some() => {
+                actor.levels.read(actor.node.copies_in_progress());
+            }
+            Some(mail) = inbox.copiers.recv() => incoming::copier_said(actor, mail),
+            Some(mail) = inbox.agents.recv() => incoming::agent_said(actor, mail),
+        }
+        // If a container now waits or moves, the next tick comes earlier than planned.
+        next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
+    }
+}
+
+/// Whether there was no container for [`LINGER`].
+fn is_unused(actor: &mut NodeActor) -> bool {
+    if !actor.listeners.is_empty() {
+        actor.empty_since = Instant::now();
+    }
+    actor.empty_since.elapsed() > LINGER
+}
