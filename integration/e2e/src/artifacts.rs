@@ -88,6 +88,12 @@ impl Artifacts {
         self.cache_dir().join("runc")
     }
 
+    /// The folder of CRI-O's programs. It exists only if `cargo xtask deps` has built them.
+    #[must_use]
+    pub fn crio_dir(&self) -> PathBuf {
+        self.cache_dir().join("crio")
+    }
+
     /// The folder of Docker's unpacked packages, if `cargo xtask deps` found them.
     #[must_use]
     pub fn docker_dir(&self) -> PathBuf {

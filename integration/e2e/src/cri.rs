@@ -1,5 +1,5 @@
-//! The part of CRI with which a kubelet runs a pod. The module contains a client of containerd's
-//! socket, pods, and GPU containers whose programs exchange lines with the test.
+//! The part of CRI with which a kubelet runs a pod. The module contains a client of the socket of
+//! containerd or CRI-O, pods, and GPU containers whose programs exchange lines with the test.
 
 mod messages;
 
@@ -31,15 +31,15 @@ use crate::{
 /// Mapping of the users in a pod's user namespace to users of the host.
 pub const OWN_USERS: IdMapping = IdMapping { host_id: 655_360, container_id: 0, length: 65_536 };
 
-/// A client of containerd's CRI service.
+/// A client of the CRI service of containerd or CRI-O.
 pub struct Cri {
     runtime: Runtime,
     channel: Channel,
 }
 
 impl Cri {
-    /// Connects, and waits until containerd serves CRI, which begins shortly after containerd's
-    /// start.
+    /// Connects, and waits until CRI is served, which begins shortly after the start of containerd
+    /// or CRI-O.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -50,7 +50,7 @@ impl Cri {
         let channel = runtime.block_on(async { endpoint.connect_lazy() });
         let cri = Self { runtime, channel };
         let mut last = None;
-        until("containerd to serve CRI", || {
+        until("CRI to be served", || {
             match cri.call::<Nothing, Nothing>("ListPodSandbox", Nothing {}) {
                 Ok(Nothing {}) => Ok(Some(())),
                 Err(error) => {
@@ -59,7 +59,7 @@ impl Cri {
                 }
             }
         })
-        .with_context(|| format!("containerd does not serve CRI: the last error is {last:?}"))?;
+        .with_context(|| format!("{} does not serve CRI: {last:?}", socket.display()))?;
         Ok(cri)
     }
 
@@ -87,7 +87,7 @@ impl Cri {
         Ok(answer.id)
     }
 
-    /// Creates and starts a container.
+    /// Creates and starts a container, with the labels that a kubelet gives it.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -97,9 +97,13 @@ impl Cri {
         config: &ContainerConfig,
         pod: &PodConfig,
     ) -> Result<String> {
+        let mut config = config.clone();
+        config.labels.extend(pod.labels.clone());
+        let name = config.metadata.as_ref().map(|metadata| metadata.name.clone());
+        config.labels.insert("io.kubernetes.container.name".into(), name.unwrap_or_default());
         let request = CreateContainerRequest {
             pod_sandbox_id: pod_id.into(),
-            config: Some(config.clone()),
+            config: Some(config),
             sandbox_config: Some(pod.clone()),
         };
         let Id { id } = self.call("CreateContainer", request)?;
@@ -124,9 +128,34 @@ impl Cri {
     /// # Errors
     /// When a request to CRI fails.
     pub fn state(&self, container_id: &str) -> Result<i32> {
+        Ok(self.status(container_id)?.state)
+    }
+
+    /// The exit code of a container that has ended.
+    ///
+    /// # Errors
+    /// When the container has not ended in time, or a request to CRI fails.
+    pub fn exit_code(&self, container_id: &str) -> Result<i32> {
+        until("the container to exit", || {
+            let status = self.status(container_id)?;
+            Ok((status.state == EXITED).then_some(status.exit_code))
+        })
+    }
+
+    fn status(&self, container_id: &str) -> Result<ContainerStatus> {
         let answer: ContainerStatusResponse =
             self.call("ContainerStatus", Id { id: container_id.into() })?;
-        Ok(answer.status.context("the response of CRI has no status")?.state)
+        answer.status.context("the response of CRI has no status")
+    }
+
+    /// Stops a container: SIGTERM, and after a number of seconds SIGKILL.
+    ///
+    /// # Errors
+    /// When a request to CRI fails.
+    pub fn stop_container(&self, container_id: &str, seconds: i64) -> Result<()> {
+        let stop = StopContainerRequest { container_id: container_id.into(), timeout: seconds };
+        let Nothing {} = self.call("StopContainer", stop)?;
+        Ok(())
     }
 
     /// Stops and removes a container.
@@ -134,8 +163,7 @@ impl Cri {
     /// # Errors
     /// When a request to CRI fails.
     pub fn remove_container(&self, container_id: &str) -> Result<()> {
-        let stop = StopContainerRequest { container_id: container_id.into(), timeout: 0 };
-        let Nothing {} = self.call("StopContainer", stop)?;
+        self.stop_container(container_id, 0)?;
         let Nothing {} = self.call("RemoveContainer", Id { id: container_id.into() })?;
         Ok(())
     }
@@ -168,13 +196,14 @@ impl Cri {
 /// Configuration of a pod on the host's network. The cgroups of its containers are below
 /// `cgroup_parent`.
 pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
+    let (uid, namespace) = (format!("uid-{name}"), "team");
+    // A kubelet adds these labels, from which CRI-O makes annotations of the container's spec.
+    let labels = [("name", name), ("namespace", namespace), ("uid", &uid)];
+    let labels = labels.map(|(key, value)| (format!("io.kubernetes.pod.{key}"), value.to_owned()));
     PodConfig {
-        metadata: Some(PodMetadata {
-            name: name.into(),
-            uid: format!("uid-{name}"),
-            namespace: "team".into(),
-        }),
+        metadata: Some(PodMetadata { name: name.into(), uid, namespace: namespace.into() }),
         log_directory: logs.display().to_string(),
+        labels: labels.into_iter().collect(),
         annotations: HashMap::new(),
         linux: Some(LinuxPod {
             cgroup_parent: format!("/{cgroup_parent}"),
@@ -210,7 +239,7 @@ pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
 pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into() }),
-        image: Some(ImageSpec { image: image.into() }),
+        image: Some(ImageSpec { image: image.into(), user_specified_image: image.into() }),
         command: command.to_vec(),
         log_path: format!("{name}.log"),
         linux: Some(LinuxContainer {

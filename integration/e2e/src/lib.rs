@@ -10,6 +10,7 @@
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests send commands to |
 //! | [`cri`] | pods, as a kubelet runs them |
+//! | [`podman`], [`crio`] | container engines without shims |
 //! | [`docker`], [`nvidia_hook`] | a dockerd, and a script that replaces NVIDIA's hook |
 //! | [`installed`] | an installation in a testbed, made with `affinode install` |
 //! | [`faults`], [`snapshot`] | faults during an installation, and a byte-for-byte comparison of a node's files |
@@ -29,6 +30,7 @@ pub mod container;
 pub mod containerd;
 pub mod cpu_cgroup;
 pub mod cri;
+pub mod crio;
 pub mod docker;
 pub mod engine;
 pub mod faults;

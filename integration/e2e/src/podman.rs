@@ -25,7 +25,8 @@ pub const AFFINODE: &str = "affinode";
 pub const OWN: &str = "own";
 /// Configuration file from the documents. The tests use the same text.
 const REGISTER: &str = include_str!("../../../config/podman/affinode.conf");
-const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
+/// Path of Affinode's OCI runtime in the documents' configuration files.
+pub(crate) const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 /// Program name of Affinode's OCI runtime.
 const PROGRAM: &str = "affinode-runtime";
 
@@ -103,15 +104,32 @@ impl<'a> Podman<'a> {
         }
         podman.write_runtime(&podman.programs.crun)?;
         podman.register(REGISTER)?;
-        let (store, run) = (world.dir().join(STORE).join("podman"), world.dir().join("podman-run"));
+        let (store, run) = Self::storage_folders(world.dir());
         let storage =
             format!("[storage]\ndriver = \"overlay\"\ngraphroot = {store:?}\nrunroot = {run:?}\n");
         fs::write(podman.storage_file(), storage)?;
-        let archive = world.dir().join("podman-image.tar");
-        fs::write(&archive, image::usual_layer()?.finish()?)?;
-        podman.run(&["import", "--quiet", &archive.display().to_string(), image::PLAIN])?;
-        fs::remove_file(archive)?;
+        podman.import(image::PLAIN, &[])?;
         Ok(podman)
+    }
+
+    /// Folders of images and containers, and of the state of running containers.
+    pub(crate) fn storage_folders(dir: &Path) -> (PathBuf, PathBuf) {
+        (dir.join(STORE).join("podman"), dir.join("podman-run"))
+    }
+
+    /// Imports the usual image's files under another name. Each change is an instruction of a
+    /// Dockerfile.
+    pub(crate) fn import(&self, name: &str, changes: &[&str]) -> Result<()> {
+        let archive = self.world.dir().join("podman-image.tar");
+        fs::write(&archive, image::usual_layer()?.finish()?)?;
+        let changes: Vec<String> =
+            changes.iter().map(|change| format!("--change={change}")).collect();
+        let mut words = vec!["import", "--quiet"];
+        words.extend(changes.iter().map(String::as_str));
+        let path = archive.display().to_string();
+        words.extend([path.as_str(), name]);
+        self.run(&words)?;
+        Ok(fs::remove_file(archive)?)
     }
 
     fn config_file(&self) -> PathBuf {
@@ -140,15 +158,7 @@ impl<'a> Podman<'a> {
     /// # Errors
     /// When the script cannot be written.
     pub fn write_runtime(&self, behind: &Path) -> Result<()> {
-        let mut env = self.world.gpu().host_env(self.world.artifacts(), self.world.dir());
-        for (name, path) in [
-            ("RUN_DIR", self.world.cli().run_dir().to_owned()),
-            ("LIB_DIR", self.world.artifacts().lib_dir()),
-            ("CONFIG", self.world.dir().join("affinode/config.toml")),
-            ("OCI__RUNTIME", behind.to_owned()),
-        ] {
-            env.insert(format!("AFFINODE_{name}"), path.display().to_string());
-        }
+        let env = self.world.oci_runtime_env(behind);
         let exports = env.iter().map(|(name, value)| format!("export {name}='{value}'\n"));
         let program = self.world.artifacts().bin(PROGRAM)?;
         let script = RUNTIME

@@ -326,6 +326,22 @@ impl Testbed {
         command
     }
 
+    /// Environment of Affinode's OCI runtime in this testbed. `behind` is the OCI runtime that it
+    /// runs.
+    #[must_use]
+    pub fn oci_runtime_env(&self, behind: &Path) -> BTreeMap<String, String> {
+        let mut env = self.gpu.host_env(&self.artifacts, &self.dir);
+        for (name, path) in [
+            ("RUN_DIR", self.cli.run_dir().to_owned()),
+            ("LIB_DIR", self.artifacts.lib_dir()),
+            ("CONFIG", self.dir.join("affinode/config.toml")),
+            ("OCI__RUNTIME", behind.to_owned()),
+        ] {
+            env.insert(format!("AFFINODE_{name}"), path.display().to_string());
+        }
+        env
+    }
+
     /// The cgroup of the testbed's containers, as a path below each hierarchy.
     #[must_use]
     pub fn cgroup_parent(&self) -> String {

@@ -241,6 +241,12 @@ impl Worker {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
+    /// The program of a container that was started by other means and has this id.
+    #[must_use]
+    pub fn over(lines: Lines, id: &str) -> Self {
+        Self { running: Running { id: id.into() }, lines }
+    }
+
     /// Ends a program of [`Worker::segments`]. Returns whether all of its VRAM is free again. VRAM
     /// that the driver keeps (for streams and registered host memory) and the copier's VRAM do not
     /// count.

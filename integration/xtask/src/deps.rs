@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     apt::{self, Distribution, Suites},
-    docker, output, packages, podman, runc, sh,
+    crio, docker, output, packages, podman, runc, sh,
 };
 
 /// Debian's suites in which the release lines of containerd are searched.
@@ -38,6 +38,7 @@ pub fn all() -> Result<Releases> {
     runc::prepare(&artifacts);
     docker::prepare(&artifacts);
     podman::prepare();
+    crio::prepare(&artifacts);
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {

@@ -10,6 +10,7 @@ mod browser;
 mod build;
 mod chaos;
 mod conformance;
+mod crio;
 mod demo;
 mod deps;
 mod docker;

@@ -20,6 +20,8 @@ pub struct PodConfig {
     pub metadata: Option<PodMetadata>,
     #[prost(string, tag = "3")]
     pub log_directory: String,
+    #[prost(map = "string, string", tag = "6")]
+    pub labels: HashMap<String, String>,
     #[prost(map = "string, string", tag = "7")]
     pub annotations: HashMap<String, String>,
     #[prost(message, optional, tag = "8")]
@@ -90,6 +92,8 @@ pub struct ContainerConfig {
     pub envs: Vec<KeyValue>,
     #[prost(message, repeated, tag = "7")]
     pub mounts: Vec<Mount>,
+    #[prost(map = "string, string", tag = "9")]
+    pub labels: HashMap<String, String>,
     #[prost(map = "string, string", tag = "10")]
     pub annotations: HashMap<String, String>,
     #[prost(string, tag = "11")]
@@ -108,6 +112,8 @@ pub struct ContainerMetadata {
 pub struct ImageSpec {
     #[prost(string, tag = "1")]
     pub image: String,
+    #[prost(string, tag = "18")]
+    pub user_specified_image: String,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -208,6 +214,8 @@ pub(super) struct ContainerStatusResponse {
 pub(super) struct ContainerStatus {
     #[prost(int32, tag = "3")]
     pub(super) state: i32,
+    #[prost(int32, tag = "7")]
+    pub(super) exit_code: i32,
 }
 
 /// Features of all runtime handlers, from CRI's response to the request `Status`.

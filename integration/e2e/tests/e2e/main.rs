@@ -8,6 +8,7 @@ mod chaos;
 mod checksum;
 mod controller_unit;
 mod copier;
+mod crio;
 mod dedup;
 mod docker;
 mod docker_install;

@@ -44,7 +44,7 @@ fn with_podman(
     outcome.inspect_err(|_| world.show_logs())
 }
 
-fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
+pub fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
     let mut found = processes::named(program, world.keeper().pid())?;
     // conmon's command line contains the name of the runtime, too. Only the first word is therefore
     // compared.
@@ -55,14 +55,14 @@ fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
     Ok(found.into_iter().map(|process| process.pid).collect())
 }
 
-fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
+pub fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
     until("the container to be forgotten", || {
         Ok(world.cli().container(id)?.is_none().then_some(()))
     })
 }
 
 /// Number of entries in the folder that has one folder for each container.
-fn folders(world: &Testbed) -> Result<usize> {
+pub fn folders(world: &Testbed) -> Result<usize> {
     let folder = world.cli().run_dir().join("containers");
     Ok(if folder.exists() { fs::read_dir(folder)?.count() } else { 0 })
 }
