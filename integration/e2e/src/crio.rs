@@ -40,6 +40,10 @@ score=$(cat /proc/self/oom_score_adj)
 exec @RUNC@ "$@"
 "#;
 
+/// Program of a pod's first container. CRI-O waits for its end after SIGTERM, which the first
+/// process of a pid namespace ignores unless it has a handler.
+const PAUSE: &str = r#"ENTRYPOINT ["/bin/sh", "-c", "trap exit TERM; /bin/sleep infinity & wait"]"#;
+
 /// CRI-O and the programs that it needs.
 #[derive(Clone, Debug)]
 pub struct CrioPrograms {
@@ -78,7 +82,7 @@ impl<'a> Crio<'a> {
     /// When Podman cannot import the images, or CRI-O does not start.
     pub fn start(world: &'a Testbed, programs: &CrioPrograms) -> Result<Self> {
         let podman = Podman::new(world, programs.podman.clone())?;
-        podman.import(image::PAUSE, &["ENTRYPOINT [\"/bin/sleep\", \"infinity\"]"])?;
+        podman.import(image::PAUSE, &[PAUSE])?;
         let crio = Self { world, folder: programs.folder.clone(), pid: Mutex::new(None) };
         fs::create_dir_all(crio.drop_ins())?;
         let runc = crio.runc();

@@ -13,14 +13,16 @@
 mod client;
 mod critest;
 mod go;
+mod mirror;
 mod outcome;
 mod page;
 mod registry;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use affinode_e2e::{
     artifacts::Artifacts,
+    crio::CrioPrograms,
     release::{Line, Release},
 };
 use anyhow::{Context, Result, bail};
@@ -32,7 +34,7 @@ use self::{
     critest::Critest,
     outcome::{Comparison, Outcomes},
 };
-use crate::{build, deps, output};
+use crate::{build, crio, deps, output};
 
 /// Which suites to run, and where the tables go.
 #[derive(Args)]
@@ -55,8 +57,10 @@ pub struct Options {
 enum Suite {
     /// containerd's own client tests.
     Client,
-    /// critest, the validation of CRI.
+    /// critest, the validation of CRI, with containerd.
     Critest,
+    /// critest with CRI-O.
+    CritestCrio,
 }
 
 /// Runs everything and prints the tables. Fails if a test passes only with the stock runtime.
@@ -72,7 +76,7 @@ pub fn run(options: &Options) -> Result<()> {
     for suite in Suite::value_variants() {
         if options.suite.is_none_or(|only| only == *suite) {
             let comparison = suite.compare(&artifacts, release, options.run.as_deref())?;
-            let table = comparison.table(&suite.title(), &page::machine(release)?);
+            let table = comparison.table(&suite.title(), &suite.machine(&artifacts, release)?);
             output::out(&table);
             if let Some(file) = &options.table {
                 page::put(file, &table)?;
@@ -91,6 +95,20 @@ impl Suite {
         match self {
             Suite::Client => "containerd's client tests".into(),
             Suite::Critest => format!("critest {}", critest::VERSION),
+            Suite::CritestCrio => format!("critest {} with CRI-O", critest::VERSION),
+        }
+    }
+
+    /// Date, machine and versions of a run.
+    fn machine(self, artifacts: &Artifacts, release: &Release) -> Result<String> {
+        match self {
+            Suite::Client | Suite::Critest => {
+                page::machine(&format!("containerd {}", release.version), Path::new("runc"))
+            }
+            Suite::CritestCrio => {
+                let engine = format!("CRI-O {}", crio::VERSION);
+                page::machine(&engine, &artifacts.own_users_runc_dir().join("runc"))
+            }
         }
     }
 
@@ -108,6 +126,13 @@ impl Suite {
             }
             Suite::Critest => {
                 let suite = Critest::prepare(artifacts, release)?;
+                compare(&|ours, only| suite.run(ours, only), &critest::alone, only)
+            }
+            Suite::CritestCrio => {
+                crio::build(artifacts).context("cannot build CRI-O")?;
+                let programs = CrioPrograms::find(artifacts)
+                    .context("CRI-O needs podman, conmon, crun and runc; see the notes above")?;
+                let suite = Critest::prepare(artifacts, release)?.of_crio(programs);
                 compare(&|ours, only| suite.run(ours, only), &critest::alone, only)
             }
         }

@@ -22,6 +22,15 @@ impl Layer {
     /// # Errors
     /// When memory is short.
     pub fn base() -> Result<Self> {
+        let passwd = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n";
+        Self::with_users(passwd, "root:x:0:\nuser:x:1000:\n")
+    }
+
+    /// Like [`Layer::base`], with these contents of `/etc/passwd` and `/etc/group`.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn with_users(passwd: &str, group: &str) -> Result<Self> {
         let mut layer = Self::default();
         for (folder, mode) in [
             ("tmp", 0o1777),
@@ -33,12 +42,8 @@ impl Layer {
         ] {
             layer.folder(folder, mode)?;
         }
-        layer.file(
-            "etc/passwd",
-            0o644,
-            b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n",
-        )?;
-        layer.file("etc/group", 0o644, b"root:x:0:\nuser:x:1000:\n")?;
+        layer.file("etc/passwd", 0o644, passwd.as_bytes())?;
+        layer.file("etc/group", 0o644, group.as_bytes())?;
         Ok(layer)
     }
 

@@ -14,8 +14,9 @@ use super::{STORE, Scope};
 /// Folders that containerd, runc and crun use with any configuration.
 const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 
-/// Folders that a kubelet uses with any configuration.
-const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];
+/// Folders that a kubelet and the CNI plugins use with any configuration.
+const KUBELET_STATE: [&str; 4] =
+    ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers", "/var/lib/cni"];
 
 /// Folders that dockerd uses with any configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];

@@ -1,8 +1,8 @@
-//! critest, the validation suite of the container runtime interface. It sends requests to a
-//! containerd as a kubelet does, and names the runtime handler of each pod.
+//! critest, the validation suite of the container runtime interface. It sends requests to containerd
+//! or CRI-O as a kubelet does, and names the runtime handler of each pod.
 //!
-//! Each run has its own environment: a containerd, a network for the pods, and a registry on the
-//! loopback of that network. The registry replaces both registries from which the suite pulls
+//! Each run has its own environment: a containerd or CRI-O, a network for the pods, and a registry on
+//! the loopback of that network. The registry replaces both registries from which the suite pulls
 //! images.
 
 use std::{
@@ -15,13 +15,14 @@ use std::{
 use affinode_e2e::{
     artifacts::Artifacts,
     containerd,
+    crio::{self, Crio, CrioPrograms},
     release::Release,
     testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 
-use super::{go, outcome::Outcomes, registry};
+use super::{go, mirror, outcome::Outcomes, registry};
 use crate::{apt, k8s, output};
 
 const MODULE: &str = "sigs.k8s.io/cri-tools";
@@ -31,7 +32,6 @@ pub const VERSION: &str = "1.36.0";
 const IMAGES: &str = "pkg/validate/consts.go";
 /// Prefix of an image name that the suite pulls by digest. The local image has another digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
-const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
 const PLUGINS: &str = "containernetworking-plugins";
 
 pub struct Critest {
@@ -39,6 +39,7 @@ pub struct Critest {
     plugins: PathBuf,
     artifacts: Artifacts,
     release: Release,
+    crio: Option<CrioPrograms>,
     log_dir: PathBuf,
 }
 
@@ -64,18 +65,34 @@ impl Critest {
             plugins,
             artifacts: artifacts.clone(),
             release: release.clone(),
+            crio: None,
             log_dir: cache,
         })
+    }
+
+    /// The same suite for CRI-O.
+    pub fn of_crio(self, programs: CrioPrograms) -> Self {
+        Self { crio: Some(programs), ..self }
     }
 
     /// Runs the suite, or the tests whose names match the expression. `ours`: with Affinode instead
     /// of the stock runtime.
     pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
-        let (name, handler) = if ours { ("ours", "affinode") } else { ("stock", "runc") };
         let world = self.world()?;
+        let crio = self.crio.as_ref().map(|programs| start_crio(&world, programs)).transpose()?;
+        let (socket, log, stock) = match &crio {
+            Some(crio) => (crio.socket(), crio.log(), crio::OWN),
+            None => {
+                self.start_containerd(&world)?;
+                (world.containerd().socket(), world.containerd().log(), "runc")
+            }
+        };
+        let handler = if ours { crio::AFFINODE } else { stock };
+        let engine = if crio.is_some() { "crio" } else { "containerd" };
+        let name = format!("{engine}-{}", if ours { "ours" } else { "stock" });
         let report = self.log_dir.join(format!("{name}.json"));
         let mut command = world.keeper().command(&self.program);
-        command.arg(format!("-runtime-endpoint=unix://{}", world.containerd().socket().display()));
+        command.arg(format!("-runtime-endpoint=unix://{}", socket.display()));
         command.arg(format!("-runtime-handler={handler}"));
         // The fixed seed gives both runs the same order of tests.
         command.args(["-ginkgo.seed=1", "-ginkgo.no-color", "-test.timeout=60m"]);
@@ -83,20 +100,21 @@ impl Critest {
         command.args(only.map(|only| format!("-ginkgo.focus={only}")));
         let output =
             command.output().with_context(|| format!("cannot run {}", self.program.display()))?;
-        let log = self.log_dir.join(format!("{name}.log"));
-        fs::write(&log, [output.stdout.as_slice(), &output.stderr].concat())?;
-        fs::copy(world.containerd().log(), self.log_dir.join(format!("{name}-containerd.log")))?;
+        let said = self.log_dir.join(format!("{name}.log"));
+        fs::write(&said, [output.stdout.as_slice(), &output.stderr].concat())?;
+        fs::copy(log, self.log_dir.join(format!("{name}-engine.log")))?;
         let text = fs::read_to_string(&report)
-            .with_context(|| format!("no test ran: see {}", log.display()))?;
+            .with_context(|| format!("no test ran: see {}", said.display()))?;
         let outcomes = Outcomes::of_ginkgo(&text)?;
         output::note(&format!(
             "{} tests; the whole output is in {}",
             outcomes.len(),
-            log.display()
+            said.display()
         ));
         Ok(outcomes)
     }
 
+    /// An environment with a network for pods and a registry.
     fn world(&self) -> Result<Testbed> {
         let recipe = TestbedConfig::default().node().artifacts(self.artifacts.clone());
         let world = recipe.release(&self.release).world()?;
@@ -105,16 +123,27 @@ impl Critest {
         let network = format!("/proc/{}/ns/net", world.keeper().pid());
         registry::serve(Some(File::open(network)?))?;
         k8s::pods(&world, &self.plugins)?;
+        Ok(world)
+    }
+
+    /// Starts containerd with Affinode's handler, as it is installed there.
+    fn start_containerd(&self, world: &Testbed) -> Result<()> {
         // Folders that exist where Affinode is installed and that its programs need.
         fs::create_dir_all(world.prefix().join("lib"))?;
         symlink(self.artifacts.bin_dir(), world.prefix().join("bin"))?;
         symlink(self.artifacts.lib_dir(), world.prefix().join("lib/affinode"))?;
-        mirror(world.dir())?;
+        mirror::of_containerd(world.dir())?;
         world.containerd().stop(Signal::SIGTERM)?;
         world.containerd().register()?;
-        world.start_containerd()?;
-        Ok(world)
+        world.start_containerd()
     }
+}
+
+/// Starts CRI-O with Affinode's handler, in place of containerd.
+fn start_crio<'a>(world: &'a Testbed, programs: &CrioPrograms) -> Result<Crio<'a>> {
+    world.containerd().stop(Signal::SIGTERM)?;
+    mirror::of_crio(world)?;
+    Crio::start(world, programs)
 }
 
 /// The expression that matches only this test.
@@ -123,24 +152,6 @@ pub fn alone(name: &str) -> String {
     let escaped: String =
         name.chars().flat_map(|c| special(c).then_some('\\').into_iter().chain([c])).collect();
     escaped + "$"
-}
-
-/// Redirects all pulls from the suite's registries to the local registry.
-fn mirror(dir: &Path) -> Result<()> {
-    let hosts = dir.join("hosts");
-    for name in REGISTRIES {
-        fs::create_dir_all(hosts.join(name))?;
-        let address = registry::ADDRESS;
-        let text = format!(
-            "server = \"http://{address}\"\n[host.\"http://{address}\"]\ncapabilities = [\"pull\", \"resolve\"]\n"
-        );
-        fs::write(hosts.join(name).join("hosts.toml"), text)?;
-    }
-    let config = format!(
-        "version = 3\n[plugins.\"io.containerd.cri.v1.images\".registry]\nconfig_path = \"{}\"\n",
-        hosts.display()
-    );
-    Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
 /// Replaces the digest in the suite's list of images. Only the first image that

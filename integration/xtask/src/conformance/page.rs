@@ -2,7 +2,6 @@
 
 use std::{fs, path::Path, process::Command};
 
-use affinode_e2e::release::Release;
 use anyhow::{Context, Result};
 
 use crate::sh;
@@ -13,18 +12,20 @@ const HEAD: &str = "# Conformance
 once with the stock runtime (`io.containerd.runc.v2`) and once with Affinode's. A test that fails
 with both runtimes therefore fails for a reason other than Affinode. containerd's client tests
 select Affinode's runtime by its name, `io.containerd.affinode.v1`. critest selects it by the
-handler that `affinode install` writes into containerd's configuration.
+handler that `affinode install` writes into containerd's configuration. With CRI-O, critest compares
+the handler of `config/crio/affinode.conf`, which runs `affinode-runtime`, with a handler that runs
+runc.
 ";
 
-/// Date, machine and versions of a run.
-pub fn machine(release: &Release) -> Result<String> {
+/// Date, machine and versions of a run. `engine` is the container engine with its version, and
+/// `runc` the program that it runs.
+pub fn machine(engine: &str, runc: &Path) -> Result<String> {
     let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
-    let runc = read("runc", "--version")?;
+    let runc = sh::read(Command::new(runc).arg("--version"))?;
     let (date, kernel) = (read("date", "--iso-8601")?, read("uname", "--kernel-release")?);
     Ok(format!(
-        "{}: containerd {}, {}, Linux {}.",
+        "{}: {engine}, {}, Linux {}.",
         date.trim(),
-        release.version,
         runc.lines().next().unwrap_or("runc"),
         // The text after the first hyphen is the distribution's suffix.
         kernel.trim().split('-').next().unwrap_or_default(),
