@@ -356,8 +356,8 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     }
     match status.running_podman {
         0 => {}
-        1 => writeln!(out, "1 container or command of Podman runs")?,
-        running => writeln!(out, "{running} containers or commands of Podman run")?,
+        1 => writeln!(out, "1 container or command of Podman or CRI-O runs")?,
+        running => writeln!(out, "{running} containers or commands of Podman or CRI-O run")?,
     }
     Ok(())
 }

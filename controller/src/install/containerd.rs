@@ -375,7 +375,7 @@ fn unit_of(cgroups: &str) -> Option<&str> {
 }
 
 /// Waits for at most `within` until no shim of the installation, no job and no container of Podman
-/// runs. Returns the numbers of shims, jobs and containers that still run.
+/// or CRI-O runs. Returns the numbers of shims, jobs and containers that still run.
 pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {

@@ -138,7 +138,7 @@ pub enum InstallError {
     Folder,
     /// Containers or jobs use the present run directory.
     #[error(
-        "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman run: two controllers would promise the same VRAM. End these containers and jobs first (see `affinode ps`), or keep --run-dir {}",
+        "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman or CRI-O run: two controllers would promise the same VRAM. End these containers and jobs first (see `affinode ps`), or keep --run-dir {}",
         from.display(), to.display(), from.display()
     )]
     RunDirInUse {
@@ -146,7 +146,7 @@ pub enum InstallError {
         from: PathBuf,
         /// The run directory that was asked for.
         to: PathBuf,
-        /// Number of shims, jobs and containers of Podman that run.
+        /// Number of shims, jobs and containers of Podman and CRI-O that run.
         count: usize,
     },
     /// Another installer holds the lock.
@@ -201,12 +201,12 @@ pub enum InstallError {
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
-    /// Podman could not end its running containers without the installed runtime.
+    /// Podman and CRI-O could not end their running containers without the installed runtime.
     #[error(
         "cannot uninstall, because {} running with affinode-runtime: end the containers first (see \
-         `podman ps`), because Podman could not end them without this program. With --drain 10m, \
-         the command waits until they have ended",
-        if *.0 == 1 { "1 container or command of Podman is".to_owned() } else { format!("{} containers or commands of Podman are", .0) }
+         `podman ps` or `crictl ps`), because they could not be ended without this program. With \
+         --drain 10m, the command waits until they have ended",
+        if *.0 == 1 { "1 container or command of Podman or CRI-O is".to_owned() } else { format!("{} containers or commands of Podman or CRI-O are", .0) }
     )]
     Podman(usize),
     /// The folder contains no record of an installation.

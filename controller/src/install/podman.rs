@@ -18,7 +18,8 @@ const TEXT: &str = include_str!("../../../config/podman/affinode.conf");
 const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 const LISTED: &str = "\"affinode\"]";
 const NAMED: &str = "\naffinode = ";
-/// Name of the process that Podman starts for each container. Its option `-r` names the runtime.
+/// Name of the process that Podman and CRI-O start for each container. Its option `-r` names the
+/// runtime.
 const MONITOR: &str = "conmon";
 
 /// Whether an installation includes Podman.
@@ -101,8 +102,8 @@ fn text(prefix: &Path, name: &str) -> String {
         .replace(NAMED, &format!("\n{name} = "))
 }
 
-/// Number of running containers, and of commands in them, that Podman manages with the installed
-/// program. Podman could not end them without this program.
+/// Number of running containers, and of commands in them, that Podman or CRI-O manages with the
+/// installed program. They could not be ended without this program.
 pub fn running(prefix: &Path) -> usize {
     let program = prefix.join("bin").join(RUNTIME);
     processes_with(|argv| is_monitor(argv, &program))
@@ -141,6 +142,8 @@ mod tests {
         let program = Path::new("/usr/local/bin/affinode-runtime");
         let counts = |line: &str| is_monitor(line.replace(' ', "\0").as_bytes(), program);
         assert!(counts("/usr/bin/conmon -c 94f -r /usr/local/bin/affinode-runtime -n trainer"));
+        // CRI-O's order of the options.
+        assert!(counts("/usr/bin/conmon -b /b -r /usr/local/bin/affinode-runtime --syslog -u 94f"));
         assert!(!counts("/usr/bin/conmon -c 94f -r /usr/bin/crun -n trainer"));
         assert!(!counts("/usr/bin/podman -r /usr/local/bin/affinode-runtime"));
         assert!(!counts(""));

@@ -32,8 +32,8 @@ pub struct InstallStatus {
     pub controller_pid: Option<u32>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
-    /// Number of running containers of Podman, and of commands in them, that need the installed
-    /// runtime.
+    /// Number of running containers of Podman or CRI-O, and of commands in them, that need the
+    /// installed runtime.
     pub running_podman: usize,
     /// Whether everything is unchanged and served by containerd and Docker.
     pub in_place: bool,

@@ -89,13 +89,13 @@ fn podman_uses_what_is_installed() -> Result<()> {
         podman.run(&[&first[..], &[image::PLAIN, "sleep", "1000"]].concat())?;
         let said = installation.done("status")?;
         ensure!(
-            said.contains("1 container or command of Podman runs"),
-            "expected `1 container or command of Podman runs` in: {said}"
+            said.contains("1 container or command of Podman or CRI-O runs"),
+            "expected `1 container or command of Podman or CRI-O runs` in: {said}"
         );
         let said = installation.refused("uninstall")?;
         ensure!(
-            said.contains("1 container or command of Podman is running"),
-            "expected `1 container or command of Podman is running` in: {said}"
+            said.contains("1 container or command of Podman or CRI-O is running"),
+            "expected `1 container or command of Podman or CRI-O is running` in: {said}"
         );
         ensure!(installation.program().exists() && installation.file().exists());
         podman.run(&["rm", "--force", "--time=0", "sleeper"])?;
