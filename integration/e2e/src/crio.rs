@@ -25,15 +25,15 @@ use crate::{
     wait::until,
 };
 
-/// Name of Affinode's runtime handler.
+/// Name of the runtime handler with Affinode, as the documents configure it.
 pub const AFFINODE: &str = "affinode";
 /// Name of the runtime handler without Affinode.
 pub const OWN: &str = "own";
 /// Configuration file from the documents. The tests use the same text.
 const REGISTER: &str = include_str!("../../../config/crio/affinode.conf");
 /// Script in front of runc. CRI-O gives the first process of a pod a negative score, which needs
-/// CAP_SYS_RESOURCE. Build machines often lack this capability, so the script puts the machine's own
-/// score in its place. conmon runs it in the folder of the spec.
+/// CAP_SYS_RESOURCE. Build machines often lack this capability, so the script puts the machine's
+/// own score in its place. conmon runs it in the folder of the spec.
 const RUNC: &str = r#"#!/bin/sh
 score=$(cat /proc/self/oom_score_adj)
 [ -f config.json ] && sed -i "s/\"oomScoreAdj\": -[0-9]*/\"oomScoreAdj\": $score/" config.json
@@ -44,7 +44,7 @@ exec @RUNC@ "$@"
 /// process of a pid namespace ignores unless it has a handler.
 const PAUSE: &str = r#"ENTRYPOINT ["/bin/sh", "-c", "trap exit TERM; /bin/sleep infinity & wait"]"#;
 
-/// CRI-O and the programs that it needs.
+/// CRI-O and the programs that it needs, built or installed.
 #[derive(Clone, Debug)]
 pub struct CrioPrograms {
     /// Folder with the programs `crio` and `pinns`.
@@ -68,7 +68,7 @@ impl CrioPrograms {
     }
 }
 
-/// A CRI-O in a testbed's folder.
+/// A CRI-O in a testbed's folder, with Podman's images.
 pub struct Crio<'a> {
     world: &'a Testbed,
     folder: PathBuf,
@@ -122,7 +122,7 @@ impl<'a> Crio<'a> {
         self.world.dir().join("crio.sock")
     }
 
-    /// Path of CRI-O's log file.
+    /// Path of the file with CRI-O's messages.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.world.dir().join("crio.log")
@@ -146,7 +146,7 @@ impl<'a> Crio<'a> {
         Ok(format!("{text}monitor_env = {env:?}\n"))
     }
 
-    /// CRI-O's own configuration file.
+    /// CRI-O's own configuration file, without the handler of Affinode.
     fn config(&self) -> String {
         let dir = self.dir();
         let path = |name: &str| dir.join(name);

@@ -59,7 +59,7 @@ enum Suite {
     Client,
     /// critest, the validation of CRI, with containerd.
     Critest,
-    /// critest with CRI-O.
+    /// critest, the validation of CRI, with CRI-O.
     CritestCrio,
 }
 

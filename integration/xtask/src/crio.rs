@@ -28,7 +28,7 @@ pub fn prepare(artifacts: &Artifacts) {
     }
 }
 
-/// Builds CRI-O, unless it is built already.
+/// Builds CRI-O and pinns, unless both are built already.
 pub fn build(artifacts: &Artifacts) -> Result<()> {
     let folder = artifacts.crio_dir();
     let (crio, pinns) = (folder.join("crio"), folder.join("pinns"));

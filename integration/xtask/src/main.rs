@@ -60,8 +60,8 @@ enum Task {
     /// Kill processes at random, and check that no container is lost, stuck or corrupted, and no
     /// resource leaked (needs root).
     Chaos(chaos::Options),
-    /// Run containerd's own client tests and critest with the stock runtime and with Affinode
-    /// (needs root, Go).
+    /// Run containerd's own client tests, and critest with containerd and CRI-O, with the stock
+    /// runtime and with Affinode (needs root, Go).
     Conformance(conformance::Options),
     /// Write the reference pages of docs/ from the code.
     Docs(docs::Options),

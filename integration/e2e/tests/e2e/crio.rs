@@ -65,7 +65,8 @@ fn crio_pod_is_offloaded_and_woken() -> Result<()> {
         let row = world.cli().move_out(&pod.id).and_then(|_| world.cli().known(&pod.id))?;
         let names = [&row.pod_namespace, &row.pod, &row.container, &row.image];
         ensure!(names == ["team", "job", "trainer", image::PLAIN], "unexpected names: {row:?}");
-        ensure!(row.name == "team/job/trainer", "unexpected name: {row:?}");
+        let shown = (row.name.as_str(), row.namespace.as_str());
+        ensure!(shown == ("team/job/trainer", "cri-o"), "unexpected name: {row:?}");
         ensure!(row.idle_timeout_ms == 300, "expected the pod's annotation: {row:?}");
         ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "expected {WORKER_MIB} MiB: {row:?}");
         wait_gpu_empty(world)?;
@@ -93,8 +94,8 @@ fn crio_pod_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// An offloaded container is ended by SIGTERM and by SIGKILL as any other. The controller forgets it
-/// before it is removed.
+/// An offloaded container is ended by SIGTERM and by SIGKILL as any other. The controller forgets
+/// it before it is removed.
 #[test]
 fn crio_offloaded_container_can_be_ended() -> Result<()> {
     with_crio(|world, crio| {
@@ -158,6 +159,7 @@ fn crio_pod_outlives_crio_and_the_controller() -> Result<()> {
     })
 }
 
+/// Kills conmon while the container is offloaded.
 #[test]
 fn crio_pod_without_its_monitor_is_removed() -> Result<()> {
     with_crio(|world, crio| {

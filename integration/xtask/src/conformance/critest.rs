@@ -70,7 +70,7 @@ impl Critest {
         })
     }
 
-    /// The same suite for CRI-O.
+    /// The same suite for CRI-O in place of containerd.
     pub fn of_crio(self, programs: CrioPrograms) -> Self {
         Self { crio: Some(programs), ..self }
     }

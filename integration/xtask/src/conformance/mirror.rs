@@ -11,7 +11,7 @@ const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
 /// Folder from which CRI-O reads its registries. No setting of CRI-O names another folder.
 const OF_CRIO: &str = "/etc/containers/registries.conf.d";
 
-/// Writes containerd's files.
+/// Writes the files that containerd reads for each registry.
 pub fn of_containerd(dir: &Path) -> Result<()> {
     let hosts = dir.join("hosts");
     for name in REGISTRIES {

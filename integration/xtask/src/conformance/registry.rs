@@ -98,11 +98,13 @@ const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/httpd:2.4.39-4", "80"),
     ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
 ];
-/// Script in place of nginx, which serves the page. Tests check its name, its first process and its
+/// Script in place of nginx, which serves the page and ends at SIGTERM. Tests check its name, its first process and its
 /// file.
 const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
-httpd -f -p \"$2\" -h /srv
+trap exit TERM
+httpd -f -p \"$2\" -h /srv &
+wait
 ";
 /// A script for `pgrep`, which the machine's busybox does not have.
 const PGREP: &[u8] = b"#!/bin/sh
