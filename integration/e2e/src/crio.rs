@@ -165,6 +165,8 @@ listen = {:?}
 default_runtime = "{OWN}"
 cgroup_manager = "cgroupfs"
 conmon_cgroup = "pod"
+# CRI-O crashes at a host port where neither nft nor iptables exists.
+disable_hostport_mapping = true
 container_exits_dir = {:?}
 container_attach_socket_dir = {dir:?}
 namespaces_dir = {:?}
