@@ -38,7 +38,6 @@ pub fn all() -> Result<Releases> {
     runc::prepare(&artifacts);
     docker::prepare(&artifacts);
     podman::prepare();
-    crio::prepare(&artifacts);
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {
@@ -53,6 +52,15 @@ pub fn all() -> Result<Releases> {
         output::note(&format!("containerd {line} is not available: {reason}"));
     }
     Ok(releases)
+}
+
+/// Prepares everything that tests use, also what takes minutes to build and what single tests need.
+/// Tests whose programs are missing are recorded as skipped.
+pub fn everything() -> Result<()> {
+    all()?;
+    crio::prepare(&Artifacts::at(target_dir().join("affinode")));
+    promtool()?;
+    Ok(())
 }
 
 /// The folder with `promtool`, Prometheus's own checker of metrics and rules. It is fetched if the

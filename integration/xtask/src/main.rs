@@ -49,7 +49,8 @@ enum Task {
         #[arg(long)]
         release: bool,
     },
-    /// Install missing packages, and fetch the containerd releases to test with (needs root).
+    /// Install missing packages, and fetch or build all programs that tests use, CRI-O included
+    /// (needs root).
     Deps,
     /// Demo: two containers that together need more VRAM than the GPU has (needs root).
     Demo(demo::Options),
@@ -94,7 +95,7 @@ enum Task {
 fn main() -> ExitCode {
     let result = match Arguments::parse().task {
         Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
-        Task::Deps => deps::all().and_then(|_| deps::promtool()).map(|_| ()),
+        Task::Deps => deps::everything(),
         Task::Demo(options) => demo::run(&options),
         Task::Browser(options) => browser::run(&options),
         Task::Bench(options) => bench::run(&options),
