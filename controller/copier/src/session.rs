@@ -250,71 +250,89 @@ impl ProcessSession {
                 }
                 Err(error) => return Err(SessionError::Io(error)),
             };
-            match (ToCopier::decode(&frame)?, descriptor, &mut self.state) {
-                (ToCopier::Prefaulted { bytes, uuid }, Some(file), SessionState::New) => {
-                    // The number of pieces is announced later. 1 passes the check.
-                    self.check(bytes, 1, uuid)?;
-                    self.region = Some(HostRegion::map(&self.cuda, file, bytes)?);
-                    self.prepared = true;
-                    self.state = SessionState::Prepared;
-                }
-                (
-                    ToCopier::CopiedOut { bytes, rest_bytes, pieces, uuid },
-                    file,
-                    SessionState::New | SessionState::Prepared,
-                ) => {
-                    self.check(bytes, pieces, uuid)?;
-                    match (&self.region, file) {
-                        (None, Some(file)) => {
-                            self.region = Some(HostRegion::map(&self.cuda, file, bytes)?);
-                        }
-                        (Some(region), None) if bytes <= region.bytes() as u64 => {}
-                        _ => return Err(SessionError::Order),
-                    }
-                    (self.rest_bytes, self.copied_out_bytes) = (rest_bytes, bytes);
-                    self.state = SessionState::Listing(pieces);
-                }
-                (ToCopier::CopyOut, Some(shared), SessionState::Listing(0)) if self.registered => {
-                    self.state = SessionState::CopyingOut(CopyOutBatch::begin(&self.cuda)?);
-                    self.take(&shared)?;
-                }
-                (ToCopier::CopyOut, Some(shared), SessionState::CopyingOut(_)) => {
-                    self.take(&shared)?
-                }
-                (ToCopier::Chunks { many, words }, None, SessionState::Listing(missing)) => {
-                    let missing = missing.checked_sub(many).ok_or(SessionError::Order)?;
-                    if many == 0 {
-                        return Err(SessionError::Order);
-                    }
-                    for word in words.iter().take(many as usize) {
-                        self.pieces.push(Piece::from_word(*word).ok_or(SessionError::Order)?);
-                    }
-                    self.listed(missing)?;
-                }
-                (ToCopier::Checkpointed, None, SessionState::Listing(0)) => {
-                    self.state = SessionState::Registering
-                }
-                (ToCopier::Restoring, None, _) if !self.restoring => {
-                    // If the memory is not registered yet, the process must not wait for the
-                    // registration: the error ends the session, and the process restores itself.
-                    if !matches!(self.state, SessionState::Registered) {
-                        return Err(SessionError::NotHeld);
-                    }
-                    self.restoring = true;
-                    // The process sends no more replies about shared chunks.
-                    self.sharing.close();
-                    self.begin()?;
-                }
-                (ToCopier::Restored, None, _) if self.restoring && !self.restored => {
-                    self.restored = true;
-                }
-                (ToCopier::Mapped { chunk, taken }, None, SessionState::Registered) => {
-                    self.mapped(chunk as usize, taken)?;
-                }
-                _ => return Err(SessionError::Order),
-            }
+            self.handle(ToCopier::decode(&frame)?, descriptor)?;
         }
         Ok(())
+    }
+
+    /// Does what a message asks for, if the message is allowed in the present state.
+    fn handle(
+        &mut self,
+        message: ToCopier,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<(), SessionError> {
+        match (message, descriptor, &self.state) {
+            (ToCopier::Prefaulted { bytes, uuid }, Some(file), SessionState::New) => {
+                // The number of pieces is announced later. 1 passes the check.
+                self.check(bytes, 1, uuid)?;
+                self.region = Some(HostRegion::map(&self.cuda, file, bytes)?);
+                self.prepared = true;
+                self.state = SessionState::Prepared;
+            }
+            (
+                ToCopier::CopiedOut { bytes, rest_bytes, pieces, uuid },
+                file,
+                SessionState::New | SessionState::Prepared,
+            ) => {
+                self.check(bytes, pieces, uuid)?;
+                self.have_region(file, bytes)?;
+                (self.rest_bytes, self.copied_out_bytes) = (rest_bytes, bytes);
+                self.state = SessionState::Listing(pieces);
+            }
+            (ToCopier::CopyOut, Some(shared), SessionState::Listing(0)) if self.registered => {
+                self.state = SessionState::CopyingOut(CopyOutBatch::begin(&self.cuda)?);
+                self.take(&shared)?;
+            }
+            (ToCopier::CopyOut, Some(shared), SessionState::CopyingOut(_)) => self.take(&shared)?,
+            (ToCopier::Chunks { many, words }, None, SessionState::Listing(missing)) => {
+                let missing = missing.checked_sub(many).ok_or(SessionError::Order)?;
+                if many == 0 {
+                    return Err(SessionError::Order);
+                }
+                for word in words.iter().take(many as usize) {
+                    self.pieces.push(Piece::from_word(*word).ok_or(SessionError::Order)?);
+                }
+                self.listed(missing)?;
+            }
+            (ToCopier::Checkpointed, None, SessionState::Listing(0)) => {
+                self.state = SessionState::Registering
+            }
+            (ToCopier::Restoring, None, _) if !self.restoring => self.restore()?,
+            (ToCopier::Restored, None, _) if self.restoring && !self.restored => {
+                self.restored = true;
+            }
+            (ToCopier::Mapped { chunk, taken }, None, SessionState::Registered) => {
+                self.mapped(chunk as usize, taken)?;
+            }
+            _ => return Err(SessionError::Order),
+        }
+        Ok(())
+    }
+
+    /// Maps the memory file of the process. A process that was prefaulted sent its file earlier and
+    /// sends none now; that region must be large enough.
+    fn have_region(&mut self, file: Option<OwnedFd>, bytes: u64) -> Result<(), SessionError> {
+        match (&self.region, file) {
+            (None, Some(file)) => {
+                self.region = Some(HostRegion::map(&self.cuda, file, bytes)?);
+                Ok(())
+            }
+            (Some(region), None) if bytes <= region.bytes() as u64 => Ok(()),
+            _ => Err(SessionError::Order),
+        }
+    }
+
+    /// Records that the process waits to be restored, and starts the fill if it is granted.
+    fn restore(&mut self) -> Result<(), SessionError> {
+        // If the memory is not registered yet, the process must not wait for the registration: the
+        // error ends the session, and the process restores itself.
+        if !matches!(self.state, SessionState::Registered) {
+            return Err(SessionError::NotHeld);
+        }
+        self.restoring = true;
+        // The process sends no more replies about shared chunks.
+        self.sharing.close();
+        self.begin()
     }
 
     fn check(&self, bytes: u64, pieces: u32, uuid: [u8; 16]) -> Result<(), SessionError> {
