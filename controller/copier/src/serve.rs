@@ -243,6 +243,32 @@ impl CopierServer {
     /// other session.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);
+        let most = self.step_sessions(urgent)?;
+        // The host memory of ended sessions may be needed elsewhere, so its release waits only for
+        // sessions that copy memory back into VRAM.
+        let free =
+            !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
+        if free && self.release_next()? {
+            return Ok(SessionStep::More);
+        }
+        // Deduplication, and the small allocation that makes the driver notice the end of
+        // scrubbing, run only while no process waits.
+        let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
+        if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
+            let step = self.tidy_memory()?;
+            if step != SessionStep::Nothing {
+                return Ok(step);
+            }
+        }
+        // Other sessions get a step only after the urgent ones have nothing to do.
+        let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
+        Ok(if over { SessionStep::More } else { most })
+    }
+
+    /// Runs a step for each urgent session, or one step of one other session. Sends the reports of
+    /// these steps, and ends the sessions for which a step failed. Returns when the next step of
+    /// these sessions can run.
+    fn step_sessions(&mut self, urgent: bool) -> Result<SessionStep, CopierError> {
         let held = self.held;
         let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
         for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
@@ -254,12 +280,7 @@ impl CopierServer {
             match client.step() {
                 Ok((step, report)) => {
                     reports.extend(report);
-                    most = match (most, step) {
-                        (SessionStep::More, _) | (_, SessionStep::More) => SessionStep::More,
-                        (SessionStep::Soon, _) | (_, SessionStep::Soon) => SessionStep::Soon,
-                        (SessionStep::Later, _) | (_, SessionStep::Later) => SessionStep::Later,
-                        _ => SessionStep::Nothing,
-                    };
+                    most = most.sooner(step);
                     // Read messages after each step: a session may have become urgent meanwhile.
                     if !urgent && step == SessionStep::More {
                         break;
@@ -279,42 +300,41 @@ impl CopierServer {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        // The host memory of ended sessions may be needed elsewhere, so its release waits only for
-        // sessions that copy memory back into VRAM.
-        let free =
-            !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
-        if free && let Some(region) = self.leaving.last_mut() {
-            let more = region.unregister_last();
-            if !more.map_err(|error| CopierError::Broken(error.into()))? {
-                self.leaving.pop();
-                if self.leaving.is_empty() {
-                    self.report(CopierReport::Released);
-                }
-            }
-            return Ok(SessionStep::More);
-        }
-        // Deduplication, and the small allocation that makes the driver notice the end of
-        // scrubbing, run only while no process waits.
-        let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
-        if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
-            for client in &mut self.clients {
-                if client.let_go_next().map_err(|error| CopierError::Broken(error.into()))? {
-                    return Ok(SessionStep::More);
-                }
-            }
-            let finish = |draft: SegmentDraft| draft.finish(&self.cuda);
-            let step = self.dedup.step(&mut self.clients, finish);
-            let step = step.map_err(|error| CopierError::Broken(error.into()))?;
-            if step != SessionStep::Nothing {
-                return Ok(step);
-            }
-            if self.wiping.take_if(|since| clock::since(*since) >= WIPED_AFTER).is_some() {
-                self.cuda.take_note();
+        Ok(most)
+    }
+
+    /// Unregisters the next part of the memory of ended sessions. Returns false if there was none.
+    fn release_next(&mut self) -> Result<bool, CopierError> {
+        let Some(region) = self.leaving.last_mut() else { return Ok(false) };
+        let more = region.unregister_last();
+        if !more.map_err(|error| CopierError::Broken(error.into()))? {
+            self.leaving.pop();
+            if self.leaving.is_empty() {
+                self.report(CopierReport::Released);
             }
         }
-        // Other sessions get a step only after the urgent ones have nothing to do.
-        let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
-        Ok(if over { SessionStep::More } else { most })
+        Ok(true)
+    }
+
+    /// Runs one step for the memory of all sessions: lets go of content that is stored elsewhere,
+    /// looks for content that several processes have, and makes the driver notice the end of
+    /// scrubbing.
+    fn tidy_memory(&mut self) -> Result<SessionStep, CopierError> {
+        for client in &mut self.clients {
+            if client.let_go_next().map_err(|error| CopierError::Broken(error.into()))? {
+                return Ok(SessionStep::More);
+            }
+        }
+        let finish = |draft: SegmentDraft| draft.finish(&self.cuda);
+        let step = self.dedup.step(&mut self.clients, finish);
+        let step = step.map_err(|error| CopierError::Broken(error.into()))?;
+        if step != SessionStep::Nothing {
+            return Ok(step);
+        }
+        if self.wiping.take_if(|since| clock::since(*since) >= WIPED_AFTER).is_some() {
+            self.cuda.take_note();
+        }
+        Ok(SessionStep::Nothing)
     }
 
     /// Sends a report. Errors are ignored: a controller that does not read will close its socket

@@ -125,6 +125,18 @@ pub enum SessionStep {
     Nothing,
 }
 
+impl SessionStep {
+    /// Returns the one of the two steps that can run earlier.
+    pub fn sooner(self, other: SessionStep) -> SessionStep {
+        match (self, other) {
+            (SessionStep::More, _) | (_, SessionStep::More) => SessionStep::More,
+            (SessionStep::Soon, _) | (_, SessionStep::Soon) => SessionStep::Soon,
+            (SessionStep::Later, _) | (_, SessionStep::Later) => SessionStep::Later,
+            _ => SessionStep::Nothing,
+        }
+    }
+}
+
 #[derive(Debug)]
 enum SessionState {
     /// The process has announced nothing yet.
