@@ -14,6 +14,8 @@
 
 #![cfg_attr(not(any(feature = "api", test)), no_std)]
 #![forbid(unsafe_code)]
+// A function that fits on one screen can be read at once.
+#![cfg_attr(not(test), deny(clippy::too_many_lines))]
 
 #[cfg(feature = "api")]
 pub mod api;

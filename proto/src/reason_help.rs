@@ -18,7 +18,7 @@ const NO_ACTION: &str = "No action is needed.";
 impl Reason {
     /// Cause and remedy of this reason, for operators.
     #[must_use]
-    #[allow(clippy::too_many_lines, reason = "one arm for each reason")]
+    #[expect(clippy::too_many_lines, reason = "a table with one arm for each reason")]
     pub const fn help(self) -> ReasonHelp {
         let (cause, remedy) = match self {
             Reason::RecentCalls => (
