@@ -101,6 +101,30 @@ impl ShimAction {
             None => Err(CliError::NoAction),
         }
     }
+
+    /// Whether the action concerns a container, whose namespace must then be given.
+    fn needs_namespace(self) -> bool {
+        matches!(self, ShimAction::Start | ShimAction::Delete | ShimAction::Serve)
+    }
+}
+
+impl ShimFlags {
+    /// The field for the value of the flag with this name. A switch has no such field.
+    fn field(&mut self, name: &str) -> Result<&mut String, CliError> {
+        match name {
+            "namespace" => Ok(&mut self.namespace),
+            "id" => Ok(&mut self.id),
+            "address" => Ok(&mut self.address),
+            "publish-binary" => Ok(&mut self.publish_binary),
+            "bundle" => Ok(&mut self.bundle),
+            "socket" => Ok(&mut self.socket),
+            "debug-socket" => Ok(&mut self.debug_socket),
+            "listen" => Ok(&mut self.listen),
+            "upstream" => Ok(&mut self.upstream),
+            "task-version" => Ok(&mut self.task_version),
+            _ => Err(CliError::UnknownFlag(name.to_owned())),
+        }
+    }
 }
 
 impl ShimInvocation {
@@ -135,20 +159,8 @@ impl ShimInvocation {
                 *switch = boolean(name, inline)?;
                 continue;
             }
-            let slot = match name {
-                "namespace" => &mut flags.namespace,
-                "id" => &mut flags.id,
-                "address" => &mut flags.address,
-                "publish-binary" => &mut flags.publish_binary,
-                "bundle" => &mut flags.bundle,
-                "socket" => &mut flags.socket,
-                "debug-socket" => &mut flags.debug_socket,
-                "listen" => &mut flags.listen,
-                "upstream" => &mut flags.upstream,
-                "task-version" => &mut flags.task_version,
-                _ => return Err(CliError::UnknownFlag(name.to_owned())),
-            };
-            *slot = match inline {
+            let field = flags.field(name)?;
+            *field = match inline {
                 Some(value) => value.to_owned(),
                 None => words
                     .next()
@@ -162,9 +174,7 @@ impl ShimInvocation {
             (_, true) => ShimAction::Info,
             _ => ShimAction::parse(action.as_deref())?,
         };
-        let needs_namespace =
-            matches!(action, ShimAction::Start | ShimAction::Delete | ShimAction::Serve);
-        if needs_namespace && flags.namespace.is_empty() {
+        if action.needs_namespace() && flags.namespace.is_empty() {
             return Err(CliError::NoNamespace);
         }
         Ok(ShimInvocation { action, flags })

@@ -26,6 +26,8 @@
 //! edit would not be safe.
 
 #![forbid(unsafe_code)]
+// A function that fits on one screen can be read at once.
+#![cfg_attr(not(test), deny(clippy::too_many_lines))]
 
 pub mod address;
 pub mod announce;
