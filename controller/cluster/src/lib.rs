@@ -16,6 +16,9 @@
 //! programs are missing, a cluster creates pods without the runtime class, and pods with the class
 //! continue to run.
 
+// A function that fits on one screen can be read at once.
+#![cfg_attr(not(test), deny(clippy::too_many_lines))]
+
 pub mod check;
 pub mod cli;
 mod error_chain;

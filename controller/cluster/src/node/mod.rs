@@ -193,28 +193,36 @@ impl NodeAgent<'_> {
         let node = self.node_labels.read().await?;
         let ours = &self.options.installation;
         if let Some(other) = node.annotations().get(AGENT).filter(|agent| *agent != ours) {
-            let text = format!(
-                "installation {other} manages this node; if it no longer exists, remove annotation \
-                 {AGENT} from the node"
-            );
-            self.metrics.now(InstallState::Foreign);
-            if self.said.replace(text.clone()).as_ref() != Some(&text) {
-                tracing::error!("{text}");
-            }
+            self.leave_to(other);
             return Ok(LOOK_EVERY);
         }
-        let asked = node.annotations().get(RETIRE);
-        let mut labelled = node.labels().contains_key(RUNTIME);
-        if asked == Some(&node_labels::may_go(ours)) {
-            return self.retire(&node, READY, labelled).await;
+        let labelled = node.labels().contains_key(RUNTIME);
+        if let Some(wanted) = requested_removal(&node, ours) {
+            return self.retire(&node, wanted, labelled).await;
         }
-        if asked == Some(&node_labels::must_go(ours)) {
-            return self.retire(&node, RETIRED, labelled).await;
+        self.keep_installed(&node, labelled).await
+    }
+
+    /// Reports that another installation manages the node, which is therefore left as it is.
+    fn leave_to(&mut self, other: &str) {
+        let text = format!(
+            "installation {other} manages this node; if it no longer exists, remove annotation \
+             {AGENT} from the node"
+        );
+        self.metrics.now(InstallState::Foreign);
+        if self.said.replace(text.clone()).as_ref() != Some(&text) {
+            tracing::error!("{text}");
         }
-        if is_excluded(&node) {
-            return self.retire(&node, EXCLUDED, labelled).await;
-        }
-        let was_labelled = labelled;
+    }
+
+    /// Installs Affinode if it is not installed, and publishes whether containerd serves it.
+    /// Returns the time until the next check.
+    async fn keep_installed(
+        &mut self,
+        node: &PartialObjectMeta<Node>,
+        was_labelled: bool,
+    ) -> kube::Result<Duration> {
+        let mut labelled = was_labelled;
         match self.tend(&mut labelled).await {
             Ok(true) => {
                 self.metrics.now(InstallState::Served);
@@ -223,19 +231,19 @@ impl NodeAgent<'_> {
                     Some(why) => format!("served, with another configuration: {why}"),
                     None => "served".to_owned(),
                 };
-                self.say(&node, &state).await?;
+                self.say(node, &state).await?;
                 Ok(LOOK_EVERY)
             }
             Ok(false) => {
                 self.metrics.now(InstallState::RestartNeeded);
                 self.serve(false, labelled).await?;
-                self.say(&node, "installed: containerd serves the runtime after its next start")
+                self.say(node, "installed: containerd serves the runtime after its next start")
                     .await?;
                 Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Host(error)) => {
                 let state = self.not_installed(&error, was_labelled).await?;
-                self.say(&node, &state).await?;
+                self.say(node, &state).await?;
                 Ok(LEAVE_ALONE)
             }
             Err(NodeTrouble::NoSlot) => {
@@ -243,7 +251,7 @@ impl NodeAgent<'_> {
                 self.serve(false, labelled).await?;
                 let most = self.options.rollout_leases.len();
                 self.say(
-                    &node,
+                    node,
                     &format!(
                         "waits for its turn: node.rollout.maxConcurrent limits first \
                          installations to {most} at a time"
@@ -438,6 +446,21 @@ enum NodeTrouble {
     Cluster(kube::Error),
     /// The maximum number of nodes is being installed at this time.
     NoSlot,
+}
+
+/// The state that the node is to reach if the uninstaller or an operator asked for a removal:
+/// [`READY`], [`RETIRED`] or [`EXCLUDED`]. `None`: Affinode stays installed.
+fn requested_removal(node: &PartialObjectMeta<Node>, ours: &str) -> Option<&'static str> {
+    let asked = node.annotations().get(RETIRE);
+    if asked == Some(&node_labels::may_go(ours)) {
+        Some(READY)
+    } else if asked == Some(&node_labels::must_go(ours)) {
+        Some(RETIRED)
+    } else if is_excluded(node) {
+        Some(EXCLUDED)
+    } else {
+        None
+    }
 }
 
 /// Whether an operator excluded the node from Affinode.
