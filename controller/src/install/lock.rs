@@ -24,7 +24,8 @@ const FILE: &str = "install.lock";
 /// The lock on the folder of the record.
 pub struct InstallLock {
     folder: PathBuf,
-    /// Folders that were created for the lock, the outermost first.
+    /// Folders that did not exist before the installation: first those that were created for the
+    /// lock, the outermost first, then those that the installed files need.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }
@@ -47,6 +48,16 @@ impl InstallLock {
             if fs::metadata(&path).ok().map(inode) == held.metadata().ok().map(inode) {
                 return Ok(InstallLock { folder: folder.to_owned(), made, _held: held });
             }
+        }
+    }
+
+    /// Adds the missing folders of files that will be written to [`InstallLock::made`], so that an
+    /// uninstallation removes these folders too.
+    pub fn note_missing_folders<'a>(&mut self, paths: impl Iterator<Item = &'a Path>) {
+        for folder in paths.filter_map(Path::parent) {
+            let mut missing = files::missing_folders(folder);
+            missing.retain(|folder| !self.made.contains(folder));
+            self.made.extend(missing);
         }
     }
 }

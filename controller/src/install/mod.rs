@@ -233,9 +233,7 @@ pub fn enter(root: &Path) -> Result<(), InstallError> {
 /// [`InstallError`]: containerd's configuration is as before, unless the error says otherwise.
 pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
     let name = &options.runtime_name;
-    if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b)) {
-        return Err(InstallError::Name(name.clone()));
-    }
+    check_name(name)?;
     let mut lock = lock(options)?;
     let older = InstallRecord::read(&options.state_dir)?;
     let docker = DockerPlan::of(options, older.as_ref())?;
@@ -276,30 +274,42 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
     let targets = plan.edit.iter().flat_map(ConfigEdit::paths);
-    for folder in changes.iter().map(FileChange::to).chain(targets).filter_map(Path::parent) {
-        let made = files::missing_folders(folder);
-        lock.made.extend(
-            made.into_iter().filter(|folder| !lock.made.contains(folder)).collect::<Vec<_>>(),
-        );
-    }
+    lock.note_missing_folders(changes.iter().map(FileChange::to).chain(targets));
     let mut record = InstallRecord::of(&options.prefix, source, older, &plan, &lock.made);
     record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
     let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
     let made = put(&change, &docker, &changes, &plan);
     if made.is_err() && fresh {
-        // A first installation has failed: all its files are removed again.
-        for change in &changes {
-            files::remove(change.to())?;
-        }
-        files::remove_folders(&record.folders);
-        record.remove(&options.state_dir)?;
+        remove_first(options, &changes, &record)?;
     }
     made?;
     record.settle(&plan);
     record.write(&options.state_dir)?;
     controllers.make(options)?;
     Ok(steps)
+}
+
+/// Checks that the name of the handler is a plain TOML key.
+fn check_name(name: &str) -> Result<(), InstallError> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    if name.is_empty() || !name.bytes().all(is_plain) {
+        return Err(InstallError::Name(name.to_owned()));
+    }
+    Ok(())
+}
+
+/// Removes all files of a first installation that has failed.
+fn remove_first(
+    options: &InstallOptions,
+    changes: &[FileChange],
+    record: &InstallRecord,
+) -> Result<(), InstallError> {
+    for change in changes {
+        files::remove(change.to())?;
+    }
+    files::remove_folders(&record.folders);
+    Ok(record.remove(&options.state_dir)?)
 }
 
 /// Removes files and text that a killed installer left: partly written files, and a handler that

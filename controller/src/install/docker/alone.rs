@@ -1,8 +1,6 @@
 //! The installation on a machine where only Docker or Podman runs containers. Its containerd has
 //! CRI disabled or belongs to dockerd, or there is no containerd. Therefore no handler is added.
 
-use std::path::Path;
-
 use toml::{Table, Value};
 
 use super::DockerPlan;
@@ -14,6 +12,7 @@ use crate::install::{
     lock::InstallLock,
     plan::HandlerPlan,
     record::InstallRecord,
+    remove_first,
     replacement::ControllerReplacement,
     tidy,
 };
@@ -71,22 +70,14 @@ pub fn install(
     steps.extend(controllers.steps());
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
-    for folder in changes.iter().map(FileChange::to).filter_map(Path::parent) {
-        let mut made = files::missing_folders(folder);
-        made.retain(|folder| !lock.made.contains(folder));
-        lock.made.extend(made);
-    }
+    lock.note_missing_folders(changes.iter().map(FileChange::to));
     let mut record =
         InstallRecord::of(&options.prefix, source, older, &HandlerPlan::default(), &lock.made);
     record.settled = true;
     record.write(&options.state_dir)?;
     let made = make(docker, &changes, options);
     if made.is_err() && fresh {
-        for change in &changes {
-            files::remove(change.to())?;
-        }
-        files::remove_folders(&record.folders);
-        record.remove(&options.state_dir)?;
+        remove_first(options, &changes, &record)?;
     }
     made?;
     controllers.make(options)?;
