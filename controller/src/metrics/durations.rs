@@ -34,19 +34,19 @@ impl MoveDurations {
         let passed = entered.map(|since| seconds(event.unix_ms - since));
         match (event.from.as_str(), event.to.as_str()) {
             (_, "Offloaded") if event.bytes > 0 => {
-                table.offload_seconds.observe(elapsed);
-                table.offload_bytes.observe(bytes);
+                table.moves.offload_seconds.observe(elapsed);
+                table.moves.offload_bytes.observe(bytes);
             }
             ("Queued", "Restoring") => {
-                passed.into_iter().for_each(|wait| table.queue_seconds.observe(wait));
+                passed.into_iter().for_each(|wait| table.moves.queue_seconds.observe(wait));
             }
             ("Restoring", "Active") => {
-                passed.into_iter().for_each(|took| table.restore_seconds.observe(took));
-                table.restore_bytes.observe(bytes);
+                passed.into_iter().for_each(|took| table.moves.restore_seconds.observe(took));
+                table.moves.restore_bytes.observe(bytes);
                 // If an operator requested the restore, no call waited and the event has no
                 // duration.
                 if event.elapsed_ms > 0 {
-                    table.wake_seconds.observe(elapsed);
+                    table.moves.wake_seconds.observe(elapsed);
                 }
             }
             _ => {}

@@ -7,6 +7,7 @@
 //! have such series.
 
 mod durations;
+mod families;
 mod labels;
 mod reference;
 mod table;
@@ -138,7 +139,7 @@ impl Metrics {
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
         let table = MetricsTable::new();
-        table.restarts.inc_by(starts.saturating_sub(1));
+        table.controller.restarts.inc_by(starts.saturating_sub(1));
         Metrics { table, inner: Mutex::default() }
     }
 
@@ -146,15 +147,16 @@ impl Metrics {
     #[must_use]
     pub fn with_runs(runs: ControllerRuns) -> Metrics {
         let metrics = Metrics::new(runs.starts);
-        metrics.table.unexpected_ends.inc_by(runs.unexpected_ends);
+        metrics.table.controller.unexpected_ends.inc_by(runs.unexpected_ends);
         metrics
     }
 
     /// Counts an event and its durations.
     pub fn event(&self, event: &schema::Event) {
-        self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
+        self.table.reports.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
         if event.kind == EventKind::Refused.as_str() {
-            self.table.refusals.get_or_create(&ReasonLabels { reason: event.reason.clone() }).inc();
+            let reason = ReasonLabels { reason: event.reason.clone() };
+            self.table.moves.refusals.get_or_create(&reason).inc();
         }
         if event.kind == EventKind::State.as_str() {
             self.inner().moves.event(event, &self.table);
@@ -179,11 +181,11 @@ impl Metrics {
             let labels = ContainerLabels::of(container);
             let before = known.remove(&container.key);
             let more = calls.saturating_sub(before.as_ref().map_or(0, |seen| seen.calls));
-            self.table.calls.get_or_create(&labels).inc_by(more);
+            self.table.calls.made.get_or_create(&labels).inc_by(more);
             let hook = HookCost::of(container);
             let news = hook.since(before.map_or(HookCost::default(), |seen| seen.hook));
-            self.table.hook_seconds.get_or_create(&labels).inc_by(news.added_s);
-            self.table.held_seconds.get_or_create(&labels).inc_by(news.held_s);
+            self.table.calls.hook_seconds.get_or_create(&labels).inc_by(news.added_s);
+            self.table.calls.held_seconds.get_or_create(&labels).inc_by(news.held_s);
             let seen = SeenCounters {
                 labels,
                 state: container.state.clone(),
@@ -204,7 +206,7 @@ impl Metrics {
     /// Counts a refused request. `reason`: the label of the reason.
     pub fn refused_request(&self, reason: &'static str) {
         let reason = reason.to_owned();
-        self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
+        self.table.reports.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
 
     /// All metrics as OpenMetrics text.
@@ -215,9 +217,9 @@ impl Metrics {
         // One scrape at a time: a scrape clears all gauges and fills them again.
         let _inner = self.inner();
         self.fill(node);
-        self.table.watchers.set(i64::try_from(counts.watchers).unwrap_or(i64::MAX));
-        raise(&self.table.missed, counts.missed);
-        raise(&self.table.history_dropped, counts.history_dropped);
+        self.table.reports.watchers.set(i64::try_from(counts.watchers).unwrap_or(i64::MAX));
+        raise(&self.table.reports.missed, counts.missed);
+        raise(&self.table.reports.history_dropped, counts.history_dropped);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.table.registry)?;
         Ok(text)
@@ -227,66 +229,75 @@ impl Metrics {
         let table = &self.table;
         table.clear_gauges();
         #[allow(clippy::cast_precision_loss)] // Moments of this century are exact in f64.
-        table.start_time.set(node.started_unix_ms as f64 / 1000.0);
-        table.nvml_up.set(i64::from(node.gpu_error.is_none() && !node.gpus.is_empty()));
-        table.auto_offload.set(i64::from(node.auto_offload));
-        table.build.get_or_create(&labels::BuildLabels { version: node.version.clone() }).set(1);
+        table.controller.start_time.set(node.started_unix_ms as f64 / 1000.0);
+        table.controller.nvml_up.set(i64::from(node.gpu_error.is_none() && !node.gpus.is_empty()));
+        table.controller.auto_offload.set(i64::from(node.auto_offload));
+        let build = labels::BuildLabels { version: node.version.clone() };
+        table.controller.build.get_or_create(&build).set(1);
         for state in State::ALL {
-            table.containers.get_or_create(&StateLabels { state: state.as_str().into() }).set(0);
+            let state = StateLabels { state: state.as_str().into() };
+            table.container.states.get_or_create(&state).set(0);
         }
-        for gpu in &node.gpus {
-            let labels = GpuLabels::of(gpu);
-            table.gpu_total.get_or_create(&labels).set(whole(gpu.vram_total_bytes));
-            table.gpu_used.get_or_create(&labels).set(whole(gpu.vram_used_bytes));
-            table.gpu_returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
-            table.gpu_reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
-            table.gpu_copier.get_or_create(&labels).set(whole(gpu.copier_vram_bytes));
-            table.gpu_shared.get_or_create(&labels).set(whole(gpu.copier_shared_bytes));
-            table.gpu_stored.get_or_create(&labels).set(whole(gpu.copier_stored_bytes));
-            table.gpu_busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
-            let minute = f64::from(gpu.utilization_minute_percent) / 100.0;
-            table.gpu_busy_minute.get_or_create(&labels).set(minute);
-            let wanted = gpu.vram_used_bytes.saturating_add(gpu.vram_reclaimed_bytes);
-            #[allow(clippy::cast_precision_loss)] // A share.
-            let pressure = wanted as f64 / gpu.vram_total_bytes.max(1) as f64;
-            table.gpu_pressure.get_or_create(&labels).set(pressure);
-        }
+        node.gpus.iter().for_each(|gpu| self.fill_gpu(gpu));
         let mut queued = 0;
         for (position, container) in node.containers.iter().enumerate() {
-            table.containers.get_or_create(&StateLabels { state: container.state.clone() }).inc();
+            let state = StateLabels { state: container.state.clone() };
+            table.container.states.get_or_create(&state).inc();
             queued += i64::from(container.state == State::Queued.as_str());
             if position < CONTAINERS {
                 self.fill_container(container, node);
             }
         }
-        table.queue_depth.set(queued);
-        table.host_used.set(whole(node.host_used_bytes));
-        table.host_free.set(whole(node.host_free_bytes));
+        table.moves.queue_depth.set(queued);
+        table.host.used.set(whole(node.host_used_bytes));
+        table.host.free.set(whole(node.host_free_bytes));
+    }
+
+    fn fill_gpu(&self, gpu: &schema::Gpu) {
+        let labels = GpuLabels::of(gpu);
+        let memory = &self.table.gpu_memory;
+        memory.total.get_or_create(&labels).set(whole(gpu.vram_total_bytes));
+        memory.used.get_or_create(&labels).set(whole(gpu.vram_used_bytes));
+        memory.returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
+        memory.reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
+        memory.copier.get_or_create(&labels).set(whole(gpu.copier_vram_bytes));
+        memory.shared.get_or_create(&labels).set(whole(gpu.copier_shared_bytes));
+        memory.stored.get_or_create(&labels).set(whole(gpu.copier_stored_bytes));
+        let load = &self.table.gpu_load;
+        load.busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
+        let minute = f64::from(gpu.utilization_minute_percent) / 100.0;
+        load.busy_minute.get_or_create(&labels).set(minute);
+        let wanted = gpu.vram_used_bytes.saturating_add(gpu.vram_reclaimed_bytes);
+        #[allow(clippy::cast_precision_loss)] // A share.
+        let pressure = wanted as f64 / gpu.vram_total_bytes.max(1) as f64;
+        load.pressure.get_or_create(&labels).set(pressure);
     }
 
     fn fill_container(&self, container: &schema::Container, node: &schema::Node) {
         let table = &self.table;
         let labels = ContainerLabels::of(container);
         #[allow(clippy::cast_precision_loss)] // Idle for years is exact in f64.
-        table.idle.get_or_create(&labels).set(container.idle_ms as f64 / 1000.0);
+        table.container.idle.get_or_create(&labels).set(container.idle_ms as f64 / 1000.0);
         let reason = ReasonedLabels::of(container);
-        table.reasons.get_or_create(&reason).set(1);
+        table.container.reasons.get_or_create(&reason).set(1);
         let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
-        table.waiting.get_or_create(&labels).set(whole(waiting));
-        table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
+        table.container.waiting.get_or_create(&labels).set(whole(waiting));
+        let processes = whole(container.processes.len() as u64);
+        table.container.processes.get_or_create(&labels).set(processes);
         let kept: u64 = container.processes.iter().map(|p| p.kept_bytes).sum();
-        table.kept.get_or_create(&labels).set(whole(kept));
+        table.container.kept.get_or_create(&labels).set(whole(kept));
         if let Some(share) = container.copyable_share {
-            table.copyable.get_or_create(&labels).set(share);
+            table.container.copyable.get_or_create(&labels).set(share);
         }
         let dearest = container.processes.iter().map(|p| p.call_cost_ps).max().unwrap_or(0);
         if dearest > 0 {
-            table.call_cost.get_or_create(&labels).set(f64::from(dearest) / 1e12);
+            table.calls.call_cost.get_or_create(&labels).set(f64::from(dearest) / 1e12);
         }
         for process in &container.processes {
-            for (family, devices) in
-                [(&table.held, &process.vram), (&table.offloaded, &process.offloaded)]
-            {
+            for (family, devices) in [
+                (&table.container.held, &process.vram),
+                (&table.container.offloaded, &process.offloaded),
+            ] {
                 for device in devices {
                     let known = node.gpus.iter().find(|gpu| gpu.uuid == device.uuid);
                     let labels = DeviceLabels::of(container, &device.uuid, known);

@@ -1,0 +1,473 @@
+//! The families of Prometheus metrics of a node: name, unit and help of each metric.
+//!
+//! The order of the families, and of the metrics in them, is the order of `/metrics`.
+
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::{
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::{Metric, Registry, Unit},
+};
+
+use super::labels::{
+    BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels,
+    ReasonedLabels, StateLabels, UseLabels,
+};
+
+type Sum = Counter<f64, AtomicU64>;
+type Share = Gauge<f64, AtomicU64>;
+
+/// The registry that prints the metrics, while they are created. Each metric starts at zero.
+pub struct MetricRegistry(Registry);
+
+impl MetricRegistry {
+    /// Creates a registry without metrics.
+    pub fn new() -> MetricRegistry {
+        MetricRegistry(Registry::with_prefix("affinode"))
+    }
+
+    /// The registry with all metrics that were added.
+    pub fn into_inner(self) -> Registry {
+        self.0
+    }
+
+    fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+        let metric = M::default();
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+
+    fn add_with_unit<M: Metric + Clone + Default>(
+        &mut self,
+        name: &str,
+        unit: Unit,
+        help: &str,
+    ) -> M {
+        let metric = M::default();
+        self.0.register_with_unit(name, help, unit, metric.clone());
+        metric
+    }
+
+    fn add_histogram(
+        &mut self,
+        name: &str,
+        unit: Unit,
+        help: &str,
+        histogram: Histogram,
+    ) -> Histogram {
+        self.0.register_with_unit(name, help, unit, histogram.clone());
+        histogram
+    }
+}
+
+/// A histogram of durations in seconds, with buckets from 10 ms to 5 min.
+fn seconds() -> Histogram {
+    Histogram::new([0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0])
+}
+
+/// A histogram of sizes in bytes, with buckets from 16 MiB to 512 GiB.
+fn sizes() -> Histogram {
+    Histogram::new(exponential_buckets(16.0 * 1024.0 * 1024.0, 2.0, 16))
+}
+
+/// The controller itself, and the switches that hold for the whole node.
+#[derive(Debug)]
+pub struct ControllerMetrics {
+    pub build: Family<BuildLabels, Gauge>,
+    pub start_time: Share,
+    pub restarts: Counter,
+    pub unexpected_ends: Counter,
+    pub auto_offload: Gauge,
+    pub nvml_up: Gauge,
+}
+
+impl ControllerMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> ControllerMetrics {
+        ControllerMetrics {
+            build: registry.add("build_info", "Version of the running controller"),
+            start_time: registry.add_with_unit(
+                "controller_start_time",
+                Unit::Seconds,
+                "Time at which the controller started, in seconds since the Unix epoch",
+            ),
+            restarts: registry.add(
+                "controller_restarts",
+                "Number of restarts of the controller that the history of this node records",
+            ),
+            unexpected_ends: registry.add(
+                "controller_unexpected_ends",
+                "Number of unexpected exits of the controller that the history of this node \
+                 records. An exit is expected if it was requested, or if no container was left",
+            ),
+            auto_offload: registry.add(
+                "auto_offload_enabled",
+                "Whether containers are offloaded automatically (1: yes, 0: an operator turned it \
+                 off)",
+            ),
+            nvml_up: registry
+                .add("nvml_up", "Whether NVML can read the GPUs of the node (1: yes, 0: no)"),
+        }
+    }
+}
+
+/// VRAM of each GPU, and host memory with content of each GPU.
+#[derive(Debug)]
+pub struct GpuMemoryMetrics {
+    pub total: Family<GpuLabels, Gauge>,
+    pub used: Family<GpuLabels, Gauge>,
+    pub returned: Family<GpuLabels, Gauge>,
+    pub copier: Family<GpuLabels, Gauge>,
+    pub shared: Family<GpuLabels, Gauge>,
+    pub stored: Family<GpuLabels, Gauge>,
+    pub reserved: Family<GpuLabels, Gauge>,
+}
+
+impl GpuMemoryMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> GpuMemoryMetrics {
+        GpuMemoryMetrics {
+            total: registry.add_with_unit("gpu_vram_total", Unit::Bytes, "Total VRAM of the GPU"),
+            used: registry.add_with_unit(
+                "gpu_vram_used",
+                Unit::Bytes,
+                "VRAM of the GPU in use by all processes",
+            ),
+            returned: registry.add_with_unit(
+                "gpu_vram_returned",
+                Unit::Bytes,
+                "VRAM that offloads freed and that has not been restored yet",
+            ),
+            copier: registry.add_with_unit(
+                "gpu_memory_copier",
+                Unit::Bytes,
+                "VRAM used by Affinode's copier, a process that copies memory of offloaded \
+                 containers",
+            ),
+            shared: registry.add_with_unit(
+                "gpu_host_memory_shared",
+                Unit::Bytes,
+                "Size of offloaded memory whose content is stored once for several processes \
+                 (dedup). Each process counts in full",
+            ),
+            stored: registry.add_with_unit(
+                "gpu_host_memory_stored",
+                Unit::Bytes,
+                "Host memory that content shared by several processes takes, counted once (dedup)",
+            ),
+            reserved: registry.add_with_unit(
+                "gpu_vram_reserved",
+                Unit::Bytes,
+                "VRAM that the controller reserves for restores in progress",
+            ),
+        }
+    }
+
+    /// Removes all series, so that no series of a removed GPU stays.
+    pub fn clear(&self) {
+        self.total.clear();
+        self.used.clear();
+        self.returned.clear();
+        self.copier.clear();
+        self.shared.clear();
+        self.stored.clear();
+        self.reserved.clear();
+    }
+}
+
+/// How busy each GPU is, and how much of its VRAM is wanted.
+#[derive(Debug)]
+pub struct GpuLoadMetrics {
+    pub busy: Family<GpuLabels, Share>,
+    pub busy_minute: Family<GpuLabels, Share>,
+    pub pressure: Family<GpuLabels, Share>,
+}
+
+impl GpuLoadMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> GpuLoadMetrics {
+        GpuLoadMetrics {
+            busy: registry.add(
+                "gpu_utilization_ratio",
+                "Fraction of the last NVML sample period in which the GPU was busy",
+            ),
+            busy_minute: registry.add(
+                "gpu_utilization_minute_ratio",
+                "Fraction of the last minute in which the GPU was busy",
+            ),
+            pressure: registry.add(
+                "gpu_vram_pressure_ratio",
+                "VRAM that all containers of the GPU would need if all were resident, divided by \
+                 the VRAM of the GPU. Above 1 they do not all fit",
+            ),
+        }
+    }
+
+    /// Removes all series, so that no series of a removed GPU stays.
+    pub fn clear(&self) {
+        self.busy.clear();
+        self.busy_minute.clear();
+        self.pressure.clear();
+    }
+}
+
+/// The present state of each container.
+#[derive(Debug)]
+pub struct ContainerMetrics {
+    pub states: Family<StateLabels, Gauge>,
+    pub held: Family<DeviceLabels, Gauge>,
+    pub offloaded: Family<DeviceLabels, Gauge>,
+    pub kept: Family<ContainerLabels, Gauge>,
+    pub copyable: Family<ContainerLabels, Share>,
+    pub idle: Family<ContainerLabels, Share>,
+    pub waiting: Family<ContainerLabels, Gauge>,
+    pub processes: Family<ContainerLabels, Gauge>,
+    pub reasons: Family<ReasonedLabels, Gauge>,
+}
+
+impl ContainerMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> ContainerMetrics {
+        ContainerMetrics {
+            states: registry.add("containers", "Number of GPU containers in each state"),
+            held: registry.add_with_unit(
+                "container_vram",
+                Unit::Bytes,
+                "VRAM in use by the container",
+            ),
+            offloaded: registry.add_with_unit(
+                "container_host_memory",
+                Unit::Bytes,
+                "Offloaded memory of the container",
+            ),
+            kept: registry.add_with_unit(
+                "container_host_memory_kept",
+                Unit::Bytes,
+                "Host memory with the copy that a resident container keeps for its next offload \
+                 (retain_host_copy)",
+            ),
+            copyable: registry.add(
+                "container_copyable_ratio",
+                "Fraction of the VRAM of the container that Affinode's library can copy without \
+                 the driver's checkpoint",
+            ),
+            idle: registry.add_with_unit(
+                "container_idle",
+                Unit::Seconds,
+                "Time since the last CUDA call of the container",
+            ),
+            waiting: registry.add(
+                "container_waiting_calls",
+                "Number of CUDA calls that wait now until the container is restored",
+            ),
+            processes: registry
+                .add("container_processes", "Number of CUDA processes of the container"),
+            reasons: registry.add(
+                "container_reason",
+                "State, reason and settings of the container, as labels. The value is always 1",
+            ),
+        }
+    }
+
+    /// Removes all series, so that no series of a removed container stays.
+    pub fn clear(&self) {
+        self.states.clear();
+        self.held.clear();
+        self.offloaded.clear();
+        self.kept.clear();
+        self.copyable.clear();
+        self.idle.clear();
+        self.waiting.clear();
+        self.processes.clear();
+        self.reasons.clear();
+    }
+}
+
+/// CUDA calls of each container, and the time that Affinode adds to them.
+#[derive(Debug)]
+pub struct CallMetrics {
+    pub made: Family<ContainerLabels, Counter>,
+    pub hook_seconds: Family<ContainerLabels, Sum>,
+    pub held_seconds: Family<ContainerLabels, Sum>,
+    pub call_cost: Family<ContainerLabels, Share>,
+}
+
+impl CallMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> CallMetrics {
+        CallMetrics {
+            made: registry.add("container_cuda_calls", "CUDA calls made by the container"),
+            hook_seconds: registry.add_with_unit(
+                "container_hook",
+                Unit::Seconds,
+                "Estimated time that Affinode's hook added to the CUDA calls of the container. It \
+                 is the number of calls times the overhead per call, which each process measures \
+                 at its start",
+            ),
+            held_seconds: registry.add_with_unit(
+                "container_held_calls",
+                Unit::Seconds,
+                "Time that CUDA calls of the container waited during its offloads and restores, \
+                 summed over all threads",
+            ),
+            call_cost: registry.add_with_unit(
+                "container_hook_call_cost",
+                Unit::Seconds,
+                "Time that Affinode's hook adds to a CUDA call, the highest value among the \
+                 processes of the container",
+            ),
+        }
+    }
+}
+
+/// Host memory of the node for offloaded memory.
+#[derive(Debug)]
+pub struct HostMemoryMetrics {
+    pub used: Gauge,
+    pub free: Gauge,
+}
+
+impl HostMemoryMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> HostMemoryMetrics {
+        HostMemoryMetrics {
+            used: registry.add_with_unit(
+                "host_memory_used",
+                Unit::Bytes,
+                "Host memory in use for offloaded memory. Content that several processes share \
+                 counts once",
+            ),
+            free: registry.add_with_unit(
+                "host_memory_free",
+                Unit::Bytes,
+                "Host memory of the node that is free for further offloads",
+            ),
+        }
+    }
+}
+
+/// VRAM of each container times the time for which the container had it.
+#[derive(Debug)]
+pub struct UsageMetrics {
+    pub used_byte_seconds: Family<ContainerLabels, Sum>,
+    pub idle_byte_seconds: Family<ContainerLabels, Sum>,
+    pub returned_byte_seconds: Family<ContainerLabels, Sum>,
+    pub gpu_seconds: Family<UseLabels, Sum>,
+}
+
+impl UsageMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> UsageMetrics {
+        UsageMetrics {
+            used_byte_seconds: registry.add(
+                "container_used_vram_byte_seconds",
+                "VRAM that the container held while it was not idle, in bytes times seconds",
+            ),
+            idle_byte_seconds: registry.add(
+                "container_idle_vram_byte_seconds",
+                "VRAM that the container held while it was idle, in bytes times seconds",
+            ),
+            returned_byte_seconds: registry.add(
+                "container_returned_vram_byte_seconds",
+                "VRAM of the container that was free because of offloads, in bytes times seconds",
+            ),
+            gpu_seconds: registry.add_with_unit(
+                "container_gpu",
+                Unit::Seconds,
+                "GPU time of the container in GPUs times seconds. A container with half of a GPU's \
+                 VRAM counts as half a GPU. The label state is used, idle or returned: its VRAM \
+                 was in use, held idle, or freed by an offload",
+            ),
+        }
+    }
+}
+
+/// Offloads and restores: durations, sizes, the queue for VRAM and refusals.
+#[derive(Debug)]
+pub struct MoveMetrics {
+    pub offload_seconds: Histogram,
+    pub offload_bytes: Histogram,
+    pub restore_seconds: Histogram,
+    pub restore_bytes: Histogram,
+    pub wake_seconds: Histogram,
+    pub queue_seconds: Histogram,
+    pub queue_depth: Gauge,
+    pub refusals: Family<ReasonLabels, Counter>,
+}
+
+impl MoveMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> MoveMetrics {
+        MoveMetrics {
+            offload_seconds: registry.add_histogram(
+                "offload_duration",
+                Unit::Seconds,
+                "Duration of an offload",
+                seconds(),
+            ),
+            offload_bytes: registry.add_histogram(
+                "offload_size",
+                Unit::Bytes,
+                "VRAM freed by an offload",
+                sizes(),
+            ),
+            restore_seconds: registry.add_histogram(
+                "restore_duration",
+                Unit::Seconds,
+                "Duration of a restore. The wait for VRAM before the restore is not included",
+                seconds(),
+            ),
+            restore_bytes: registry.add_histogram(
+                "restore_size",
+                Unit::Bytes,
+                "VRAM that a restore takes",
+                sizes(),
+            ),
+            wake_seconds: registry.add_histogram(
+                "wake_latency",
+                Unit::Seconds,
+                "Time that the first CUDA call of an offloaded container waited for the restore",
+                seconds(),
+            ),
+            queue_seconds: registry.add_histogram(
+                "queue_wait",
+                Unit::Seconds,
+                "Time that a container waited in the queue for VRAM",
+                seconds(),
+            ),
+            queue_depth: registry.add("queue_depth", "Number of containers in the queue for VRAM"),
+            refusals: registry.add(
+                "refusals",
+                "Number of offloads that the controller refused or abandoned, by reason",
+            ),
+        }
+    }
+}
+
+/// What the controller reports: its events, HTTP and the history.
+#[derive(Debug)]
+pub struct ReportMetrics {
+    pub events: Family<KindLabels, Counter>,
+    pub watchers: Gauge,
+    pub missed: Counter,
+    pub refused_requests: Family<ReasonLabels, Counter>,
+    pub history_dropped: Counter,
+}
+
+impl ReportMetrics {
+    pub fn new(registry: &mut MetricRegistry) -> ReportMetrics {
+        ReportMetrics {
+            events: registry.add("events", "Events recorded by the controller, by kind"),
+            watchers: registry.add("http_watchers", "Number of open HTTP event streams"),
+            missed: registry.add(
+                "http_missed_messages",
+                "Messages of HTTP event streams that were dropped because the client read too \
+                 slowly",
+            ),
+            refused_requests: registry
+                .add("http_refused_requests", "HTTP requests refused, by reason"),
+            history_dropped: registry.add(
+                "history_dropped_records",
+                "History records that were dropped before they were written, for example because \
+                 the disk is too slow",
+            ),
+        }
+    }
+}
