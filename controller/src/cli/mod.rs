@@ -9,6 +9,7 @@ mod completion;
 mod doctor;
 mod events;
 pub mod format;
+mod gpus;
 mod hint;
 mod install;
 mod local_node;
@@ -113,6 +114,7 @@ enum Command {
     /// Print the data of the documentation's reference pages as JSON.
     #[command(hide = true)]
     Reference,
+    Gpus(gpus::GpusArgs),
     /// Make the controller read its configuration again. If the configuration is invalid, nothing
     /// changes.
     Reload {
@@ -185,6 +187,14 @@ enum CliError {
     Config(#[from] crate::config::ConfigError),
     #[error(transparent)]
     History(#[from] crate::history::StoreError),
+    #[error(transparent)]
+    Gpus(#[from] crate::inventory::gpu_facts::GpuFactsError),
+    #[error("cannot run {program} of the node; check that Affinode is installed there")]
+    NodeProgram {
+        program: String,
+        #[source]
+        source: std::io::Error,
+    },
 }
 
 /// Parses the command line and runs it.
@@ -271,6 +281,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
         Command::Reference => return reference::run(&mut out),
+        Command::Gpus(asked) => return gpus::run(&mut out, &asked),
         Command::Install(asked) => return install::install(&mut out, asked, args.run_dir),
         Command::Uninstall(asked) => return install::uninstall(&mut out, asked, args.run_dir),
         Command::Status(asked) => return install::status(&mut out, asked),
@@ -307,6 +318,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         | Command::Completion { .. }
         | Command::Man { .. }
         | Command::Reference
+        | Command::Gpus(_)
         | Command::Report(_) => Ok(()),
         Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,

@@ -239,6 +239,14 @@ pub fn available_bytes() -> io::Result<u64> {
     meminfo_bytes(&fs::read_to_string("/proc/meminfo")?, "MemAvailable:")
 }
 
+/// The node's memory, in bytes.
+///
+/// # Errors
+/// /proc/meminfo cannot be read.
+pub fn total_bytes() -> io::Result<u64> {
+    meminfo_bytes(&fs::read_to_string("/proc/meminfo")?, "MemTotal:")
+}
+
 fn meminfo_bytes(text: &str, name: &str) -> io::Result<u64> {
     let kib = text
         .lines()

@@ -1,7 +1,9 @@
 //! Readings of the machine: GPUs ([`nvml`]), processes ([`process`]), host memory ([`memory`]). One
 //! thread reads them ([`Inventory`]), so that a slow driver never blocks the actor; another thread
-//! reads the utilization of processes ([`process_utilization`]).
+//! reads the utilization of processes ([`process_utilization`]). The command `affinode gpus` reads
+//! what does not change ([`gpu_facts`]).
 
+pub mod gpu_facts;
 pub mod host_levels;
 pub mod memory;
 pub mod network;
