@@ -17,6 +17,7 @@
 
 pub mod agent_metrics;
 mod auth_proxy;
+pub mod dra;
 pub mod host;
 mod node_events;
 pub mod node_labels;

@@ -1,0 +1,153 @@
+//! The GPUs that the scheduler allocated to a claim.
+
+use k8s_openapi::api::resource::v1::{
+    DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
+};
+use kube::ResourceExt;
+
+use super::{
+    DRIVER,
+    policy::{self, Annotations, PolicyError},
+};
+
+/// Maximum number of devices of a claim. It is the limit of the API.
+const MAX_DEVICES: usize = 32;
+
+/// A GPU, or a share of one, that is allocated to a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllocatedGpu {
+    /// Request of the claim, `name` or `name/subrequest`.
+    pub request: String,
+    /// Pool of the device, which is the node's name.
+    pub pool: String,
+    /// Name of the device in the pool.
+    pub device: String,
+    /// The share of the device.
+    pub share_id: Option<String>,
+    /// Policy for the containers of the claim, as annotations.
+    pub policy: Annotations,
+}
+
+/// Reason why a claim cannot be prepared.
+#[derive(Debug, thiserror::Error)]
+pub enum AllocationError {
+    /// The claim was deleted, and another one has its name.
+    #[error("claim {claim} has UID {found:?} instead of {wanted}; it was replaced, delete the pod")]
+    Replaced {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// UID that the API server reports.
+        found: String,
+        /// UID for which the kubelet asks.
+        wanted: String,
+    },
+    /// The claim has no device of this driver.
+    #[error("claim {0} has no device of driver {DRIVER}; its allocation was removed")]
+    NotAllocated(String),
+    /// The claim has more devices than the API allows.
+    #[error("claim {claim} has {count} devices; at most {MAX_DEVICES} are supported")]
+    Many {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Number of devices.
+        count: usize,
+    },
+    /// The device belongs to another node.
+    #[error("claim {claim} has a device of pool {pool}, but this is node {node}")]
+    OtherNode {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Pool of the device.
+        pool: String,
+        /// Name of this node.
+        node: String,
+    },
+    /// The opaque configuration is invalid.
+    #[error("claim {claim}, opaque configuration {number} of its allocation")]
+    Policy {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Position in `status.allocation.devices.config`, from 0.
+        number: usize,
+        /// Reason why it is invalid.
+        #[source]
+        source: PolicyError,
+    },
+}
+
+/// Returns this driver's devices of a claim.
+///
+/// # Errors
+/// [`AllocationError`]: the claim is not allocated to this node, or its configuration is invalid.
+pub fn allocated(
+    claim: &ResourceClaim,
+    uid: &str,
+    node: &str,
+) -> Result<Vec<AllocatedGpu>, AllocationError> {
+    let name = format!("{}/{}", claim.namespace().unwrap_or_default(), claim.name_any());
+    let found = claim.uid().unwrap_or_default();
+    if found != uid {
+        return Err(AllocationError::Replaced { claim: name, found, wanted: uid.to_owned() });
+    }
+    let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+    let devices = allocation.and_then(|allocation| allocation.devices.as_ref());
+    let results = devices.and_then(|devices| devices.results.as_deref()).unwrap_or_default();
+    let ours: Vec<_> = results.iter().filter(|result| result.driver == DRIVER).collect();
+    match ours.len() {
+        0 => return Err(AllocationError::NotAllocated(name)),
+        count if count > MAX_DEVICES => return Err(AllocationError::Many { claim: name, count }),
+        _ => {}
+    }
+    let configs = devices.and_then(|devices| devices.config.as_deref()).unwrap_or_default();
+    let policies = policies(configs, &name)?;
+    ours.into_iter().map(|result| allocated_gpu(result, &policies, &name, node)).collect()
+}
+
+fn allocated_gpu(
+    result: &DeviceRequestAllocationResult,
+    policies: &[(&[String], Annotations)],
+    claim: &str,
+    node: &str,
+) -> Result<AllocatedGpu, AllocationError> {
+    if result.pool != node {
+        let (claim, node) = (claim.to_owned(), node.to_owned());
+        return Err(AllocationError::OtherNode { claim, pool: result.pool.clone(), node });
+    }
+    let ours = policies.iter().filter(|(requests, _)| applies(requests, &result.request));
+    Ok(AllocatedGpu {
+        request: result.request.clone(),
+        pool: result.pool.clone(),
+        device: result.device.clone(),
+        share_id: result.share_id.clone(),
+        policy: ours.flat_map(|(_, policy)| policy.clone()).collect(),
+    })
+}
+
+/// Parses this driver's configurations. Each has the requests for which it applies. Those of the
+/// device class come first, so that those of the claim replace their settings.
+fn policies<'a>(
+    configs: &'a [DeviceAllocationConfiguration],
+    claim: &str,
+) -> Result<Vec<(&'a [String], Annotations)>, AllocationError> {
+    let mut ordered: Vec<_> = configs.iter().enumerate().collect();
+    ordered.sort_by_key(|(_, config)| config.source != "FromClass");
+    let ours = ordered.into_iter().filter_map(|(number, config)| {
+        let opaque = config.opaque.as_ref().filter(|opaque| opaque.driver == DRIVER)?;
+        Some((number, config.requests.as_deref().unwrap_or_default(), &opaque.parameters.0))
+    });
+    let parsed = ours.map(|(number, requests, parameters)| match policy::parse(parameters) {
+        Ok(policy) => Ok((requests, policy)),
+        Err(source) => Err(AllocationError::Policy { claim: claim.to_owned(), number, source }),
+    });
+    parsed.collect()
+}
+
+/// Whether a configuration for these requests applies to the result of a request. An empty list
+/// means all requests. The name of a request includes its subrequests.
+fn applies(requests: &[String], of_result: &str) -> bool {
+    let main = of_result.split('/').next().unwrap_or_default();
+    requests.is_empty() || requests.iter().any(|request| request == of_result || request == main)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,124 @@
+//! How much memory of a GPU claims may ask for in total.
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+
+const MIB: u64 = 1 << 20;
+
+/// A factor from 1 to 16 by which the capacity of a GPU may exceed its VRAM.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OversubscriptionFactor(f64);
+
+/// The text is not a factor.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is no oversubscription factor; accepted: a number from 1 to 16, such as 2.0")]
+pub struct FactorError(String);
+
+impl std::str::FromStr for OversubscriptionFactor {
+    type Err = FactorError;
+
+    fn from_str(text: &str) -> Result<Self, FactorError> {
+        let factor = text.parse::<f64>().ok().filter(|factor| (1.0..=16.0).contains(factor));
+        factor.map(OversubscriptionFactor).ok_or_else(|| FactorError(text.to_owned()))
+    }
+}
+
+impl OversubscriptionFactor {
+    /// The memory beyond `vram_bytes` that this factor allows, in bytes.
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "the product is at most 16 times the VRAM, and an error of a few bytes is harmless"
+    )]
+    fn beyond(self, vram_bytes: u64) -> u64 {
+        ((self.0 - 1.0) * vram_bytes as f64) as u64
+    }
+}
+
+/// Memory of a GPU in bytes, as its device in a ResourceSlice has it. All values are multiples of
+/// 1 MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryCapacity {
+    /// The sum that claims may ask for.
+    pub total_bytes: u64,
+    /// The VRAM, which is what one claim may ask for. No container can use more of one GPU.
+    pub vram_bytes: u64,
+}
+
+/// Computes the capacity of a GPU with `vram_bytes`:
+///
+/// ```text
+/// VRAM + min((factor - 1) * VRAM, host memory * VRAM / VRAM of all GPUs)
+/// ```
+///
+/// What exceeds the VRAM is offloaded while other containers use the GPU, so host memory must be
+/// able to hold it. The GPUs of a node share its host memory by the size of their VRAM.
+#[must_use]
+pub fn memory(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) -> MemoryCapacity {
+    let all_bytes: u128 =
+        node.gpus.iter().filter(|gpu| !gpu.mig).map(|gpu| u128::from(gpu.vram_bytes)).sum();
+    let share = u128::from(node.host_memory_bytes) * u128::from(vram_bytes) / all_bytes.max(1);
+    let beyond = factor.beyond(vram_bytes).min(u64::try_from(share).unwrap_or(u64::MAX));
+    MemoryCapacity {
+        total_bytes: whole_mib(vram_bytes.saturating_add(beyond)),
+        vram_bytes: whole_mib(vram_bytes),
+    }
+}
+
+fn whole_mib(bytes: u64) -> u64 {
+    bytes / MIB * MIB
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_controller::inventory::gpu_facts::GpuFacts;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn node(host_gib: u64, gpus_gib: &[u64]) -> NodeGpus {
+        let gpu = |gib: &u64| GpuFacts { vram_bytes: gib * GIB, ..GpuFacts::default() };
+        NodeGpus {
+            host_memory_bytes: host_gib * GIB,
+            gpus: gpus_gib.iter().map(gpu).collect(),
+            ..NodeGpus::default()
+        }
+    }
+
+    fn capacity_gib(node: &NodeGpus, vram_gib: u64, factor: &str) -> u64 {
+        memory(node, vram_gib * GIB, factor.parse().unwrap()).total_bytes / GIB
+    }
+
+    #[test]
+    fn factor_applies_if_host_memory_suffices() {
+        let node = node(1000, &[80, 80]);
+        assert_eq!(capacity_gib(&node, 80, "1"), 80);
+        assert_eq!(capacity_gib(&node, 80, "1.5"), 120);
+        assert_eq!(capacity_gib(&node, 80, "2.0"), 160);
+    }
+
+    #[test]
+    fn host_memory_limits_the_capacity() {
+        let node = node(64, &[80, 80]);
+        assert_eq!(capacity_gib(&node, 80, "4"), 80 + 32, "two equal GPUs share it in halves");
+        let mut uneven = self::node(40, &[80, 20]);
+        assert_eq!([80, 20].map(|gib| capacity_gib(&uneven, gib, "4")), [80 + 32, 20 + 8]);
+        uneven.gpus[0].mig = true;
+        assert_eq!(capacity_gib(&uneven, 20, "4"), 20 + 40, "a GPU in MIG mode gets no share");
+    }
+
+    #[test]
+    fn capacity_is_in_whole_mebibytes() {
+        let node = node(10, &[1]);
+        let capacity = memory(&node, GIB + 5, "1.00001".parse().unwrap());
+        assert_eq!(capacity, MemoryCapacity { total_bytes: GIB, vram_bytes: GIB });
+    }
+
+    #[test]
+    fn factor_outside_its_range_is_refused() {
+        for text in ["0.9", "17", "-2", "NaN", "inf", "two", ""] {
+            assert!(text.parse::<OversubscriptionFactor>().is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! The messages of two gRPC services between kubelet and plugins: `pluginregistration/v1` and
+//! `dra/v1` of the module `k8s.io/kubelet`. Types and field numbers are those of its `api.proto`
+//! files, version 0.36.3.
+
+use std::collections::HashMap;
+
+use prost::Message;
+
+/// Requests the properties of a plugin.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct InfoRequest {}
+
+/// Properties of a plugin.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PluginInfo {
+    /// Kind of the plugin, for example `DRAPlugin`.
+    #[prost(string, tag = "1")]
+    pub r#type: String,
+    /// Name of the driver.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Path on the node of the socket that serves the kind's service.
+    #[prost(string, tag = "3")]
+    pub endpoint: String,
+    /// Services that the socket serves.
+    #[prost(string, repeated, tag = "4")]
+    pub supported_versions: Vec<String>,
+}
+
+/// Result of a registration, sent by the kubelet.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct RegistrationStatus {
+    /// Whether the kubelet uses the plugin.
+    #[prost(bool, tag = "1")]
+    pub plugin_registered: bool,
+    /// Reason why the kubelet does not use the plugin.
+    #[prost(string, tag = "2")]
+    pub error: String,
+}
+
+/// Confirms a [`RegistrationStatus`].
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct RegistrationStatusResponse {}
+
+/// Names a ResourceClaim.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct ClaimReference {
+    /// Namespace of the claim.
+    #[prost(string, tag = "1")]
+    pub namespace: String,
+    /// UID of the claim.
+    #[prost(string, tag = "2")]
+    pub uid: String,
+    /// Name of the claim.
+    #[prost(string, tag = "3")]
+    pub name: String,
+}
+
+/// Requests that claims are prepared, or that their preparation is reverted.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct ClaimsRequest {
+    /// The claims.
+    #[prost(message, repeated, tag = "1")]
+    pub claims: Vec<ClaimReference>,
+}
+
+/// Results of the preparation of claims.
+#[derive(Clone, PartialEq, Message)]
+pub struct PrepareResponse {
+    /// One result for each claim, by the claim's UID.
+    #[prost(map = "string, message", tag = "1")]
+    pub claims: HashMap<String, PreparedClaim>,
+}
+
+/// Result of the preparation of one claim.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PreparedClaim {
+    /// Devices of the claim.
+    #[prost(message, repeated, tag = "1")]
+    pub devices: Vec<PreparedDevice>,
+    /// Reason why the claim is not prepared. Empty: it is.
+    #[prost(string, tag = "2")]
+    pub error: String,
+}
+
+/// A device that is prepared for containers.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PreparedDevice {
+    /// Requests of the claim for which the device was allocated.
+    #[prost(string, repeated, tag = "1")]
+    pub request_names: Vec<String>,
+    /// Pool of the device.
+    #[prost(string, tag = "2")]
+    pub pool_name: String,
+    /// Name of the device in the pool.
+    #[prost(string, tag = "3")]
+    pub device_name: String,
+    /// CDI devices that a container of the claim gets.
+    #[prost(string, repeated, tag = "4")]
+    pub cdi_device_ids: Vec<String>,
+    /// Share of the device, if the device has several allocations.
+    #[prost(string, optional, tag = "5")]
+    pub share_id: Option<String>,
+}
+
+/// Results of the requests to revert preparations.
+#[derive(Clone, PartialEq, Message)]
+pub struct UnprepareResponse {
+    /// One result for each claim, by the claim's UID.
+    #[prost(map = "string, message", tag = "1")]
+    pub claims: HashMap<String, UnpreparedClaim>,
+}
+
+/// Result of the request to revert one preparation.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct UnpreparedClaim {
+    /// Reason why the preparation is not reverted. Empty: it is.
+    #[prost(string, tag = "1")]
+    pub error: String,
+}

@@ -1,0 +1,196 @@
+//! The devices of a node, and the change of its ResourceSlice that is due.
+
+use std::collections::BTreeMap;
+
+use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
+use k8s_openapi::{
+    api::resource::v1::{
+        CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
+        ResourcePool, ResourceSlice, ResourceSliceSpec,
+    },
+    apimachinery::pkg::{
+        api::resource::Quantity,
+        apis::meta::v1::{ObjectMeta, OwnerReference},
+    },
+};
+use kube::ResourceExt;
+
+use super::{
+    DRIVER,
+    capacity::{self, OversubscriptionFactor},
+};
+
+/// Maximum number of devices in a slice. It is the limit of the API.
+const MAX_DEVICES: usize = 128;
+/// Maximum length of an attribute's text. It is the limit of the API.
+const MAX_ATTRIBUTE: usize = 64;
+
+/// The node that has the devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SliceOwner {
+    /// Name of the node object.
+    pub node: String,
+    /// UID of the node object. With the node object, the API server removes its slices.
+    pub node_uid: String,
+}
+
+/// The change that brings the slices of a node to the wanted state.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SliceChange {
+    /// The slice is up to date.
+    Keep,
+    /// The node has no slice yet.
+    Create(Box<ResourceSlice>),
+    /// The slice has other devices. The new form has the next generation of the pool.
+    Replace(Box<ResourceSlice>),
+    /// Slices of these names are deleted.
+    Delete(Vec<String>),
+}
+
+/// The name of a GPU as a device: its UUID in lower case, because a device has a DNS label.
+#[must_use]
+pub fn device_name(uuid: &str) -> String {
+    uuid.to_ascii_lowercase()
+}
+
+/// Returns one device for each GPU. A GPU in MIG mode is left out, because Affinode does not move
+/// containers on MIG instances.
+#[must_use]
+pub fn devices(node: &NodeGpus, factor: OversubscriptionFactor) -> Vec<Device> {
+    let whole = node.gpus.iter().filter(|gpu| !gpu.mig && is_label(&device_name(&gpu.uuid)));
+    whole.take(MAX_DEVICES).map(|gpu| device(node, gpu, factor)).collect()
+}
+
+fn is_label(name: &str) -> bool {
+    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=63).contains(&name.len())
+        && name.bytes().all(inner)
+        && !name.starts_with('-')
+        && !name.ends_with('-')
+}
+
+fn device(node: &NodeGpus, gpu: &GpuFacts, factor: OversubscriptionFactor) -> Device {
+    let memory = capacity::memory(node, gpu.vram_bytes, factor);
+    // Without a policy, a claim that names no amount would get the whole capacity.
+    let policy = CapacityRequestPolicy {
+        default: Some(mebibytes(memory.vram_bytes)),
+        valid_range: Some(CapacityRequestPolicyRange {
+            min: mebibytes(1 << 20),
+            max: Some(mebibytes(memory.vram_bytes)),
+            step: Some(mebibytes(1 << 20)),
+        }),
+        valid_values: None,
+    };
+    let memory =
+        DeviceCapacity { value: mebibytes(memory.total_bytes), request_policy: Some(policy) };
+    Device {
+        name: device_name(&gpu.uuid),
+        allow_multiple_allocations: Some(true),
+        attributes: Some(attributes(node, gpu)),
+        capacity: Some(BTreeMap::from([("memory".to_owned(), memory)])),
+        ..Device::default()
+    }
+}
+
+/// A number of whole MiB in the form in which the API server returns it: `1Gi`, not `1024Mi`. The
+/// comparison of a slice with the wanted devices would fail otherwise.
+fn mebibytes(bytes: u64) -> Quantity {
+    let (mut value, mut unit) = (bytes >> 20, "Mi");
+    for larger in ["Gi", "Ti"] {
+        if value == 0 || value % 1024 != 0 {
+            break;
+        }
+        (value, unit) = (value / 1024, larger);
+    }
+    Quantity(format!("{value}{unit}"))
+}
+
+/// Attributes by the names that NVIDIA's DRA driver uses for whole GPUs, so that the expressions of
+/// claims can be taken over. An unknown property has no attribute.
+fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribute> {
+    let text = |value: &str| DeviceAttribute {
+        string: Some(value.chars().take(MAX_ATTRIBUTE).collect()),
+        ..DeviceAttribute::default()
+    };
+    let version = |value: &str| {
+        Some(DeviceAttribute { version: Some(semantic_version(value)?), ..Default::default() })
+    };
+    let index = DeviceAttribute { int: Some(gpu.index.into()), ..DeviceAttribute::default() };
+    let known = [
+        ("type", Some(text("gpu"))),
+        ("uuid", Some(text(&gpu.uuid))),
+        ("index", Some(index)),
+        ("productName", Some(text(&gpu.name))),
+        ("brand", gpu.brand.as_deref().map(text)),
+        ("architecture", gpu.architecture.as_deref().map(text)),
+        ("cudaComputeCapability", gpu.compute_capability.as_deref().and_then(version)),
+        ("driverVersion", version(&node.driver_version)),
+        ("cudaDriverVersion", node.cuda_driver_version.as_deref().and_then(version)),
+    ];
+    known.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
+}
+
+/// A version with exactly three numbers without leading zeros, as the API requires: `580.159.04`
+/// is `580.159.4`, and `9.0` is `9.0.0`. `None`: the text does not start with a number.
+fn semantic_version(text: &str) -> Option<String> {
+    let mut numbers = text.split('.').map(|part| part.parse::<u32>().ok());
+    let first = numbers.next()??;
+    let mut rest = || numbers.next().flatten().unwrap_or(0);
+    Some(format!("{first}.{}.{}", rest(), rest()))
+}
+
+/// Compares the driver's slices of this node with the wanted devices. `None`: the node offers no
+/// devices.
+#[must_use]
+pub fn change(
+    found: &[ResourceSlice],
+    wanted: Option<&[Device]>,
+    owner: &SliceOwner,
+) -> SliceChange {
+    let names = |slices: &[ResourceSlice]| slices.iter().map(ResourceExt::name_any).collect();
+    let generation = found.iter().map(|slice| slice.spec.pool.generation).max().unwrap_or(0);
+    match (found, wanted.filter(|devices| !devices.is_empty())) {
+        ([], None) => SliceChange::Keep,
+        (_, None) => SliceChange::Delete(names(found)),
+        ([], Some(devices)) => SliceChange::Create(Box::new(slice(devices, owner, 1))),
+        ([one], Some(devices)) => {
+            let mut fresh = slice(devices, owner, one.spec.pool.generation);
+            if fresh.spec == one.spec {
+                return SliceChange::Keep;
+            }
+            fresh.spec.pool.generation = generation.saturating_add(1);
+            // With its name and version, the API server replaces this form only.
+            fresh.metadata = one.metadata.clone();
+            SliceChange::Replace(Box::new(fresh))
+        }
+        // All devices of a pool are in one slice, so that no pool is ever incomplete.
+        ([_, others @ ..], Some(_)) => SliceChange::Delete(names(others)),
+    }
+}
+
+fn slice(devices: &[Device], owner: &SliceOwner, generation: i64) -> ResourceSlice {
+    ResourceSlice {
+        metadata: ObjectMeta {
+            generate_name: Some(format!("{}-{DRIVER}-", owner.node)),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".into(),
+                kind: "Node".into(),
+                name: owner.node.clone(),
+                uid: owner.node_uid.clone(),
+                controller: Some(true),
+                block_owner_deletion: None,
+            }]),
+            ..ObjectMeta::default()
+        },
+        spec: ResourceSliceSpec {
+            driver: DRIVER.into(),
+            node_name: Some(owner.node.clone()),
+            pool: ResourcePool { name: owner.node.clone(), generation, resource_slice_count: 1 },
+            devices: Some(devices.to_vec()),
+            ..ResourceSliceSpec::default()
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,132 @@
+use serde_json::json;
+
+use super::*;
+
+const UUID: &str = "GPU-8B2e6a5c-0000-0000-0000-000000000001";
+
+fn gpu(index: u32) -> GpuFacts {
+    GpuFacts {
+        index,
+        uuid: format!("{}{index}", &UUID[..UUID.len() - 1]),
+        name: "NVIDIA H200".into(),
+        vram_bytes: 1024 << 20,
+        brand: Some("Nvidia".into()),
+        architecture: Some("Hopper".into()),
+        compute_capability: Some("9.0".into()),
+        ..GpuFacts::default()
+    }
+}
+
+fn node(gpus: Vec<GpuFacts>) -> NodeGpus {
+    NodeGpus {
+        driver_version: "580.159.04".into(),
+        cuda_driver_version: Some("13.0".into()),
+        host_memory_bytes: 64 << 30,
+        gpus,
+    }
+}
+
+fn offered(gpus: Vec<GpuFacts>) -> Vec<Device> {
+    devices(&node(gpus), "2".parse().unwrap())
+}
+
+fn owner() -> SliceOwner {
+    SliceOwner { node: "one".into(), node_uid: "u".into() }
+}
+
+/// The slice as the API server would return it.
+fn published(devices: &[Device], name: &str, generation: i64) -> ResourceSlice {
+    let mut slice = slice(devices, &owner(), generation);
+    slice.metadata.name = Some(name.into());
+    slice.metadata.resource_version = Some("7".into());
+    slice
+}
+
+#[test]
+fn device_has_all_that_the_driver_reports() {
+    let device = serde_json::to_value(&offered(vec![gpu(1)])[0]).unwrap();
+    let text = |value: &str| json!({"string": value});
+    let version = |value: &str| json!({"version": value});
+    let expected = json!({
+        "name": "gpu-8b2e6a5c-0000-0000-0000-000000000001",
+        "allowMultipleAllocations": true,
+        "attributes": {
+            "type": text("gpu"), "uuid": text(UUID), "index": {"int": 1},
+            "productName": text("NVIDIA H200"), "brand": text("Nvidia"),
+            "architecture": text("Hopper"), "cudaComputeCapability": version("9.0.0"),
+            "driverVersion": version("580.159.4"), "cudaDriverVersion": version("13.0.0"),
+        },
+        "capacity": {"memory": {"value": "2Gi", "requestPolicy": {
+            "default": "1Gi",
+            "validRange": {"min": "1Mi", "max": "1Gi", "step": "1Mi"},
+        }}},
+    });
+    assert_eq!(device, expected);
+}
+
+#[test]
+fn quantities_have_the_servers_form() {
+    let text = |mib: u64| mebibytes(mib << 20).0;
+    let all = [1, 1023, 1024, 1536, 80 * 1024, 2 << 20].map(text);
+    assert_eq!(all, ["1Mi", "1023Mi", "1Gi", "1536Mi", "80Gi", "2Ti"]);
+}
+
+#[test]
+fn unknown_properties_have_no_attribute() {
+    let bare = GpuFacts { brand: None, architecture: None, compute_capability: None, ..gpu(0) };
+    let mut node = node(vec![bare]);
+    node.cuda_driver_version = None;
+    node.driver_version = "unknown".into();
+    let device = devices(&node, "1".parse().unwrap()).remove(0);
+    let names: Vec<String> = device.attributes.unwrap().into_keys().collect();
+    assert_eq!(names, ["index", "productName", "type", "uuid"]);
+}
+
+#[test]
+fn gpus_that_cannot_be_shared_are_left_out() {
+    let mig = GpuFacts { mig: true, ..gpu(1) };
+    let odd = GpuFacts { uuid: "GPU 2".into(), ..gpu(2) };
+    let names: Vec<_> = offered(vec![gpu(0), mig, odd]).into_iter().map(|one| one.name).collect();
+    assert_eq!(names, ["gpu-8b2e6a5c-0000-0000-0000-000000000000"]);
+}
+
+#[test]
+fn unchanged_devices_change_nothing() {
+    let devices = offered(vec![gpu(0)]);
+    let there = [published(&devices, "a", 4)];
+    assert_eq!(change(&there, Some(&devices), &owner()), SliceChange::Keep);
+    assert_eq!(change(&[], None, &owner()), SliceChange::Keep);
+    assert_eq!(change(&[], Some(&[]), &owner()), SliceChange::Keep);
+}
+
+#[test]
+fn first_slice_belongs_to_the_node() {
+    let devices = offered(vec![gpu(0)]);
+    let SliceChange::Create(made) = change(&[], Some(&devices), &owner()) else { panic!() };
+    assert_eq!(made.metadata.generate_name.as_deref(), Some("one-gpu.affinode.io-"));
+    let owners = made.metadata.owner_references.unwrap();
+    assert_eq!((owners[0].kind.as_str(), owners[0].uid.as_str()), ("Node", "u"));
+    let pool = ResourcePool { name: "one".into(), generation: 1, resource_slice_count: 1 };
+    assert_eq!((made.spec.driver.as_str(), made.spec.pool), (DRIVER, pool));
+}
+
+#[test]
+fn changed_devices_get_the_next_generation() {
+    let there = [published(&offered(vec![gpu(0)]), "a", 4)];
+    let devices = offered(vec![gpu(0), gpu(1)]);
+    let SliceChange::Replace(fresh) = change(&there, Some(&devices), &owner()) else { panic!() };
+    assert_eq!(fresh.spec.pool.generation, 5);
+    assert_eq!(fresh.spec.devices.as_ref().map(Vec::len), Some(2));
+    assert_eq!(fresh.metadata, there[0].metadata, "name and version of the earlier form");
+}
+
+#[test]
+fn slices_are_deleted_with_their_devices() {
+    let devices = offered(vec![gpu(0)]);
+    let there = [published(&devices, "a", 1), published(&devices, "b", 2)];
+    let all = SliceChange::Delete(vec!["a".into(), "b".into()]);
+    assert_eq!(change(&there, None, &owner()), all);
+    assert_eq!(change(&there, Some(&[]), &owner()), all);
+    let second = SliceChange::Delete(vec!["b".into()]);
+    assert_eq!(change(&there, Some(&devices), &owner()), second);
+}
