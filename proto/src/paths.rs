@@ -29,6 +29,9 @@ pub const CONTROLLER_LOCK: &str = "controller.lock";
 pub const JOURNAL_DIR: &str = "journal";
 /// Below the run directory: one folder per container, named by its key.
 pub const CONTAINERS_DIR: &str = "containers";
+/// Below the run directory: one file per prepared device of a ResourceClaim, with the policy of the
+/// containers that use it.
+pub const CLAIMS_DIR: &str = "claims";
 /// In a container's folder: the folder that is bind-mounted into the container.
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
@@ -54,6 +57,8 @@ pub const PRELOAD_FILE: &str = "ld.so.preload";
 pub const CONTAINER_LIB_DIR: &str = "/.affinode/lib";
 /// In the container: the folder with the agent socket, read-only.
 pub const CONTAINER_RUN_DIR: &str = "/.affinode/run";
+/// In the container: the folder with the files of [`CLAIMS_DIR`] that apply to the container.
+pub const CONTAINER_CLAIMS_DIR: &str = "/.affinode/claims";
 /// In the container: path of the preload library, as written into `/etc/ld.so.preload`.
 pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
 /// In the container: the socket that the agent connects to.

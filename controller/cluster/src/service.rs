@@ -14,6 +14,7 @@ use tokio_rustls::rustls::crypto;
 use crate::{
     error_chain::ApiError,
     https::{self, tls::TlsError},
+    node::dra::sockets::SocketError,
 };
 
 /// Reason why a service does not run.
@@ -36,6 +37,9 @@ pub enum ServiceError {
     /// The certificate could not be created, or the named files are invalid.
     #[error("cannot load or create the TLS certificate of this server")]
     Papers(#[from] TlsError),
+    /// A socket of the DRA driver could not be created.
+    #[error("cannot start the DRA driver")]
+    Dra(#[from] SocketError),
     /// The port could not be bound.
     #[error("cannot listen on {0}; choose another address with --listen")]
     Listen(SocketAddr, #[source] io::Error),

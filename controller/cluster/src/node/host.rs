@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -19,6 +20,8 @@ const DROP_IN: &str = "conf.d/50-cluster.toml";
 const IN_PLACE: &str = "in-place";
 /// Time limit for a command. An installation waits for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
+/// Time limit for reading the GPUs. A driver that is not kept loaded starts within a few seconds.
+const GPUS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Paths on the node.
 #[derive(Args, Clone, Debug)]
@@ -202,6 +205,17 @@ impl HostPaths {
             true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
             _ => handler,
         })
+    }
+
+    /// Reads the node's GPUs with the installed program.
+    ///
+    /// # Errors
+    /// [`HostError`]: the command failed, or the driver cannot be read.
+    pub async fn gpus(&self) -> Result<NodeGpus, HostError> {
+        let mut command = affinode()?;
+        command.arg("gpus").arg("--host-root").arg(&self.host_root);
+        command.arg("--prefix").arg(&self.prefix);
+        parse("gpus", &succeeded(finish("gpus", &mut command, GPUS_TIMEOUT).await?)?)
     }
 
     /// Waits until Affinode can be removed, without changing anything.

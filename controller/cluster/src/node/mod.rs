@@ -46,6 +46,7 @@ use tokio::sync::Notify;
 use self::{
     agent_metrics::{AgentMetrics, InstallState},
     auth_proxy::AuthProxy,
+    dra::{DraControl, DraDriver, DraOptions, publisher::SliceDemand},
     host::{HandlerState, HostError, HostPaths},
     node_events::NodeEvents,
     node_labels::{
@@ -98,6 +99,8 @@ pub struct NodeOptions {
     rollout_leases: Vec<String>,
     #[command(flatten)]
     places: HostPaths,
+    #[command(flatten)]
+    dra: DraOptions,
 }
 
 /// Manages the node until SIGTERM or SIGINT.
@@ -128,8 +131,17 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     let slots = &options.rollout_leases;
     let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
+    let (places, name) = (&options.places, &options.node_name);
+    let (driver, dra) = DraDriver::start(&options.dra, places, &client, name)?.unzip();
+    let driver = async {
+        match driver {
+            Some(driver) => driver.run().await,
+            None => std::future::pending().await,
+        }
+    };
     let agent = NodeAgent {
         options,
+        dra,
         slots,
         events,
         node_labels,
@@ -144,6 +156,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         () = https::serve(listener, Arc::new(bridge)) => {}
         () = watch.run() => {}
         () = agent.run(client) => {}
+        () = driver => {}
         () = stop.wait() => {}
     }
     Ok(())
@@ -151,6 +164,8 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
 
 struct NodeAgent<'a> {
     options: &'a NodeOptions,
+    /// `None`: the agent is no DRA driver.
+    dra: Option<DraControl>,
     slots: RolloutSlots,
     events: NodeEvents,
     node_labels: NodeLabels,
@@ -227,6 +242,7 @@ impl NodeAgent<'_> {
         match self.tend(&mut labelled).await {
             Ok(true) => {
                 self.metrics.now(InstallState::Served);
+                self.offer_gpus(SliceDemand::Publish);
                 self.serve(true, labelled).await?;
                 let state = match &self.bad_config {
                     Some(why) => format!("served, with another configuration: {why}"),
@@ -384,11 +400,27 @@ impl NodeAgent<'_> {
         if wanted != READY {
             self.metrics.now(InstallState::Retired);
         }
+        self.offer_gpus(SliceDemand::Withdraw);
         if node.annotations().get(STATE).is_some_and(|state| state == wanted) {
             return Ok(LOOK_EVERY);
         }
         self.checked = false;
         self.serve(false, labelled).await?;
+        match self.take_off(wanted).await {
+            Ok(()) => self.say(node, wanted).await?,
+            Err(why) => {
+                tracing::warn!("node: cannot uninstall Affinode: {why}");
+                self.say(node, &format!("{NOT_RETIRED}{why}")).await?;
+            }
+        }
+        Ok(LOOK_EVERY)
+    }
+
+    /// Executes the steps for the state `wanted`. `Err`: the reason why they were not done.
+    async fn take_off(&self, wanted: &str) -> Result<(), String> {
+        if let Some(dra) = &self.dra {
+            dra.may_go().map_err(|error| error_chain::chain(&error))?;
+        }
         let places = &self.options.places;
         let did = match wanted {
             RETIRED | EXCLUDED => {
@@ -400,15 +432,13 @@ impl NodeAgent<'_> {
                 places.may_go().await
             }
         };
-        match did {
-            Ok(()) => self.say(node, wanted).await?,
-            Err(error) => {
-                let why = error_chain::chain(&error);
-                tracing::warn!("node: cannot uninstall Affinode: {why}");
-                self.say(node, &format!("{NOT_RETIRED}{why}")).await?;
-            }
+        did.map_err(|error| error_chain::chain(&error))
+    }
+
+    fn offer_gpus(&self, demand: SliceDemand) {
+        if let Some(dra) = &self.dra {
+            dra.demand(demand);
         }
-        Ok(LOOK_EVERY)
     }
 
     async fn serve(&self, served: bool, labelled: bool) -> kube::Result<()> {

@@ -18,6 +18,8 @@ use serde_json::{Value, json};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";
+/// Path of all ResourceSlices.
+pub const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
 #[derive(Clone)]
 pub struct ApiServer {
@@ -31,6 +33,7 @@ struct Objects {
     created: Vec<Value>,
     version: u64,
     watchers: Vec<TcpStream>,
+    slice_watchers: Vec<TcpStream>,
 }
 
 impl ApiServer {
@@ -102,6 +105,23 @@ impl ApiServer {
         self.lock().created.clone()
     }
 
+    /// All ResourceSlices.
+    pub fn slices(&self) -> Vec<Value> {
+        let objects = self.lock();
+        let slices = objects.by_path.iter().filter(|(path, _)| path.starts_with(SLICES));
+        slices.map(|(_, slice)| slice.clone()).collect()
+    }
+
+    /// Removes an object, as a kubelet or the agent would.
+    pub fn remove(&self, path: &str) {
+        let mut objects = self.lock();
+        if let Some(object) = objects.by_path.remove(path) {
+            objects.tell_slice_watchers("DELETED", &object);
+        }
+        drop(objects);
+        self.state.1.notify_all();
+    }
+
     fn answer(&self, mut stream: TcpStream) {
         let mut reader = BufReader::new(stream.try_clone().unwrap());
         let (mut line, mut length) = (String::new(), 0);
@@ -128,7 +148,11 @@ impl ApiServer {
         if query.contains("watch=true") {
             let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
             stream.write_all(head.as_bytes()).unwrap();
-            self.lock().watchers.push(stream);
+            let mut objects = self.lock();
+            match path {
+                SLICES => objects.slice_watchers.push(stream),
+                _ => objects.watchers.push(stream),
+            }
             return;
         }
         let (status, answer) = self.reply(method, path, body);
@@ -159,6 +183,25 @@ impl ApiServer {
                         "metadata": { "resourceVersion": version }, "items": items,
                     }),
                 )
+            }
+            "GET" if path == SLICES => {
+                let version = self.lock().version.to_string();
+                let list = json!({
+                    "kind": "ResourceSliceList", "apiVersion": "resource.k8s.io/v1",
+                    "metadata": { "resourceVersion": version }, "items": self.slices(),
+                });
+                (200, list)
+            }
+            "POST" if path == SLICES => {
+                let mut slice = sent;
+                let name = format!("slice-{}", self.lock().version);
+                slice["metadata"]["name"] = name.as_str().into();
+                self.put(&format!("{SLICES}/{name}"), slice);
+                (201, self.get(&format!("{SLICES}/{name}")))
+            }
+            "DELETE" => {
+                self.remove(path);
+                (200, json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
             }
             "GET" => match self.get(path) {
                 Value::Null => failure(404, "NotFound"),
@@ -194,8 +237,17 @@ impl Objects {
             let chunk = format!("{:x}\r\n{event}\r\n", event.len());
             self.watchers.retain_mut(|watcher| watcher.write_all(chunk.as_bytes()).is_ok());
         }
+        if path.starts_with(SLICES) {
+            self.tell_slice_watchers("MODIFIED", &object);
+        }
         self.by_path.insert(path.to_owned(), object.clone());
         object
+    }
+
+    fn tell_slice_watchers(&mut self, kind: &str, object: &Value) {
+        let event = format!("{}\n", json!({ "type": kind, "object": object }));
+        let chunk = format!("{:x}\r\n{event}\r\n", event.len());
+        self.slice_watchers.retain_mut(|watcher| watcher.write_all(chunk.as_bytes()).is_ok());
     }
 }
 

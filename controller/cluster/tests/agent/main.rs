@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
 mod api;
+mod dra;
 
 use std::{
     fs,
@@ -27,6 +28,7 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `lost`: the unit is missing.
 /// - `due`: an installation has steps to run.
 /// - `broken`: an installation fails.
+/// - `gpus`: the driver is loaded. The file contains its GPUs.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
@@ -37,6 +39,7 @@ case "$*" in
   install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
             rm -f due lost; touch served; echo '["a step"]' ;;
+  gpus*) if [ -e gpus ]; then cat gpus; else echo "NVML cannot be used" >&2; exit 1; fi ;;
   uninstall*) rm -f served ;;
 esac
 "#;

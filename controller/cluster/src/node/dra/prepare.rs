@@ -1,0 +1,195 @@
+//! Prepares claims for the containers of this node, and reverts that.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+use affinode_proto::paths;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::{Api, Client};
+use tokio::sync::{Mutex, watch};
+
+use super::{
+    allocation::{AllocatedGpu, AllocationError, allocated},
+    cdi::{ClaimDevice, ClaimName, ClaimSpec, UidError, device_name},
+    cdi_lookup::{CdiLookup, GpuNames, LookupError},
+    claim_files::{ClaimFiles, FileError},
+    messages::{ClaimReference, PreparedClaim, PreparedDevice, UnpreparedClaim},
+    slice,
+};
+use crate::error_chain::{self, ApiError};
+
+/// Time limit for reading a claim. It is shorter than the kubelet's limit of 45 s for a call.
+const READ_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// Reason why a claim is not prepared, or its preparation not reverted.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// The kubelet sent no UID.
+    #[error(transparent)]
+    Uid(#[from] UidError),
+    /// The API server did not return the claim.
+    #[error("cannot read ResourceClaim {claim}")]
+    Read {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Error of the request.
+        #[source]
+        source: ApiError,
+    },
+    /// The API server did not reply in time.
+    #[error("cannot read ResourceClaim {0} within {READ_TIMEOUT:?}; the kubelet tries again")]
+    Late(String),
+    /// The claim is not for this node, or is invalid.
+    #[error(transparent)]
+    Allocation(#[from] AllocationError),
+    /// The node has no CDI device for the GPU.
+    #[error(transparent)]
+    Lookup(#[from] LookupError),
+    /// A file of the claim cannot be written or removed.
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+/// Prepares claims. One call at a time changes the files.
+pub struct ClaimPreparer {
+    client: Client,
+    node: String,
+    files: ClaimFiles,
+    lookup: CdiLookup,
+    /// The GPUs as they were read last.
+    gpus: watch::Receiver<NodeGpus>,
+    turn: Mutex<()>,
+}
+
+impl ClaimPreparer {
+    /// Returns a preparer for the node of this name.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        node: &str,
+        files: ClaimFiles,
+        lookup: CdiLookup,
+        gpus: watch::Receiver<NodeGpus>,
+    ) -> Arc<ClaimPreparer> {
+        let node = node.to_owned();
+        Arc::new(ClaimPreparer { client, node, files, lookup, gpus, turn: Mutex::new(()) })
+    }
+
+    /// Prepares each claim. The result of a claim that is prepared already is the same again.
+    pub async fn prepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, PreparedClaim> {
+        let _turn = self.turn.lock().await;
+        let mut results = HashMap::new();
+        for claim in claims {
+            let result = match self.prepare_one(&claim).await {
+                Ok(devices) => PreparedClaim { devices, error: String::new() },
+                Err(error) => {
+                    let error = error_chain::chain(&error);
+                    tracing::warn!("claim {}: not prepared: {error}", shown(&claim));
+                    PreparedClaim { devices: Vec::new(), error }
+                }
+            };
+            results.insert(claim.uid, result);
+        }
+        results
+    }
+
+    async fn prepare_one(&self, claim: &ClaimReference) -> Result<Vec<PreparedDevice>, ClaimError> {
+        let name = ClaimName {
+            namespace: claim.namespace.clone(),
+            name: claim.name.clone(),
+            uid: claim.uid.parse()?,
+        };
+        let spec = match self.build(&name).await {
+            Ok(spec) => spec,
+            // A restarted kubelet asks again for the claims of running containers. They keep their
+            // devices although the claim or the GPU cannot be read now.
+            Err(
+                error @ (ClaimError::Read { .. } | ClaimError::Late(_) | ClaimError::Lookup(_)),
+            ) => {
+                let spec = self.files.spec(&name.uid).ok_or(error)?;
+                tracing::info!("claim {}: prepared earlier, answered from its file", shown(claim));
+                return Ok(spec.prepared());
+            }
+            Err(error) => return Err(error),
+        };
+        self.files.write_spec(&name.uid, &spec)?;
+        tracing::info!("claim {}: prepared", shown(claim));
+        Ok(spec.prepared())
+    }
+
+    async fn build(&self, name: &ClaimName) -> Result<ClaimSpec, ClaimError> {
+        let claim = self.read(name).await?;
+        let gpus = allocated(&claim, &name.uid.to_string(), &self.node)?;
+        let devices =
+            gpus.into_iter().enumerate().map(|(number, gpu)| self.device(name, number, gpu));
+        Ok(ClaimSpec::new(name, &devices.collect::<Result<Vec<_>, _>>()?))
+    }
+
+    async fn read(&self, name: &ClaimName) -> Result<ResourceClaim, ClaimError> {
+        let claim = format!("{}/{}", name.namespace, name.name);
+        let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &name.namespace);
+        match tokio::time::timeout(READ_TIMEOUT, api.get(&name.name)).await {
+            Ok(Ok(found)) => Ok(found),
+            Ok(Err(error)) => Err(ClaimError::Read { claim, source: ApiError(error) }),
+            Err(_) => Err(ClaimError::Late(claim)),
+        }
+    }
+
+    fn device(
+        &self,
+        name: &ClaimName,
+        number: usize,
+        allocated: AllocatedGpu,
+    ) -> Result<ClaimDevice, ClaimError> {
+        let index = self.index(&allocated.device);
+        let gpu = self.lookup.find(&GpuNames { device: allocated.device.clone(), index })?;
+        let policy_file = match allocated.policy.is_empty() {
+            true => None,
+            false => {
+                let file = self.files.write_policy(&name.uid, number, &allocated.policy)?;
+                let inside =
+                    format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
+                Some([file.display().to_string(), inside])
+            }
+        };
+        Ok(ClaimDevice { allocated, gpu, policy_file })
+    }
+
+    /// NVML's index of a GPU. `None`: the GPUs were not read yet, or do not include the device.
+    fn index(&self, device: &str) -> Option<u32> {
+        let node = self.gpus.borrow();
+        let found = node.gpus.iter().find(|gpu| slice::device_name(&gpu.uuid) == device);
+        found.map(|gpu| gpu.index)
+    }
+
+    /// Reverts the preparation of each claim. It is not an error if a claim is not prepared. The
+    /// claim's object is not read, because it may be deleted already.
+    pub async fn unprepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, UnpreparedClaim> {
+        let _turn = self.turn.lock().await;
+        let mut results = HashMap::new();
+        for claim in claims {
+            let removed = claim
+                .uid
+                .parse()
+                .map_err(ClaimError::from)
+                .and_then(|uid| self.files.remove(&uid).map_err(ClaimError::from));
+            let error = match removed {
+                Ok(()) => {
+                    tracing::info!("claim {}: its preparation is reverted", shown(&claim));
+                    String::new()
+                }
+                Err(error) => {
+                    let error = error_chain::chain(&error);
+                    tracing::warn!("claim {}: not reverted: {error}", shown(&claim));
+                    error
+                }
+            };
+            results.insert(claim.uid, UnpreparedClaim { error });
+        }
+        results
+    }
+}
+
+fn shown(claim: &ClaimReference) -> String {
+    format!("{}/{} ({})", claim.namespace, claim.name, claim.uid)
+}

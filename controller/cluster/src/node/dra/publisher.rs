@@ -1,0 +1,218 @@
+//! Publishes the node's GPUs in a ResourceSlice, and keeps the slice up to date.
+//!
+//! ```text
+//!             ┌── the slice was changed or deleted (the kubelet deletes it when it starts)
+//! wait <──────┤── the node agent serves the runtime, or removes it
+//!  │          └── 60 s
+//!  └──> read the GPUs ──> read the slices ──> keep, create, replace or delete
+//! ```
+
+use std::{sync::Arc, time::Duration};
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+use futures_util::StreamExt;
+use k8s_openapi::api::{
+    core::v1::Node,
+    resource::v1::{Device, ResourceSlice},
+};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ListParams, PostParams},
+    runtime::{WatchStreamExt, watcher},
+};
+use tokio::sync::{Notify, watch};
+
+use super::{
+    DRIVER,
+    capacity::OversubscriptionFactor,
+    services::Registration,
+    slice::{self, SliceChange, SliceOwner},
+};
+use crate::{
+    error_chain::{self, ApiError},
+    node::host::{HostError, HostPaths},
+};
+
+/// Interval between two readings of the GPUs.
+const READ_INTERVAL: Duration = Duration::from_secs(60);
+/// Pause after an error.
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Whether the node's GPUs are offered to claims.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SliceDemand {
+    /// The node agent has not checked the node yet. An earlier slice stays.
+    #[default]
+    Undecided,
+    /// The node serves the runtime.
+    Publish,
+    /// Affinode is being removed from the node, or is not on it.
+    Withdraw,
+}
+
+/// Reason why the slice is not up to date.
+#[derive(Debug, thiserror::Error)]
+pub enum PublishError {
+    /// The GPUs of the node cannot be read.
+    #[error("cannot read the GPUs of the node")]
+    Gpus(#[from] HostError),
+    /// A request to the API server failed.
+    #[error(
+        "a request for ResourceSlices failed; check that the API server serves resource.k8s.io/v1"
+    )]
+    Cluster(#[from] ApiError),
+}
+
+impl From<kube::Error> for PublishError {
+    fn from(error: kube::Error) -> PublishError {
+        PublishError::Cluster(ApiError(error))
+    }
+}
+
+/// Publishes the GPUs of one node.
+pub struct SlicePublisher {
+    /// Client of the API server.
+    pub client: Client,
+    /// Name of the node object.
+    pub node: String,
+    /// Runs the command that reads the GPUs.
+    pub places: HostPaths,
+    /// Factor by which the capacity may exceed the VRAM.
+    pub factor: OversubscriptionFactor,
+    /// Whether the GPUs are offered.
+    pub demand: watch::Receiver<SliceDemand>,
+    /// Whether the kubelet uses the driver.
+    pub registration: watch::Receiver<Registration>,
+    /// Gets the GPUs after each reading.
+    pub gpus: watch::Sender<NodeGpus>,
+    /// Devices that the API server stored in another form than they were sent: sent, stored.
+    pub altered: Option<[Vec<Device>; 2]>,
+}
+
+impl SlicePublisher {
+    /// Publishes until the future is dropped.
+    pub async fn run(mut self) {
+        let changed = Arc::new(Notify::new());
+        let watching = watch_slices(self.slices(), self.selector(), Arc::clone(&changed));
+        let publishing = async {
+            loop {
+                let rest = match self.publish().await {
+                    Ok(()) => READ_INTERVAL,
+                    Err(error) => {
+                        tracing::warn!(
+                            "ResourceSlice: not up to date: {}",
+                            error_chain::chain(&error)
+                        );
+                        RETRY_INTERVAL
+                    }
+                };
+                tokio::select! {
+                    () = tokio::time::sleep(rest) => {}
+                    () = changed.notified() => {}
+                    _ = self.demand.changed() => {}
+                    _ = self.registration.changed() => {}
+                }
+            }
+        };
+        tokio::join!(watching, publishing);
+    }
+
+    async fn publish(&mut self) -> Result<(), PublishError> {
+        let demand = *self.demand.borrow_and_update();
+        let registered = *self.registration.borrow_and_update() == Registration::Registered;
+        let wanted = match demand {
+            SliceDemand::Undecided => return Ok(()),
+            // Without a registered driver, the kubelet could not start the pods of these claims.
+            SliceDemand::Publish if !registered => return Ok(()),
+            SliceDemand::Publish => {
+                let node = self.places.gpus().await?;
+                let devices = slice::devices(&node, self.factor);
+                self.gpus.send_replace(node);
+                Some(devices)
+            }
+            SliceDemand::Withdraw => None,
+        };
+        self.bring_to(wanted.as_deref()).await
+    }
+
+    /// Makes the changes that are due, until none is.
+    async fn bring_to(&mut self, wanted: Option<&[Device]>) -> Result<(), PublishError> {
+        let api = self.slices();
+        let found = api.list(&ListParams::default().fields(&self.selector())).await?.items;
+        if self.is_altered_form(&found, wanted) {
+            return Ok(());
+        }
+        match slice::change(&found, wanted, &self.owner().await?) {
+            SliceChange::Keep => {}
+            SliceChange::Create(slice) => {
+                let stored = api.create(&PostParams::default(), &slice).await?;
+                self.record(&slice, &stored);
+            }
+            SliceChange::Replace(slice) => {
+                let name = slice.name_any();
+                let stored = api.replace(&name, &PostParams::default(), &slice).await?;
+                self.record(&slice, &stored);
+            }
+            SliceChange::Delete(names) => {
+                for name in names {
+                    api.delete(&name, &DeleteParams::default()).await?;
+                    tracing::info!("ResourceSlice {name}: deleted");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the slice has the form that the API server made of the wanted devices. To send them
+    /// again would change nothing.
+    fn is_altered_form(&self, found: &[ResourceSlice], wanted: Option<&[Device]>) -> bool {
+        let (Some([sent, stored]), [one]) = (&self.altered, found) else { return false };
+        wanted == Some(sent) && one.spec.devices.as_ref() == Some(stored)
+    }
+
+    fn record(&mut self, sent: &ResourceSlice, stored: &ResourceSlice) {
+        let devices = |slice: &ResourceSlice| slice.spec.devices.clone().unwrap_or_default();
+        let (sent, found) = (devices(sent), devices(stored));
+        let (name, count) = (stored.name_any(), found.len());
+        let generation = stored.spec.pool.generation;
+        tracing::info!("ResourceSlice {name}: {count} GPUs, generation {generation}");
+        self.altered = (sent != found).then(|| {
+            tracing::error!(
+                "ResourceSlice {name}: the API server removed fields, so no GPU can be shared: \
+                 turn on the feature gate DRAConsumableCapacity (default since Kubernetes 1.36)"
+            );
+            [sent, found]
+        });
+    }
+
+    async fn owner(&self) -> Result<SliceOwner, PublishError> {
+        let node = Api::<Node>::all(self.client.clone()).get_metadata(&self.node).await?;
+        Ok(SliceOwner { node: self.node.clone(), node_uid: node.uid().unwrap_or_default() })
+    }
+
+    fn slices(&self) -> Api<ResourceSlice> {
+        Api::all(self.client.clone())
+    }
+
+    /// Selects the slices of this driver and node.
+    fn selector(&self) -> String {
+        format!("spec.driver={DRIVER},spec.nodeName={}", self.node)
+    }
+}
+
+/// Notifies `changed` of each change of the node's slices.
+async fn watch_slices(api: Api<ResourceSlice>, selector: String, changed: Arc<Notify>) {
+    let events = watcher(api, watcher::Config::default().fields(&selector)).default_backoff();
+    events
+        .for_each(|event| {
+            match event {
+                Ok(_) => changed.notify_one(),
+                Err(error) => tracing::warn!(
+                    "ResourceSlice: the watch failed, and is started again: {}",
+                    error_chain::chain(&error)
+                ),
+            }
+            std::future::ready(())
+        })
+        .await;
+}

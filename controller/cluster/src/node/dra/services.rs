@@ -1,0 +1,232 @@
+//! The two gRPC services of a DRA driver, each on its own socket: the registration, with which the
+//! kubelet finds the driver, and the service that prepares claims.
+//!
+//! ```text
+//! kubelet ──GetInfo──────────────────> registration socket     name, endpoint, versions
+//!         ──NotifyRegistrationStatus─>                         whether the driver is in use
+//!         ──NodePrepareResources─────> endpoint                CDI devices of each claim
+//!         ──NodeUnprepareResources───>
+//! ```
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::stream;
+use prost::Message;
+use tokio::{
+    net::{UnixListener, UnixStream},
+    sync::watch,
+};
+use tonic::{
+    Request, Response, Status,
+    body::Body,
+    codegen::http,
+    server::Grpc,
+    transport::{Error as TransportError, Server},
+};
+use tonic_prost::ProstCodec;
+use tower::{Service, service_fn};
+
+use super::{
+    DRIVER,
+    messages::{
+        ClaimsRequest, InfoRequest, PluginInfo, PrepareResponse, RegistrationStatus,
+        RegistrationStatusResponse, UnprepareResponse,
+    },
+    prepare::ClaimPreparer,
+};
+
+/// Kind of plugin in a registration.
+const PLUGIN_TYPE: &str = "DRAPlugin";
+/// The service that the endpoint serves, by the name that the kubelet compares.
+const SERVICE: &str = "v1.DRAPlugin";
+const GET_INFO: &str = "/pluginregistration.Registration/GetInfo";
+const NOTIFY: &str = "/pluginregistration.Registration/NotifyRegistrationStatus";
+const PREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources";
+const UNPREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources";
+/// Maximum size of a request in bytes. A claim has three names, and a pod at most 32 claims.
+const MAX_REQUEST_BYTES: usize = 1 << 20;
+/// Maximum number of requests of one connection that are processed at a time.
+const MAX_CONCURRENT: usize = 16;
+/// Pause after a failed accept.
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
+/// Time limit for a request. It is the kubelet's own limit.
+const TIMEOUT: Duration = Duration::from_secs(45);
+
+/// Whether the kubelet uses the driver.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Registration {
+    /// The kubelet has not sent a result yet.
+    #[default]
+    Pending,
+    /// The kubelet uses the driver.
+    Registered,
+    /// The kubelet does not use the driver, for this reason.
+    Refused(String),
+}
+
+/// The service with which the kubelet finds the driver.
+#[derive(Clone)]
+pub struct RegistrationService {
+    /// Path of the other socket, as the node sees it.
+    pub endpoint: String,
+    /// Receives the results of registrations.
+    pub state: watch::Sender<Registration>,
+}
+
+impl RegistrationService {
+    fn info(&self) -> PluginInfo {
+        PluginInfo {
+            r#type: PLUGIN_TYPE.into(),
+            name: DRIVER.into(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: vec![SERVICE.into()],
+        }
+    }
+
+    fn record(&self, status: RegistrationStatus) {
+        let state = match status.plugin_registered {
+            true => Registration::Registered,
+            false => Registration::Refused(status.error),
+        };
+        match &state {
+            Registration::Refused(why) => {
+                tracing::error!("DRA driver {DRIVER}: the kubelet does not use it: {why}");
+            }
+            _ => tracing::info!("DRA driver {DRIVER}: registered at the kubelet"),
+        }
+        self.state.send_replace(state);
+    }
+}
+
+/// The service that prepares claims.
+#[derive(Clone)]
+pub struct PluginService(pub Arc<ClaimPreparer>);
+
+type Reply = Pin<Box<dyn Future<Output = Result<http::Response<Body>, Infallible>> + Send>>;
+
+impl Service<http::Request<Body>> for RegistrationService {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Reply;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Reply {
+        let service = self.clone();
+        Box::pin(async move {
+            Ok(match request.uri().path() {
+                GET_INFO => unary(request, async move |_: InfoRequest| service.info()).await,
+                NOTIFY => {
+                    let notify = async move |status: RegistrationStatus| {
+                        service.record(status);
+                        RegistrationStatusResponse {}
+                    };
+                    unary(request, notify).await
+                }
+                other => unknown(other),
+            })
+        })
+    }
+}
+
+impl Service<http::Request<Body>> for PluginService {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Reply;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Reply {
+        let preparer = Arc::clone(&self.0);
+        Box::pin(async move {
+            Ok(match request.uri().path() {
+                PREPARE => {
+                    let prepare = async move |asked: ClaimsRequest| PrepareResponse {
+                        claims: preparer.prepare(asked.claims).await,
+                    };
+                    unary(request, prepare).await
+                }
+                UNPREPARE => {
+                    let unprepare = async move |asked: ClaimsRequest| UnprepareResponse {
+                        claims: preparer.unprepare(asked.claims).await,
+                    };
+                    unary(request, unprepare).await
+                }
+                other => unknown(other),
+            })
+        })
+    }
+}
+
+fn unknown(path: &str) -> http::Response<Body> {
+    Status::unimplemented(format!("this driver does not serve {path}")).into_http()
+}
+
+/// Decodes the request of a method, and encodes its reply.
+async fn unary<Q, A, F>(
+    request: http::Request<Body>,
+    method: impl FnOnce(Q) -> F + Clone,
+) -> http::Response<Body>
+where
+    Q: Message + Default + Send + 'static,
+    A: Message + Send + Sync + 'static,
+    F: Future<Output = A> + Send,
+{
+    let answer = service_fn(move |request: Request<Q>| {
+        let reply = method.clone()(request.into_inner());
+        async move { Ok::<_, Status>(Response::new(reply.await)) }
+    });
+    let codec = ProstCodec::<A, Q>::default();
+    Grpc::new(codec).max_decoding_message_size(MAX_REQUEST_BYTES).unary(answer, request).await
+}
+
+/// Serves a socket until the future is dropped.
+///
+/// # Errors
+/// The server of tonic has failed.
+pub async fn serve<S>(listener: UnixListener, service: S) -> Result<(), TransportError>
+where
+    S: Service<
+            http::Request<Body>,
+            Response = http::Response<Body>,
+            Error = Infallible,
+            Future = Reply,
+        > + Clone
+        + Send
+        + 'static,
+{
+    let incoming = stream::unfold(listener, |listener| async {
+        let stream = accept(&listener).await;
+        Some((Ok::<_, std::io::Error>(stream), listener))
+    });
+    Server::builder()
+        .concurrency_limit_per_connection(MAX_CONCURRENT)
+        .timeout(TIMEOUT)
+        .serve_with_incoming(service, incoming)
+        .await
+}
+
+/// Waits for the next connection. An error does not end the server.
+async fn accept(listener: &UnixListener) -> UnixStream {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => return stream,
+            // Without a pause, a lack of file descriptors would use a processor fully.
+            Err(_) => tokio::time::sleep(ACCEPT_BACKOFF).await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

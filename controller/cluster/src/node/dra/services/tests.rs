@@ -1,0 +1,268 @@
+//! Speaks with both services over their sockets, as a kubelet does.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    sync::{Mutex, PoisonError},
+};
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+use kube::Client;
+use serde_json::{Value, json};
+use tonic::{
+    client,
+    codegen::http::uri::PathAndQuery,
+    transport::{Channel, Endpoint},
+};
+
+use super::*;
+use crate::node::dra::{
+    cdi_lookup::CdiLookup,
+    claim_files::ClaimFiles,
+    messages::{ClaimReference, PreparedDevice},
+    policy::{API_VERSION, KIND},
+    sockets::NodeSocket,
+};
+
+const DEVICE: &str = "gpu-a";
+
+/// Claims of an API server by name. Without claims, the server is down.
+#[derive(Clone, Default)]
+struct Claims(Arc<Mutex<BTreeMap<String, Value>>>);
+
+impl Claims {
+    fn add(&self, name: &str, policy: &Value) {
+        let claim = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"namespace": "ml", "name": name, "uid": format!("u-{name}")},
+            "spec": {},
+            "status": {"allocation": {"devices": {
+                "results": [{
+                    "request": "gpu", "driver": DRIVER, "pool": "one", "device": DEVICE,
+                    "shareID": format!("share-{name}"),
+                }],
+                "config": [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": {
+                    "apiVersion": API_VERSION, "kind": KIND, "policy": policy,
+                }}}],
+            }}},
+        });
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), claim);
+    }
+
+    fn fail(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    fn client(&self) -> Client {
+        let claims = self.clone();
+        let answer = move |request: hyper::Request<kube::client::Body>| {
+            let name = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
+            let found = claims.0.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned();
+            let body = found.unwrap_or_else(
+                || json!({"kind": "Status", "status": "Failure", "message": "down", "code": 503}),
+            );
+            let code = if body["kind"] == "Status" { 503 } else { 200 };
+            let body = kube::client::Body::from(body.to_string().into_bytes());
+            let answer = hyper::Response::builder().status(code).body(body);
+            std::future::ready(answer)
+        };
+        Client::new(tower::service_fn(answer), "default")
+    }
+}
+
+/// A driver with its sockets in a folder.
+struct Plugin {
+    folder: tempfile::TempDir,
+    claims: Claims,
+    state: watch::Receiver<Registration>,
+    servers: Vec<tokio::task::JoinHandle<()>>,
+    _sockets: Vec<NodeSocket>,
+}
+
+impl Plugin {
+    fn start() -> Plugin {
+        let folder = tempfile::tempdir().unwrap();
+        let cdi = folder.path().join("cdi");
+        fs::create_dir(&cdi).unwrap();
+        let gpu = r#"{"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-A"}]}"#;
+        fs::write(cdi.join("nvidia.json"), gpu).unwrap();
+        let (_, state) = watch::channel(Registration::default());
+        let mut plugin = Plugin {
+            folder,
+            claims: Claims::default(),
+            state,
+            servers: Vec::new(),
+            _sockets: Vec::new(),
+        };
+        plugin.restart();
+        plugin
+    }
+
+    /// Replaces the driver by a new one that knows only the files.
+    fn restart(&mut self) {
+        self.servers.drain(..).for_each(|server| server.abort());
+        let path = |name: &str| self.folder.path().join(name);
+        let files = ClaimFiles {
+            cdi_dir: path("cdi"),
+            policy_dir: path("claims"),
+            policy_dir_on_node: "/run/affinode/claims".into(),
+        };
+        let lookup = CdiLookup { folders: vec![path("cdi")], kind: "nvidia.com/gpu".into() };
+        let (_, gpus) = watch::channel(NodeGpus::default());
+        let preparer = ClaimPreparer::new(self.claims.client(), "one", files, lookup, gpus);
+        let (sender, state) = watch::channel(Registration::default());
+        let registration =
+            RegistrationService { endpoint: path("dra.sock").display().to_string(), state: sender };
+        let (first, first_socket) = NodeSocket::bind(&path("reg.sock")).unwrap();
+        let (second, second_socket) = NodeSocket::bind(&path("dra.sock")).unwrap();
+        self.servers = vec![
+            tokio::spawn(async { serve(first, registration).await.unwrap() }),
+            tokio::spawn(async { serve(second, PluginService(preparer)).await.unwrap() }),
+        ];
+        (self.state, self._sockets) = (state, vec![first_socket, second_socket]);
+    }
+
+    async fn call<Q, A>(&self, socket: &Path, method: &'static str, request: Q) -> Result<A, Status>
+    where
+        Q: Message + Send + Sync + 'static,
+        A: Message + Default + Send + Sync + 'static,
+    {
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
+        let channel: Channel = endpoint.connect().await.unwrap();
+        let mut client = client::Grpc::new(channel);
+        client.ready().await.unwrap();
+        let codec = ProstCodec::<Q, A>::default();
+        let path = PathAndQuery::from_static(method);
+        Ok(client.unary(Request::new(request), path, codec).await?.into_inner())
+    }
+
+    async fn prepare(&self, names: &[&str]) -> PrepareResponse {
+        let request = ClaimsRequest { claims: names.iter().map(|name| reference(name)).collect() };
+        self.call(&self.folder.path().join("dra.sock"), PREPARE, request).await.unwrap()
+    }
+
+    async fn unprepare(&self, names: &[&str]) -> UnprepareResponse {
+        let request = ClaimsRequest { claims: names.iter().map(|name| reference(name)).collect() };
+        self.call(&self.folder.path().join("dra.sock"), UNPREPARE, request).await.unwrap()
+    }
+
+    fn files(&self) -> Vec<String> {
+        let folders = ["cdi", "claims"].map(|name| self.folder.path().join(name));
+        let entries = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn reference(name: &str) -> ClaimReference {
+    ClaimReference { namespace: "ml".into(), uid: format!("u-{name}"), name: name.into() }
+}
+
+#[tokio::test]
+async fn kubelet_finds_the_endpoint() {
+    let plugin = Plugin::start();
+    let socket = plugin.folder.path().join("reg.sock");
+    let info: PluginInfo = plugin.call(&socket, GET_INFO, InfoRequest {}).await.unwrap();
+    let endpoint = plugin.folder.path().join("dra.sock").display().to_string();
+    let expected = PluginInfo {
+        r#type: "DRAPlugin".into(),
+        name: "gpu.affinode.io".into(),
+        endpoint,
+        supported_versions: vec!["v1.DRAPlugin".into()],
+    };
+    assert_eq!(info, expected);
+    for (status, state) in [
+        (
+            RegistrationStatus { plugin_registered: false, error: "version".into() },
+            Registration::Refused("version".into()),
+        ),
+        (
+            RegistrationStatus { plugin_registered: true, error: String::new() },
+            Registration::Registered,
+        ),
+    ] {
+        let _: RegistrationStatusResponse = plugin.call(&socket, NOTIFY, status).await.unwrap();
+        assert_eq!(*plugin.state.borrow(), state);
+    }
+}
+
+#[tokio::test]
+async fn prepared_claim_has_files_and_ids() {
+    let plugin = Plugin::start();
+    plugin.claims.add("one", &json!({"priority": 5}));
+    let answer = plugin.prepare(&["one"]).await;
+    let device = PreparedDevice {
+        request_names: vec!["gpu".into()],
+        pool_name: "one".into(),
+        device_name: DEVICE.into(),
+        cdi_device_ids: vec!["nvidia.com/gpu=GPU-A".into(), "gpu.affinode.io/claim=u-one-0".into()],
+        share_id: Some("share-one".into()),
+    };
+    let claim = &answer.claims["u-one"];
+    assert_eq!((claim.error.as_str(), &claim.devices), ("", &vec![device]));
+    assert_eq!(plugin.files(), ["gpu.affinode.io-claim_u-one.json", "nvidia.json", "u-one-0"]);
+    let policy = fs::read_to_string(plugin.folder.path().join("claims/u-one-0")).unwrap();
+    assert_eq!(policy, r#"{"affinode.io/priority":"5"}"#);
+}
+
+#[tokio::test]
+async fn second_preparation_gives_the_same() {
+    let mut plugin = Plugin::start();
+    plugin.claims.add("one", &json!({}));
+    plugin.claims.add("two", &json!({}));
+    let first = plugin.prepare(&["one"]).await;
+    assert_eq!(plugin.prepare(&["one"]).await, first);
+    plugin.restart();
+    assert_eq!(plugin.prepare(&["one"]).await, first, "of a new driver");
+    plugin.claims.fail();
+    assert_eq!(plugin.prepare(&["one"]).await, first, "without the API server");
+    let second = plugin.prepare(&["two"]).await;
+    assert!(second.claims["u-two"].error.contains("down"), "{second:?}");
+}
+
+#[tokio::test]
+async fn unknown_claims_are_unprepared() {
+    let mut plugin = Plugin::start();
+    plugin.claims.add("one", &json!({"offload": "eager"}));
+    plugin.prepare(&["one"]).await;
+    plugin.claims.fail();
+    plugin.restart();
+    for _ in 0..2 {
+        let answer = plugin.unprepare(&["one", "never"]).await;
+        assert_eq!(answer.claims.len(), 2, "one result for each claim");
+        assert!(answer.claims.values().all(|claim| claim.error.is_empty()), "{answer:?}");
+        assert_eq!(plugin.files(), ["nvidia.json"]);
+    }
+}
+
+#[tokio::test]
+async fn one_bad_claim_does_not_stop_the_others() {
+    let plugin = Plugin::start();
+    plugin.claims.add("good", &json!({}));
+    plugin.claims.add("bad", &json!({"offload": "sometimes"}));
+    let answer = plugin.prepare(&["bad", "good", "../escape"]).await;
+    assert_eq!(answer.claims["u-good"].error, "");
+    let error = &answer.claims["u-bad"].error;
+    assert!(error.contains("claim ml/bad") && error.contains("accepted: auto, eager"), "{error}");
+    assert!(answer.claims["u-../escape"].error.contains("no UID"), "{answer:?}");
+    assert_eq!(plugin.files(), ["gpu.affinode.io-claim_u-good.json", "nvidia.json"]);
+    fs::remove_file(plugin.folder.path().join("cdi/nvidia.json")).unwrap();
+    plugin.claims.add("late", &json!({}));
+    let error = &plugin.prepare(&["late"]).await.claims["u-late"].error;
+    assert!(error.contains("nvidia-ctk cdi generate"), "{error}");
+}
+
+#[tokio::test]
+async fn unknown_methods_are_refused() {
+    let plugin = Plugin::start();
+    const WATCH: &str =
+        "/k8s.io.kubelet.pkg.apis.dra_health.v1alpha1.DRAResourceHealth/NodeWatchResources";
+    for socket in ["reg.sock", "dra.sock"] {
+        let socket = plugin.folder.path().join(socket);
+        let answer: Result<InfoRequest, Status> = plugin.call(&socket, WATCH, InfoRequest {}).await;
+        assert_eq!(answer.unwrap_err().code(), tonic::Code::Unimplemented);
+    }
+}

@@ -1,0 +1,95 @@
+//! Unix sockets in folders of the node.
+
+use std::{
+    fs::{self, DirBuilder, File, Permissions},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use tokio::net::UnixListener;
+
+/// A socket that listens at a path of the node. Its file is removed when the value is dropped,
+/// unless another process has replaced the file.
+#[derive(Debug)]
+pub struct NodeSocket {
+    path: PathBuf,
+    /// Device and inode of the file.
+    file: (u64, u64),
+}
+
+/// A socket could not be created.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot create the socket {}; check that the kubelet's folder is correct", path.display())]
+pub struct SocketError {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl NodeSocket {
+    /// Creates a socket that only root can use, and its folder. Replaces a socket that an ended
+    /// agent has left.
+    ///
+    /// # Errors
+    /// [`SocketError`]: the folder or the socket cannot be created.
+    pub fn bind(path: &Path) -> Result<(UnixListener, NodeSocket), SocketError> {
+        bind(path).map_err(|source| SocketError { path: path.to_owned(), source })
+    }
+}
+
+fn bind(path: &Path) -> io::Result<(UnixListener, NodeSocket)> {
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    DirBuilder::new().recursive(true).mode(0o750).create(folder)?;
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // The address of a socket has at most 107 bytes, but the path to the node's root may be long.
+    let opened = File::open(folder)?;
+    let short = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd())).join(name);
+    let listener = UnixListener::bind(short)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    let data = fs::symlink_metadata(path)?;
+    Ok((listener, NodeSocket { path: path.to_owned(), file: (data.dev(), data.ino()) }))
+}
+
+impl Drop for NodeSocket {
+    fn drop(&mut self) {
+        let found = fs::symlink_metadata(&self.path);
+        if found.is_ok_and(|data| (data.dev(), data.ino()) == self.file) {
+            // If the file stays, the next agent replaces it.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn socket_below_a_long_path_is_served() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("long".repeat(40)).join("plugin.sock");
+        let (_listener, socket) = NodeSocket::bind(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn socket_of_a_newer_agent_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plugin.sock");
+        let (_old_listener, old) = NodeSocket::bind(&path).unwrap();
+        let (_new_listener, _new) = NodeSocket::bind(&path).unwrap();
+        drop(old);
+        assert!(path.exists());
+    }
+}

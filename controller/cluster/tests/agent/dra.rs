@@ -1,0 +1,140 @@
+//! The agent as a DRA driver. The test is the kubelet.
+
+use std::{fs, path::Path};
+
+use affinode_cluster::node::dra::messages::{
+    InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
+};
+use serde_json::{Value, json};
+use tonic::{
+    Request,
+    client::Grpc,
+    codegen::http::uri::PathAndQuery,
+    transport::{Channel, Endpoint},
+};
+use tonic_prost::ProstCodec;
+
+use super::{
+    Agent, EXCLUDE, STATE,
+    api::{ApiServer, NODE, SLICES},
+};
+
+const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
+const KUBELET: &str = "root/var/lib/kubelet";
+const REGISTRATION: &str = "root/var/lib/kubelet/plugins_registry/gpu.affinode.io-reg.sock";
+
+fn gpus(count: u32) -> String {
+    let gpu = |index: u32| {
+        json!({
+            "index": index, "uuid": format!("{}{index}", &UUID[..UUID.len() - 1]),
+            "name": "NVIDIA H200", "vram_bytes": 1u64 << 30, "mig": false,
+        })
+    };
+    let all: Vec<Value> = (0..count).map(gpu).collect();
+    json!({"driver_version": "580.159", "host_memory_bytes": 64u64 << 30, "gpus": all}).to_string()
+}
+
+fn start(count: u32) -> Agent {
+    let gpus = |folder: &Path| {
+        fs::write(folder.join("node/gpus"), gpus(count)).unwrap();
+    };
+    let options = ["--dra=true", "--dra-oversubscription=1.5"];
+    let agent = Agent::with(ApiServer::start(json!({})), &["served"], &options, gpus);
+    agent.api.until("the registration socket", |_| agent.folder.join(REGISTRATION).exists());
+    agent
+}
+
+/// Registers the driver as a kubelet does.
+fn register(agent: &Agent) -> PluginInfo {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        // The path of the socket is too long for an address.
+        let link = tempfile::tempdir().unwrap();
+        let socket = link.path().join("reg.sock");
+        std::os::unix::fs::symlink(agent.folder.join(REGISTRATION), &socket).unwrap();
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
+        let channel: Channel = endpoint.connect().await.unwrap();
+        let mut client = Grpc::new(channel);
+        client.ready().await.unwrap();
+        let path = PathAndQuery::from_static("/pluginregistration.Registration/GetInfo");
+        let codec = ProstCodec::<InfoRequest, PluginInfo>::default();
+        let info = client.unary(Request::new(InfoRequest {}), path, codec).await.unwrap();
+        let status = RegistrationStatus { plugin_registered: true, error: String::new() };
+        let codec = ProstCodec::<RegistrationStatus, RegistrationStatusResponse>::default();
+        let path =
+            PathAndQuery::from_static("/pluginregistration.Registration/NotifyRegistrationStatus");
+        client.ready().await.unwrap();
+        client.unary(Request::new(status), path, codec).await.unwrap();
+        info.into_inner()
+    })
+}
+
+fn devices(slice: &Value) -> Vec<&str> {
+    let devices = slice["spec"]["devices"].as_array().unwrap();
+    devices.iter().map(|device| device["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn registered_driver_publishes_its_gpus() {
+    let agent = start(1);
+    agent.until_state("the service", |state| state == "served");
+    assert!(agent.api.slices().is_empty(), "the kubelet does not know the driver yet");
+    let info = register(&agent);
+    assert_eq!(info.endpoint, "/var/lib/kubelet/plugins/gpu.affinode.io/dra.sock", "on the node");
+    agent.api.until("the slice", |api| api.slices().len() == 1);
+    let slice = agent.api.slices().remove(0);
+    assert_eq!(devices(&slice), [UUID.to_lowercase()]);
+    assert_eq!(slice["spec"]["nodeName"], "one");
+    assert_eq!(slice["spec"]["devices"][0]["capacity"]["memory"]["value"], "1536Mi");
+    // A kubelet deletes the slices of its node when it starts.
+    let name = slice["metadata"]["name"].as_str().unwrap();
+    agent.api.remove(&format!("{SLICES}/{name}"));
+    agent.api.until("a new slice", |api| {
+        api.slices().first().is_some_and(|slice| slice["metadata"]["name"] != name)
+    });
+}
+
+#[test]
+fn changed_gpus_raise_the_generation() {
+    let agent = start(1);
+    register(&agent);
+    agent.api.until("the slice", |api| api.slices().len() == 1);
+    fs::write(agent.folder.join("node/gpus"), gpus(2)).unwrap();
+    // Any change of the slice makes the agent compare it with the GPUs.
+    let name = agent.api.slices()[0]["metadata"]["name"].as_str().unwrap().to_owned();
+    let path = format!("{SLICES}/{name}");
+    agent.api.patch(&path, &json!({"metadata": {"labels": {"touched": "true"}}}));
+    agent.api.until("the second GPU", |api| devices(&api.get(&path)).len() == 2);
+    assert_eq!(agent.api.get(&path)["spec"]["pool"]["generation"], 2);
+}
+
+#[test]
+fn node_with_claims_is_not_left() {
+    let agent = start(1);
+    register(&agent);
+    agent.api.until("the slice", |api| api.slices().len() == 1);
+    let claim = agent.folder.join("root/run/cdi/gpu.affinode.io-claim_u-1.json");
+    fs::create_dir_all(claim.parent().unwrap()).unwrap();
+    fs::write(&claim, "{}").unwrap();
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: "true" } } }));
+    agent.until_state("the refusal", |state| state.starts_with("cannot be removed"));
+    let why = agent.api.annotation(STATE);
+    assert!(why.contains("1 resource claims") && why.contains("delete their pods"), "{why}");
+    assert!(agent.has("served"), "the runtime stays for the pods");
+    agent.api.until("the slice to be deleted", |api| api.slices().is_empty());
+    fs::remove_file(&claim).unwrap();
+    agent.until_state("the exclusion", |state| state.starts_with("excluded"));
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: null } } }));
+    agent.api.until("the slice again", |api| api.slices().len() == 1);
+}
+
+#[test]
+fn ended_agent_leaves_no_socket() {
+    let mut agent = start(1);
+    let sockets = [REGISTRATION.to_owned(), format!("{KUBELET}/plugins/gpu.affinode.io/dra.sock")];
+    assert!(sockets.iter().all(|socket| agent.folder.join(socket).exists()));
+    let pid = agent.child.id().to_string();
+    let kill = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();
+    assert!(kill.success() && agent.child.wait().unwrap().success());
+    assert!(sockets.iter().all(|socket| !agent.folder.join(socket).exists()));
+}
