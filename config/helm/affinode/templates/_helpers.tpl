@@ -60,6 +60,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* Resources whose pods are GPU pods, as a JSON list. */}}
+{{- define "affinode.injectResources" -}}
+{{- $resources := .Values.inject.resources }}
+{{- if and .Values.dra.enabled .Values.dra.extendedResourceName }}
+{{- $resources = append $resources .Values.dra.extendedResourceName | uniq }}
+{{- end }}
+{{- toJson $resources }}
+{{- end }}
+
+{{/* Device classes whose pods are GPU pods, as a JSON list. */}}
+{{- define "affinode.injectDeviceClasses" -}}
+{{- $classes := .Values.inject.deviceClasses }}
+{{- if .Values.dra.enabled }}
+{{- $classes = append $classes "gpu.affinode.io" | uniq }}
+{{- end }}
+{{- toJson $classes }}
+{{- end }}
+
 {{/*
 Which pods are looked at. What users write in inject.namespaceSelector and inject.objectSelector
 comes in addition.
