@@ -22,6 +22,7 @@ use serde_json::Value;
 use tracing::{info, warn};
 
 use crate::bundle::{Bundle, BundleError};
+use crate::claim_policy;
 use crate::ld_so_preload;
 use crate::metadata;
 use crate::options;
@@ -119,6 +120,7 @@ fn manage(
     }
     let mut announcement = metadata::announcement(namespace, request, spec);
     announcement.generation = generation();
+    claim_policy::add(&paths.run_dir, spec, &mut announcement);
     let folder = paths.container(&announcement.key);
     let engine = engine_of(&paths.config, &announcement);
     match edit(paths, &folder, &announcement, engine, request, bundle, spec) {

@@ -19,6 +19,7 @@
 //! | [`containers`], [`create`] | handling of a Create: options translated, config.json edited, container announced |
 //! | [`bootstrap`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
 //! | [`spec`], [`rootfs`], [`ld_so_preload`] | the edit: GPU detection, the image's preload list, the added mounts |
+//! | [`metadata`], [`claim_policy`] | names and policy of a container |
 //! | [`announce`], [`launch`] | announcing containers to the controller, and starting it |
 //! | [`oci`] | `affinode-runtime`: the same edit for container engines without shims |
 //!
@@ -34,6 +35,7 @@ pub mod announce;
 pub mod bootstrap;
 pub mod bundle;
 pub mod cgroup;
+pub mod claim_policy;
 pub mod cli;
 pub mod containers;
 pub mod create;

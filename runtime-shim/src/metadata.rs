@@ -10,9 +10,11 @@ use crate::paths::container_key;
 use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
+/// The annotation that decides whether a container is managed.
+const INJECT: &str = "affinode.io/inject";
 /// Maximum number of Affinode's annotations that are read from one pod. It is about three times the
 /// number of annotations that Affinode defines.
-const MAX_ANNOTATIONS: usize = 48;
+pub const MAX_ANNOTATIONS: usize = 48;
 /// Maximum length of one annotation in bytes, name and value together. Valid annotations are
 /// shorter.
 const MAX_ANNOTATION_BYTES: usize = 512;
@@ -65,10 +67,19 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
 /// Returns Affinode's annotations of at most [`MAX_ANNOTATION_BYTES`], in the spec's order.
 fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
     spec::annotations(spec)
-        .filter(|(name, value)| {
-            name.starts_with(OWN_PREFIX) && name.len() + value.len() <= MAX_ANNOTATION_BYTES
-        })
+        .filter(|(name, value)| is_own(name, value))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
+}
+
+fn is_own(name: &str, value: &str) -> bool {
+    name.starts_with(OWN_PREFIX) && name.len() + value.len() <= MAX_ANNOTATION_BYTES
+}
+
+/// Whether a claim may set this annotation of Affinode's. Whether a container is managed is decided
+/// by annotations of its pod only.
+#[must_use]
+pub fn may_be_claimed(name: &str, value: &str) -> bool {
+    name != INJECT && is_own(name, value)
 }
 
 #[cfg(test)]

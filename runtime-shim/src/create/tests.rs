@@ -126,6 +126,22 @@ fn a_gpu_container_is_edited_and_announced() {
     assert_eq!(world.read(), edited);
 }
 
+#[test]
+fn policy_of_a_claim_is_announced() {
+    let mut spec = gpu();
+    let world = world(&spec);
+    let file = world.paths.run_dir.join("claims/u-1-0");
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    let policy = r#"{"affinode.io/priority": "9", "affinode.io/offload": "eager"}"#;
+    fs::write(&file, policy).unwrap();
+    let mount = json!({"destination": "/.affinode/claims/u-1-0", "source": file, "type": "bind"});
+    spec["mounts"].as_array_mut().unwrap().push(mount);
+    world.write(&spec.to_string());
+    let annotations = world.prepare().container.unwrap().annotations;
+    assert_eq!(annotations["affinode.io/offload"], "eager");
+    assert_eq!(annotations["affinode.io/priority"], "1", "that of the pod");
+}
+
 /// A file in the container's folder must name the engine. A process needs it when it looks up driver
 /// functions, which may be before it reaches a controller.
 #[test]

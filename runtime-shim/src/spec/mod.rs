@@ -44,6 +44,14 @@ pub fn root_path(spec: &Value) -> Option<&str> {
     spec.get("root")?.get("path")?.as_str()
 }
 
+/// Source and destination of each mount that has both.
+pub fn mounts(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
+    let mounts = spec.get("mounts").and_then(Value::as_array);
+    mounts.into_iter().flatten().filter_map(|mount| {
+        Some((mount.get("source")?.as_str()?, mount.get("destination")?.as_str()?))
+    })
+}
+
 /// Destinations of all mounts, with redundant slashes and dots removed.
 fn destinations(spec: &Value) -> impl Iterator<Item = String> {
     spec.get("mounts")

@@ -1,0 +1,153 @@
+//! The policy of ResourceClaims (DRA). The node agent writes it into files of the run directory, and
+//! a CDI specification mounts a claim's files into the containers that use the claim. CDI has no
+//! annotations of containers, so the shim recognises the policy by these mounts.
+//!
+//! A mount counts only if its source is in the run directory. Only root can write there, and a pod
+//! can mount such a file itself only if it may mount any folder of the host.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use affinode_proto::api::control::Announcement;
+use affinode_proto::paths::{CLAIMS_DIR, CONTAINER_CLAIMS_DIR};
+use serde_json::Value;
+use tracing::warn;
+
+use crate::metadata::{MAX_ANNOTATIONS, may_be_claimed};
+use crate::spec;
+
+/// Maximum number of files that are read for one container. It is the maximum number of devices of a
+/// claim.
+const MAX_FILES: usize = 32;
+/// Maximum size of a file: the agent writes at most 32 settings of 512 bytes.
+const MAX_BYTES: u64 = 32 << 10;
+
+/// Adds the policy of the container's claims to its annotations. An annotation of the pod has
+/// precedence, and a later claim replaces the settings of an earlier one.
+pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
+    let mut claimed = BTreeMap::new();
+    for file in files(&run_dir.join(CLAIMS_DIR), spec).take(MAX_FILES) {
+        match read(&file) {
+            Ok(policy) => claimed.extend(policy),
+            Err(error) => {
+                let (id, file) = (&announcement.id, file.display());
+                warn!("container {id}: the policy of its claim in {file} is not used: {error}");
+            }
+        }
+    }
+    for (name, value) in claimed {
+        let full = announcement.annotations.len() >= MAX_ANNOTATIONS;
+        if !full && may_be_claimed(&name, &value) {
+            announcement.annotations.entry(name).or_insert(value);
+        }
+    }
+}
+
+/// Files of this folder that are mounted where claims have their policies.
+fn files(folder: &Path, spec: &Value) -> impl Iterator<Item = PathBuf> {
+    let folder = identity(folder);
+    spec::mounts(spec).filter_map(move |(source, destination)| {
+        let (source, destination) = (Path::new(source), Path::new(destination));
+        let inside = destination.parent() == Some(Path::new(CONTAINER_CLAIMS_DIR));
+        // A path that ends in `..` has no file name, and leads out of its parent.
+        source.file_name()?;
+        let ours = inside && folder.is_some() && identity(source.parent()?) == folder;
+        ours.then(|| source.to_owned())
+    })
+}
+
+/// Device and inode of a folder. The agent may name the folder by another path than the shim, for
+/// example below /var/run.
+fn identity(folder: &Path) -> Option<(u64, u64)> {
+    let data = std::fs::metadata(folder).ok()?;
+    Some((data.dev(), data.ino()))
+}
+
+fn read(file: &Path) -> io::Result<BTreeMap<String, String>> {
+    let mut text = Vec::new();
+    File::open(file)?.take(MAX_BYTES + 1).read_to_end(&mut text)?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    Ok(serde_json::from_slice(&text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::json;
+
+    use super::*;
+
+    /// Annotations of a container that mounts these files of the run directory.
+    fn annotations(files: &[(&str, &str)], own: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join(CLAIMS_DIR);
+        fs::create_dir(&folder).unwrap();
+        let mounts: Vec<Value> = files
+            .iter()
+            .map(|(name, text)| {
+                fs::write(folder.join(name), text).unwrap();
+                let destination = format!("{CONTAINER_CLAIMS_DIR}/{name}");
+                json!({"source": folder.join(name), "destination": destination})
+            })
+            .collect();
+        added(dir.path(), &json!({ "mounts": mounts }), own)
+    }
+
+    fn added(run_dir: &Path, spec: &Value, own: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let mut announcement = Announcement::new();
+        let own = own.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+        announcement.annotations.extend(own);
+        add(run_dir, spec, &mut announcement);
+        announcement.annotations.into_iter().collect()
+    }
+
+    fn map(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
+        entries.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    #[test]
+    fn claims_fill_in_what_the_pod_leaves_open() {
+        let first = r#"{"affinode.io/priority": "1", "affinode.io/offload": "eager"}"#;
+        let second = r#"{"affinode.io/priority": "2"}"#;
+        let own = [("affinode.io/offload", "off")];
+        let got = annotations(&[("u-1-0", first), ("u-2-0", second)], &own);
+        assert_eq!(got, map(&[("affinode.io/offload", "off"), ("affinode.io/priority", "2")]));
+    }
+
+    #[test]
+    fn other_names_and_large_files_do_not_count() {
+        let other = r#"{"example.com/x": "1", "affinode.io/inject": "false"}"#;
+        let large = format!(r#"{{"affinode.io/priority": "{}"}}"#, " ".repeat(40_000));
+        let files = [("a", other), ("b", &large), ("c", "[]")];
+        assert_eq!(annotations(&files, &[]), map(&[]));
+    }
+
+    #[test]
+    fn mounts_of_other_places_do_not_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let policy = r#"{"affinode.io/priority": "9"}"#;
+        fs::create_dir_all(dir.path().join(CLAIMS_DIR)).unwrap();
+        for file in ["policy", "claims/policy"] {
+            fs::write(dir.path().join(file), policy).unwrap();
+        }
+        let place = |path: &str| dir.path().join(path).display().to_string();
+        let inside = format!("{CONTAINER_CLAIMS_DIR}/policy");
+        for (source, destination) in [
+            (place("policy"), inside.as_str()),
+            (place("claims/../policy"), inside.as_str()),
+            (place("claims/policy"), "/mnt/policy"),
+            (place("claims/policy"), "/.affinode/claims/../policy"),
+        ] {
+            let spec = json!({"mounts": [{"source": source, "destination": destination}]});
+            assert_eq!(added(dir.path(), &spec, &[]), map(&[]), "{source} at {destination}");
+        }
+        let spec = json!({"mounts": [{"source": place("claims/policy"), "destination": inside}]});
+        assert_eq!(added(dir.path(), &spec, &[]), map(&[("affinode.io/priority", "9")]));
+    }
+}
