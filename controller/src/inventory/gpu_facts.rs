@@ -53,7 +53,7 @@ pub enum GpuFactsError {
     Nvml {
         /// Name or path of the library.
         library: String,
-        /// Error of NVML.
+        /// Error that NVML returned.
         #[source]
         source: NvmlError,
     },

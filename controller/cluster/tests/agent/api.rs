@@ -105,7 +105,7 @@ impl ApiServer {
         self.lock().created.clone()
     }
 
-    /// All ResourceSlices.
+    /// All ResourceSlices of the server.
     pub fn slices(&self) -> Vec<Value> {
         let objects = self.lock();
         let slices = objects.by_path.iter().filter(|(path, _)| path.starts_with(SLICES));

@@ -36,6 +36,7 @@ fn gpus(count: u32) -> String {
 
 fn start(count: u32) -> Agent {
     let gpus = |folder: &Path| {
+        fs::create_dir_all(folder.join(KUBELET)).unwrap();
         fs::write(folder.join("node/gpus"), gpus(count)).unwrap();
     };
     let options = ["--dra=true", "--dra-oversubscription=1.5"];
@@ -137,4 +138,13 @@ fn ended_agent_leaves_no_socket() {
     let kill = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();
     assert!(kill.success() && agent.child.wait().unwrap().success());
     assert!(sockets.iter().all(|socket| !agent.folder.join(socket).exists()));
+}
+
+#[test]
+fn missing_kubelet_folder_is_named() {
+    let options = ["--dra=true", "--dra-kubelet-dir=/var/lib/k0s/kubelet"];
+    let mut agent = Agent::with(ApiServer::start(json!({})), &["served"], &options, |_| {});
+    assert!(!agent.child.wait().unwrap().success());
+    let log = fs::read_to_string(agent.folder.join("log")).unwrap();
+    assert!(log.contains("/var/lib/k0s/kubelet") && log.contains("--dra-kubelet-dir"), "{log}");
 }

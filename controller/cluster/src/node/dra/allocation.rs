@@ -13,7 +13,7 @@ use super::{
 /// Maximum number of devices of a claim. It is the limit of the API.
 const MAX_DEVICES: usize = 32;
 
-/// A GPU, or a share of one, that is allocated to a claim.
+/// A GPU that is allocated to a claim, as a whole or as a share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedGpu {
     /// Request of the claim, `name` or `name/subrequest`.
@@ -49,7 +49,7 @@ pub enum AllocationError {
     Many {
         /// `namespace/name` of the claim.
         claim: String,
-        /// Number of devices.
+        /// Number of its devices of this driver.
         count: usize,
     },
     /// The device belongs to another node.

@@ -10,7 +10,7 @@ use prost::Message;
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct InfoRequest {}
 
-/// Properties of a plugin.
+/// Properties of a plugin, from which the kubelet registers it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PluginInfo {
     /// Kind of the plugin, for example `DRAPlugin`.
@@ -38,11 +38,11 @@ pub struct RegistrationStatus {
     pub error: String,
 }
 
-/// Confirms a [`RegistrationStatus`].
+/// Confirms that a [`RegistrationStatus`] has arrived.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct RegistrationStatusResponse {}
 
-/// Names a ResourceClaim.
+/// Names a ResourceClaim by namespace, name and UID.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ClaimReference {
     /// Namespace of the claim.
@@ -59,7 +59,7 @@ pub struct ClaimReference {
 /// Requests that claims are prepared, or that their preparation is reverted.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ClaimsRequest {
-    /// The claims.
+    /// The claims, which belong to pods of this node.
     #[prost(message, repeated, tag = "1")]
     pub claims: Vec<ClaimReference>,
 }
@@ -75,7 +75,7 @@ pub struct PrepareResponse {
 /// Result of the preparation of one claim.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PreparedClaim {
-    /// Devices of the claim.
+    /// The claim's devices of this driver.
     #[prost(message, repeated, tag = "1")]
     pub devices: Vec<PreparedDevice>,
     /// Reason why the claim is not prepared. Empty: it is.

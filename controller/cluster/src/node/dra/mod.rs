@@ -14,6 +14,7 @@
 //! nothing. The slice is published while the node serves the runtime ([`publisher`]).
 
 pub mod allocation;
+mod authority;
 pub mod capacity;
 pub mod cdi;
 pub mod cdi_lookup;
@@ -131,6 +132,8 @@ impl DraDriver {
         if !options.dra {
             return Ok(None);
         }
+        // A socket in another folder would never be found.
+        sockets::check_folder(&places.on_host(&options.kubelet_dir))?;
         let policy_dir = places.run_dir.join(paths::CLAIMS_DIR);
         let files = ClaimFiles {
             cdi_dir: places.on_host(&options.cdi_dir),
@@ -169,18 +172,17 @@ impl DraDriver {
 
     /// Serves the kubelet until the future is dropped. The sockets are removed then.
     pub async fn run(self) {
-        let (registration, registration_socket, registering) = self.registration;
-        let (plugin, plugin_socket, preparing) = self.plugin;
-        let (one, two, ()) = tokio::join!(
-            services::serve(registration, registering),
-            services::serve(plugin, preparing),
-            self.publisher.run(),
-        );
-        for error in [one, two].into_iter().filter_map(Result::err) {
+        // Values are dropped in the opposite order: the kubelet is to find no registration socket
+        // without an endpoint.
+        let (plugin, _plugin_socket, preparing) = self.plugin;
+        let (registration, _registration_socket, registering) = self.registration;
+        let ended = tokio::select! {
+            ended = services::serve(plugin, preparing) => ended,
+            ended = services::serve(registration, registering) => ended,
+            () = self.publisher.run() => Ok(()),
+        };
+        if let Err(error) = ended {
             tracing::error!("DRA driver {DRIVER}: a server ended: {}", error_chain::chain(&error));
         }
-        // The kubelet is to find no registration socket without an endpoint.
-        drop(registration_socket);
-        drop(plugin_socket);
     }
 }

@@ -11,6 +11,7 @@
 use std::{
     convert::Infallible,
     future::Future,
+    io,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -20,6 +21,7 @@ use std::{
 use futures_util::stream;
 use prost::Message;
 use tokio::{
+    io::DuplexStream,
     net::{UnixListener, UnixStream},
     sync::watch,
 };
@@ -34,7 +36,7 @@ use tonic_prost::ProstCodec;
 use tower::{Service, service_fn};
 
 use super::{
-    DRIVER,
+    DRIVER, authority,
     messages::{
         ClaimsRequest, InfoRequest, PluginInfo, PrepareResponse, RegistrationStatus,
         RegistrationStatusResponse, UnprepareResponse,
@@ -52,8 +54,10 @@ const PREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareReso
 const UNPREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources";
 /// Maximum size of a request in bytes. A claim has three names, and a pod at most 32 claims.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
-/// Maximum number of requests of one connection that are processed at a time.
+/// Maximum number of requests that are processed at a time for a connection.
 const MAX_CONCURRENT: usize = 16;
+/// Maximum number of bytes that wait between a client and the server, in each direction.
+const BUFFER_BYTES: usize = 64 << 10;
 /// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 /// Time limit for a request. It is the kubelet's own limit.
@@ -197,24 +201,41 @@ where
 /// The server of tonic has failed.
 pub async fn serve<S>(listener: UnixListener, service: S) -> Result<(), TransportError>
 where
-    S: Service<
-            http::Request<Body>,
-            Response = http::Response<Body>,
-            Error = Infallible,
-            Future = Reply,
-        > + Clone
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+        + Clone
         + Send
         + 'static,
+    S::Future: Send,
 {
     let incoming = stream::unfold(listener, |listener| async {
-        let stream = accept(&listener).await;
-        Some((Ok::<_, std::io::Error>(stream), listener))
+        let stream = valid(accept(&listener).await);
+        Some((Ok::<_, io::Error>(stream), listener))
     });
     Server::builder()
         .concurrency_limit_per_connection(MAX_CONCURRENT)
         .timeout(TIMEOUT)
         .serve_with_incoming(service, incoming)
         .await
+}
+
+/// Returns a stream with the requests of a client, each with a valid authority. The task that copies
+/// them ends with the client or the server.
+fn valid(client: UnixStream) -> DuplexStream {
+    let (server, stream) = tokio::io::duplex(BUFFER_BYTES);
+    tokio::spawn(async move {
+        let (requests, mut replies) = client.into_split();
+        let (mut from_server, to_server) = tokio::io::split(server);
+        let sending = authority::forward(requests, to_server);
+        let receiving = tokio::io::copy(&mut from_server, &mut replies);
+        // An error means that a side has closed its connection.
+        tokio::select! {
+            _ = receiving => {}
+            sent = sending => if let Err(error) = sent {
+                tracing::debug!("DRA driver {DRIVER}: a client's connection ended: {error}");
+            }
+        }
+    });
+    stream
 }
 
 /// Waits for the next connection. An error does not end the server.

@@ -23,7 +23,7 @@ pub struct NodeSocket {
 
 /// A socket could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot create the socket {}; check that the kubelet's folder is correct", path.display())]
+#[error("cannot use {} for sockets of the DRA driver; check the kubelet's folder (--dra-kubelet-dir)", path.display())]
 pub struct SocketError {
     path: PathBuf,
     #[source]
@@ -38,6 +38,17 @@ impl NodeSocket {
     /// [`SocketError`]: the folder or the socket cannot be created.
     pub fn bind(path: &Path) -> Result<(UnixListener, NodeSocket), SocketError> {
         bind(path).map_err(|source| SocketError { path: path.to_owned(), source })
+    }
+}
+
+/// Checks that a folder exists.
+///
+/// # Errors
+/// [`SocketError`]: it does not, or is no folder.
+pub fn check_folder(path: &Path) -> Result<(), SocketError> {
+    match fs::read_dir(path) {
+        Ok(_) => Ok(()),
+        Err(source) => Err(SocketError { path: path.to_owned(), source }),
     }
 }
 

@@ -266,3 +266,45 @@ async fn unknown_methods_are_refused() {
         assert_eq!(answer.unwrap_err().code(), tonic::Code::Unimplemented);
     }
 }
+
+/// A header field with an indexed name, as Go's client writes it, but not Huffman-coded.
+fn field(name_index: u8, value: &str) -> Vec<u8> {
+    let length = u8::try_from(value.len()).unwrap();
+    [&[0x40 | name_index, length], value.as_bytes()].concat()
+}
+
+fn frame(kind: u8, flags: u8, stream_id: u8, payload: &[u8]) -> Vec<u8> {
+    let size = u8::try_from(payload.len()).unwrap();
+    [&[0, 0, size, kind, flags, 0, 0, 0, stream_id], payload].concat()
+}
+
+/// The kubelet sends the path of the registration socket as authority.
+#[tokio::test]
+async fn socket_path_as_authority_is_accepted() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let plugin = Plugin::start();
+    let headers = [
+        // :method POST, :scheme http.
+        vec![0x83, 0x86],
+        field(4, GET_INFO),
+        field(1, "%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2Fgpu.affinode.io-reg.sock"),
+        field(31, "application/grpc"),
+    ];
+    let sent = [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+        frame(4, 0, 0, &[]),
+        frame(1, 0x4, 1, &headers.concat()),
+        // An empty message, and the end of the stream.
+        frame(0, 0x1, 1, &[0; 5]),
+    ];
+    let socket = plugin.folder.path().join("reg.sock");
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    stream.write_all(&sent.concat()).await.unwrap();
+    let mut reply = Vec::new();
+    let found = async {
+        while !reply.windows(9).any(|part| part == b"DRAPlugin") {
+            assert_ne!(stream.read_buf(&mut reply).await.unwrap(), 0, "closed: {reply:?}");
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), found).await.unwrap();
+}
