@@ -20,7 +20,7 @@ use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use nix::unistd::Uid;
 
 use self::{control_plane::Plane, programs::Programs};
@@ -38,6 +38,18 @@ pub struct Options {
     /// Number of nodes in the cluster.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=9))]
     nodes: u8,
+    /// Run only one part of the checks.
+    #[arg(long)]
+    only: Option<Part>,
+}
+
+/// A part of the checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Everything but the DRA driver.
+    Chart,
+    /// The DRA driver of the node agents.
+    Dra,
 }
 
 /// Configures the network of a testbed's pods, with the CNI plugins of this folder.
@@ -72,7 +84,7 @@ pub fn run(options: &Options) -> Result<()> {
             release.version,
             options.nodes
         ));
-        scenarios::all(&plane)
+        scenarios::run(&plane, options.only)
     });
     if let Err(error) = &shown {
         output::error(error);

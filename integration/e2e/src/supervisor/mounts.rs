@@ -18,6 +18,9 @@ const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 const KUBELET_STATE: [&str; 4] =
     ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers", "/var/lib/cni"];
 
+/// Folders of CDI specifications, which containerd reads with any configuration.
+const CDI_SPECS: [&str; 2] = ["/etc/cdi", "/run/cdi"];
+
 /// Folders that dockerd uses with any configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
@@ -28,7 +31,8 @@ pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();
     if scope == Scope::Node {
         unshare(CloneFlags::CLONE_NEWNET).context("cannot make a network namespace")?;
-        folders.extend(KUBELET_STATE.iter().chain(&DOCKER_STATE).map(Path::new));
+        let of_node = KUBELET_STATE.iter().chain(&CDI_SPECS).chain(&DOCKER_STATE);
+        folders.extend(of_node.map(Path::new));
     }
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)

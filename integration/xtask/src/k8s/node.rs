@@ -8,7 +8,7 @@ use std::{
 
 use affinode_e2e::{containerd, image, supervisor::Job, testbed::Testbed};
 use anyhow::{Context, Result};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
@@ -106,6 +106,23 @@ impl<'a> Node<'a> {
         let env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
         let job = Job { argv: argv.collect(), env, log: self.log(name) };
         self.world.keeper().spawn(&job).map(|_| ())
+    }
+
+    /// A path of the node, as this program sees it.
+    pub fn path(&self, of_node: &str) -> PathBuf {
+        // The first process of a node is its testbed's supervisor.
+        PathBuf::from(format!("/proc/{}/root{of_node}", self.world.keeper().pid()))
+    }
+
+    /// Kills the kubelet and starts it again.
+    pub fn restart_kubelet(&self, plane: &Plane<'_>) -> Result<()> {
+        for kubelet in self.world.processes("kubelet --config")? {
+            kill(kubelet.pid, Signal::SIGKILL)?;
+        }
+        plane.until("the kubelet to end", || {
+            Ok(self.world.processes("kubelet --config")?.is_empty().then_some(()))
+        })?;
+        self.kubelet(plane)
     }
 
     fn kubelet(&self, plane: &Plane<'_>) -> Result<()> {
@@ -210,6 +227,27 @@ impl<'a> Node<'a> {
             },
         }))
     }
+}
+
+/// The CDI specification that NVIDIA's container toolkit would make for the node's GPU, with the
+/// simulated GPU's parts. As the toolkit does by default, it names the GPU by its index.
+pub fn toolkit_spec(node: &Node<'_>) -> Result<Value> {
+    let world = node.world;
+    let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
+    let env: Vec<String> =
+        parts.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let mount = |(host, inside): &(PathBuf, PathBuf)| {
+        json!({
+            "hostPath": host, "containerPath": inside,
+            "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+        })
+    };
+    let mounts: Vec<Value> = parts.mounts.iter().map(mount).collect();
+    let devices = ["0", "all"].map(|name| json!({"name": name, "containerEdits": {"env": env}}));
+    Ok(json!({
+        "cdiVersion": "0.5.0", "kind": RESOURCE, "devices": devices,
+        "containerEdits": {"mounts": mounts},
+    }))
 }
 
 /// The name of the node with this number. Numbers start at 1.

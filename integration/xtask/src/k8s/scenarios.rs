@@ -2,6 +2,7 @@
 
 mod agent;
 mod chart;
+mod dra;
 mod fleet;
 mod inject;
 mod install;
@@ -16,6 +17,7 @@ use affinode_e2e::containerd;
 use anyhow::{Context, Result};
 
 use super::{
+    Part,
     control_plane::{NODE, Plane},
     node::Node,
     release::{self, NAMESPACE, RELEASE},
@@ -33,14 +35,25 @@ const STATE: &str = "affinode.io/state";
 /// VRAM of a small pod, which fits on any node.
 const SMALL_MIB: u32 = 32;
 
-/// Runs all checks, on the first node unless a check names another.
-pub fn all(plane: &Plane<'_>) -> Result<()> {
+/// Runs the checks of one part, or all, on the first node unless a check names another.
+pub fn run(plane: &Plane<'_>, only: Option<Part>) -> Result<()> {
     for node in plane.nodes() {
         // The label is set as GPU feature discovery would set it.
         let label = ["label", "node", &node.name, "nvidia.com/gpu.present=true"];
         containerd::run(plane.kubectl().args(label))?;
     }
     let before = uninstall::Before::look(plane)?;
+    if only != Some(Part::Dra) {
+        of_the_chart(plane, &before)?;
+    }
+    if only != Some(Part::Chart) {
+        dra::pods_share_a_gpu(plane)?;
+        uninstall::left_nothing(plane, &before)?;
+    }
+    Ok(())
+}
+
+fn of_the_chart(plane: &Plane<'_>, before: &uninstall::Before) -> Result<()> {
     chart::is_sound(plane)?;
     install::all_but_the_broken(plane)?;
     agent::changes_its_own_alone(plane)?;
@@ -66,11 +79,11 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     let ended = pods::ended_long_ago(plane)?;
     uninstall::all(plane)?;
     ended.says_nothing()?;
-    uninstall::left_nothing(plane, &before)?;
+    uninstall::left_nothing(plane, before)?;
     systemd::restarts(plane)?;
-    uninstall::left_nothing(plane, &before)?;
+    uninstall::left_nothing(plane, before)?;
     persona::platform_engineer(plane)?;
-    uninstall::left_nothing(plane, &before)
+    uninstall::left_nothing(plane, before)
 }
 
 fn step(text: &str) {

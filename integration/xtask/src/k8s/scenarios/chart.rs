@@ -17,7 +17,8 @@ const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,flee
     fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
     serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
     dashboards.enabled=true,serviceAccount.name=agents,image.tag=x,inject.optIn=true,\
-    node.rollout.maxConcurrent=2,resourceQuota.enabled=true,\
+    node.rollout.maxConcurrent=2,resourceQuota.enabled=true,dra.enabled=true,\
+    dra.extendedResourceName=example.com/gpu,\
     serviceMonitor.account.name=p,serviceMonitor.account.namespace=monitoring";
 
 /// Checks the chart with helm lint, the schema, and the API server.

@@ -66,7 +66,7 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
 }
 
 /// Checks that the node gets its label, and not before the runtime is served.
-fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
+pub fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let name = &node.name;
     let state = wait_state(plane, name, |state| state.starts_with("installed"))?;
     output::note(&format!("{name}: {state}; it has no label, and pods of the class wait"));

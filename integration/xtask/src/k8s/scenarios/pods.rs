@@ -129,12 +129,18 @@ impl Ended<'_> {
 pub struct Pod<'a> {
     plane: &'a Plane<'a>,
     node: &'a Node<'a>,
-    name: String,
+    pub name: String,
     lines: Lines,
 }
 
 impl<'a> Pod<'a> {
-    fn start(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str, pod: &Value) -> Result<Self> {
+    /// Creates a pod and waits until it runs.
+    pub fn start(
+        plane: &'a Plane<'a>,
+        node: &'a Node<'a>,
+        name: &str,
+        pod: &Value,
+    ) -> Result<Self> {
         plane.apply(pod)?;
         let lines = Lines::open(&node.world.dir().join("io").join(name))?;
         let pod = plane
@@ -174,7 +180,8 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    fn is_moved_out(&mut self) -> Result<()> {
+    /// Waits until the program has filled its memory, and the memory is offloaded.
+    pub fn is_moved_out(&mut self) -> Result<()> {
         self.receive("open")?;
         self.receive("fill")?;
         self.tells("GPUOffloaded")
@@ -258,7 +265,8 @@ impl<'a> Pod<'a> {
     }
 }
 
-fn describe(plane: &Plane<'_>, name: &str) -> String {
+/// The output of `kubectl describe` about a pod.
+pub fn describe(plane: &Plane<'_>, name: &str) -> String {
     let told = plane.kubectl().args(["describe", "pod", name]).output();
     told.map(|told| String::from_utf8_lossy(&told.stdout).into_owned()).unwrap_or_default()
 }

@@ -17,7 +17,7 @@ const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterro
     clusterrolebindings,runtimeclasses,mutatingwebhookconfigurations,\
     mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
     validatingadmissionpolicies,validatingadmissionpolicybindings,\
-    poddisruptionbudgets,networkpolicies,leases,resourcequotas";
+    poddisruptionbudgets,networkpolicies,leases,resourcequotas,deviceclasses";
 /// Affinode's files in a node's folder.
 const FILES: [&str; 4] = [
     "prefix/bin/affinode",
