@@ -1,6 +1,6 @@
-//! The messages of two gRPC services between kubelet and plugins: `pluginregistration/v1` and
-//! `dra/v1` of the module `k8s.io/kubelet`. Types and field numbers are those of its `api.proto`
-//! files, version 0.36.3.
+//! The messages of three gRPC services between kubelet and plugins: `pluginregistration/v1`, `dra/v1`
+//! and `dra-health/v1alpha1` of the module `k8s.io/kubelet`. Types and field numbers are those of its
+//! `api.proto` files, version 0.36.3.
 
 use std::collections::HashMap;
 
@@ -118,3 +118,11 @@ pub struct UnpreparedClaim {
     #[prost(string, tag = "1")]
     pub error: String,
 }
+
+/// Requests reports about the health of devices.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct HealthRequest {}
+
+/// A report about the health of devices. Its fields are left out, because none is sent yet.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct HealthReport {}

@@ -6,6 +6,7 @@
 //!         ──NotifyRegistrationStatus─>                         whether the driver is in use
 //!         ──NodePrepareResources─────> endpoint                CDI devices of each claim
 //!         ──NodeUnprepareResources───>
+//!         ──NodeWatchResources───────>                         no report: health is unknown
 //! ```
 
 use std::{
@@ -38,8 +39,8 @@ use tower::{Service, service_fn};
 use super::{
     DRIVER, authority,
     messages::{
-        ClaimsRequest, InfoRequest, PluginInfo, PrepareResponse, RegistrationStatus,
-        RegistrationStatusResponse, UnprepareResponse,
+        ClaimsRequest, HealthReport, HealthRequest, InfoRequest, PluginInfo, PrepareResponse,
+        RegistrationStatus, RegistrationStatusResponse, UnprepareResponse,
     },
     prepare::ClaimPreparer,
 };
@@ -51,6 +52,7 @@ const SERVICE: &str = "v1.DRAPlugin";
 const GET_INFO: &str = "/pluginregistration.Registration/GetInfo";
 const NOTIFY: &str = "/pluginregistration.Registration/NotifyRegistrationStatus";
 const PREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources";
+const WATCH_HEALTH: &str = "/v1alpha1.DRAResourceHealth/NodeWatchResources";
 const UNPREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources";
 /// Maximum size of a request in bytes. A claim has three names, and a pod at most 32 claims.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
@@ -167,10 +169,21 @@ impl Service<http::Request<Body>> for PluginService {
                     };
                     unary(request, unprepare).await
                 }
+                WATCH_HEALTH => health_stream(request).await,
                 other => unknown(other),
             })
         })
     }
+}
+
+/// Answers with a stream that has no report and no end. Kubelets since Kubernetes 1.36 ask each
+/// driver for the health of its devices, and log an error every 5 s if a driver does not answer.
+async fn health_stream(request: http::Request<Body>) -> http::Response<Body> {
+    let silence = service_fn(|_: Request<HealthRequest>| async {
+        Ok::<_, Status>(Response::new(stream::pending::<Result<HealthReport, Status>>()))
+    });
+    let codec = ProstCodec::<HealthReport, HealthRequest>::default();
+    Grpc::new(codec).server_streaming(silence, request).await
 }
 
 fn unknown(path: &str) -> http::Response<Body> {

@@ -8,6 +8,7 @@ use std::{
 };
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
+use futures_util::FutureExt;
 use kube::Client;
 use serde_json::{Value, json};
 use tonic::{
@@ -128,10 +129,7 @@ impl Plugin {
         Q: Message + Send + Sync + 'static,
         A: Message + Default + Send + Sync + 'static,
     {
-        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
-        let channel: Channel = endpoint.connect().await.unwrap();
-        let mut client = client::Grpc::new(channel);
-        client.ready().await.unwrap();
+        let mut client = connect(socket).await;
         let codec = ProstCodec::<Q, A>::default();
         let path = PathAndQuery::from_static(method);
         Ok(client.unary(Request::new(request), path, codec).await?.into_inner())
@@ -155,6 +153,13 @@ impl Plugin {
         names.sort();
         names
     }
+}
+
+async fn connect(socket: &Path) -> client::Grpc<Channel> {
+    let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
+    let mut client = client::Grpc::new(endpoint.connect().await.unwrap());
+    client.ready().await.unwrap();
+    client
 }
 
 fn reference(name: &str) -> ClaimReference {
@@ -257,14 +262,25 @@ async fn one_bad_claim_does_not_stop_the_others() {
 
 #[tokio::test]
 async fn unknown_methods_are_refused() {
+    const OTHER: &str = "/k8s.io.kubelet.pkg.apis.dra.v2.DRAPlugin/NodePrepareResources";
     let plugin = Plugin::start();
-    const WATCH: &str =
-        "/k8s.io.kubelet.pkg.apis.dra_health.v1alpha1.DRAResourceHealth/NodeWatchResources";
     for socket in ["reg.sock", "dra.sock"] {
         let socket = plugin.folder.path().join(socket);
-        let answer: Result<InfoRequest, Status> = plugin.call(&socket, WATCH, InfoRequest {}).await;
+        let answer: Result<InfoRequest, Status> = plugin.call(&socket, OTHER, InfoRequest {}).await;
         assert_eq!(answer.unwrap_err().code(), tonic::Code::Unimplemented);
     }
+}
+
+#[tokio::test]
+async fn health_stream_stays_open() {
+    let plugin = Plugin::start();
+    let socket = plugin.folder.path().join("dra.sock");
+    let mut client = connect(&socket).await;
+    let codec = ProstCodec::<HealthRequest, HealthReport>::default();
+    let path = PathAndQuery::from_static(WATCH_HEALTH);
+    let answer = client.server_streaming(Request::new(HealthRequest {}), path, codec).await;
+    let mut reports = answer.unwrap().into_inner();
+    assert!(reports.message().now_or_never().is_none(), "no report, and no end");
 }
 
 /// A header field with an indexed name, as Go's client writes it, but not Huffman-coded.
