@@ -118,10 +118,13 @@ impl<'a> Node<'a> {
     pub fn restart_kubelet(&self, plane: &Plane<'_>) -> Result<()> {
         for kubelet in self.world.processes("kubelet --config")? {
             kill(kubelet.pid, Signal::SIGKILL)?;
+            // The kernel frees the ports just before the process is a zombie.
+            let stat = format!("/proc/{}/stat", kubelet.pid);
+            plane.until("the kubelet to end", || {
+                let ended = fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z "));
+                Ok(ended.then_some(()))
+            })?;
         }
-        plane.until("the kubelet to end", || {
-            Ok(self.world.processes("kubelet --config")?.is_empty().then_some(()))
-        })?;
         self.kubelet(plane)
     }
 
