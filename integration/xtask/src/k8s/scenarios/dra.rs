@@ -196,6 +196,7 @@ fn kubelet_restarts(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) ->
     let slice = slices::published(plane, node, None)?;
     node.restart_kubelet(plane)?;
     slices::published(plane, node, Some(&slice))?;
+    pods.iter().try_for_each(Pod::accepts_commands)?;
     pods.iter_mut().try_for_each(Pod::comes_back)?;
     ensure!(claim_files(node)? == before, "the files of the claims changed");
     output::note("the GPU is published again, the pods go on, their claims are prepared");

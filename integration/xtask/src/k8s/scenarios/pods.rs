@@ -193,6 +193,14 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
+    /// Waits until a kubelet that has just started knows the pod.
+    pub fn accepts_commands(&self) -> Result<()> {
+        self.plane.until(&format!("the kubelet to know pod {}", self.name), || {
+            let said = self.plane.kubectl().args(["exec", &self.name, "--", "true"]).output()?;
+            Ok(said.status.success().then_some(()))
+        })
+    }
+
     /// Sends the program a command through `kubectl exec`.
     fn call(&self) -> Result<()> {
         let pipe = affinode_e2e::container::PIPES;
