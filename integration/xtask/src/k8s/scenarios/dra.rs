@@ -54,6 +54,8 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     take_turns(node, &mut sharing)?;
     kubelet_restarts(plane, node, &mut sharing)?;
     agent_is_killed(plane, node, &mut sharing)?;
+    // An allocation fails if a pod that is not idle has the VRAM.
+    sharing.iter().try_for_each(|pod| pod.is_offloaded())?;
     let first = sharing.remove(0);
     sharing.push(room_is_given_back(plane, node, first, &waiting)?);
     bad_policy_is_named(plane, node)?;
