@@ -204,14 +204,12 @@ enable_nri = false
     /// # Errors
     /// When CRI-O ends or does not reply.
     pub fn run(&self) -> Result<()> {
+        // CRI-O asks each runtime for its features with its own environment, not the handler's.
+        let env = self.world.oci_runtime_env(&self.runc());
         let mut argv = vec![self.folder.join("crio").display().to_string()];
         argv.extend(["--config".into(), self.config_file().display().to_string()]);
         argv.extend(["--config-dir".into(), self.drop_ins().display().to_string()]);
-        let pid = self.world.keeper().spawn(&Job {
-            argv,
-            env: [].into_iter().collect(),
-            log: self.log(),
-        })?;
+        let pid = self.world.keeper().spawn(&Job { argv, env, log: self.log() })?;
         let pid = Pid::from_raw(i32::try_from(pid)?);
         *self.pid.lock().map_err(|_| anyhow!("another thread of the test panicked"))? = Some(pid);
         until("CRI-O to listen", || {
