@@ -24,6 +24,9 @@
 //! controller, and copiers are separate processes. The controller holds no state that it cannot
 //! rebuild from shims, agents and journal.
 
+// A function that fits on one screen can be read at once.
+#![cfg_attr(not(test), deny(clippy::too_many_lines))]
+
 pub mod agents;
 pub mod call_trace;
 pub mod cli;

@@ -106,6 +106,12 @@ impl Container {
         self.usage.idle_after_ms(&self.policy)
     }
 
+    /// Time at which the container is idle if it is not used until then.
+    #[must_use]
+    pub fn idle_at(&self) -> Millis {
+        self.usage.last_use.saturating_add(self.idle_after_ms())
+    }
+
     /// Whether a call in progress may end the offload in progress. A forced offload goes on.
     #[must_use]
     pub fn gives_way_to_calls(&self) -> bool {

@@ -140,7 +140,7 @@ impl OffloadFacts<'_> {
         {
             return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
         }
-        if self.now.saturating_sub(c.usage.last_use) < c.idle_after_ms() {
+        if self.now < c.idle_at() {
             return refuse(Reason::RecentCalls);
         }
         Ok(())

@@ -18,7 +18,7 @@ pub(super) fn evaluate(node: &mut NodeState, key: &Key) {
     oversubscription::update_oversubscription(node);
     let Some(c) = node.registry.containers.get(key) else { return };
     let verdict = offload_check::check_offload(node, key, false);
-    let idle = node.clock.now.saturating_sub(c.usage.last_use) >= c.idle_after_ms()
+    let idle = node.clock.now >= c.idle_at()
         && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
     match verdict {
         Ok(()) => {

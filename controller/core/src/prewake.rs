@@ -77,12 +77,7 @@ pub(super) fn due_at(node: &NodeState, key: &Key) -> Option<Millis> {
             let rested = c.figures.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
             let expected =
                 c.prewake.map(|prewake| prewake.until).or(c.usage.busy_until()).unwrap_or(0);
-            Some(
-                (c.usage.last_use + c.idle_after_ms())
-                    .max(rested)
-                    .max(expected)
-                    .max(c.offload_failures.not_before),
-            )
+            Some(c.idle_at().max(rested).max(expected).max(c.offload_failures.not_before))
         }
         State::Offloaded => prewake_at(node, key),
         _ => None,
