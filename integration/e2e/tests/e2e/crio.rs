@@ -206,19 +206,23 @@ fn crio_plain_container_is_untouched() -> Result<()> {
     })
 }
 
-/// Starts a container that its runtime cannot create. Nothing of this container must be left.
+/// Starts a container that its runtime cannot create, next to another. Nothing of the first must be
+/// left.
 #[test]
 fn crio_container_that_fails_leaves_nothing() -> Result<()> {
     with_crio(|world, crio| {
         let cri = crio.cri()?;
+        let other = GpuPod::run(world, &cri, "other")?;
+        ensure!(folders(world)? == 1, "the other container has no folder of its own");
         let pod = cri::pod("job", &world.cgroup_parent(), world.dir());
         let pod_id = cri.run_pod(&pod, AFFINODE)?;
-        let (mut container, _) = cri::gpu_container(world, "trainer", WORKER_MIB)?;
+        let (mut container, _) = cri::gpu_container(world, "failing", WORKER_MIB)?;
         container.command = vec!["/no/such/program".into()];
         let Err(error) = cri.run_container(&pod_id, &container, &pod) else {
             bail!("a container without a program was started");
         };
         ensure!(format!("{error:#}").contains("/no/such/program"), "{error:#}");
-        until("the container's folder to be removed", || Ok((folders(world)? == 0).then_some(())))
+        until("the container's folder to be removed", || Ok((folders(world)? == 1).then_some(())))?;
+        world.cli().known(&other.id).map(|_| ())
     })
 }
