@@ -20,8 +20,8 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, JournalStep, Key, ProcessId, copier_use, event::NodeEvent, grants,
-    input::GpuSample, needs, node_state::NodeState, process::Process,
+    DeviceBytes, Effect, JournalStep, Key, ProcessId, event::NodeEvent, grants, input::GpuSample,
+    needs, node_state::NodeState, process::Process,
 };
 
 /// Chooses another GPU for a container that does not fit on its own, and sets it as the target
@@ -78,15 +78,9 @@ fn single_gpu(node: &NodeState, key: &Key) -> Option<String> {
     seats.all(|seat| seat == Some(first.as_str())).then_some(first)
 }
 
-/// Sends the order to restore, on the process's own GPU or on the target GPU of a migration. If
-/// the target is no longer possible, the grant ends, and VRAM is promised and proven again
-/// later.
+/// Sends the order to restore a process on the target GPU of its migration. If the target is no
+/// longer possible, the grant ends, and VRAM is promised and proven again later.
 pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
-    if node.registry.processes.get(&id).is_none_or(|process| process.memory.target_gpu().is_none())
-    {
-        node.order(id, Action::Restore);
-        return copier_use::fill_memory(node, id);
-    }
     let exchange = node.registry.processes.get(&id).and_then(|process| {
         let place = |uuid: &str| {
             let at = node.gpus.samples.iter().position(|gpu| gpu.uuid == uuid)?;

@@ -4,12 +4,16 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Phase, message::ControllerMessage},
+    wire::{
+        Phase,
+        message::{Action, ControllerMessage},
+    },
 };
 
 use super::{
     Effect, JournalStep, Key, Millis, ProcessId,
     container::{Goal, IncompleteRestore},
+    copier_use,
     grant::Grant,
     grants, holds,
     input::Request,
@@ -76,6 +80,16 @@ pub(super) fn acknowledge_wake(node: &mut NodeState, id: ProcessId, generation: 
     node.output.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
 }
 
+/// Sends the order to restore, on the process's own GPU or on the target GPU of a migration.
+fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
+    let process = node.registry.processes.get(&id);
+    if process.is_some_and(|process| process.memory.target_gpu().is_some()) {
+        return migration::send_restore(node, key, id);
+    }
+    node.order(id, Action::Restore);
+    copier_use::fill_memory(node, id);
+}
+
 pub(super) fn advance_restore(node: &mut NodeState, key: &Key, positions: &[ProcessPosition]) {
     let lost = node.registry.containers.get(key).is_some_and(|c| c.shown.state == State::Lost);
     // A process that waits for its siblings pauses its allocations. If an offload was given up,
@@ -108,7 +122,7 @@ pub(super) fn advance_restore(node: &mut NodeState, key: &Key, positions: &[Proc
             // next one must count this VRAM as promised.
             node.journal(key, JournalStep::Restore);
             for process in plan.restore {
-                migration::send_restore(node, key, process);
+                send_restore(node, key, process);
             }
         } else if !node.admission.grants.contains_key(key) {
             grants::enqueue(node, key);
