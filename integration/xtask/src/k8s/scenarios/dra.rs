@@ -61,6 +61,9 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     bad_policy_is_named(plane, node)?;
     sharing.into_iter().try_for_each(|pod| force_delete(plane, node, &pod))?;
     by_extended_resource(plane, node)?;
+    // The kubelet ends a claim after its pod, and Affinode stays on a node with prepared claims.
+    plane
+        .until("all claims to be unprepared", || Ok(claim_files(node)?.is_empty().then_some(())))?;
     uninstall::all(plane)?;
     slices::nothing_is_left(plane)
 }
