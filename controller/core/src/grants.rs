@@ -10,8 +10,7 @@ use super::{
     DeviceBytes, Key, ProcessId,
     grant::{Grant, Stage},
     holds, host_promises, merge_needs,
-    node_state::JournalClaim,
-    node_state::NodeState,
+    node_state::{JournalClaim, NodeState},
     process::on_gpu,
 };
 

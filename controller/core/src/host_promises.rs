@@ -8,8 +8,7 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 use super::{
     Effect, Key, Millis,
     host_memory::{MemoryPool, MemoryShortage},
-    node_state::JournalClaim,
-    node_state::NodeState,
+    node_state::{JournalClaim, NodeState},
     offload_level,
     process::Process,
 };

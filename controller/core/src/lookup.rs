@@ -1,11 +1,17 @@
 //! Lookups of containers and processes that several parts of the node need.
 
-use affinode_proto::{reason::Reason, wire::Capabilities, wire::Phase};
+use affinode_proto::{
+    reason::Reason,
+    wire::{Capabilities, Phase},
+};
 
 use super::{
-    Key, Millis, ProcessId, RecordedProcess, container::Container, node_state::NodeState,
-    offload_level, plan::OffloadMethod, plan::ProcessPosition, process::PendingAlloc,
-    process::Process,
+    Key, Millis, ProcessId, RecordedProcess,
+    container::Container,
+    node_state::NodeState,
+    offload_level,
+    plan::{OffloadMethod, ProcessPosition},
+    process::{PendingAlloc, Process},
 };
 
 /// Time after the begin of an offload during which the offload is expected to free VRAM soon.

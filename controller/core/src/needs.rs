@@ -3,8 +3,13 @@
 use affinode_proto::wire::Phase;
 
 use super::{
-    DeviceBytes, Key, Millis, ProcessId, ledger::margin_bytes, merge_needs, node_state::NodeState,
-    offload_level, plan::OffloadMethod, process::Process, process::Termination,
+    DeviceBytes, Key, Millis, ProcessId,
+    ledger::margin_bytes,
+    merge_needs,
+    node_state::NodeState,
+    offload_level,
+    plan::OffloadMethod,
+    process::{Process, Termination},
 };
 
 /// Time limit for a process to exit after it was ordered to end. After this time, its VRAM no

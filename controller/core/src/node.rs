@@ -20,8 +20,8 @@ use super::{
     order_report::OrderReport,
     plan::OrderDeadlines,
     policy::Policies,
-    prefault, pressure, prewake, registration,
-    registration::RegistrationStatus,
+    prefault, pressure, prewake,
+    registration::{self, RegistrationStatus},
     requests, restore, serve_queue, transitions,
     victims::VictimRule,
 };
@@ -112,10 +112,11 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
     advance_resumed(node);
     if may_serve {
         serve_queue::serve_queue(node);
-        advance_resumed(node);
         host_promises::settle_host_memory(node);
     }
     copier_use::prove_when_copiers_rest(node);
+    // A container that these resume would wait for the next input.
+    debug_assert!(node.output.resumed.is_empty(), "a container was resumed too late");
 }
 
 /// Passes an input to the part that handles it.

@@ -15,16 +15,15 @@ use super::{
     container::{Goal, Offload},
     copier_use,
     eligibility::Refusal,
-    grants, holds, host_promises,
-    host_promises::HostVerdict,
+    grants, holds,
+    host_promises::{self, HostVerdict},
     input::{Request, Survey},
     measurements,
     node_state::NodeState,
     offload_check, offload_level,
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
     prefault,
-    process::OffloadedMemory,
-    process::Process,
+    process::{OffloadedMemory, Process},
 };
 
 /// Begins an offload with a survey of host memory and GPUs. No process is changed before the

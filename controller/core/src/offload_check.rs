@@ -1,11 +1,14 @@
 //! Collects the facts about an offload on which [`super::eligibility`] decides.
 
-use affinode_proto::{reason::Reason, state::State, wire::Hazards, wire::Phase};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Hazards, Phase},
+};
 
 use super::{
     Key,
-    container::Container,
-    container::Goal,
+    container::{Container, Goal},
     eligibility::{IdleFacts, OffloadFacts, ProcessFacts, Refusal},
     idle,
     node_state::NodeState,

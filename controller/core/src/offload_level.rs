@@ -20,7 +20,10 @@
 use affinode_proto::wire::{Phase, ProcessFlags};
 
 use super::{
-    Key, Millis, node_state::NodeState, plan::OffloadMethod, plan::OrderDeadlines, policy::Engine,
+    Key, Millis,
+    node_state::NodeState,
+    plan::{OffloadMethod, OrderDeadlines},
+    policy::Engine,
     process::Process,
 };
 

@@ -2,14 +2,19 @@
 //! requests, and journal records.
 
 use affinode_proto::{
-    event::EventKind, reason::Reason, state::State, wire::message::Action,
-    wire::message::ControllerMessage,
+    event::EventKind,
+    reason::Reason,
+    state::State,
+    wire::message::{Action, ControllerMessage},
 };
 
 use super::{
-    Change, Effect, JournalStep, Key, Millis, ProcessId, Record, RecordedProcess, event::NodeEvent,
-    input::ActionResult, input::CommandId, input::Request, node_state::NodeState,
-    process::PendingOrder, texts::text_of,
+    Change, Effect, JournalStep, Key, Millis, ProcessId, Record, RecordedProcess,
+    event::NodeEvent,
+    input::{ActionResult, CommandId, Request},
+    node_state::NodeState,
+    process::PendingOrder,
+    texts::text_of,
 };
 
 impl NodeState {
@@ -38,6 +43,7 @@ impl NodeState {
         order
     }
 
+    /// Publishes an event about a container.
     pub(super) fn publish(&mut self, key: &Key, event: NodeEvent) {
         let container = self.display_name(key);
         let event = NodeEvent { key: Some(key.clone()), container, ..event };
@@ -105,6 +111,7 @@ impl NodeState {
         }));
     }
 
+    /// Answers the pending requests of this kind for a container.
     pub(super) fn answer(
         &mut self,
         key: &Key,

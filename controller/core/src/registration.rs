@@ -17,13 +17,10 @@ use super::{
     measurements,
     node_state::NodeState,
     oom_wait,
-    process::AgentStatus,
-    process::OffloadedMemory,
-    process::PrefaultOrder,
-    process::ProcessActivity,
-    process::ProcessHolds,
-    process::ProcessMemory,
-    process::{Process, on_gpu},
+    process::{
+        AgentStatus, OffloadedMemory, PrefaultOrder, Process, ProcessActivity, ProcessHolds,
+        ProcessMemory, on_gpu,
+    },
 };
 
 /// The counter error of a process that reports an offloaded phase although no controller offloaded

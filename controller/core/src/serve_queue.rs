@@ -5,7 +5,11 @@
 
 use std::collections::BTreeSet;
 
-use affinode_proto::{reason::Reason, state::State, wire::Phase, wire::message::Action};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Phase, message::Action},
+};
 
 use super::{
     GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds, immediate,

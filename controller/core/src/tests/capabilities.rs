@@ -45,9 +45,9 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
 /// container.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
-    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.container_mut(FULL).policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
-    world.node.state.registry.processes.get_mut(&id).unwrap().prefault.ordered = true;
+    world.process_mut(id).prefault.ordered = true;
     world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
     id
 }
@@ -102,7 +102,7 @@ fn library_without_copiers_gets_none() {
         world.libraries = vec![capabilities];
         let id = world.running(FULL, 600);
         world.tick();
-        let memory = &mut world.node.state.registry.processes.get_mut(&id).unwrap().memory;
+        let memory = &mut world.process_mut(id).memory;
         memory.set_offloaded_vram(Some(memory.vram.clone()));
         assert_eq!(
             copier_use::offloads_through_copier(&world.node.state, id).is_some(),

@@ -39,7 +39,7 @@ fn arrive(world: &mut World) {
 /// Reports a connection that is followed by no call. Returns whether the connection caused a
 /// restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
-    let before = world.node.state.registry.containers[&key(0)].connections.accepted.unwrap_or(0);
+    let before = world.container(0).connections.accepted.unwrap_or(0);
     count(world, before);
     count(world, before + 1);
     arrive(world);
@@ -61,7 +61,7 @@ fn connection_prewakes_container() {
     assert_eq!(world.agents[&id].phase, Phase::Open);
     // The container stays resident for the expected call, longer than its idle timeout.
     world.settle();
-    assert_eq!(world.node.state.registry.containers[&key(0)].shown.reason.0, Reason::Connection);
+    assert_eq!(world.container(0).shown.reason.0, Reason::Connection);
     world.call(id);
     world.tick();
     assert_eq!(world.node.prewakes(), (1, 1));
@@ -116,6 +116,6 @@ fn requested_offload_ignores_connections() {
 fn missing_own_network_is_warned_once() {
     let (mut world, _) = listening();
     (0..3).for_each(|_| world.feed(Input::Connections(key(0), None)));
-    let told = &world.node.state.registry.containers[&key(0)].warnings;
+    let told = &world.container(0).warnings;
     assert_eq!(told.iter().filter(|line| line.contains("wake_on")).count(), 1, "{told:?}");
 }

@@ -44,11 +44,7 @@ fn copy_in_without_vram_waits_and_loses_nothing() {
     world.work(id);
     assert_eq!((world.state(2), world.fail), (State::Queued, None));
     world.settle();
-    assert_eq!(
-        world.node.state.registry.containers[&key(2)].figures.restores,
-        1,
-        "restored at the second attempt"
-    );
+    assert_eq!(world.container(2).figures.restores, 1, "restored at the second attempt");
 }
 
 #[test]
@@ -77,7 +73,7 @@ fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
     let id = world.running(0, 600);
     let moves = |world: &World| {
-        let process = world.node.state.registry.processes.get(&id).unwrap();
+        let process = world.process(id);
         offload_level::moves(&world.node.state, &key(0))(process)
     };
     assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is no swappable memory");
@@ -114,7 +110,7 @@ fn restore_needs_room_for_local_memory() {
     let agent = &world.agents[&id];
     let (freed, left) = (agent.size - agent.on_device(), agent.on_device());
     assert_eq!((agent.phase, freed, left), (Phase::CopiedOut, 525, 75));
-    assert_eq!(world.node.state.registry.processes.get(&id).unwrap().offloaded_vram_bytes(), freed);
+    assert_eq!(world.process(id).offloaded_vram_bytes(), freed);
     // The free VRAM suffices for the copied part, but not for the local memory.
     world.call(id);
     let mut returns = |others| {
@@ -137,7 +133,7 @@ fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
     let id = world.running(2, 600);
     world.tick();
-    let mut process = world.node.state.registry.processes.get(&id).unwrap().clone();
+    let mut process = world.process(id).clone();
     process.memory.swap.swappable_bytes = 450;
     let mut need = |kept_bytes, phase, moves| {
         process.activity.counters.as_mut().unwrap().kept_bytes = kept_bytes;
@@ -205,7 +201,7 @@ fn locked_copied_out_process_restores_unrecorded() {
 #[test]
 fn retained_context_is_evicted_for_waiter() {
     let mut world = World::new(3).with_auto(true);
-    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.container_mut(1).policy.priority = 0;
     let copied_out = world.running(1, 100);
     world.settle();
     assert_eq!((world.agents[&copied_out].phase, world.used()), (Phase::CopiedOut, 25));
@@ -216,16 +212,16 @@ fn retained_context_is_evicted_for_waiter() {
         (world.agents[&big].size, world.agents[&copied_out].phase),
         (990, Phase::Checkpointed)
     );
-    assert_eq!(world.node.state.registry.containers[&key(1)].figures.offloads, 1);
+    assert_eq!(world.container(1).figures.offloads, 1);
     world.call(copied_out);
     world.settle();
-    assert_eq!(world.node.state.registry.containers[&key(1)].figures.restores, 1);
+    assert_eq!(world.container(1).figures.restores, 1);
 }
 
 #[test]
 fn context_is_evicted_if_copy_frees_too_little() {
     let mut world = World::new(3).with_auto(true);
-    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.container_mut(1).policy.priority = 0;
     let copies_out = world.running(1, 400);
     let big = world.running(0, 500);
     world.allocate(big, 450);
@@ -234,5 +230,5 @@ fn context_is_evicted_if_copy_frees_too_little() {
         (world.agents[&big].size, world.agents[&copies_out].phase),
         (950, Phase::Checkpointed)
     );
-    assert_eq!(world.node.state.registry.containers[&key(1)].figures.offloads, 1);
+    assert_eq!(world.container(1).figures.offloads, 1);
 }

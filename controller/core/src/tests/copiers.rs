@@ -223,7 +223,7 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     let mut world = World::new(3);
     world.slow_copiers = true;
     let id = world.running(FULL, 600);
-    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.container_mut(FULL).policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
     world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
     while world.agents[&id].phase != Phase::Checkpointed {
@@ -351,7 +351,7 @@ fn no_copier_starts_while_a_container_waits() {
     let waiter = world.running(0, 600);
     world.settle_all();
     let id = world.running(FULL, 600);
-    world.node.state.registry.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    world.container_mut(FULL).policy.mode = Mode::Manual;
     (0..2).for_each(|_| world.tick());
     world.call(waiter);
     assert_eq!(world.state(0), State::Queued, "there is no free VRAM");

@@ -26,7 +26,7 @@ fn hidden_way_is_told_once_and_bars_checkpoints() {
             effects.iter().filter(is_told).count()
         };
         assert_eq!((told(&mut world), told(&mut world)), (1, 0));
-        let process = world.node.state.registry.processes.get(&id).unwrap();
+        let process = world.process(id);
         assert_eq!(offload_level::moves(&world.node.state, &key(n))(process), moves);
         let refused = offload_check::check_offload(&world.node.state, &key(n), true)
             .map_err(|(reason, _)| reason);

@@ -345,10 +345,7 @@ fn stalled_controller_blames_no_process() {
             serve(&mut world, victim);
         }
     }
-    assert_eq!(
-        world.node.state.registry.processes.get(&other.id).unwrap().holds.record,
-        HoldRecord::default()
-    );
+    assert_eq!(world.process(other.id).holds.record, HoldRecord::default());
 }
 
 /// A neighbour waits for VRAM, is ordered to try again, and does not allocate. The neighbour

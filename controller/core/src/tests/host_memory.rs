@@ -68,7 +68,7 @@ fn idle_at_once_leave_as_host_memory_allows() {
         assert_eq!(count_off(&world), leave, "of {total}");
         let stays = (0..3).filter(|n| world.state(*n) != State::Offloaded);
         for n in stays {
-            let container = &world.node.state.registry.containers[&key(n)];
+            let container = &world.container(n);
             assert_eq!(
                 container.shown.reason.0,
                 Reason::HostMemory,
@@ -94,7 +94,7 @@ fn readings_of_one_moment_promise_memory_once() {
     }
     world.work_all();
     let waiting = [0, 2].into_iter().find(|n| world.state(*n) == State::Active).unwrap();
-    let container = &world.node.state.registry.containers[&key(waiting)];
+    let container = &world.container(waiting);
     assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     assert!(world.answers.is_empty(), "the request waits like its offload");
     world.settle();
@@ -255,7 +255,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     world.fail = Some(Outcome::NoHostMemory);
     world.work(id);
     assert!(world.refused.contains(&Reason::CgroupMemory.to_string()), "{:?}", world.refused);
-    let container = &world.node.state.registry.containers[&key(2)];
+    let container = &world.container(2);
     assert!(container.shown.reason.1.contains("/pod"), "{:?}", container.shown.reason);
     assert!(world.node.copies_in_progress().is_empty());
     // The container is resident, so free memory has no effect. Its next offload succeeds.
@@ -302,7 +302,7 @@ fn new_controller_repeats_promises_in_progress() {
     world.work(ids[0]);
     world.ask_offload(0, ids[0]);
     world.answer_question();
-    let container = &world.node.state.registry.containers[&key(0)];
+    let container = &world.container(0);
     assert!(container.shown.reason.1.contains("promised"), "{:?}", container.shown.reason);
     world.settle();
     assert_eq!(count_off(&world), 1);

@@ -54,10 +54,8 @@ fn container_in_use_is_offloaded_not_ended() {
 #[test]
 fn queue_policy_waits_for_containers_in_use() {
     let (mut world, asker) = asker(600);
-    (
-        world.immediate,
-        world.node.state.registry.containers.get_mut(&key(0)).unwrap().policy.restore,
-    ) = (Vec::new(), super::super::policy::Restore::Queue);
+    (world.immediate, world.container_mut(0).policy.restore) =
+        (Vec::new(), super::super::policy::Restore::Queue);
     let busy = world.running(2, 700);
     assert!(!while_in_use(&mut world, &[busy], asker, 100));
     assert_eq!(world.agents[&busy].phase, Phase::Open);
@@ -109,9 +107,7 @@ fn ended_process_survives_without_urgent_waiter() {
         assert_eq!(world.ended, [(pid, false)]);
         match gone {
             true => world.exit(asker),
-            false => {
-                world.node.state.registry.containers.get_mut(&key(2)).unwrap().policy.priority = 5
-            }
+            false => world.container_mut(2).policy.priority = 5,
         }
         world.settle();
         assert_eq!(world.ended, [(pid, false)], "gone: {gone}");
@@ -237,7 +233,7 @@ fn call_before_close_keeps_forced_offload() {
     let (mut world, waiter) = asker(600);
     let busy = world.running(2, 700);
     world.call(waiter);
-    let goal = |world: &World| world.node.state.registry.containers[&key(2)].goal.clone();
+    let goal = |world: &World| world.container(2).goal.clone();
     // Advance until the offload begins, without a reply to its survey of host memory.
     while goal(&world).is_resident() {
         world.call(busy);

@@ -22,7 +22,7 @@ fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
     if container == COPY {
-        let container = world.node.state.registry.containers.get_mut(&key(COPY)).unwrap();
+        let container = world.container_mut(COPY);
         container.policy.engine = Engine::Copy;
     }
     // The number of the first process is odd, so it is on the first GPU.
@@ -79,7 +79,7 @@ fn immovable_process_waits_for_own_gpu() {
         let (mut world, id) = oversubscribed(if reason == "copied_out" { COPY } else { 0 });
         match reason {
             "policy" => {
-                world.node.state.registry.containers[&key(0)].policy.allow_gpu_migration = false;
+                world.container_mut(0).policy.allow_gpu_migration = false;
             }
             "library" => world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default(),
             "room" => {
@@ -168,14 +168,14 @@ fn next_controller_knows_target_gpu() {
 fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = oversubscribed(0);
     world.call(id);
-    assert!(world.node.state.registry.processes.get(&id).unwrap().memory.target_gpu().is_some());
+    assert!(world.process(id).memory.target_gpu().is_some());
     world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default();
     world.tick();
     for _ in 0..20 {
         world.pass();
     }
     assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
-    assert!(world.node.state.registry.processes.get(&id).unwrap().memory.target_gpu().is_none());
+    assert!(world.process(id).memory.target_gpu().is_none());
     world.take_unmanaged(0);
     wait_resident(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);
@@ -198,7 +198,7 @@ fn sent() -> (World, ProcessId, u64) {
 }
 
 fn needs_room_on(world: &World, id: ProcessId) -> String {
-    world.node.state.registry.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
+    world.process(id).vram_to_restore().unwrap().remove(0).uuid
 }
 
 /// Before the process reads the order to migrate, it has left the checkpoint by itself, on its own

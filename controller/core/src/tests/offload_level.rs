@@ -43,7 +43,7 @@ fn auto() -> World {
     for container in world.node.state.registry.containers.values_mut() {
         container.policy.priority = 0;
     }
-    world.node.state.registry.containers.get_mut(&key(COPY)).unwrap().policy.engine = Engine::Copy;
+    world.container_mut(COPY).policy.engine = Engine::Copy;
     world
 }
 
@@ -101,11 +101,7 @@ fn waiter_gets_contexts_that_it_needs() {
         world.allocate(big, wanted);
         world.settle();
         assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500 + wanted, phase));
-        assert_eq!(
-            world.node.state.registry.containers[&key(AUTO)].figures.offloads,
-            1,
-            "both levels count as one offload"
-        );
+        assert_eq!(world.container(AUTO).figures.offloads, 1, "both levels count as one offload");
         world.exit(big);
         world.call(id);
         world.settle_all();
@@ -146,7 +142,7 @@ fn failed_second_level_keeps_the_first() {
         assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
     }
     assert_eq!((world.fail, world.state(AUTO)), (None, State::Offloaded));
-    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 0);
+    assert_eq!(world.container(AUTO).figures.restores, 0);
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed, "tried again after a while");
     assert_eq!(world.agents[&big].size, 950);
@@ -168,10 +164,7 @@ fn context_alone_stays_until_it_is_needed() {
     world.agents.get_mut(&id).unwrap().swappable = 0;
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(
-        world.node.state.registry.containers[&key(AUTO)].shown.reason.0,
-        Reason::NothingToCopy
-    );
+    assert_eq!(world.container(AUTO).shown.reason.0, Reason::NothingToCopy);
     let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
@@ -206,8 +199,8 @@ fn failed_copy_falls_back_to_the_checkpoint() {
         let mut world = auto();
         let id = world.running(n, 400);
         world.tick();
-        world.node.state.registry.processes.get_mut(&id).unwrap().failed_moves.copy = true;
-        let process = world.node.state.registry.processes.get(&id).unwrap();
+        world.process_mut(id).failed_moves.copy = true;
+        let process = world.process(id);
         assert_eq!(offload_level::moves(&world.node.state, &key(n))(process), method);
     }
 }
@@ -216,7 +209,7 @@ fn failed_copy_falls_back_to_the_checkpoint() {
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
-    let policy = &mut world.node.state.registry.containers.get_mut(&key(AUTO)).unwrap().policy;
+    let policy = &mut world.container_mut(AUTO).policy;
     policy.mode = Mode::Manual;
     let id = world.running(AUTO, 400);
     world.tick();
@@ -236,7 +229,7 @@ fn next_controller_keeps_first_level() {
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
     world.call(id);
     world.settle_all();
-    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 1);
+    assert_eq!(world.container(AUTO).figures.restores, 1);
 }
 
 /// Two neighbours differ only in how they are restored. The neighbour that is restored by a copy
@@ -247,11 +240,10 @@ fn cheap_restore_is_evicted_before_a_slow_one() {
     let slow = world.running(0, 300);
     let fast = world.running(AUTO, 300);
     for n in [0, AUTO] {
-        let policy = &mut world.node.state.registry.containers.get_mut(&key(n)).unwrap().policy;
+        let policy = &mut world.container_mut(n).policy;
         policy.mode = Mode::Pressure;
     }
-    world.node.state.registry.containers.get_mut(&key(0)).unwrap().policy.engine =
-        Engine::Checkpoint;
+    world.container_mut(0).policy.engine = Engine::Checkpoint;
     let waiter = world.running(COPY, 300);
     world.allocate(waiter, 200);
     world.settle();
@@ -310,7 +302,7 @@ fn promise_lasts_while_other_copies_run() {
     }
     assert_eq!((world.state(AUTO), world.agents[&ids[0]].phase), (State::Queued, Phase::CopiedOut));
     world.settle_all();
-    assert_eq!(world.node.state.registry.containers[&key(AUTO)].figures.restores, 1);
+    assert_eq!(world.container(AUTO).figures.restores, 1);
 }
 
 /// An offloaded container must count with the VRAM that it needs again when the controller decides
@@ -318,7 +310,7 @@ fn promise_lasts_while_other_copies_run() {
 #[test]
 fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();
-    let wanted = wants(world.node.state.registry.processes.get(&id).unwrap());
+    let wanted = wants(world.process(id));
     assert_eq!(wanted.iter().map(|device| device.bytes).sum::<u64>(), 400);
 }
 

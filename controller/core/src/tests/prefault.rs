@@ -47,7 +47,7 @@ impl World {
 }
 
 fn policy(world: &mut World, n: usize) -> &mut Policy {
-    &mut world.node.state.registry.containers.get_mut(&key(n)).unwrap().policy
+    &mut world.container_mut(n).policy
 }
 
 /// Creates a process whose container is offloaded only when a test requests it.
@@ -80,12 +80,11 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
-    let process = world.node.state.registry.processes.get_mut(&id).unwrap();
+    let process = world.process_mut(id);
     let swappable = process.memory.swap.swappable_bytes;
     process.memory.vram[0].bytes = swappable / 2;
     assert_eq!(prefault::may_prefault(&world.node.state, id), Some((GPU.into(), swappable)));
-    world.node.state.registry.processes.get_mut(&id).unwrap().memory.swap.swappable_bytes =
-        u64::MAX;
+    world.process_mut(id).memory.swap.swappable_bytes = u64::MAX;
     let total = world.node.state.gpus.samples[0].total_bytes;
     assert_eq!(
         prefault::may_prefault(&world.node.state, id),
@@ -102,7 +101,7 @@ fn refused_prefault_has_no_effect() {
     world.node.state.settings.copiers = false;
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
-    let process = world.node.state.registry.processes.get(&id).unwrap();
+    let process = world.process(id);
     assert!(process.prefault.ordered_for_idle.is_some() && !process.prefault.ordered);
     assert_eq!(world.prepared, [], "the process gets no order to end prefaulting either");
     let pid = world.agents[&id].pid;
@@ -128,7 +127,7 @@ fn unattached_process_is_not_prefaulted() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::NotAttached(id));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
+    assert!(!world.process(id).prefault.ordered);
     assert_eq!(world.prepared, [(id, false)], "the process releases its prefaulted memory");
 
     let mut world = World::new(3);
@@ -202,7 +201,7 @@ fn uncopied_process_needs_only_the_rest() {
     ask(&mut world, Request::Offload);
     world.settle_all();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
-    let process = |world: &World| world.node.state.registry.processes.get(&id).unwrap().clone();
+    let process = |world: &World| world.process(id).clone();
     let (all, swappable) =
         (process(&world).offloaded_vram_bytes(), process(&world).memory.swap.swappable_bytes);
     for (notes, needs) in
@@ -225,7 +224,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
         let id = staying(&mut world, FAST, 600);
         policy(&mut world, FAST).mode = mode;
         world.tick();
-        let called = world.node.state.registry.containers[&key(FAST)].usage.last_use;
+        let called = world.container(FAST).usage.last_use;
         assert_eq!(called, world.now);
         while world.prepared.is_empty() {
             world.tick();
@@ -251,8 +250,7 @@ fn shorter_keep_alive_is_prefaulted_sooner() {
 fn lacks(world: &mut World, id: ProcessId, capability: Capabilities) {
     let agent = world.agents.get_mut(&id).unwrap();
     agent.capabilities = Capabilities(agent.capabilities.0 & !capability.0);
-    world.node.state.registry.processes.get_mut(&id).unwrap().agent.capabilities =
-        agent.capabilities;
+    world.process_mut(id).agent.capabilities = agent.capabilities;
 }
 
 #[test]
@@ -455,7 +453,7 @@ fn repeatedly_uncopied_process_is_not_prefaulted() {
     let id = staying(&mut world, FAST, 600);
     let mut leaves = |copied: bool| {
         rest(&mut world);
-        let was_prepared = world.node.state.registry.processes.get(&id).unwrap().prefault.ordered;
+        let was_prepared = world.process(id).prefault.ordered;
         ask(&mut world, Request::Offload);
         while world.agents[&id].phase != Phase::CopiedOut {
             world.tick();
@@ -488,7 +486,7 @@ fn prefault_lasts_until_restore() {
         world.work(id);
     }
     assert_eq!((world.state(FAST), world.agents[&id].phase), (State::Active, Phase::Open));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
+    assert!(!world.process(id).prefault.ordered);
     assert_eq!(world.prepared, []);
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
@@ -499,7 +497,7 @@ fn it_ends_with_the_connection() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::Detached(id));
-    assert!(!world.node.state.registry.processes.get(&id).unwrap().prefault.ordered);
+    assert!(!world.process(id).prefault.ordered);
     let id = world.reconnect(id, false);
     while !world.agents[&id].inbox.is_empty() {
         world.work(id);

@@ -10,8 +10,9 @@ use affinode_proto::{
 };
 
 use super::{
-    super::container::Offload,
-    super::{DeviceBytes, Input, ProcessId, Request, input::CommandId, offload},
+    super::{
+        DeviceBytes, Input, ProcessId, Request, container::Offload, input::CommandId, offload,
+    },
     world::{GPU, World, key},
 };
 
@@ -48,7 +49,7 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!(world.state(0), State::Queued);
     world.settle();
     // The second container became idle. The first was restored and became idle again.
-    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.container(0).figures.restores, 1);
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
@@ -205,17 +206,7 @@ fn hazard_during_offload_is_the_reason() {
         world.fail = Some(Outcome::Unsupported);
         world.settle();
         assert_eq!(world.fail, None, "the lock was refused");
-        world
-            .node
-            .state
-            .registry
-            .processes
-            .get(&id)
-            .unwrap()
-            .agent
-            .hazards
-            .words()
-            .collect::<Vec<_>>()
+        world.process(id).agent.hazards.words().collect::<Vec<_>>()
     });
     assert_eq!(known, [["managed-memory"], ["driver-too-old"]]);
 }
@@ -239,7 +230,7 @@ fn new_process_on_mig_gpu_stays() {
     assert_eq!(world.questions.len(), 1, "a survey");
     world.settle();
     assert!(world.agents[&id].phase == Phase::Open && world.refused.contains(&"mig".to_owned()));
-    assert_eq!(world.node.state.registry.containers[&key(0)].figures.offloads, 0);
+    assert_eq!(world.container(0).figures.offloads, 0);
 }
 
 #[test]
@@ -254,7 +245,7 @@ fn unmanaged_process_delays_restore() {
     assert_eq!(world.state(0), State::Queued);
     world.others = 0;
     world.settle();
-    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.container(0).figures.restores, 1);
 }
 
 #[test]
@@ -326,7 +317,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, true);
     world.settle();
     assert_eq!(world.state(0), State::Idle);
-    assert_eq!(world.node.state.registry.containers[&key(0)].shown.reason.0, Reason::Pinned);
+    assert_eq!(world.container(0).shown.reason.0, Reason::Pinned);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
     assert_eq!(
         world.answers.last(),
@@ -337,7 +328,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.pin(0, false);
     world.auto_offload(false);
     world.settle();
-    assert_eq!(world.node.state.registry.containers[&key(0)].shown.reason.0, Reason::AutoOff);
+    assert_eq!(world.container(0).shown.reason.0, Reason::AutoOff);
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "an operator can offload the container");
@@ -500,9 +491,7 @@ fn wasted_grants_delay_others_less_each_time() {
 fn sibling_of_a_hanging_checkpoint_opens_late() {
     let mut world = World::new(1);
     let (hangs, called) = (world.running(0, 100), world.running(0, 100));
-    let takes_away = |world: &World| {
-        world.node.state.registry.processes.get(&hangs).unwrap().may_leave(world.now)
-    };
+    let takes_away = |world: &World| world.process(hangs).may_leave(world.now);
     while !takes_away(&world) {
         world.tick();
         world.answer_question();
@@ -537,7 +526,7 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     (0..5).for_each(|_| world.pass());
     assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
     offload::evict(&mut world.node.state, &key(2), Offload::deep(world.now));
-    while world.node.state.registry.processes.get(&newcomer).unwrap().holds.for_siblings {
+    while world.process(newcomer).holds.for_siblings {
         world.tick();
         world.answer_question();
     }

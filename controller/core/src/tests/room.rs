@@ -19,7 +19,7 @@ fn allocation_waits_for_eviction_of_neighbour() {
     assert_eq!(world.agents[&newcomer].asking.map(|a| a.bytes), Some(900));
     assert!(until_served(&mut world));
     assert_eq!(world.agents[&newcomer].size, 1_000);
-    assert_eq!(world.node.state.registry.containers[&key(0)].figures.offloads, 1);
+    assert_eq!(world.container(0).figures.offloads, 1);
 }
 
 #[test]

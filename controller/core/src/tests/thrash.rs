@@ -8,7 +8,7 @@ use super::{
         Input, Millis, ProcessId, Settings,
         policy::{Policies, Policy},
     },
-    world::{World, key, settings},
+    world::{World, settings},
 };
 
 const RESIDENCY_MS: Millis = 5_000;
@@ -60,12 +60,12 @@ proptest! {
     ) {
         let (mut world, ids) = oversubscribed();
         let began = world.now;
-        let before: Vec<u64> = (0..3).map(|n| world.node.state.registry.containers[&key(n)].figures.restores).collect();
+        let before: Vec<u64> = (0..3).map(|n| world.container(n).figures.restores).collect();
         for (called, ticks) in calls {
             world.call(ids[called]);
             for _ in 0..=ticks {
                 let resident = |world: &World, n| {
-                    let c = &world.node.state.registry.containers[&key(n)];
+                    let c = &world.container(n);
                     (c.goal.is_resident(), c.figures.restored_at)
                 };
                 let were: Vec<_> = (0..3).map(|n| resident(&world, n)).collect();
@@ -79,7 +79,7 @@ proptest! {
             }
         }
         for (n, before) in before.into_iter().enumerate() {
-            let restores = world.node.state.registry.containers[&key(n)].figures.restores - before;
+            let restores = world.container(n).figures.restores - before;
             prop_assert!(restores <= (world.now - began) / RESIDENCY_MS + 1, "{n}: {restores}");
         }
     }
@@ -102,7 +102,7 @@ proptest! {
                 pass(&mut world);
             }
         }
-        let failures = world.node.state.registry.containers[&key(0)].offload_failures.in_a_row;
+        let failures = world.container(0).offload_failures.in_a_row;
         // The first delay is the idle timeout, at least 1 s. It doubles with each failure, up to 64
         // s in this test.
         let least_ms = |failures: u32| -> Millis {

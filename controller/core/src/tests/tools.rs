@@ -73,7 +73,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
         let id = world.running(n, 600);
         world.work_until_closed(id);
         world.agents.get_mut(&id).unwrap().tools = true;
-        let order = |world: &World| world.node.state.registry.processes.get(&id).unwrap().pending;
+        let order = |world: &World| world.process(id).pending;
         while order(&world).is_none() {
             world.answer_question();
         }
@@ -106,7 +106,7 @@ fn copy_that_failed_leaves_a_process_with_tool() {
     world.work_until_closed(id);
     world.fail = Some(Outcome::DriverError);
     world.settle_all();
-    let process = world.node.state.registry.processes.get(&id).unwrap();
+    let process = world.process(id);
     assert_ne!(offload_level::moves(&world.node.state, &key(1))(process), OffloadMethod::Copy);
     assert_eq!((world.state(1), world.agents[&id].phase), (State::Idle, Phase::Open));
     assert!(world.refused.contains(&Reason::Tools.to_string()), "{:?}", world.refused);

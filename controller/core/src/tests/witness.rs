@@ -36,7 +36,7 @@ fn working_container_stays_with_reason() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     pass(&mut world, 100, |world| vec![work(world, id)]);
-    let container = &world.node.state.registry.containers[&key(0)];
+    let container = &world.container(0);
     assert_eq!((container.shown.state, container.figures.offloads), (State::Active, 0));
     assert_eq!(container.shown.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
     // The container must stay resident even after its own hint that it is idle.
@@ -123,10 +123,10 @@ fn working_container_without_calls_is_no_victim() {
     let worker = world.running(1, 600);
     // Lower the container's priority, because a priority above the waiter's would already prevent
     // the eviction.
-    world.node.state.registry.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.container_mut(1).policy.priority = 0;
     world.call(waiter);
     pass(&mut world, 300, |world| vec![work(world, worker)]);
     assert_eq!((world.agents[&worker].phase, world.state(0)), (Phase::Open, State::Queued));
     pass(&mut world, 300, |_| Vec::new());
-    assert_eq!(world.node.state.registry.containers[&key(0)].figures.restores, 1);
+    assert_eq!(world.container(0).figures.restores, 1);
 }

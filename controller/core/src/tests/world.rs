@@ -20,6 +20,7 @@ use super::super::{
     copiers::CopierId,
     input::{CommandId, Identity, SwapStatus},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
+    process::Process,
 };
 use super::agent::{Agent, Asking, page};
 use super::copiers::WorldCopier;
@@ -607,6 +608,24 @@ impl World {
             self.copiers_step();
         }
         self.tick();
+    }
+
+    /// The node's data about a container of the world.
+    pub(super) fn container(&self, n: usize) -> &Container {
+        &self.node.state.registry.containers[&key(n)]
+    }
+
+    pub(super) fn container_mut(&mut self, n: usize) -> &mut Container {
+        self.node.state.registry.containers.get_mut(&key(n)).expect("the container is known")
+    }
+
+    /// The node's data about a process of the world.
+    pub(super) fn process(&self, id: ProcessId) -> &Process {
+        self.node.state.registry.processes.get(&id).expect("the process is known")
+    }
+
+    pub(super) fn process_mut(&mut self, id: ProcessId) -> &mut Process {
+        self.node.state.registry.processes.get_mut(&id).expect("the process is known")
     }
 
     pub(super) fn state(&self, n: usize) -> State {
