@@ -7,8 +7,8 @@ use affinode_e2e::{
     artifacts::Artifacts,
     cri::{self, Cri},
     crio::{AFFINODE, Crio, CrioPrograms, OWN},
-    image, processes,
-    testbed::{MIB, Testbed, TestbedConfig, is_controller},
+    image,
+    testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
     worker::Worker,
 };
@@ -20,7 +20,7 @@ use nix::{
 
 use crate::{
     offload::{MANUAL, wait_gpu_empty},
-    podman::{folders, pids, wait_forgotten},
+    podman::{conmon_has_none_of_our_processes, folders, pids, wait_forgotten},
     recovery::shoot_controller,
 };
 
@@ -70,14 +70,7 @@ fn crio_pod_is_offloaded_and_woken() -> Result<()> {
         ensure!(row.idle_timeout_ms == 300, "expected the pod's annotation: {row:?}");
         ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "expected {WORKER_MIB} MiB: {row:?}");
         wait_gpu_empty(world)?;
-        for monitor in pids(world, "conmon")? {
-            let ours = processes::named("affinode-", monitor.as_raw())?;
-            let kept = ours.iter().find(|process| process.command.contains("followed"));
-            ensure!(
-                kept.is_none() && !ours.iter().any(is_controller),
-                "processes of Affinode are descendants of conmon: {ours:?}"
-            );
-        }
+        conmon_has_none_of_our_processes(world)?;
         let said = cri.exec(&pod.id, &["/bin/sh", "-c", "cat /proc/self/maps; exit 3"])?;
         let maps = String::from_utf8_lossy(&said.stdout);
         ensure!(

@@ -55,6 +55,20 @@ pub fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
     Ok(found.into_iter().map(|process| process.pid).collect())
 }
 
+/// Checks that no lasting process of Affinode descends from conmon, which adopts orphans of its
+/// descendants. Newer versions of conmon wait for them before they end.
+pub fn conmon_has_none_of_our_processes(world: &Testbed) -> Result<()> {
+    for monitor in pids(world, "conmon")? {
+        let ours = processes::named("affinode-", monitor.as_raw())?;
+        let kept = ours.iter().find(|process| process.command.contains("followed"));
+        ensure!(
+            kept.is_none() && !ours.iter().any(is_controller),
+            "processes of Affinode are descendants of conmon: {ours:?}"
+        );
+    }
+    Ok(())
+}
+
 pub fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
     until("the container to be forgotten", || {
         Ok(world.cli().container(id)?.is_none().then_some(()))
@@ -79,16 +93,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
             "expected {WORKER_MIB} MiB offloaded: {row:?}"
         );
         wait_gpu_empty(world)?;
-        // conmon adopts orphans of its descendants, and newer versions wait for them before they
-        // end.
-        for monitor in pids(world, "conmon")? {
-            let ours = processes::named("affinode-", monitor.as_raw())?;
-            let kept = ours.iter().find(|process| process.command.contains("followed"));
-            ensure!(
-                kept.is_none() && !ours.iter().any(is_controller),
-                "processes of Affinode are descendants of conmon: {ours:?}"
-            );
-        }
+        conmon_has_none_of_our_processes(world)?;
         world.cli().run(&["pin", "podman/trainer"])?;
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
         ensure!(said.contains("affinode_preload"), "expected `affinode_preload` in: {said}");

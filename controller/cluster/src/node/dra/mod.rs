@@ -177,8 +177,8 @@ impl DraDriver {
         let (plugin, _plugin_socket, preparing) = self.plugin;
         let (registration, _registration_socket, registering) = self.registration;
         let ended = tokio::select! {
-            ended = services::serve(plugin, preparing) => ended,
-            ended = services::serve(registration, registering) => ended,
+            ended = services::serve(plugin, move |request| preparing.clone().answer(request)) => ended,
+            ended = services::serve(registration, move |request| registering.clone().answer(request)) => ended,
             () = self.publisher.run() => Ok(()),
         };
         if let Err(error) = ended {

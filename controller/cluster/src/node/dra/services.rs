@@ -9,15 +9,7 @@
 //!         ──NodeWatchResources───────>                         no report: health is unknown
 //! ```
 
-use std::{
-    convert::Infallible,
-    future::Future,
-    io,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{convert::Infallible, future::Future, io, sync::Arc, time::Duration};
 
 use futures_util::stream;
 use prost::Message;
@@ -34,7 +26,7 @@ use tonic::{
     transport::{Error as TransportError, Server},
 };
 use tonic_prost::ProstCodec;
-use tower::{Service, service_fn};
+use tower::service_fn;
 
 use super::{
     DRIVER, authority,
@@ -111,68 +103,47 @@ impl RegistrationService {
     }
 }
 
+impl RegistrationService {
+    /// Answers a request.
+    pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
+        match request.uri().path() {
+            GET_INFO => unary(request, async move |_: InfoRequest| self.info()).await,
+            NOTIFY => {
+                let notify = async move |status: RegistrationStatus| {
+                    self.record(status);
+                    RegistrationStatusResponse {}
+                };
+                unary(request, notify).await
+            }
+            other => unknown(other),
+        }
+    }
+}
+
 /// The service that prepares claims.
 #[derive(Clone)]
 pub struct PluginService(pub Arc<ClaimPreparer>);
 
-type Reply = Pin<Box<dyn Future<Output = Result<http::Response<Body>, Infallible>> + Send>>;
-
-impl Service<http::Request<Body>> for RegistrationService {
-    type Response = http::Response<Body>;
-    type Error = Infallible;
-    type Future = Reply;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<Body>) -> Reply {
-        let service = self.clone();
-        Box::pin(async move {
-            Ok(match request.uri().path() {
-                GET_INFO => unary(request, async move |_: InfoRequest| service.info()).await,
-                NOTIFY => {
-                    let notify = async move |status: RegistrationStatus| {
-                        service.record(status);
-                        RegistrationStatusResponse {}
-                    };
-                    unary(request, notify).await
-                }
-                other => unknown(other),
-            })
-        })
-    }
-}
-
-impl Service<http::Request<Body>> for PluginService {
-    type Response = http::Response<Body>;
-    type Error = Infallible;
-    type Future = Reply;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<Body>) -> Reply {
-        let preparer = Arc::clone(&self.0);
-        Box::pin(async move {
-            Ok(match request.uri().path() {
-                PREPARE => {
-                    let prepare = async move |asked: ClaimsRequest| PrepareResponse {
-                        claims: preparer.prepare(asked.claims).await,
-                    };
-                    unary(request, prepare).await
-                }
-                UNPREPARE => {
-                    let unprepare = async move |asked: ClaimsRequest| UnprepareResponse {
-                        claims: preparer.unprepare(asked.claims).await,
-                    };
-                    unary(request, unprepare).await
-                }
-                WATCH_HEALTH => health_stream(request).await,
-                other => unknown(other),
-            })
-        })
+impl PluginService {
+    /// Answers a request.
+    pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
+        let preparer = self.0;
+        match request.uri().path() {
+            PREPARE => {
+                let prepare = async move |asked: ClaimsRequest| PrepareResponse {
+                    claims: preparer.prepare(asked.claims).await,
+                };
+                unary(request, prepare).await
+            }
+            UNPREPARE => {
+                let unprepare = async move |asked: ClaimsRequest| UnprepareResponse {
+                    claims: preparer.unprepare(asked.claims).await,
+                };
+                unary(request, unprepare).await
+            }
+            WATCH_HEALTH => health_stream(request).await,
+            other => unknown(other),
+        }
     }
 }
 
@@ -208,18 +179,21 @@ where
     Grpc::new(codec).max_decoding_message_size(MAX_REQUEST_BYTES).unary(answer, request).await
 }
 
-/// Serves a socket until the future is dropped.
+/// Serves a socket until the future is dropped. `answer`: answers one request.
 ///
 /// # Errors
 /// The server of tonic has failed.
-pub async fn serve<S>(listener: UnixListener, service: S) -> Result<(), TransportError>
+pub async fn serve<R>(
+    listener: UnixListener,
+    answer: impl Fn(http::Request<Body>) -> R + Clone + Send + 'static,
+) -> Result<(), TransportError>
 where
-    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
-        + Clone
-        + Send
-        + 'static,
-    S::Future: Send,
+    R: Future<Output = http::Response<Body>> + Send + 'static,
 {
+    let service = service_fn(move |request| {
+        let reply = answer(request);
+        async move { Ok::<_, Infallible>(reply.await) }
+    });
     let incoming = stream::unfold(listener, |listener| async {
         let stream = valid(accept(&listener).await);
         Some((Ok::<_, io::Error>(stream), listener))

@@ -112,14 +112,19 @@ impl Plugin {
         let lookup = CdiLookup { folders: vec![path("cdi")], kind: "nvidia.com/gpu".into() };
         let (_, gpus) = watch::channel(NodeGpus::default());
         let preparer = ClaimPreparer::new(self.claims.client(), "one", files, lookup, gpus);
+        let plugin = PluginService(preparer);
         let (sender, state) = watch::channel(Registration::default());
         let registration =
             RegistrationService { endpoint: path("dra.sock").display().to_string(), state: sender };
         let (first, first_socket) = NodeSocket::bind(&path("reg.sock")).unwrap();
         let (second, second_socket) = NodeSocket::bind(&path("dra.sock")).unwrap();
         self.servers = vec![
-            tokio::spawn(async { serve(first, registration).await.unwrap() }),
-            tokio::spawn(async { serve(second, PluginService(preparer)).await.unwrap() }),
+            tokio::spawn(async {
+                serve(first, move |request| registration.clone().answer(request)).await.unwrap();
+            }),
+            tokio::spawn(async {
+                serve(second, move |request| plugin.clone().answer(request)).await.unwrap();
+            }),
         ];
         (self.state, self._sockets) = (state, vec![first_socket, second_socket]);
     }
