@@ -77,6 +77,8 @@ pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
 mod tests {
     use std::os::unix::net::UnixListener;
 
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
+
     use super::*;
     use crate::frame::FrameHeader;
 
@@ -121,7 +123,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let address = SocketAddress::parse(&format!("unix://{}/s", dir.path().display())).unwrap();
         assert!(matches!(ask(&address, PROBE_TIMEOUT), ProbedPeer::Dead));
-        drop(UnixListener::bind(address.path()).unwrap());
+        // Bound, and nothing listens. A closed listener would not do: a process that another test
+        // starts at that moment inherits it until its exec, and answers.
+        let dead = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(dead, &SocketAddrUnix::new(address.path()).unwrap()).unwrap();
         assert!(matches!(ask(&address, PROBE_TIMEOUT), ProbedPeer::Dead));
     }
 }

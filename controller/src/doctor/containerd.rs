@@ -304,6 +304,14 @@ mod tests {
         assert!(flag(&["containerd", "--log-level", "debug"]).is_empty());
     }
 
+    /// Leaves a socket at which nothing listens. A listener that is closed would not do: a process
+    /// that another test starts at that moment inherits it until its exec, and answers.
+    fn leave_dead(path: &Path) {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
+        let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    }
+
     #[test]
     fn a_dead_socket_differs_from_no_socket() {
         let folder = tempfile::tempdir().unwrap();
@@ -312,7 +320,7 @@ mod tests {
         assert!(matches!(none, Err(ContainerdAbsent::NoSocket(_))));
         let verdicts = [false, true].map(|podman| judge(&none, podman)[0].verdict);
         assert_eq!(verdicts, [CheckVerdict::Bad, CheckVerdict::Good]);
-        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        leave_dead(&socket);
         assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::Silent { .. })));
         let judged = judge(&find(Some(&socket)), true);
         assert_eq!(judged[0].verdict, CheckVerdict::Bad);
@@ -325,7 +333,7 @@ mod tests {
         let all = [stopped.clone(), k3s.clone(), docker.clone()];
         assert_eq!(first(&all), None);
         let bind = |path: &Path| std::os::unix::net::UnixListener::bind(path).unwrap();
-        drop(bind(&stopped));
+        leave_dead(&stopped);
         assert_eq!(first(&all), Some(stopped));
         let _docker = bind(&docker);
         assert_eq!(first(&all), Some(docker));
