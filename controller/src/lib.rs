@@ -15,8 +15,6 @@
 //! | [`call_trace`] | the CUDA calls of processes, live |
 //! | [`conversion`] | conversions between the core's types and the control API's types |
 //! | [`config`] | the configuration file |
-//! | [`doctor`] | whether the machine is ready |
-//! | [`cli`] | the command `affinode` |
 //!
 //! Every decision is made in the crate `affinode_core`, without I/O.
 //!
@@ -29,19 +27,16 @@
 
 pub mod agents;
 pub mod call_trace;
-pub mod cli;
-mod clock;
+pub mod clock;
 pub mod config;
 pub mod conversion;
 pub mod copier;
 pub mod daemon;
-pub mod doctor;
 pub mod driver_library;
 pub mod error_chain;
 pub mod handle;
 pub mod history;
 pub mod http;
-mod install;
 pub mod inventory;
 mod isolated_runtime;
 pub mod jobs;
@@ -49,9 +44,7 @@ pub mod journal;
 pub mod metrics;
 pub mod observe;
 pub mod overrides;
-pub mod reference;
 pub mod schema;
-pub mod simulate;
 pub mod socket_activation;
 mod sys;
 

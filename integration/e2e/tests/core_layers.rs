@@ -49,7 +49,7 @@ fn controller_modules_refer_in_one_direction() -> Result<()> {
     }
     let references = references(&modules);
     let count: usize = references.values().map(BTreeSet::len).sum();
-    assert!(count > 60, "only {count} references were found, so the check sees too little");
+    assert!(count > 40, "only {count} references were found, so the check sees too little");
     assert_eq!(circle(&references), None, "these modules refer to each other in a circle");
     Ok(())
 }
@@ -60,7 +60,10 @@ fn a_type_has_methods_in_two_files_at_most() -> Result<()> {
     let crates = [
         ("controller/core", "Node"),
         ("controller", "NodeActor"),
+        ("controller/cli", ""),
         ("controller/copier", ""),
+        ("controller/installer", ""),
+        ("controller/simulate", "SimulatedNode"),
         ("controller/cluster", ""),
         ("runtime-shim", ""),
         ("preload", ""),

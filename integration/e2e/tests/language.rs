@@ -76,7 +76,11 @@ fn every_reason_is_given_somewhere() -> Result<()> {
     let variants: BTreeSet<String> = variants.map(|name| format!("Reason::{name}")).collect();
     assert!(variants.len() > 40, "{variants:?}");
     let mut given = BTreeSet::new();
-    let mut folders = vec![root.join("controller/src"), root.join("controller/core/src")];
+    let mut folders = vec![
+        root.join("controller/src"),
+        root.join("controller/cli/src"),
+        root.join("controller/core/src"),
+    ];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder)? {
             let path = entry?.path();

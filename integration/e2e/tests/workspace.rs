@@ -14,15 +14,27 @@ use serde_json::Value;
 ///
 /// `integration` uses the product only as binaries. If it linked the product's crates, the tests
 /// would test programs that users do not run.
-const ALLOWED: [(&str, &[&str]); 9] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("proto", &[]),
     ("preload/cuda-sys", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
     ("controller/core", &["affinode-proto"]),
     ("controller/copier", &["affinode-proto", "affinode-cuda-sys"]),
+    ("controller/simulate", &["affinode-proto", "affinode-core"]),
+    ("controller/installer", &["affinode-proto", "affinode-core", "affinode-controller"]),
+    (
+        "controller/cli",
+        &[
+            "affinode-proto",
+            "affinode-core",
+            "affinode-controller",
+            "affinode-installer",
+            "affinode-simulate",
+        ],
+    ),
     (
         "controller/cluster",
-        &["affinode-proto", "affinode-core", "affinode-controller", "affinode-copier"],
+        &["affinode-proto", "affinode-core", "affinode-cli", "affinode-controller"],
     ),
     ("controller", &["affinode-proto", "affinode-cuda-sys", "affinode-core", "affinode-copier"]),
     ("runtime-shim", &["affinode-proto", "affinode-controller", "affinode-copier"]),

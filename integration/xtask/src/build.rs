@@ -49,7 +49,7 @@ impl Profile {
 const BINARIES: [(&str, &str); 8] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
     ("affinode-shim", "affinode-runtime"),
-    ("affinode-controller", "affinode"),
+    ("affinode-cli", "affinode"),
     ("affinode-cluster", "affinode-cluster"),
     ("affinode-cluster", "kubectl-affinode"),
     ("affinode-sim-gpud", "affinode-sim-gpud"),

@@ -54,7 +54,7 @@ fn build() -> Result<(PathBuf, PathBuf)> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
     build.current_dir(workspace_dir());
-    build.args(["build", "--quiet", "-p", "affinode-controller", "-p", "affinode-cluster"]);
+    build.args(["build", "--quiet", "-p", "affinode-cli", "-p", "affinode-cluster"]);
     sh::run(build.args(["--bin", "affinode", "--bin", "kubectl-affinode"]))?;
     let built = |name: &str| target_dir().join("debug").join(name);
     Ok((built("affinode"), built("kubectl-affinode")))

@@ -72,7 +72,7 @@ enum Task {
     Hazards(hazards::Options),
     /// Build, and install Affinode on this machine (needs root).
     Install(install::Options),
-    /// Install into a real cluster of two nodes, and check what its users see (needs root, Go).
+    /// Install into a real cluster of three nodes, and check what its users see (needs root, Go).
     K8s(k8s::Options),
     /// Fill a node, and print the cost of its controller while nothing changes (needs root).
     Load(load::Options),

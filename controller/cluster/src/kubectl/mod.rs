@@ -28,7 +28,7 @@ mod status;
 
 use std::{io, process::ExitCode};
 
-use affinode_controller::cli::reference;
+use affinode_cli::reference;
 use clap::{CommandFactory, Parser, Subcommand};
 use serde_json::json;
 use tokio_rustls::rustls::crypto;

@@ -2,10 +2,8 @@
 
 use std::{io::Write, time::Duration};
 
-use affinode_controller::{
-    cli::format,
-    schema::{self, Action},
-};
+use affinode_cli::format;
+use affinode_controller::schema::{self, Action};
 use affinode_proto::state::State;
 use clap::Args;
 use futures_util::{StreamExt, stream};

@@ -5,7 +5,7 @@ use std::{
     io::{self, Write},
 };
 
-use affinode_controller::cli::format;
+use affinode_cli::format;
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::json;

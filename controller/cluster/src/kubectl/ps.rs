@@ -2,10 +2,8 @@
 
 use std::{cmp::Reverse, io::Write};
 
-use affinode_controller::{
-    cli::{format, table},
-    schema,
-};
+use affinode_cli::{format, table};
+use affinode_controller::schema;
 use clap::{Args, ValueEnum};
 use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;

@@ -6,13 +6,11 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use affinode_controller::{
-    cli::{
-        format,
-        report_table::{CSV_COLUMNS, Price, ReportTable, csv_line, field},
-    },
-    schema::{self, ReportRow},
+use affinode_cli::{
+    format,
+    report_table::{CSV_COLUMNS, Price, ReportTable, csv_line, field},
 };
+use affinode_controller::schema::{self, ReportRow};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 

@@ -2,7 +2,7 @@
 
 use std::{cmp::Reverse, io::Write};
 
-use affinode_controller::cli::{format, table};
+use affinode_cli::{format, table};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 

@@ -2,17 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use affinode_controller::{
-    config::Config,
-    http::query,
-    journal::Journal,
-    simulate::trace::{TraceDefaults, WorkloadTrace},
-};
+use affinode_controller::{config::Config, http::query, journal::Journal};
 use affinode_core::{
     Key, Record,
     hints::Hint,
     policy::{Mode, Policies, Policy, Restore},
 };
+use affinode_simulate::trace::{TraceDefaults, WorkloadTrace};
 use tempfile::TempDir;
 
 /// Parses a configuration file. It must be accepted as a whole, or refused with a reason.

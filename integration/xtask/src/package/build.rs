@@ -79,7 +79,7 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
 /// The programs of the packages: target, crate and program. They are built one at a time, because
 /// cargo refuses linker arguments for several.
 const PROGRAMS: [(&str, &str, &str); 5] = [
-    (GNU, "affinode-controller", "affinode"),
+    (GNU, "affinode-cli", "affinode"),
     (GNU, "affinode-shim", "containerd-shim-affinode-v1"),
     (GNU, "affinode-shim", "affinode-runtime"),
     (MUSL, "affinode-cluster", "affinode-cluster"),

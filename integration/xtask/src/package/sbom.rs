@@ -17,8 +17,7 @@ use super::About;
 use crate::sh;
 
 /// Crates of the released programs. Their dependencies are listed.
-const ROOTS: [&str; 4] =
-    ["affinode-cluster", "affinode-controller", "affinode-preload", "affinode-shim"];
+const ROOTS: [&str; 4] = ["affinode-cli", "affinode-cluster", "affinode-preload", "affinode-shim"];
 
 /// Creates the bill of materials of a release with these system libraries.
 pub fn bill(about: &About, libraries: &BTreeSet<PathBuf>) -> Result<Vec<u8>> {

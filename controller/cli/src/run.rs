@@ -1,0 +1,179 @@
+//! `affinode run`: runs a program under the controller, without a container.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    io::{BufRead, BufReader, Read, Write},
+    os::{
+        fd::{AsFd, IntoRawFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+
+use affinode_controller::{
+    error_chain::chain,
+    jobs::{JobReply, JobRequest, SOCKET},
+};
+use affinode_proto::{installation::InstallationPaths, paths};
+use rustix::{fs::FlockOperation, io::FdFlags};
+
+/// Maximum size of a response, in bytes.
+const MAX_BYTES: u64 = 64 << 10;
+/// Timeout of each read and write.
+const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Exit status of `env` and shells for a program that exists but cannot be run.
+const CANNOT_RUN: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+/// Run a program outside a container and let the controller manage its GPU memory, as it does for a
+/// container. This is called a job. The memory is offloaded while the program is idle, and restored
+/// at its next CUDA call. The program replaces this command's process, so exit status and signals
+/// are those of the program.
+#[derive(Debug, clap::Args)]
+pub struct RunArgs {
+    /// Name of the job. Default: the program's name.
+    #[arg(long)]
+    name: Option<String>,
+    /// Namespace of the job. It determines which rules `[[policy.namespace]]` apply. Only root can
+    /// choose it. A job of another user is in the namespace user-NAME, with the name of that user.
+    #[arg(long)]
+    namespace: Option<String>,
+    /// Annotation of the job, without the prefix affinode.io/: for example idle-timeout=2m or
+    /// offload=eager. Can be repeated.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
+    annotation: Vec<(String, String)>,
+    /// If the controller refuses the job, print the reason and run the program without Affinode.
+    #[arg(long)]
+    or_unmanaged: bool,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+/// Reason why the program cannot run as a job.
+#[derive(Debug, thiserror::Error)]
+enum RunError {
+    #[error(
+        "cannot connect to {socket}: set jobs.enabled in the configuration, and start the \
+         controller (systemctl start affinode-controller)"
+    )]
+    NobodyThere {
+        socket: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{0}")]
+    Refused(String),
+    #[error("cannot read the controller's response")]
+    Answer(#[source] std::io::Error),
+    #[error("the preload library {0} is missing: install Affinode on this node")]
+    NoLibrary(PathBuf),
+    #[error("cannot lock {path}, the lock file of the job")]
+    Lock {
+        path: String,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Replaces this process by the program. Returns only if the replacement fails.
+pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
+    let mut words = asked.program.iter();
+    let program = words.next().cloned().unwrap_or_default();
+    let mut command = Command::new(&program);
+    command.args(words);
+    match job(run_dir, &asked, &program) {
+        Ok(granted) => {
+            command.env(paths::AGENT_SOCKET_ENV, granted.socket);
+            command.env("LD_PRELOAD", granted.preload);
+        }
+        Err(error) if asked.or_unmanaged => {
+            say(&format!("running without Affinode: {}", chain(&error)))
+        }
+        Err(error) => {
+            say(&chain(&error));
+            return ExitCode::FAILURE;
+        }
+    }
+    let error = command.exec();
+    say(&format!("cannot run {}: {error}", program.display()));
+    let missing = error.kind() == std::io::ErrorKind::NotFound;
+    ExitCode::from(if missing { NOT_FOUND } else { CANNOT_RUN })
+}
+
+fn say(what: &str) {
+    let _ = writeln!(std::io::stderr(), "affinode: {what}");
+}
+
+/// The controller's reply to an accepted job.
+struct GrantedJob {
+    socket: PathBuf,
+    preload: OsString,
+}
+
+fn job(run_dir: &Path, asked: &RunArgs, program: &OsString) -> Result<GrantedJob, RunError> {
+    let library = InstallationPaths::own().lib_dir.join(paths::LIB_FILE);
+    if !library.is_file() {
+        return Err(RunError::NoLibrary(library));
+    }
+    let own_name = || {
+        let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        name.chars().map(|c| if plain(c) { c } else { '_' }).collect()
+    };
+    let request = JobRequest {
+        name: asked.name.clone().unwrap_or_else(own_name),
+        namespace: asked.namespace.clone().unwrap_or_default(),
+        annotations: asked.annotation.iter().cloned().collect(),
+    };
+    let (folder, lock) = match ask(&run_dir.join(SOCKET), &request)? {
+        JobReply::Granted { folder, lock, warnings } => {
+            warnings.iter().for_each(|warning| say(warning));
+            (PathBuf::from(folder), lock)
+        }
+        JobReply::Refused(why) => return Err(RunError::Refused(why)),
+    };
+    hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
+    // Affinode's library comes last. A library after it that hooks the driver would bypass the
+    // gate, where calls wait while the job is offloaded.
+    let mut preload = std::env::var_os("LD_PRELOAD").unwrap_or_default();
+    if !preload.is_empty() {
+        preload.push(":");
+    }
+    preload.push(library);
+    Ok(GrantedJob { socket: folder.join(paths::AGENT_SOCKET), preload })
+}
+
+fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
+    let mut stream = UnixStream::connect(socket)
+        .map_err(|source| RunError::NobodyThere { socket: socket.display().to_string(), source })?;
+    let mut answer = || -> std::io::Result<JobReply> {
+        stream.set_read_timeout(Some(CONTROLLER_TIMEOUT))?;
+        stream.set_write_timeout(Some(CONTROLLER_TIMEOUT))?;
+        let mut text = serde_json::to_string(request)?;
+        text.push('\n');
+        stream.write_all(text.as_bytes())?;
+        let mut line = String::new();
+        BufReader::new((&stream).take(MAX_BYTES)).read_line(&mut line)?;
+        Ok(serde_json::from_str(&line)?)
+    };
+    answer().map_err(RunError::Answer)
+}
+
+/// Takes the job's lock and keeps it open across the exec. Descendants of this process inherit the
+/// lock, and the kernel releases it when the last of them ends.
+fn hold(lock: &str) -> std::io::Result<()> {
+    let file = File::open(lock)?;
+    rustix::fs::flock(file.as_fd(), FlockOperation::LockShared)?;
+    rustix::io::fcntl_setfd(file.as_fd(), FdFlags::empty())?;
+    let _ = file.into_raw_fd();
+    Ok(())
+}

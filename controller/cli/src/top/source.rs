@@ -1,0 +1,77 @@
+//! The node that `top` shows. It is read from the controller, or directly from the GPUs while no
+//! controller runs.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use affinode_controller::schema;
+
+use crate::{CliError, client::ControlClient, local_node::LocalNode};
+
+/// Reads the node for `top`.
+pub struct NodeSource {
+    run_dir: PathBuf,
+    reader: NodeReader,
+}
+
+enum NodeReader {
+    Controller(Arc<ControlClient>),
+    /// Reads the GPUs directly, because no controller runs and no container needs one.
+    Local(Box<LocalNode>),
+}
+
+impl NodeReader {
+    async fn connect(run_dir: &Path) -> Result<NodeReader, CliError> {
+        match ControlClient::connect(run_dir).await {
+            Ok(client) => Ok(NodeReader::Controller(Arc::new(client))),
+            Err(error) => match LocalNode::of_empty(run_dir) {
+                Some(local) => Ok(NodeReader::Local(Box::new(local))),
+                None => Err(error),
+            },
+        }
+    }
+}
+
+impl NodeSource {
+    /// Connects to the controller.
+    ///
+    /// # Errors
+    /// No controller answers, although a container may run.
+    pub async fn open(run_dir: PathBuf) -> Result<NodeSource, CliError> {
+        let reader = NodeReader::connect(&run_dir).await?;
+        Ok(NodeSource { run_dir, reader })
+    }
+
+    /// The controller, if one runs.
+    pub fn client(&self) -> Option<&Arc<ControlClient>> {
+        match &self.reader {
+            NodeReader::Controller(client) => Some(client),
+            NodeReader::Local(_) => None,
+        }
+    }
+
+    /// Reads the node. Connects again after the end of a controller.
+    ///
+    /// # Errors
+    /// The controller does not answer, or refuses.
+    pub async fn read(&mut self) -> Result<schema::Node, CliError> {
+        if self.client().is_none() {
+            match NodeReader::connect(&self.run_dir).await? {
+                // NVML's library is loaded once and kept for all readings.
+                NodeReader::Local(_) => {}
+                connected => self.reader = connected,
+            }
+        }
+        let listed = match &mut self.reader {
+            NodeReader::Local(local) => return Ok(local.read()),
+            NodeReader::Controller(client) => client.list().await,
+        };
+        if let Err(CliError::NoController { .. }) = &listed {
+            // The next reading connects again, or finds an empty node.
+            self.reader = NodeReader::connect(&self.run_dir).await?;
+        }
+        listed.map(schema::Node::from)
+    }
+}

@@ -1,0 +1,492 @@
+//! The containerd of this node: reads its configuration, and restarts it.
+
+use std::{
+    fmt, fs, io,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use affinode_controller::{error_chain, inventory::process, jobs};
+use affinode_core::input::Identity;
+use toml::{Table, Value};
+
+use super::{
+    edit::ConfigEdit,
+    handler::{self, HandlerSpec},
+    podman,
+    record::AddedBlock,
+    target::{self, InstallTarget},
+};
+use crate::doctor::{
+    containerd::{self, ContainerdAbsent, ContainerdProcess},
+    imports,
+    programs::SHIM,
+};
+
+/// Part of the error that systemctl prints if systemd is not process 1. systemctl has then stopped
+/// no unit.
+const NOT_BOOTED: &str = "has not been booted with systemd";
+/// Time limit for containerd to serve its socket again after a restart.
+const BACK_WITHIN: Duration = Duration::from_secs(60);
+/// Default name of containerd's systemd unit.
+const UNIT: &str = "containerd";
+/// Names of the systemd units of k3s and rke2, which run a containerd. A unit's name may continue
+/// after a dash, because the installer of k3s can name its unit `k3s-NAME`.
+const RANCHER: [&str; 2] = ["k3s", "rke2"];
+/// Length of a clock tick in milliseconds. On this architecture, start times in /proc are counted
+/// in such ticks.
+const TICK_MS: u64 = 10;
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How containerd is restarted after its configuration was changed. containerd reads its
+/// configuration only at its start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestartRequest {
+    /// Through systemd, which does not stop running shims.
+    Systemd {
+        /// Name of the unit. The default is the unit of k3s or rke2 if containerd belongs to one,
+        /// else `containerd`.
+        unit: Option<String>,
+    },
+    /// No restart by the installer: the operator restarts containerd.
+    None,
+}
+
+/// Reason why containerd's configuration was not changed, or was restored.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// No containerd was found.
+    #[error(
+        "cannot find containerd: start it, or pass its socket with --containerd. To install only for \
+         Podman, pass --podman. To use only affinode run, which needs no containerd, {}",
+        super::NO_HANDLER
+    )]
+    Absent(#[from] ContainerdAbsent),
+    /// containerd cannot read its own configuration.
+    #[error(
+        "nothing was changed, because containerd cannot read its configuration and would not start \
+         with it. Correct this error first: {0}"
+    )]
+    Config(String),
+    /// The new configuration would change more than the handler.
+    #[error(
+        "nothing was changed, because the new configuration would differ in {0}, not only in Affinode's handler"
+    )]
+    Differs(String),
+    /// The new configuration as containerd reads it does not contain the handler.
+    #[error(
+        "nothing was changed, because containerd would not load handler {name} from {}: an imported file replaces the section that contains it. Add the handler to the imported file by hand (see config/containerd)",
+        path.display()
+    )]
+    Covered {
+        /// Name of the handler.
+        name: String,
+        /// Path of the edited file.
+        path: PathBuf,
+    },
+    /// The new configuration still contains a handler that was removed.
+    #[error(
+        "nothing was changed, because containerd's configuration would still contain handler {name} after the removal (see `containerd config dump`). Remove the handler by hand from the file that sets it, and try again"
+    )]
+    Remains {
+        /// Name of the handler.
+        name: String,
+    },
+    /// The configuration that k3s or rke2 rendered at the restart differs in more than the handler.
+    #[error(
+        "containerd's old configuration was restored, because after the restart the new one differed in {0}, not only in Affinode's handler"
+    )]
+    Rendered(String),
+    /// systemctl cannot be run, or it failed.
+    #[error(
+        "systemctl restart {unit} failed (see journalctl --unit {unit}), and containerd's configuration was restored: {why}"
+    )]
+    Restart {
+        /// Name of the unit.
+        unit: String,
+        /// Text that describes the fault.
+        why: String,
+    },
+    /// systemd does not run on this machine, so containerd was not restarted.
+    #[error(
+        "systemd does not run on this machine, so it cannot restart {unit}. containerd's configuration was restored, and containerd still runs. Pass --restart-mode none, and restart containerd yourself after this command"
+    )]
+    NoSystemd {
+        /// Name of the unit.
+        unit: String,
+    },
+    /// containerd did not start in time.
+    #[error(
+        "containerd did not start within {} s, and its configuration was restored: {why}",
+        BACK_WITHIN.as_secs()
+    )]
+    Gone {
+        /// The last error before the timeout.
+        why: String,
+    },
+    /// containerd does not start with the old configuration either.
+    #[error(
+        "containerd's configuration was restored, but containerd does not start with it either: {after}; first error: {before}"
+    )]
+    Lost {
+        /// The error that led to the restore.
+        before: String,
+        /// The error with the old configuration.
+        after: String,
+    },
+}
+
+/// A running containerd and its files.
+#[derive(Debug)]
+pub struct ContainerdNode {
+    daemon: ContainerdProcess,
+}
+
+impl ContainerdNode {
+    /// Finds the containerd that serves this socket. `None`: searches the sockets that
+    /// distributions use.
+    pub fn find(socket: Option<&Path>) -> Result<ContainerdNode, NodeError> {
+        Ok(ContainerdNode { daemon: containerd::find(socket)? })
+    }
+
+    /// Finds the containerd that serves the same socket now.
+    pub fn again(&self) -> Result<ContainerdNode, NodeError> {
+        ContainerdNode::find(Some(&self.daemon.socket))
+    }
+
+    /// Path of containerd's socket.
+    pub fn socket(&self) -> &Path {
+        &self.daemon.socket
+    }
+
+    /// Path of the configuration file that containerd reads first.
+    pub fn config_file(&self) -> PathBuf {
+        self.daemon.config_file.clone()
+    }
+
+    /// The file into which the handler is written. `dump` is containerd's whole configuration.
+    pub fn target(&self, dump: &Table) -> InstallTarget {
+        let merges = handler::version(dump) > 2;
+        InstallTarget::of(&self.config_file(), &self.root(), &self.files(), merges)
+    }
+
+    /// The configuration files that containerd reads. A file may override the files before it.
+    pub fn files(&self) -> Vec<PathBuf> {
+        imports::of(&self.config_file()).files
+    }
+
+    /// The configuration files that contain a handler of this name.
+    pub fn naming(&self, name: &str) -> Vec<PathBuf> {
+        let names = |path: &PathBuf| {
+            let own = fs::read_to_string(path).unwrap_or_default().parse::<Table>();
+            own.is_ok_and(|own| handler::handler_of(&own, name).is_some())
+        };
+        self.files().into_iter().filter(names).collect()
+    }
+
+    /// Whether containerd's file is rendered from a template that contains the added text.
+    pub fn renders(&self, added: &AddedBlock) -> bool {
+        let template = InstallTarget::renders(&added.path, &self.config_file(), &self.root());
+        template && fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
+    }
+
+    /// The content of the configuration file that containerd reads first. An unreadable file counts
+    /// as empty, because `containerd config dump` reports the error.
+    pub fn root(&self) -> Table {
+        self.root_text().parse().unwrap_or_default()
+    }
+
+    fn root_text(&self) -> String {
+        fs::read_to_string(self.config_file()).unwrap_or_default()
+    }
+
+    /// Returns containerd's whole configuration after an edit. If k3s or rke2 render the
+    /// configuration only at the next restart, its predicted text is written to the file `scratch`
+    /// and dumped from there. Then the file is removed.
+    pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
+        if !edit.paths().any(target::is_template) {
+            return self.dump();
+        }
+        let written = fs::write(scratch, edit.preview(&self.root_text()));
+        let dumped = match written {
+            Ok(()) => self.daemon.dump_of(scratch),
+            Err(error) => Err(format!("{}: {error}", scratch.display())),
+        };
+        let _ = fs::remove_file(scratch);
+        let mut dumped = dumped.map_err(NodeError::Config)?;
+        // containerd 1.x lists the dumped file itself among the imports, so `scratch` is replaced
+        // by the real file.
+        let file = self.config_file().display().to_string();
+        for import in dumped.get_mut("imports").and_then(Value::as_array_mut).into_iter().flatten()
+        {
+            if import.as_str().is_some_and(|import| Path::new(import) == scratch) {
+                *import = file.clone().into();
+            }
+        }
+        Ok(dumped)
+    }
+
+    /// Returns the requested kind of restart. If it names no systemd unit, the name of containerd's
+    /// unit is added.
+    pub fn way(&self, how: &RestartRequest) -> RestartRequest {
+        match how {
+            RestartRequest::Systemd { unit: None } => {
+                let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", self.daemon.pid));
+                let cgroups = cgroups.unwrap_or_default();
+                RestartRequest::Systemd { unit: Some(unit_of(&cgroups).unwrap_or(UNIT).to_owned()) }
+            }
+            named => named.clone(),
+        }
+    }
+
+    /// containerd's whole configuration, as it was when this containerd was found.
+    pub fn config(&self) -> Result<Table, NodeError> {
+        self.imports_exist()?;
+        self.daemon.config.clone().map_err(NodeError::Config)
+    }
+
+    /// containerd's whole configuration, read from the present files.
+    pub fn dump(&self) -> Result<Table, NodeError> {
+        self.imports_exist()?;
+        self.daemon.dump().map_err(NodeError::Config)
+    }
+
+    fn imports_exist(&self) -> Result<(), NodeError> {
+        if let Some((import, by)) = imports::of(&self.config_file()).missing {
+            let (import, by) = (import.display(), by.display());
+            return Err(NodeError::Config(format!("{by} imports {import}, which does not exist")));
+        }
+        Ok(())
+    }
+
+    /// Whether containerd's process started after `moment`. It has then read the files that were
+    /// written before `moment`.
+    pub fn runs_since(&self, moment: SystemTime) -> bool {
+        let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
+        let Ok(daemon) = process::identity(self.daemon.pid) else { return false };
+        let age_ms = up_ms.saturating_sub(daemon.start_ticks * TICK_MS);
+        // A process that started less than one tick before `moment` counts too, because it cannot
+        // have read its file within one tick.
+        SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
+    }
+
+    /// Restarts containerd and waits until it serves its socket. If a handler is given, also waits
+    /// until containerd serves that handler.
+    pub fn restart(
+        &self,
+        how: &RestartRequest,
+        handler: Option<&HandlerSpec>,
+    ) -> Result<(), NodeError> {
+        let RestartRequest::Systemd { unit } = how else { return Ok(()) };
+        let unit = unit.as_deref().unwrap_or(UNIT);
+        let failed = |why: String| NodeError::Restart { unit: unit.to_owned(), why };
+        let output =
+            Command::new("systemctl").args(["restart", unit]).stdin(Stdio::null()).output();
+        let output = output.map_err(|error| failed(error_chain::chain(&error)))?;
+        if !output.status.success() {
+            return Err(restart_error(unit, &String::from_utf8_lossy(&output.stderr)));
+        }
+        let began = Instant::now();
+        loop {
+            let why = match self.is_back(handler) {
+                Ok(()) => return Ok(()),
+                Err(why) => why,
+            };
+            if began.elapsed() > BACK_WITHIN {
+                return Err(NodeError::Gone { why });
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn is_back(&self, handler: Option<&HandlerSpec>) -> Result<(), String> {
+        let socket = self.daemon.socket.as_path();
+        let daemon = containerd::find(Some(socket)).map_err(|error| error_chain::chain(&error))?;
+        if daemon.pid == self.daemon.pid {
+            return Err("the old containerd process still answers".into());
+        }
+        let config = daemon.config?;
+        match handler {
+            Some(spec) if handler::handler_of(&config, &spec.name).is_none() => {
+                Err(format!("containerd does not serve handler {}", spec.name))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// If containerd was restarted with the change that failed, restarts it with the restored file.
+    /// Returns the error to report.
+    pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
+        let ran = matches!(
+            failed,
+            NodeError::Restart { .. } | NodeError::Gone { .. } | NodeError::Rendered(_)
+        );
+        if !ran {
+            return failed;
+        }
+        match self.restart(how, None) {
+            Ok(()) => failed,
+            Err(after) => NodeError::Lost {
+                before: error_chain::chain(&failed),
+                after: error_chain::chain(&after),
+            },
+        }
+    }
+}
+
+/// The error of a failed `systemctl restart`, from what it printed.
+fn restart_error(unit: &str, printed: &str) -> NodeError {
+    let unit = unit.to_owned();
+    if printed.contains(NOT_BOOTED) {
+        NodeError::NoSystemd { unit }
+    } else {
+        NodeError::Restart { unit, why: printed.trim().to_owned() }
+    }
+}
+
+impl fmt::Display for RestartRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RestartRequest::Systemd { unit } => {
+                write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
+            }
+            RestartRequest::None => {
+                write!(
+                    f,
+                    "restart containerd by hand: it loads its configuration only at its start"
+                )
+            }
+        }
+    }
+}
+
+/// The unit of k3s or rke2 to which a process belongs, from its /proc/PID/cgroup.
+fn unit_of(cgroups: &str) -> Option<&str> {
+    let segments = cgroups.lines().flat_map(|line| line.split('/'));
+    let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
+    segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
+}
+
+/// Waits for at most `within` until no shim of the installation, no job and no container of Podman
+/// or CRI-O runs. Returns the numbers of shims, jobs and containers that still run.
+pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
+    let began = Instant::now();
+    loop {
+        let jobs = jobs::running(run_dir);
+        match (running_shims(prefix), jobs, podman::running(prefix)) {
+            left if left == (0, 0, 0) || began.elapsed() >= within => return left,
+            _ => thread::sleep(LOOK_EVERY),
+        }
+    }
+}
+
+/// Number of running shims of the installation. Controllers, copiers and launchers run the same
+/// program, but end by themselves when there are no shims. They are not counted.
+pub fn running_shims(prefix: &Path) -> usize {
+    programs(prefix).iter().filter(|program| program.role == ProgramRole::Shim).count()
+}
+
+/// Pid of the installation's oldest controller. A younger controller only waits for the end of the
+/// oldest.
+pub fn running_controller(prefix: &Path) -> Option<u32> {
+    let controllers = programs(prefix);
+    let controllers = controllers.iter().filter(|one| one.role == ProgramRole::Controller);
+    let started = |pid| process::identity(pid).map_or(u64::MAX, |one| one.start_ticks);
+    controllers.map(|one| one.pid).min_by_key(|pid| started(*pid))
+}
+
+/// Controllers that run an older file than the installed one. With `replaced`, the installed file
+/// is about to be replaced, so all controllers count.
+pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
+    let old = |program: &ContainerdProgram| {
+        program.role == ProgramRole::Controller && (replaced || program.replaced)
+    };
+    let found = programs(prefix).into_iter().filter(old);
+    found.filter_map(|program| process::identity(program.pid).ok()).collect()
+}
+
+/// A process that runs the installed shim, or an earlier shim whose file was replaced.
+struct ContainerdProgram {
+    pid: u32,
+    role: ProgramRole,
+    /// Whether the program's file was replaced. The kernel then appends ` (deleted)` to the file's
+    /// name.
+    replaced: bool,
+}
+
+/// The task of a process that runs the shim's program. The first argument of its command line
+/// determines the task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ProgramRole {
+    /// The process serves containers, which would be lost without it.
+    Shim,
+    Controller,
+    /// The process is a copier, or it starts a controller.
+    Helper,
+}
+
+impl ProgramRole {
+    fn of(command_line: &[u8]) -> ProgramRole {
+        match command_line.split(|byte| *byte == 0).nth(1) {
+            Some(b"controller") => ProgramRole::Controller,
+            Some(b"copier" | b"launch") => ProgramRole::Helper,
+            _ => ProgramRole::Shim,
+        }
+    }
+}
+
+fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
+    let shim = prefix.join("bin").join(SHIM);
+    let look = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry.ok()?;
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        let exe = fs::read_link(entry.path().join("exe")).ok()?;
+        let behind = exe.as_os_str().as_bytes().strip_prefix(shim.as_os_str().as_bytes())?;
+        let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let role = ProgramRole::of(&argv);
+        Some(ContainerdProgram { pid, role, replaced: !behind.is_empty() })
+    };
+    fs::read_dir("/proc").into_iter().flatten().filter_map(look).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without systemd, systemctl does not stop containerd. Therefore the error must not say that
+    /// containerd failed.
+    #[test]
+    fn a_restart_without_systemd_names_the_option() {
+        let printed = "System has not been booted with systemd as init system (PID 1). Can't \
+                       operate.\nFailed to connect to bus: Host is down\n";
+        let error = restart_error("containerd", printed).to_string();
+        assert!(error.contains("--restart-mode none") && error.contains("still runs"), "{error}");
+        let error = restart_error("containerd", "Unit x not found.\n").to_string();
+        assert!(error.ends_with("Unit x not found."), "{error}");
+    }
+
+    #[test]
+    fn only_serving_processes_are_shims() {
+        let role = |arguments: &str| ProgramRole::of(arguments.replace(' ', "\0").as_bytes());
+        assert_eq!(role("containerd-shim-affinode-v1 -namespace k8s.io -id a"), ProgramRole::Shim);
+        assert_eq!(role("containerd-shim-affinode-v1"), ProgramRole::Shim);
+        assert_eq!(role("containerd-shim-affinode-v1 controller"), ProgramRole::Controller);
+        assert_eq!(role("affinode-copier copier GPU-1"), ProgramRole::Helper);
+        assert_eq!(role("containerd-shim-affinode-v1 launch"), ProgramRole::Helper);
+    }
+
+    #[test]
+    fn the_unit_of_k3s_and_rke2_is_found() {
+        let v1 = "12:pids:/system.slice/k3s.service\n1:name=systemd:/system.slice/k3s.service\n";
+        assert_eq!(unit_of(v1), Some("k3s"));
+        assert_eq!(unit_of("0::/system.slice/rke2-agent.service/containerd\n"), Some("rke2-agent"));
+        assert_eq!(unit_of("0::/system.slice/k3s-lab.service\n"), Some("k3s-lab"));
+        assert_eq!(unit_of("0::/system.slice/containerd.service\n"), None);
+        assert_eq!(unit_of("0::/system.slice/k3sup.service\n"), None);
+        assert_eq!(unit_of("0::/user.slice/my-k3s.service\n"), None);
+    }
+}

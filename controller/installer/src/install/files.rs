@@ -1,0 +1,285 @@
+//! Affinode's own files: finds, installs and removes them.
+
+use std::{
+    fmt, fs,
+    io::{self, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use affinode_proto::{installation::PathsFile, paths};
+use sha2::{Digest, Sha256};
+
+use super::podman::{self, PodmanFile, PodmanPlan};
+use crate::doctor::{library, programs::SHIM};
+
+/// File name of the program `affinode`, which users run.
+const COMMAND: &str = "affinode";
+
+/// The contents of all files to install. They are held in memory, because their folder may not be
+/// visible after this process has entered the node's root.
+#[derive(Clone)]
+pub struct SourceFile {
+    command: Arc<[u8]>,
+    shim: Arc<[u8]>,
+    library: Arc<[u8]>,
+    /// Content of `affinode-runtime`, the runtime for Podman. `None`: the folder does not contain
+    /// it.
+    runtime: Option<Arc<[u8]>>,
+    /// The folder from which the contents were read.
+    folder: PathBuf,
+    podman: PodmanPlan,
+    /// Text of `paths.conf`, which names the installation's folders. `None`: this file is not
+    /// installed.
+    folders: Option<String>,
+}
+
+/// Reason why a file was not installed or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// A file is not in the source folder.
+    #[error("{file} is not in {}: set --from to the folder that `cargo xtask build` created, or to \
+             the folder of an unpacked package", folder.display())]
+    Missing {
+        /// Name of the file.
+        file: &'static str,
+        /// The folder that was searched.
+        folder: PathBuf,
+    },
+    /// The library would not load in containers.
+    #[error("containers could not load {}: {why}", path.display())]
+    Library {
+        /// Path of the library.
+        path: PathBuf,
+        /// Text that describes the fault.
+        why: String,
+    },
+    /// A file operation failed.
+    #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
+    Io {
+        /// The operation that failed, as a verb.
+        action: &'static str,
+        /// Path of the file.
+        path: PathBuf,
+        /// The cause of the failure.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl SourceFile {
+    /// Reads the files from `folder`, or from its subfolders `bin` and `lib`.
+    ///
+    /// # Errors
+    /// [`FileError`]: a file is missing, or the library would not load.
+    pub fn of(folder: &Path) -> Result<SourceFile, FileError> {
+        let places = [
+            folder.to_owned(),
+            folder.join("bin"),
+            folder.join("lib"),
+            folder.join("lib/affinode"),
+        ];
+        let find = |file: &'static str| {
+            let found = places.iter().map(|place| place.join(file)).find(|path| path.is_file());
+            found.ok_or(FileError::Missing { file, folder: folder.to_owned() })
+        };
+        let path = find(paths::LIB_FILE)?;
+        let library = read(&path)?;
+        library::loadable(&library).map_err(|why| FileError::Library { path, why })?;
+        Ok(SourceFile {
+            command: read(&find(COMMAND)?)?.into(),
+            shim: read(&find(SHIM)?)?.into(),
+            library: library.into(),
+            runtime: find(podman::RUNTIME)
+                .ok()
+                .map(|path| read(&path))
+                .transpose()?
+                .map(Into::into),
+            podman: PodmanPlan::LeftOut,
+            folder: folder.to_owned(),
+            folders: None,
+        })
+    }
+
+    /// Returns the same files together with the files for Podman.
+    ///
+    /// # Errors
+    /// [`FileError`]: Podman was asked for, and its runtime is not in the folder.
+    pub(super) fn with_podman(&self, plan: PodmanPlan, required: bool) -> Result<Self, FileError> {
+        let mut source = self.clone();
+        match self.runtime {
+            Some(_) => source.podman = plan,
+            None if required => {
+                let folder = self.folder.clone();
+                return Err(FileError::Missing { file: podman::RUNTIME, folder });
+            }
+            None => {}
+        }
+        Ok(source)
+    }
+
+    /// Returns the same files together with a `paths.conf` of this content. `None`: without
+    /// `paths.conf`.
+    pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
+        self.folders = text;
+        self
+    }
+
+    /// Whether the files for Podman are installed.
+    pub(super) fn has_podman(&self) -> bool {
+        self.podman != PodmanPlan::LeftOut
+    }
+
+    /// The content of each file, its target path and its mode.
+    pub(super) fn places(&self, prefix: &Path) -> Vec<(Arc<[u8]>, PathBuf, u32)> {
+        let bin =
+            |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
+        let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
+        // `paths.conf` is written first, so that no shim of this installation runs without its
+        // folders.
+        let folders = |text: &String| (text.as_bytes().into(), PathsFile::path(prefix), 0o644);
+        let mut places: Vec<_> = self.folders.iter().map(folders).collect();
+        places.extend([
+            bin(&self.command, COMMAND),
+            bin(&self.shim, SHIM),
+            (Arc::clone(&self.library), library, 0o644),
+        ]);
+        if let PodmanPlan::Register(file) = &self.podman {
+            places.extend(self.runtime.iter().map(|runtime| bin(runtime, podman::RUNTIME)));
+            // Podman's file names the program, so it is written after the program.
+            let conf = |file: &PodmanFile| (file.text.as_bytes().into(), file.path.clone(), 0o644);
+            places.extend(file.as_ref().map(conf));
+        }
+        places
+    }
+}
+
+/// A file that is to be written, because it is missing or different at its target.
+pub struct FileChange {
+    content: Arc<[u8]>,
+    to: PathBuf,
+    mode: u32,
+    replaces: bool,
+}
+
+impl FileChange {
+    /// Path where the file is installed.
+    pub fn to(&self) -> &Path {
+        &self.to
+    }
+
+    /// Whether the target is an existing file with other content.
+    pub fn replaces(&self) -> bool {
+        self.replaces
+    }
+
+    /// Writes a new file and renames it over the old one. Processes that run or map the old file
+    /// keep the old content.
+    pub fn make(&self) -> Result<(), FileError> {
+        let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
+        if let Some(folder) = self.to.parent() {
+            fs::create_dir_all(folder).map_err(failed)?;
+        }
+        replace(&self.to, &self.content, Some(self.mode)).map_err(failed)
+    }
+}
+
+impl fmt::Display for FileChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verb = if self.replaces { "replace" } else { "copy" };
+        write!(f, "{verb} {}", self.to.display())
+    }
+}
+
+/// The files that are missing or different at their targets.
+pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
+    let mut changes = Vec::new();
+    for (content, to, mode) in source.places(prefix) {
+        let there = fs::read(&to).ok();
+        if there.as_deref() != Some(&*content) {
+            changes.push(FileChange { content, to, mode, replaces: there.is_some() });
+        }
+    }
+    changes
+}
+
+/// The real path of a file, and the path of the temporary file next to it.
+fn places_of(path: &Path) -> (PathBuf, PathBuf) {
+    // A symbolic link stays: its target is replaced.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".affinode-new");
+    let fresh = path.with_file_name(name);
+    (path, fresh)
+}
+
+/// Removes the temporary file that a killed installer left next to this file.
+pub fn tidy(path: &Path) -> Result<(), FileError> {
+    remove_left(&places_of(path).1)
+}
+
+/// Removes a leftover file if it exists. If it does not exist, a read-only file system causes no
+/// error.
+pub fn remove_left(path: &Path) -> Result<(), FileError> {
+    if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
+}
+
+/// Writes a file completely or not at all. If `mode` is `None`, an existing file keeps its mode,
+/// and a new file gets the mode 0644.
+pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
+    let (path, fresh) = places_of(path);
+    let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
+    let mode = mode.or(there.ok()).unwrap_or(0o644);
+    let write = || {
+        let mut file =
+            fs::File::options().create(true).write(true).truncate(true).mode(mode).open(&fresh)?;
+        file.set_permissions(fs::Permissions::from_mode(mode))?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&fresh, &path)
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_file(&fresh);
+    })
+}
+
+/// Removes a file if it exists.
+pub fn remove(path: &Path) -> Result<(), FileError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(FileError::Io { action: "remove", path: path.to_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The folders of this path that do not exist, the outermost first.
+pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
+    let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
+    let mut missing: Vec<_> =
+        folder.ancestors().take_while(|f| !there(f)).map(Path::to_owned).collect();
+    missing.reverse();
+    missing
+}
+
+/// Removes the folders that were created, unless they contain other files.
+pub fn remove_folders(made: &[PathBuf]) {
+    for folder in made.iter().rev() {
+        let _ = fs::remove_dir(folder);
+    }
+}
+
+/// SHA-256 of a file, in hexadecimal.
+pub fn digest(path: &Path) -> Result<String, FileError> {
+    Ok(digest_of(&read(path)?))
+}
+
+/// SHA-256 of bytes, in hexadecimal.
+pub fn digest_of(content: &[u8]) -> String {
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, FileError> {
+    fs::read(path).map_err(|source| FileError::Io { action: "read", path: path.to_owned(), source })
+}

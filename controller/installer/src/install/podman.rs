@@ -1,0 +1,181 @@
+//! Podman's part of an installation: the program `affinode-runtime`, and a file in a folder whose
+//! files Podman reads at each run. Therefore nothing has to be restarted.
+
+use std::path::{Path, PathBuf};
+
+use super::{FileError, InstallOptions, files, record::InstallRecord};
+use crate::doctor::{is_on_path, processes_with};
+
+/// Folder from which Podman reads files of the machine's administrator.
+pub const FOLDER: &str = "/etc/containers/containers.conf.d";
+/// Name of Affinode's file in that folder.
+const FILE: &str = "affinode.conf";
+/// The program that Podman runs.
+pub const RUNTIME: &str = "affinode-runtime";
+/// Podman's configuration file for an installation with default values. An installation with other
+/// values replaces the three texts below in it.
+const TEXT: &str = include_str!("../../../../config/podman/affinode.conf");
+const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
+const LISTED: &str = "\"affinode\"]";
+const NAMED: &str = "\naffinode = ";
+/// Name of the process that Podman and CRI-O start for each container. Its option `-r` names the
+/// runtime.
+const MONITOR: &str = "conmon";
+
+/// Whether an installation includes Podman.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PodmanRequest {
+    /// Podman is included if it is installed on this machine.
+    Detected,
+    /// Podman must be included. Affinode's configuration file is written into this folder.
+    Required(PathBuf),
+    /// Podman's configuration is not changed.
+    Never,
+}
+
+/// A file for Podman's configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodmanFile {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Content of the file.
+    pub text: String,
+}
+
+/// What an installation does for Podman.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PodmanPlan {
+    /// Podman's configuration is not changed.
+    LeftOut,
+    /// The program and this file are installed. `None`: only the program is installed, because the
+    /// path already has a file that a user wrote or changed.
+    Register(Option<PodmanFile>),
+}
+
+impl PodmanPlan {
+    /// Plans an installation.
+    ///
+    /// # Errors
+    /// [`FileError`]: a file cannot be read.
+    pub fn of(
+        options: &InstallOptions,
+        older: Option<&InstallRecord>,
+    ) -> Result<PodmanPlan, FileError> {
+        let recorded = older.and_then(recorded);
+        let folder = match (&options.podman, &recorded) {
+            (PodmanRequest::Never, _) => return Ok(PodmanPlan::LeftOut),
+            (PodmanRequest::Required(folder), _) => folder.clone(),
+            (PodmanRequest::Detected, Some((path, _))) => {
+                path.parent().unwrap_or(Path::new("/")).to_owned()
+            }
+            (PodmanRequest::Detected, None) if is_on_path("podman") => FOLDER.into(),
+            (PodmanRequest::Detected, None) => return Ok(PodmanPlan::LeftOut),
+        };
+        let path = folder.join(FILE);
+        let known = recorded.filter(|(known, _)| *known == path).map(|(_, sha256)| sha256);
+        // A file that a user wrote or changed stays as it is.
+        let ours = match path.exists() {
+            false => true,
+            true => known.is_some_and(|sha256| files::digest(&path).is_ok_and(|now| now == sha256)),
+        };
+        let text = text(&options.prefix, &options.runtime_name);
+        Ok(PodmanPlan::Register(ours.then_some(PodmanFile { path, text })))
+    }
+}
+
+/// The recorded path of Podman's file, and the digest of its content.
+fn recorded(record: &InstallRecord) -> Option<(PathBuf, String)> {
+    let mut listed = record.listed();
+    let (path, sha256) = listed.find(|(path, _)| path.ends_with(FILE))?;
+    Some((path.to_owned(), sha256.to_owned()))
+}
+
+/// Whether the recorded installation includes Podman.
+pub fn is_recorded(record: &InstallRecord) -> bool {
+    record.listed().any(|(path, _)| path.ends_with(RUNTIME))
+}
+
+fn text(prefix: &Path, name: &str) -> String {
+    let program = prefix.join("bin").join(RUNTIME);
+    TEXT.replace(INSTALLED, &program.display().to_string())
+        .replace(LISTED, &format!("\"{name}\"]"))
+        .replace(NAMED, &format!("\n{name} = "))
+}
+
+/// Number of running containers, and of commands in them, that Podman or CRI-O manages with the
+/// installed program. They could not be ended without this program.
+pub fn running(prefix: &Path) -> usize {
+    let program = prefix.join("bin").join(RUNTIME);
+    processes_with(|argv| is_monitor(argv, &program))
+}
+
+fn is_monitor(argv: &[u8], program: &Path) -> bool {
+    let words: Vec<&[u8]> = argv.split(|byte| *byte == 0).collect();
+    let name = words.first().and_then(|first| first.rsplit(|byte| *byte == b'/').next());
+    let program = program.as_os_str().as_encoded_bytes();
+    name == Some(MONITOR.as_bytes()) && words.windows(2).any(|pair| pair == [b"-r", program])
+}
+
+/// Whether a program named `containerd` is on the PATH. It need not run.
+pub fn has_containerd() -> bool {
+    is_on_path("containerd")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use affinode_proto::installation::PathsFile;
+
+    #[test]
+    fn file_names_the_installed_program() {
+        assert_eq!(text(Path::new("/usr/local"), "affinode"), TEXT);
+        let other: toml::Table = text(Path::new("/opt/a"), "gpu-idle").parse().unwrap();
+        let engine = &other["engine"];
+        assert_eq!(engine["runtimes"]["gpu-idle"][0].as_str(), Some("/opt/a/bin/affinode-runtime"));
+        let named = engine["runtime_supports_json"].as_array().unwrap();
+        assert!(named.iter().any(|name| name.as_str() == Some("gpu-idle")));
+        assert!(!named.iter().any(|name| name.as_str() == Some("affinode")));
+    }
+
+    #[test]
+    fn only_monitors_of_the_program_count() {
+        let program = Path::new("/usr/local/bin/affinode-runtime");
+        let counts = |line: &str| is_monitor(line.replace(' ', "\0").as_bytes(), program);
+        assert!(counts("/usr/bin/conmon -c 94f -r /usr/local/bin/affinode-runtime -n trainer"));
+        // CRI-O's order of the options.
+        assert!(counts("/usr/bin/conmon -b /b -r /usr/local/bin/affinode-runtime --syslog -u 94f"));
+        assert!(!counts("/usr/bin/conmon -c 94f -r /usr/bin/crun -n trainer"));
+        assert!(!counts("/usr/bin/podman -r /usr/local/bin/affinode-runtime"));
+        assert!(!counts(""));
+    }
+
+    fn options(podman: PodmanRequest) -> InstallOptions {
+        InstallOptions {
+            containerd: None,
+            prefix: "/usr/local".into(),
+            state_dir: "/var/lib/affinode".into(),
+            folders: PathsFile::default(),
+            runtime_name: "affinode".into(),
+            restart: super::super::RestartRequest::None,
+            docker: super::super::DockerRequest::Never,
+            unit: super::super::UnitRequest::Never,
+            podman,
+            drain: std::time::Duration::ZERO,
+            dry_run: true,
+        }
+    }
+
+    #[test]
+    fn file_of_a_user_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let request = PodmanRequest::Required(folder.path().to_owned());
+        let plan = PodmanPlan::of(&options(request.clone()), None).unwrap();
+        let path = folder.path().join(FILE);
+        let file = PodmanFile { path: path.clone(), text: TEXT.to_owned() };
+        assert_eq!(plan, PodmanPlan::Register(Some(file)));
+        std::fs::write(path, "[engine]\n").unwrap();
+        assert_eq!(PodmanPlan::of(&options(request), None).unwrap(), PodmanPlan::Register(None));
+        let never = PodmanPlan::of(&options(PodmanRequest::Never), None).unwrap();
+        assert_eq!(never, PodmanPlan::LeftOut);
+    }
+}

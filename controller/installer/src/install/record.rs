@@ -1,0 +1,298 @@
+//! The record of the installed files and handlers. An uninstallation removes what the record lists.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    FileError, SourceFile,
+    containerd::ContainerdNode,
+    edit::AddedText,
+    files,
+    plan::{self, HandlerPlan},
+};
+use crate::doctor::programs::SHIM;
+
+const FILE: &str = "install.json";
+const VERSION: u32 = 1;
+
+/// Whether a folder contains a record.
+pub fn exists(folder: &Path) -> bool {
+    folder.join(FILE).exists()
+}
+
+/// The installed files, and the handlers in containerd's configuration.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InstallRecord {
+    version: u32,
+    files: Vec<InstalledFile>,
+    /// Folders that the installation created, each after its parent.
+    #[serde(default)]
+    pub folders: Vec<PathBuf>,
+    /// Whether containerd has loaded the handler.
+    pub settled: bool,
+    /// Path of the socket of the containerd that was configured.
+    #[serde(default)]
+    pub containerd: Option<PathBuf>,
+    /// The handler in containerd's configuration.
+    pub block: Option<AddedBlock>,
+    /// Handlers with earlier names, which running pods may need.
+    #[serde(default)]
+    pub former: Vec<AddedBlock>,
+}
+
+/// A handler in containerd's configuration, and the texts that were added for it. A handler that
+/// existed already has no text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddedBlock {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Name of the handler.
+    pub runtime_name: String,
+    /// The text exactly as it is in the file.
+    pub text: String,
+    /// Whether the installation created the file.
+    pub created: bool,
+    /// Texts that were added to other files, or by an earlier installation.
+    #[serde(default)]
+    pub also: Vec<AddedText>,
+    /// Path of the configuration file that containerd read first.
+    #[serde(default)]
+    pub root: Option<PathBuf>,
+    /// Time at which the installation wrote the file for this handler, in milliseconds since 1970.
+    /// Other programs may have written the file since then.
+    #[serde(default)]
+    written_ms: Option<u64>,
+    /// Time at which the replaced handler was written, in milliseconds since 1970.
+    #[serde(default)]
+    replaced_ms: Option<u64>,
+    /// Whether containers got their devices from CDI.
+    #[serde(default)]
+    pub cdi: bool,
+}
+
+impl AddedBlock {
+    /// Creates the entry of a handler that another program or a person wrote into this file.
+    pub fn of(name: &str, path: PathBuf, node: &ContainerdNode, cdi: bool) -> AddedBlock {
+        let none = AddedText { path, text: String::new(), created: false };
+        let mut block = AddedBlock::added(name, vec![none], node, cdi);
+        block.settle();
+        block
+    }
+
+    /// Creates the entry of a handler with the texts that are added for it. The first text belongs
+    /// to the handler's own file.
+    pub fn added(
+        name: &str,
+        texts: Vec<AddedText>,
+        node: &ContainerdNode,
+        cdi: bool,
+    ) -> AddedBlock {
+        let mut texts = texts.into_iter();
+        let first = texts.next();
+        let first = first.unwrap_or(AddedText {
+            path: node.config_file(),
+            text: String::new(),
+            created: false,
+        });
+        AddedBlock {
+            path: first.path,
+            runtime_name: name.to_owned(),
+            text: first.text,
+            created: first.created,
+            also: texts.collect(),
+            root: Some(node.config_file()),
+            written_ms: None,
+            replaced_ms: None,
+            cdi,
+        }
+    }
+
+    /// All texts that were added for the handler.
+    pub fn texts(&self) -> impl Iterator<Item = AddedText> {
+        let (path, text) = (self.path.clone(), self.text.clone());
+        let first = AddedText { path, text, created: self.created };
+        std::iter::once(first).chain(self.also.iter().cloned()).filter(|one| !one.text.is_empty())
+    }
+
+    /// Time at which the handler was written.
+    pub fn written(&self) -> SystemTime {
+        self.written_ms.map_or_else(|| plan::written(&self.path), at)
+    }
+
+    /// Time at which the replaced handler was written. containerd may still serve the replaced
+    /// handler.
+    pub fn replaced(&self) -> Option<SystemTime> {
+        self.replaced_ms.map(at)
+    }
+
+    /// Records that this handler replaces another one, which containerd may have loaded.
+    pub fn replaces(&mut self, old: &AddedBlock, node: &ContainerdNode) {
+        let known = [Some(old.written()), old.replaced()];
+        self.replaced_ms =
+            known.into_iter().flatten().find(|time| node.runs_since(*time)).and_then(ms);
+    }
+
+    /// Records the time of the write, and removes the entries of texts that are in no file any
+    /// more.
+    fn settle(&mut self) {
+        self.written_ms = ms(plan::written(&self.path));
+        let there = |added: &AddedText| {
+            fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
+        };
+        self.also.retain(there);
+    }
+}
+
+fn at(ms: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+fn ms(time: SystemTime) -> Option<u64> {
+    u64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).ok()
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct InstalledFile {
+    path: PathBuf,
+    sha256: String,
+}
+
+/// Reason why the record cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    /// The file cannot be read or written.
+    #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
+    Io {
+        /// The operation that failed, as a verb.
+        action: &'static str,
+        /// Path of the file.
+        path: PathBuf,
+        /// The cause of the failure.
+        #[source]
+        source: io::Error,
+    },
+    /// The content is not a record of this version.
+    #[error("{} is not a valid record of an installation", path.display())]
+    Content {
+        /// Path of the file.
+        path: PathBuf,
+        /// The cause of the failure.
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
+impl InstallRecord {
+    /// Creates the record of an installation that is about to begin.
+    pub fn of(
+        prefix: &Path,
+        source: &SourceFile,
+        older: Option<InstallRecord>,
+        plan: &HandlerPlan,
+        made: &[PathBuf],
+    ) -> InstallRecord {
+        let mut files = Vec::new();
+        for (content, path, _) in source.places(prefix) {
+            files.push(InstalledFile { sha256: files::digest_of(&content), path });
+        }
+        let mut folders = made.to_vec();
+        // containerd has loaded the handler if the earlier record says so and this installation
+        // changes none of containerd's files.
+        let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
+        let containerd = older.as_ref().and_then(|older| older.containerd.clone());
+        let mut former = plan.former.clone();
+        if let Some(older) = older {
+            // Until a removal is complete, the record still lists the handlers that are removed.
+            let leaves =
+                |block: &AddedBlock| plan.gone.iter().any(|g| g.name == block.runtime_name);
+            former.extend(older.blocks().filter(|block| leaves(block)).cloned());
+            let elsewhere = |old: &InstalledFile| files.iter().all(|file| file.path != old.path);
+            let (left, _): (Vec<_>, Vec<_>) = older.files.into_iter().partition(elsewhere);
+            files.extend(left);
+            folders.splice(..0, older.folders);
+        }
+        let block = plan.block.clone();
+        InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
+    }
+
+    /// Records that the plan was executed.
+    pub fn settle(&mut self, plan: &HandlerPlan) {
+        self.settled = true;
+        self.former.clone_from(&plan.former);
+        if let Some(block) = self.block.as_mut().filter(|_| plan.edit.is_some()) {
+            block.settle();
+        }
+    }
+
+    /// The handlers in containerd's configuration.
+    pub fn blocks(&self) -> impl Iterator<Item = &AddedBlock> {
+        self.block.iter().chain(&self.former)
+    }
+
+    /// Path of the shim as it was installed.
+    pub fn shim(&self) -> Option<&Path> {
+        self.listed().map(|(path, _)| path).find(|path| path.ends_with(SHIM))
+    }
+
+    /// Reads the record in a folder. `None`: nothing is installed.
+    pub fn read(folder: &Path) -> Result<Option<InstallRecord>, RecordError> {
+        let path = folder.join(FILE);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(RecordError::Io { action: "read", path, source }),
+        };
+        match serde_json::from_slice(&text) {
+            Ok(record) => Ok(Some(record)),
+            Err(source) => Err(RecordError::Content { path, source }),
+        }
+    }
+
+    /// Writes the record into a folder.
+    pub fn write(&self, folder: &Path) -> Result<(), RecordError> {
+        let path = folder.join(FILE);
+        let text = serde_json::to_vec_pretty(self)
+            .map_err(|source| RecordError::Content { path: path.clone(), source })?;
+        files::replace(&path, &text, Some(0o600)).map_err(|source| RecordError::Io {
+            action: "write",
+            path,
+            source,
+        })
+    }
+
+    /// Removes the record, because nothing is installed any more.
+    pub fn remove(&self, folder: &Path) -> Result<(), RecordError> {
+        let path = folder.join(FILE);
+        fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
+    }
+
+    /// Path of the record's file.
+    pub fn file(folder: &Path) -> PathBuf {
+        folder.join(FILE)
+    }
+
+    /// The path of every installed file with its SHA-256.
+    pub fn listed(&self) -> impl Iterator<Item = (&Path, &str)> {
+        self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
+    }
+
+    /// The installed files that still exist: first the unchanged files, then the changed ones.
+    pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
+        let there = self.files.iter().filter(|file| file.path.exists());
+        let mut known = Vec::new();
+        for file in there {
+            known.push((file.path.clone(), files::digest(&file.path)? == file.sha256));
+        }
+        let (ours, others): (Vec<_>, Vec<_>) = known.into_iter().partition(|(_, same)| *same);
+        let paths = |files: Vec<(PathBuf, bool)>| files.into_iter().map(|(path, _)| path).collect();
+        Ok((paths(ours), paths(others)))
+    }
+}

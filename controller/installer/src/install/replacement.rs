@@ -1,0 +1,71 @@
+//! Replaces a running controller by the controller of the newly installed version.
+//!
+//! The unit is started before the earlier controller is ended. The unit's controller waits for the
+//! lock of the earlier one, so no shim starts a controller in between.
+
+use affinode_controller::inventory::process;
+use affinode_core::input::Identity;
+use affinode_proto::installation::PathsFile;
+
+use super::{
+    InstallError, InstallOptions, Steps, containerd,
+    files::FileChange,
+    unit::{UnitError, UnitPlan},
+};
+use crate::doctor::programs::SHIM;
+
+/// The controllers of an earlier version. They are replaced after the files of the installation are
+/// in place.
+pub struct ControllerReplacement {
+    unit: UnitPlan,
+    /// Controllers of the earlier version that do not run in the unit, so a restart of the unit
+    /// does not end them.
+    old: Vec<Identity>,
+}
+
+impl ControllerReplacement {
+    /// Plans the replacement for these changes of files.
+    ///
+    /// # Errors
+    /// [`UnitError`]: the unit cannot be written.
+    pub fn of(options: &InstallOptions, changes: &[FileChange]) -> Result<Self, UnitError> {
+        let is_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
+        // A controller reads `paths.conf` only at its start, so a change of that file also requires
+        // a new controller.
+        let folders = PathsFile::path(&options.prefix);
+        let is_moved = changes.iter().any(|change| change.to() == folders);
+        let new_program = is_moved || changes.iter().any(is_shim);
+        let unit = UnitPlan::of(options, new_program)?;
+        let mut old = containerd::old_controllers(&options.prefix, new_program);
+        old.retain(|controller| Some(controller.pid) != unit.main_pid());
+        Ok(ControllerReplacement { unit, old })
+    }
+
+    /// Descriptions of the steps, one per line.
+    pub fn steps(&self) -> Steps {
+        let mut steps = self.unit.steps();
+        let next = match self.unit.keeps_controller() {
+            true => "the systemd unit starts the new controller",
+            false => "a shim starts the new controller",
+        };
+        steps.extend(self.old.iter().map(|controller| {
+            let pid = controller.pid;
+            format!("end the controller of the earlier version, process {pid}: {next}")
+        }));
+        steps
+    }
+
+    /// Replaces the controllers.
+    ///
+    /// # Errors
+    /// [`InstallError::Unit`]: the unit was not installed or started, but the rest of the
+    /// installation is in place.
+    pub fn make(&self, options: &InstallOptions) -> Result<(), InstallError> {
+        let made = self.unit.make(&options.state_dir);
+        for controller in &self.old {
+            // A controller that cannot be ended continues to run, and `affinode doctor` reports it.
+            let _ = process::end(controller, false);
+        }
+        made.map_err(|error| UnitError::NotStarted(Box::new(error)).into())
+    }
+}

@@ -1,0 +1,62 @@
+//! Runs systemctl for the controller's unit.
+
+use std::process::{Command, Stdio};
+
+use affinode_controller::error_chain;
+
+use super::{UNIT, UnitError};
+
+/// What systemd reports about the unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnitActivity {
+    /// Whether the unit runs or starts.
+    pub active: bool,
+    /// Whether systemd starts the unit with the machine.
+    pub enabled: bool,
+    /// Pid of the unit's main process. `None`: no process runs.
+    pub main_pid: Option<u32>,
+}
+
+/// Runs systemctl with these arguments, and returns its output.
+pub fn run(arguments: &[&str]) -> Result<String, UnitError> {
+    let failed = |why| UnitError::Systemctl { what: arguments.join(" "), why };
+    let output = Command::new("systemctl").args(arguments).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| failed(error_chain::chain(&error)))?;
+    if !output.status.success() {
+        return Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Returns the state of the unit that systemd reports.
+pub fn activity() -> Result<UnitActivity, UnitError> {
+    let properties = "--property=ActiveState,UnitFileState,MainPID";
+    run(&["show", properties, UNIT]).map(|said| parse(&said))
+}
+
+fn parse(said: &str) -> UnitActivity {
+    let value = |name: &str| {
+        let mut values = said.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        values.next().unwrap_or_default()
+    };
+    UnitActivity {
+        // A unit whose process has ended is "activating" until systemd starts it again.
+        active: matches!(value("ActiveState"), "active" | "activating" | "reloading"),
+        enabled: value("UnitFileState").starts_with("enabled"),
+        main_pid: value("MainPID").parse().ok().filter(|pid| *pid != 0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn properties_are_found_by_name() {
+        let said = "MainPID=41\nActiveState=activating\nUnitFileState=enabled-runtime\n";
+        let running = UnitActivity { active: true, enabled: true, main_pid: Some(41) };
+        assert_eq!(parse(said), running);
+        let stopped = "MainPID=0\nActiveState=failed\nUnitFileState=disabled\n";
+        assert_eq!(parse(stopped), UnitActivity::default());
+    }
+}

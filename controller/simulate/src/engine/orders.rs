@@ -1,0 +1,219 @@
+//! Executes the node's effects. Orders take the time of the calibration; readings of GPUs take
+//! none.
+
+use affinode_core::{Effect, GpuSample, Input, Millis, Survey};
+use affinode_proto::{
+    event::EventKind,
+    state::State,
+    wire::{
+        Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+    },
+};
+
+use super::{
+    PolicyDecision, STEP_MS, SimulatedNode, SimulationEvent,
+    names::{id, number, pid},
+    process,
+};
+use crate::{SimulationError, memory::OffloadLevel, summary::CallDelay};
+
+/// Maximum time between an offload and the following restore that counts as thrash.
+const THRASH_MS: Millis = 60_000;
+
+/// A reading of a GPU. `process`: the process whose VRAM it lists.
+pub(super) fn gpu_sample(
+    world: &SimulatedNode<'_>,
+    gpu: usize,
+    process: Option<usize>,
+) -> GpuSample {
+    let held = |n: &usize| (pid(*n), world.processes[*n].memory.held_bytes());
+    let is_seen = |(_, bytes): &(u32, u64)| *bytes > 0;
+    GpuSample {
+        uuid: world.uuids[gpu].clone(),
+        total_bytes: world.machine.vram_bytes,
+        used_bytes: world.used_bytes[gpu],
+        processes: process.iter().map(held).filter(is_seen).collect(),
+        ..GpuSample::default()
+    }
+}
+
+/// An unrequested reading of the GPU as an input.
+pub(super) fn gpu_reading(world: &SimulatedNode<'_>, n: usize) -> Input {
+    Input::Proven(
+        world.processes[n].key.clone(),
+        u64::MAX,
+        Ok(vec![gpu_sample(world, world.processes[n].gpu, None)]),
+    )
+}
+
+/// Executes one effect of the node.
+pub(super) fn simulate_effect(
+    world: &mut SimulatedNode<'_>,
+    effect: Effect,
+) -> Result<(), SimulationError> {
+    match effect {
+        Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
+            return begin_order(world, process.0 as usize, order, action);
+        }
+        Effect::Survey { key: asked, .. } => {
+            let n = number(asked.as_str());
+            let survey = Survey {
+                gpus: Ok(vec![gpu_sample(world, world.processes[n].gpu, Some(n))]),
+                host: Ok(Vec::new()),
+            };
+            world.inputs.push_back(Input::Surveyed(asked, survey));
+        }
+        Effect::Prove(asked, proof) => {
+            let n = number(asked.as_str());
+            let gpus = Ok(vec![gpu_sample(world, world.processes[n].gpu, None)]);
+            world.inputs.push_back(Input::Proven(asked, proof, gpus));
+        }
+        Effect::Publish(event) => {
+            world.figures.refused += u64::from(event.kind == EventKind::Refused);
+        }
+        Effect::Changed(change) => {
+            if let Some(decisions) = &mut world.decisions {
+                decisions.extend(PolicyDecision::of(world.now, &change));
+            }
+            if matches!(change.to, State::Offloaded | State::Active) {
+                let n = number(change.key.as_str());
+                let reading = gpu_reading(world, n);
+                world.inputs.push_back(reading);
+                world.plan_due(n, STEP_MS);
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Begins an order of the node, and plans its end.
+fn begin_order(
+    world: &mut SimulatedNode<'_>,
+    n: usize,
+    order: u64,
+    action: Action,
+) -> Result<(), SimulationError> {
+    if world.processes[n].has_exited {
+        return Ok(());
+    }
+    let takes_ms = world.processes[n].memory.order_ms(action, &world.costs);
+    match action {
+        // From now on calls wait at the gate.
+        Action::Close { .. } if world.processes[n].busy_until.is_none() => {
+            world.processes[n].phase = Phase::Closed;
+        }
+        Action::Restore => restore_begins(world, n)?,
+        // These orders have no effect: simulated processes do not allocate, and stay on their
+        // GPUs.
+        Action::RestoreOnGpu { .. }
+        | Action::HoldAllocations { .. }
+        | Action::ReleaseAllocations => return Ok(()),
+        _ => {}
+    }
+    world.processes[n].order = order;
+    world.at(world.now + takes_ms, SimulationEvent::Done(n as u32, action));
+    Ok(())
+}
+
+/// Takes VRAM at the begin of a restore, because the driver allocates before it copies.
+fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError> {
+    let (now, p) = (world.now, &mut world.processes[n]);
+    let bytes = p.memory.gone_bytes();
+    if world.used_bytes[p.gpu] + bytes > world.machine.vram_bytes {
+        return Err(SimulationError::Overcommitted);
+    }
+    p.count_freed(now);
+    p.restored_from = p.memory.level;
+    p.phase_after_restore = p.memory.execute_order(Action::Restore);
+    world.used_bytes[p.gpu] += bytes;
+    world.resident_bytes += bytes;
+    world.offloaded_bytes -= std::mem::take(&mut p.host_bytes);
+    world.figures.restores += 1;
+    if p.restored_from == OffloadLevel::Copied {
+        world.figures.restores_copied += 1;
+    }
+    if p.went.is_some_and(|went| now - went < THRASH_MS) {
+        world.figures.thrash += 1;
+    }
+    Ok(())
+}
+
+/// Frees VRAM at the end of a copy out or checkpoint.
+fn vram_is_freed(world: &mut SimulatedNode<'_>, n: usize, action: Action) {
+    let now = world.now;
+    let p = &mut world.processes[n];
+    p.count_freed(now);
+    let (level, before) = (p.memory.level, p.memory.gone_bytes());
+    p.phase = p.memory.execute_order(action);
+    if level == OffloadLevel::Resident {
+        p.went = Some(now);
+    }
+    let freed_bytes = p.memory.gone_bytes() - before;
+    p.host_bytes += freed_bytes;
+    world.used_bytes[p.gpu] -= freed_bytes;
+    world.resident_bytes -= freed_bytes;
+    world.offloaded_bytes += freed_bytes;
+    world.figures.host_peak_bytes = world.figures.host_peak_bytes.max(world.offloaded_bytes);
+}
+
+/// Ends an order, and reports its outcome to the node.
+pub(super) fn end_order(
+    world: &mut SimulatedNode<'_>,
+    n: usize,
+    action: Action,
+) -> Result<(), SimulationError> {
+    let p = &mut world.processes[n];
+    if p.has_exited {
+        return Ok(());
+    }
+    let mut outcome = Outcome::Done;
+    match action {
+        Action::Close { .. } if p.phase == Phase::Open => outcome = Outcome::Busy,
+        Action::Close { .. } | Action::Unlock => p.phase = Phase::Closed,
+        Action::Lock { .. } => p.phase = Phase::Locked,
+        Action::Restore => p.phase = p.phase_after_restore,
+        Action::Open => p.phase = Phase::Open,
+        Action::CopyOut { .. } | Action::Checkpoint { .. } => vram_is_freed(world, n, action),
+        _ => {}
+    }
+    let p = &world.processes[n];
+    let swap = p.memory.swap();
+    let report = AgentMessage::Report {
+        order: p.order,
+        outcome,
+        phase: p.phase,
+        cuda_error: 0,
+        elapsed_us: 0,
+        swappable_bytes: swap.swappable_bytes,
+        copied_out_bytes: swap.copied_out_bytes,
+        unchanged_bytes: 0,
+        zero_bytes: 0,
+        local_memory_bytes: 0,
+    };
+    let report = Input::Message(id(n), report);
+    if action != Action::Open {
+        return world.tell(report);
+    }
+    let page = calls_continue(world, n);
+    world.tell(report)?;
+    page.map_or(Ok(()), |page| world.tell(page))
+}
+
+/// Releases the waiting calls of a process after its gate has opened. Returns the counters if
+/// calls were waiting.
+fn calls_continue(world: &mut SimulatedNode<'_>, n: usize) -> Option<Input> {
+    let now = u32::try_from(world.now).unwrap_or(u32::MAX);
+    let p = &mut world.processes[n];
+    let from = std::mem::take(&mut p.restored_from);
+    if p.waiting.is_empty() {
+        return None;
+    }
+    p.lived.delayed += p.waiting.len() as u64;
+    let delays = p.waiting.iter().map(|since| now.saturating_sub(*since));
+    world.delays.extend(delays.map(|ms| CallDelay { ms, from }));
+    let page = process::use_begins(world, n);
+    world.processes[n].waiting.clear();
+    Some(page)
+}

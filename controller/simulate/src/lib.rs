@@ -1,0 +1,149 @@
+//! Simulates policies on a trace, in virtual time, with the code that a controller runs.
+//!
+//! ```text
+//!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
+//! ```
+//!
+//! [`engine`] simulates the environment of [`affinode_core::Node`]: processes that call, agents that
+//! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
+//! The clock jumps from event to event, so two weeks take seconds.
+//!
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
+//! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows,
+//! pauses of allocations for a proof (a simulated process never allocates), processes on several
+//! GPUs, lack of host memory, copiers as processes, and options of a copy.
+
+pub mod baselines;
+pub mod calibration;
+#[cfg(test)]
+mod claims;
+pub mod engine;
+#[cfg(test)]
+mod live;
+mod memory;
+mod no_offload;
+pub mod placement;
+pub mod plot;
+pub mod random;
+pub mod summary;
+pub mod synthetic;
+#[cfg(test)]
+mod tests;
+pub mod trace;
+
+pub use baselines::Baseline;
+pub use calibration::Calibration;
+pub use placement::{GpuPlacement, GpuRule};
+pub use summary::SimulationSummary;
+pub use trace::{TraceLoad, WorkloadTrace};
+
+/// Reason why a simulation failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SimulationError {
+    /// A file cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// Path of the file.
+        path: String,
+        /// The cause of the failure.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A line of a trace is invalid.
+    #[error("{path}, line {line}: {what}")]
+    Line {
+        /// Path of the file.
+        path: String,
+        /// Number of the line, from 1.
+        line: usize,
+        /// Text that describes the fault.
+        what: String,
+    },
+    /// The calibration is invalid.
+    #[error("{path}: {what}")]
+    Calibration {
+        /// Path of the file.
+        path: String,
+        /// Text that describes the fault.
+        what: String,
+    },
+    /// The trace has no request.
+    #[error("the trace has no requests")]
+    Empty,
+    /// One process is larger than the GPU.
+    #[error(
+        "a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM: increase \
+         --vram, or reduce --process-vram if the trace has no sizes"
+    )]
+    TooLarge {
+        /// VRAM of the process, in bytes.
+        process_bytes: u64,
+        /// VRAM of the GPU, in bytes.
+        total_bytes: u64,
+    },
+    /// The processes need more GPUs than can be simulated.
+    #[error(
+        "the processes hold {peak_bytes} bytes of VRAM at the same time, which needs more than \
+         {limit} GPUs: set --gpus, or increase --vram or --oversubscription"
+    )]
+    TooManyGpus {
+        /// Maximum VRAM at the same time, in bytes.
+        peak_bytes: u64,
+        /// Maximum number of GPUs.
+        limit: usize,
+    },
+    /// The node restored a process without enough free VRAM.
+    #[error(
+        "the simulated controller restored a process without enough free VRAM: this is a bug, \
+         please report it"
+    )]
+    Overcommitted,
+    /// A container waits for VRAM without end.
+    #[error(
+        "a process waits for VRAM without end: check whether the policy prevents evictions (mode \
+         manual or off), or whether contexts fill a GPU (with the engine copy they stay there); \
+         otherwise this is a bug, please report it"
+    )]
+    Stuck,
+}
+
+/// The GPUs and the costs of the simulated machine.
+#[derive(Clone, Copy, Debug)]
+pub struct SimulatedMachine {
+    /// Number of GPUs. The trace has the GPU of each process.
+    pub gpus: usize,
+    /// VRAM of each GPU for managed processes, in bytes.
+    pub vram_bytes: u64,
+    /// Costs of moves on this machine.
+    pub calibration: Calibration,
+    /// Objective for the time that a call waits, in milliseconds.
+    pub slo_ms: affinode_core::Millis,
+}
+
+/// Runs every baseline over the trace, on as many threads as there are processors.
+///
+/// # Errors
+/// The first error of any run.
+pub fn compare(
+    trace: &WorkloadTrace,
+    machine: SimulatedMachine,
+    baselines: &[Baseline],
+) -> Result<Vec<SimulationSummary>, SimulationError> {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            let n = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let Some(baseline) = baselines.get(n) else { return done };
+            done.push((n, engine::run(trace, machine, baseline)));
+        }
+    };
+    let mut all = std::thread::scope(|scope| {
+        let started: Vec<_> =
+            (0..threads.min(baselines.len())).map(|_| scope.spawn(work)).collect();
+        started.into_iter().flat_map(|t| t.join().unwrap_or_default()).collect::<Vec<_>>()
+    });
+    all.sort_by_key(|(n, _)| *n);
+    all.into_iter().map(|(_, summary)| summary).collect()
+}

@@ -1,5 +1,0 @@
-//! `affinode`: shows the state of a node's controller and sends it requests.
-
-fn main() -> std::process::ExitCode {
-    affinode_controller::cli::main()
-}
