@@ -279,7 +279,7 @@ pub struct DockerStatus {
     pub name: String,
     /// Path of dockerd's file.
     pub config_file: PathBuf,
-    /// State of the runtime.
+    /// State of the runtime in Docker.
     pub state: DockerState,
 }
 

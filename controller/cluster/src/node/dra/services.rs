@@ -104,7 +104,7 @@ impl RegistrationService {
 }
 
 impl RegistrationService {
-    /// Answers a request.
+    /// Answers a request of the kubelet's plugin watcher.
     pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
         match request.uri().path() {
             GET_INFO => unary(request, async move |_: InfoRequest| self.info()).await,
@@ -125,7 +125,7 @@ impl RegistrationService {
 pub struct PluginService(pub Arc<ClaimPreparer>);
 
 impl PluginService {
-    /// Answers a request.
+    /// Answers a request of the kubelet about claims or health.
     pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
         let preparer = self.0;
         match request.uri().path() {
