@@ -23,6 +23,12 @@ impl std::str::FromStr for OversubscriptionFactor {
 }
 
 impl OversubscriptionFactor {
+    /// The factor by which a GPU has this number of seats, from 1 to 16.
+    #[must_use]
+    pub fn of_seats(seats: u8) -> Self {
+        Self(f64::from(seats.clamp(1, 16)))
+    }
+
     /// The memory beyond `vram_bytes` that this factor allows, in bytes.
     #[allow(
         clippy::cast_possible_truncation,
@@ -63,6 +69,15 @@ pub fn memory(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) 
         total_bytes: whole_mib(vram_bytes.saturating_add(beyond)),
         vram_bytes: whole_mib(vram_bytes),
     }
+}
+
+/// Computes how many containers may each fill the VRAM of a GPU: the capacity in units of the VRAM,
+/// rounded down. It is at least 1.
+#[must_use]
+pub fn seats(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) -> u32 {
+    let capacity = memory(node, vram_bytes, factor);
+    let seats = capacity.total_bytes.checked_div(capacity.vram_bytes).unwrap_or(1);
+    u32::try_from(seats.max(1)).unwrap_or(1)
 }
 
 fn whole_mib(bytes: u64) -> u64 {
@@ -113,6 +128,23 @@ mod tests {
         let node = node(10, &[1]);
         let capacity = memory(&node, GIB + 5, "1.00001".parse().unwrap());
         assert_eq!(capacity, MemoryCapacity { total_bytes: GIB, vram_bytes: GIB });
+    }
+
+    #[test]
+    fn seats_are_whole_gpus_of_the_capacity() {
+        let seats = |host_gib, gpus: &[u64], factor: &str| {
+            let node = node(host_gib, gpus);
+            seats(&node, gpus[0] * GIB, factor.parse().unwrap())
+        };
+        assert_eq!(seats(1000, &[80, 80], "2"), 2);
+        assert_eq!(seats(1000, &[80, 80], "3.9"), 3);
+        assert_eq!(seats(1000, &[80, 80], "1"), 1);
+        // Each GPU has 100 GiB of the host memory: one more seat.
+        assert_eq!(seats(200, &[80, 80], "16"), 2);
+        assert_eq!(seats(159, &[80, 80], "16"), 1, "79.5 GiB hold no further GPU");
+        assert_eq!(seats(10, &[0], "4"), 1, "a GPU without a size");
+        let fixed = OversubscriptionFactor::of_seats(4);
+        assert_eq!(self::seats(&node(1000, &[80]), 80 * GIB, fixed), 4);
     }
 
     #[test]

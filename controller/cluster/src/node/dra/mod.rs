@@ -61,7 +61,7 @@ pub struct DraOptions {
     /// Maximum ratio of the memory that claims of a GPU may request in total to the GPU's VRAM, from
     /// 1 to 16. The node's host memory limits it further.
     #[arg(long = "dra-oversubscription", value_name = "FACTOR", default_value = "2.0")]
-    factor: OversubscriptionFactor,
+    pub(super) factor: OversubscriptionFactor,
     /// Folder of the kubelet on the node. It must be no symbolic link.
     #[arg(long = "dra-kubelet-dir", value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
@@ -72,6 +72,16 @@ pub struct DraOptions {
     /// Kind of the GPUs in the CDI specifications of NVIDIA's container toolkit.
     #[arg(long = "dra-cdi-kind", value_name = "KIND", default_value = "nvidia.com/gpu")]
     cdi_kind: String,
+}
+
+impl DraOptions {
+    /// The search for GPUs in the CDI specifications of NVIDIA's container toolkit.
+    #[must_use]
+    pub fn lookup(&self, places: &HostPaths) -> CdiLookup {
+        let folders = [self.cdi_dir.as_path(), STATIC_CDI_DIR.as_ref()];
+        let folders = folders.map(|folder| places.on_host(folder)).into();
+        CdiLookup { folders, kind: self.cdi_kind.clone() }
+    }
 }
 
 /// Reason why Affinode cannot be removed from the node.
@@ -140,10 +150,7 @@ impl DraDriver {
             policy_dir: places.on_host(&policy_dir),
             policy_dir_on_node: policy_dir,
         };
-        let lookup = CdiLookup {
-            folders: vec![files.cdi_dir.clone(), places.on_host(STATIC_CDI_DIR.as_ref())],
-            kind: options.cdi_kind.clone(),
-        };
+        let lookup = options.lookup(places);
         let (state, registered) = watch::channel(Registration::default());
         let (demand, demanded) = watch::channel(SliceDemand::default());
         let (gpus, gpus_read) = watch::channel(NodeGpus::default());

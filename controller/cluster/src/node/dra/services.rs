@@ -157,11 +157,13 @@ async fn health_stream(request: http::Request<Body>) -> http::Response<Body> {
     Grpc::new(codec).server_streaming(silence, request).await
 }
 
-fn unknown(path: &str) -> http::Response<Body> {
+/// Answers a request for a method that is not served.
+#[must_use]
+pub fn unknown(path: &str) -> http::Response<Body> {
     Status::unimplemented(format!("this driver does not serve {path}")).into_http()
 }
 
-/// Decodes the request of a method, and encodes its reply.
+/// Decodes the request of a method that does not fail, and encodes its reply.
 async fn unary<Q, A, F>(
     request: http::Request<Body>,
     method: impl FnOnce(Q) -> F + Clone,
@@ -171,9 +173,26 @@ where
     A: Message + Send + Sync + 'static,
     F: Future<Output = A> + Send,
 {
+    let answer = move |asked| {
+        let reply = method(asked);
+        async move { Ok(reply.await) }
+    };
+    try_unary(request, answer).await
+}
+
+/// Decodes the request of a method, and encodes its reply or its error.
+pub async fn try_unary<Q, A, F>(
+    request: http::Request<Body>,
+    method: impl FnOnce(Q) -> F + Clone,
+) -> http::Response<Body>
+where
+    Q: Message + Default + Send + 'static,
+    A: Message + Send + Sync + 'static,
+    F: Future<Output = Result<A, Status>> + Send,
+{
     let answer = service_fn(move |request: Request<Q>| {
         let reply = method.clone()(request.into_inner());
-        async move { Ok::<_, Status>(Response::new(reply.await)) }
+        async move { Ok::<_, Status>(Response::new(reply.await?)) }
     });
     let codec = ProstCodec::<A, Q>::default();
     Grpc::new(codec).max_decoding_message_size(MAX_REQUEST_BYTES).unary(answer, request).await
@@ -218,7 +237,7 @@ fn valid(client: UnixStream) -> DuplexStream {
         tokio::select! {
             _ = receiving => {}
             sent = sending => if let Err(error) = sent {
-                tracing::debug!("DRA driver {DRIVER}: a client's connection ended: {error}");
+                tracing::debug!("socket of the kubelet: a client's connection ended: {error}");
             }
         }
     });

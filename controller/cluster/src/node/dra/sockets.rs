@@ -23,7 +23,7 @@ pub struct NodeSocket {
 
 /// A socket could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot use {} for sockets of the DRA driver; check the kubelet's folder (--dra-kubelet-dir)", path.display())]
+#[error("cannot use {} for sockets of the kubelet's plugins; check the kubelet's folder (--dra-kubelet-dir or --device-plugin-dir)", path.display())]
 pub struct SocketError {
     path: PathBuf,
     #[source]
@@ -38,6 +38,13 @@ impl NodeSocket {
     /// [`SocketError`]: the folder or the socket cannot be created.
     pub fn bind(path: &Path) -> Result<(UnixListener, NodeSocket), SocketError> {
         bind(path).map_err(|source| SocketError { path: path.to_owned(), source })
+    }
+
+    /// Whether the file is still that of this socket.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        let found = fs::symlink_metadata(&self.path);
+        found.is_ok_and(|data| (data.dev(), data.ino()) == self.file)
     }
 }
 
@@ -72,8 +79,7 @@ fn bind(path: &Path) -> io::Result<(UnixListener, NodeSocket)> {
 
 impl Drop for NodeSocket {
     fn drop(&mut self) {
-        let found = fs::symlink_metadata(&self.path);
-        if found.is_ok_and(|data| (data.dev(), data.ino()) == self.file) {
+        if self.is_in_place() {
             // If the file stays, the next agent replaces it.
             let _ = fs::remove_file(&self.path);
         }
