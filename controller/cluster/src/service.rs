@@ -14,7 +14,7 @@ use tokio_rustls::rustls::crypto;
 use crate::{
     error_chain::ApiError,
     https::{self, tls::TlsError},
-    node::dra::sockets::SocketError,
+    node::{device_plugin::DevicePluginError, dra::sockets::SocketError},
 };
 
 /// Reason why a service does not run.
@@ -40,6 +40,9 @@ pub enum ServiceError {
     /// A socket of the DRA driver could not be created.
     #[error("cannot start the DRA driver")]
     Dra(#[from] SocketError),
+    /// The device plugin could not be started.
+    #[error("cannot start the device plugin")]
+    DevicePlugin(#[from] DevicePluginError),
     /// The port could not be bound.
     #[error("cannot listen on {0}; choose another address with --listen")]
     Listen(SocketAddr, #[source] io::Error),

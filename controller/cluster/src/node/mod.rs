@@ -17,6 +17,7 @@
 
 pub mod agent_metrics;
 mod auth_proxy;
+pub mod device_plugin;
 pub mod dra;
 pub mod host;
 mod node_events;
@@ -46,6 +47,7 @@ use tokio::sync::Notify;
 use self::{
     agent_metrics::{AgentMetrics, InstallState},
     auth_proxy::AuthProxy,
+    device_plugin::{DevicePlugin, DevicePluginOptions, SeatControl},
     dra::{DraControl, DraDriver, DraOptions, publisher::SliceDemand},
     host::{HandlerState, HostError, HostPaths},
     node_events::NodeEvents,
@@ -101,6 +103,8 @@ pub struct NodeOptions {
     places: HostPaths,
     #[command(flatten)]
     dra: DraOptions,
+    #[command(flatten)]
+    device_plugin: DevicePluginOptions,
 }
 
 /// Manages the node until SIGTERM or SIGINT.
@@ -139,9 +143,18 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
             None => std::future::pending().await,
         }
     };
+    let (plugin, seats) =
+        DevicePlugin::start(&options.device_plugin, &options.dra, places)?.unzip();
+    let plugin = async {
+        match plugin {
+            Some(plugin) => plugin.run().await,
+            None => std::future::pending().await,
+        }
+    };
     let agent = NodeAgent {
         options,
         dra,
+        seats,
         slots,
         events,
         node_labels,
@@ -157,6 +170,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         () = watch.run() => {}
         () = agent.run(client) => {}
         () = driver => {}
+        () = plugin => {}
         () = stop.wait() => {}
     }
     Ok(())
@@ -166,6 +180,8 @@ struct NodeAgent<'a> {
     options: &'a NodeOptions,
     /// `None`: the agent is no DRA driver.
     dra: Option<DraControl>,
+    /// `None`: the agent is no device plugin.
+    seats: Option<SeatControl>,
     slots: RolloutSlots,
     events: NodeEvents,
     node_labels: NodeLabels,
@@ -226,6 +242,7 @@ impl NodeAgent<'_> {
              {AGENT} from the node"
         );
         self.metrics.now(InstallState::Foreign);
+        self.offer_seats(false);
         if self.said.replace(text.clone()).as_ref() != Some(&text) {
             tracing::error!("{text}");
         }
@@ -308,6 +325,7 @@ impl NodeAgent<'_> {
             Err(_) => labelled,
         };
         self.metrics.serves(serves);
+        self.offer_seats(serves);
         // The installation may have removed the label.
         self.node_labels.serve(serves).await?;
         Ok(serves)
@@ -441,8 +459,15 @@ impl NodeAgent<'_> {
         }
     }
 
+    fn offer_seats(&self, served: bool) {
+        if let Some(seats) = &self.seats {
+            seats.offer(served);
+        }
+    }
+
     async fn serve(&self, served: bool, labelled: bool) -> kube::Result<()> {
         self.metrics.serves(served);
+        self.offer_seats(served);
         if served == labelled {
             return Ok(());
         }

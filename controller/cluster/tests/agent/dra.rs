@@ -23,7 +23,7 @@ const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
 const KUBELET: &str = "root/var/lib/kubelet";
 const REGISTRATION: &str = "root/var/lib/kubelet/plugins_registry/gpu.affinode.io-reg.sock";
 
-fn gpus(count: u32) -> String {
+pub fn gpus(count: u32) -> String {
     let gpu = |index: u32| {
         json!({
             "index": index, "uuid": format!("{}{index}", &UUID[..UUID.len() - 1]),

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
 mod api;
+mod device_plugin;
 mod dra;
 
 use std::{

@@ -1,0 +1,84 @@
+//! What a container needs to use the GPUs of its seats.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::{
+    messages::{CdiDevice, ContainerAllocateResponse},
+    seats::{GpuFault, SeatList},
+};
+use crate::node::dra::cdi_lookup::{CdiLookup, LookupError};
+
+/// Maximum number of unknown seats that an error names, and of characters of each.
+const NAMED: usize = 8;
+const NAME_CHARS: usize = 64;
+/// With this variable, NVIDIA's runtime adds no GPU of its own. Images often ask for all GPUs by it.
+/// A CDI specification that sets the variable replaces the value.
+const VISIBLE_DEVICES: (&str, &str) = ("NVIDIA_VISIBLE_DEVICES", "void");
+
+/// Reason why a container does not get its seats.
+#[derive(Debug, thiserror::Error)]
+pub enum AllocationError {
+    /// The request has no seat.
+    #[error("the request names no device")]
+    Empty,
+    /// The node has no such seats.
+    #[error(
+        "this node has no devices {names} ({count} of the request are unknown); delete the pod, so \
+         that it gets another one"
+    )]
+    Unknown {
+        /// The first unknown identities.
+        names: String,
+        /// Number of unknown identities.
+        count: usize,
+    },
+    /// The GPU of a seat cannot be used.
+    #[error("GPU {uuid} cannot be used")]
+    Unhealthy {
+        /// UUID of the GPU.
+        uuid: String,
+        /// What is wrong.
+        #[source]
+        fault: GpuFault,
+    },
+    /// The node has no CDI device for the GPU.
+    #[error(transparent)]
+    Lookup(#[from] LookupError),
+}
+
+/// Returns the CDI devices of the GPUs of these seats, each once, and the environment.
+///
+/// # Errors
+/// [`AllocationError`]: a seat is unknown, or its GPU cannot be used.
+pub fn allocate(
+    seats: &SeatList,
+    lookup: &CdiLookup,
+    ids: &[String],
+) -> Result<ContainerAllocateResponse, AllocationError> {
+    if ids.is_empty() {
+        return Err(AllocationError::Empty);
+    }
+    let unknown: Vec<&String> = ids.iter().filter(|id| seats.find(id).is_none()).collect();
+    if !unknown.is_empty() {
+        let named = unknown.iter().take(NAMED).map(|id| shown(id)).collect::<Vec<_>>();
+        return Err(AllocationError::Unknown { names: named.join(", "), count: unknown.len() });
+    }
+    let gpus: BTreeSet<usize> = ids.iter().filter_map(|id| Some(seats.find(id)?.0)).collect();
+    let mut cdi_devices = Vec::with_capacity(gpus.len());
+    for gpu in gpus.into_iter().map(|at| &seats.gpus[at]) {
+        if let Some(fault) = gpu.fault.clone() {
+            return Err(AllocationError::Unhealthy { uuid: gpu.uuid.clone(), fault });
+        }
+        cdi_devices.push(CdiDevice { name: lookup.find(&gpu.names())? });
+    }
+    let (name, value) = VISIBLE_DEVICES;
+    Ok(ContainerAllocateResponse {
+        envs: HashMap::from([(name.into(), value.into())]),
+        cdi_devices,
+    })
+}
+
+fn shown(id: &str) -> String {
+    let short: String = id.chars().take(NAME_CHARS).collect();
+    format!("{short:?}")
+}

@@ -1,0 +1,155 @@
+//! A device plugin of the kubelet, for clusters without DRA. It offers each GPU several times, as
+//! *seats*: each is a whole GPU's VRAM of the same capacity that the DRA driver offers
+//! ([`capacity`](super::dra::capacity)). The scheduler counts the seats. Nothing limits the VRAM of a
+//! container.
+//!
+//! ```text
+//! GPUs ──`watcher`──> list of `seats` ──> `service` <── kubelet, after the registration by `kubelet`
+//!                                            └── GPU in NVIDIA's CDI specification
+//! ```
+//!
+//! The plugin keeps no state: the kubelet records which container has which seat. If the agent ends,
+//! running containers are not affected.
+
+pub mod allocation;
+#[cfg(test)]
+mod fake_kubelet;
+pub mod kubelet;
+pub mod messages;
+pub mod preference;
+pub mod resource;
+pub mod seats;
+pub mod service;
+pub mod watcher;
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args};
+use tokio::sync::watch;
+
+use self::{
+    kubelet::{KubeletLink, LinkPace},
+    resource::ResourceName,
+    seats::SeatList,
+    watcher::{ReadPace, SeatOffer, SeatWatcher},
+};
+use super::{
+    dra::{
+        DraOptions,
+        capacity::OversubscriptionFactor,
+        cdi_lookup::CdiLookup,
+        sockets::{self, SocketError},
+    },
+    host::HostPaths,
+};
+
+/// Options of the device plugin. It also uses the options of the DRA driver for CDI and the
+/// oversubscription.
+#[derive(Args, Clone, Debug)]
+pub struct DevicePluginOptions {
+    /// Whether the agent is a device plugin: it offers the node's GPUs as an extended resource. It
+    /// excludes --dra.
+    #[arg(long, value_name = "BOOL", default_value_t = false, action = ArgAction::Set)]
+    device_plugin: bool,
+    /// Name of the resource that pods request.
+    #[arg(long = "device-plugin-resource", value_name = "NAME", default_value = "affinode.io/gpu")]
+    resource: ResourceName,
+    /// Number of seats of each GPU, from 1 to 16. If 0: --dra-oversubscription, rounded down. The
+    /// node's host memory limits it further.
+    #[arg(
+        long = "device-plugin-seats",
+        value_name = "COUNT",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u8).range(0..=16)
+    )]
+    seats: u8,
+    /// Folder of the kubelet's sockets for device plugins. It must be no symbolic link.
+    #[arg(
+        long = "device-plugin-dir",
+        value_name = "DIR",
+        default_value = "/var/lib/kubelet/device-plugins"
+    )]
+    dir: PathBuf,
+}
+
+/// Reason why the plugin does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum DevicePluginError {
+    /// The scheduler would give each GPU out twice.
+    #[error("--dra and --device-plugin would offer each GPU twice; turn one of them off")]
+    Both,
+    /// The kubelet's folder does not exist.
+    #[error(transparent)]
+    Folder(#[from] SocketError),
+}
+
+/// The plugin's part that the node agent controls.
+pub struct SeatControl(watch::Sender<SeatOffer>);
+
+impl SeatControl {
+    /// Hands the seats out, or withdraws them. Containers that have seats keep them.
+    pub fn offer(&self, served: bool) {
+        let offer = if served { SeatOffer::Offered } else { SeatOffer::Withdrawn };
+        self.0.send_if_modified(|known| std::mem::replace(known, offer) != offer);
+    }
+}
+
+/// The plugin, which reads the GPUs and serves the kubelet.
+pub struct DevicePlugin {
+    places: HostPaths,
+    lookup: CdiLookup,
+    factor: OversubscriptionFactor,
+    offer: watch::Receiver<SeatOffer>,
+    link: KubeletLink,
+}
+
+impl DevicePlugin {
+    /// Prepares the plugin. `None`: it is off.
+    ///
+    /// # Errors
+    /// [`DevicePluginError`]: the options contradict each other, or the kubelet's folder is missing.
+    pub fn start(
+        options: &DevicePluginOptions,
+        dra: &DraOptions,
+        places: &HostPaths,
+    ) -> Result<Option<(DevicePlugin, SeatControl)>, DevicePluginError> {
+        if !options.device_plugin {
+            return Ok(None);
+        }
+        if dra.dra {
+            return Err(DevicePluginError::Both);
+        }
+        let folder = places.on_host(&options.dir);
+        // A socket in another folder would never be found.
+        sockets::check_folder(&folder)?;
+        let (control, offer) = watch::channel(SeatOffer::default());
+        let lookup = dra.lookup(places);
+        let link = KubeletLink {
+            folder,
+            resource: options.resource.clone(),
+            seats: watch::Sender::new(SeatList::default()),
+            lookup: lookup.clone(),
+            pace: LinkPace::default(),
+        };
+        let factor = match options.seats {
+            0 => dra.factor,
+            seats => OversubscriptionFactor::of_seats(seats),
+        };
+        let plugin = DevicePlugin { places: places.clone(), lookup, factor, offer, link };
+        Ok(Some((plugin, SeatControl(control))))
+    }
+
+    /// Serves the kubelet until the future is dropped. The socket is removed then.
+    pub async fn run(self) {
+        let places = self.places;
+        let watcher = SeatWatcher {
+            read: async || places.gpus().await,
+            lookup: self.lookup,
+            factor: self.factor,
+            offer: self.offer,
+            seats: self.link.seats.clone(),
+            pace: ReadPace::default(),
+        };
+        tokio::join!(watcher.run(), self.link.run());
+    }
+}

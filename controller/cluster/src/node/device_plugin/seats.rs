@@ -1,0 +1,150 @@
+//! The seats of a node's GPUs. A seat is the right of a container to use a GPU whose memory it may
+//! fill. A GPU has several seats, which the kubelet hands out as devices.
+
+use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
+
+use super::messages::{Device, ListAndWatchResponse};
+use crate::node::dra::{
+    capacity::{self, OversubscriptionFactor},
+    cdi_lookup::{GpuNames, LookupError},
+    slice::device_name,
+};
+
+/// Maximum number of GPUs that are offered.
+const MAX_GPUS: usize = 128;
+/// Maximum length of a GPU's UUID. With a seat's number, the kubelet's limit of 63 is kept.
+const MAX_UUID: usize = 58;
+/// What separates the UUID and the number of a seat.
+const SEPARATOR: &str = "::";
+const HEALTHY: &str = "Healthy";
+const UNHEALTHY: &str = "Unhealthy";
+
+/// Reason why the seats of a GPU are not handed out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GpuFault {
+    /// Containers would run without Affinode.
+    #[error("containerd does not serve the runtime, or Affinode is being removed from the node")]
+    NotServed,
+    /// The driver does not report the GPU any more.
+    #[error("NVML does not see the GPU any more, or it is in MIG mode; run nvidia-smi on the node")]
+    Gone,
+    /// A container would get no device nodes and libraries. Contains the message of the look-up.
+    #[error("{0}")]
+    NoCdiDevice(String),
+}
+
+/// A GPU with its seats.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeatedGpu {
+    /// UUID of the GPU.
+    pub uuid: String,
+    /// NVML's index of the GPU.
+    pub index: u32,
+    /// Number of seats.
+    pub seats: u32,
+    /// Reason why the seats are not handed out. `None`: they are.
+    pub fault: Option<GpuFault>,
+}
+
+impl SeatedGpu {
+    /// The names by which the CDI specifications are searched.
+    #[must_use]
+    pub fn names(&self) -> GpuNames {
+        GpuNames { device: device_name(&self.uuid), index: Some(self.index) }
+    }
+
+    /// Identity of a seat.
+    #[must_use]
+    pub fn seat_id(&self, number: u32) -> String {
+        format!("{}{SEPARATOR}{number}", self.uuid)
+    }
+}
+
+/// The GPUs of the node with their seats, in order of their index.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SeatList {
+    /// The GPUs.
+    pub gpus: Vec<SeatedGpu>,
+}
+
+impl SeatList {
+    /// Position of a seat's GPU, and the number of the seat. `None`: no GPU has this seat.
+    #[must_use]
+    pub fn find(&self, id: &str) -> Option<(usize, u32)> {
+        let (uuid, number) = id.split_once(SEPARATOR)?;
+        let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
+        let number = number.parse().ok().filter(|number| *number < self.gpus[at].seats)?;
+        // A number has other forms, such as 01, which are no identities.
+        (self.gpus[at].seat_id(number) == id).then_some((at, number))
+    }
+
+    /// The message with all seats.
+    #[must_use]
+    pub fn devices(&self) -> ListAndWatchResponse {
+        let seats = self.gpus.iter().flat_map(|gpu| {
+            let health = if gpu.fault.is_none() { HEALTHY } else { UNHEALTHY };
+            (0..gpu.seats).map(|number| Device { id: gpu.seat_id(number), health: health.into() })
+        });
+        ListAndWatchResponse { devices: seats.collect() }
+    }
+}
+
+/// What is known about the node's GPUs.
+#[derive(Clone, Debug, Default)]
+pub struct KnownGpus {
+    /// The GPUs of all readings. A GPU that was seen once keeps its seats, so that the seats of the
+    /// others do not change.
+    all: NodeGpus,
+    /// UUIDs in the last reading.
+    seen: Vec<String>,
+}
+
+impl KnownGpus {
+    /// Adds a reading. GPUs in MIG mode do not count, because Affinode does not move containers on
+    /// MIG instances.
+    pub fn add(&mut self, reading: NodeGpus) {
+        let whole = reading.gpus.into_iter().filter(|gpu| !gpu.mig && is_identity(&gpu.uuid));
+        let mut gpus: Vec<GpuFacts> = whole.take(MAX_GPUS).collect();
+        self.seen = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let earlier = std::mem::take(&mut self.all.gpus).into_iter();
+        gpus.extend(earlier.filter(|gpu| !self.seen.contains(&gpu.uuid)));
+        gpus.truncate(MAX_GPUS);
+        gpus.sort_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
+        self.all = NodeGpus { gpus, ..reading };
+    }
+
+    /// Records that the driver reports no GPU.
+    pub fn lose_all(&mut self) {
+        self.seen.clear();
+    }
+
+    /// Returns the GPUs with their seats. `served`: the node serves the runtime. `look_up`: finds
+    /// the CDI device of a GPU.
+    pub fn seats(
+        &self,
+        factor: OversubscriptionFactor,
+        served: bool,
+        look_up: impl Fn(&GpuNames) -> Result<String, LookupError>,
+    ) -> SeatList {
+        let gpus = self.all.gpus.iter().map(|gpu| {
+            let seats = capacity::seats(&self.all, gpu.vram_bytes, factor);
+            let (uuid, index) = (gpu.uuid.clone(), gpu.index);
+            let mut gpu = SeatedGpu { uuid, index, seats, fault: None };
+            gpu.fault = match served {
+                false => Some(GpuFault::NotServed),
+                true if !self.seen.contains(&gpu.uuid) => Some(GpuFault::Gone),
+                true => look_up(&gpu.names()).err().map(|e| GpuFault::NoCdiDevice(e.to_string())),
+            };
+            gpu
+        });
+        SeatList { gpus: gpus.collect() }
+    }
+}
+
+fn is_identity(uuid: &str) -> bool {
+    (1..=MAX_UUID).contains(&uuid.len())
+        && uuid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! Reads the node's GPUs at intervals, and keeps the list of seats up to date.
+
+use std::time::Duration;
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+use tokio::sync::watch;
+
+use super::seats::{KnownGpus, SeatList};
+use crate::{
+    error_chain,
+    node::{
+        dra::{capacity::OversubscriptionFactor, cdi_lookup::CdiLookup},
+        host::HostError,
+    },
+};
+
+/// Number of failed readings in a row after which the driver is taken for gone. A single reading can
+/// fail while Affinode's programs are replaced.
+const FAILURES: u32 = 3;
+
+/// Whether the seats are handed out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SeatOffer {
+    /// The node agent has not checked the node yet.
+    #[default]
+    Undecided,
+    /// The node serves the runtime.
+    Offered,
+    /// The node does not serve the runtime, or Affinode is being removed from it.
+    Withdrawn,
+}
+
+/// Pauses between two readings.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadPace {
+    /// Pause while all GPUs can be used.
+    pub usual: Duration,
+    /// Pause after an error, and while a GPU cannot be used.
+    pub retry: Duration,
+}
+
+impl Default for ReadPace {
+    fn default() -> ReadPace {
+        ReadPace { usual: Duration::from_secs(60), retry: Duration::from_secs(10) }
+    }
+}
+
+/// Watches the GPUs of a node. `R` reads them.
+pub struct SeatWatcher<R> {
+    /// Reads the GPUs.
+    pub read: R,
+    /// Finds the CDI devices of the GPUs.
+    pub lookup: CdiLookup,
+    /// Number of seats of a GPU, before the host memory limits it.
+    pub factor: OversubscriptionFactor,
+    /// Whether the seats are handed out.
+    pub offer: watch::Receiver<SeatOffer>,
+    /// Gets the seats after each change.
+    pub seats: watch::Sender<SeatList>,
+    /// Pauses between two readings.
+    pub pace: ReadPace,
+}
+
+impl<R: AsyncFn() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
+    /// Watches until the future is dropped, or the node agent's part of the plugin ends.
+    pub async fn run(mut self) {
+        let (mut known, mut failures) = (KnownGpus::default(), 0);
+        loop {
+            let offer = *self.offer.borrow_and_update();
+            if offer == SeatOffer::Offered {
+                match (self.read)().await {
+                    Ok(reading) => {
+                        known.add(reading);
+                        failures = 0;
+                    }
+                    Err(error) => {
+                        let why = error_chain::chain(&error);
+                        tracing::warn!("device plugin: cannot read the GPUs of the node: {why}");
+                        failures += 1;
+                        if failures >= FAILURES {
+                            known.lose_all();
+                        }
+                    }
+                }
+            }
+            let served = offer == SeatOffer::Offered;
+            let fresh = known.seats(self.factor, served, |gpu| self.lookup.find(gpu));
+            let sound = failures == 0 && fresh.gpus.iter().all(|gpu| gpu.fault.is_none());
+            self.publish(fresh);
+            let rest = if sound || !served { self.pace.usual } else { self.pace.retry };
+            tokio::select! {
+                () = tokio::time::sleep(rest) => {}
+                changed = self.offer.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    fn publish(&self, fresh: SeatList) {
+        self.seats.send_if_modified(|known| {
+            if *known == fresh {
+                return false;
+            }
+            let seats: u32 = fresh.gpus.iter().map(|gpu| gpu.seats).sum();
+            tracing::info!("device plugin: {} GPUs with {seats} seats", fresh.gpus.len());
+            for gpu in &fresh.gpus {
+                let earlier = known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid);
+                match &gpu.fault {
+                    Some(fault) if earlier.is_none_or(|it| it.fault.as_ref() != Some(fault)) => {
+                        tracing::warn!(
+                            "device plugin: GPU {} is not handed out: {fault}",
+                            gpu.uuid
+                        );
+                    }
+                    None if earlier.is_some_and(|it| it.fault.is_some()) => {
+                        tracing::info!("device plugin: GPU {} is handed out again", gpu.uuid);
+                    }
+                    _ => {}
+                }
+            }
+            *known = fresh;
+            true
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

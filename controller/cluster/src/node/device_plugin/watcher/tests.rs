@@ -1,0 +1,125 @@
+//! Reads GPUs that the tests change.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures_util::FutureExt;
+
+use super::*;
+use crate::node::device_plugin::fake_kubelet::{cdi, health, reading};
+
+/// The GPUs that the driver reports. `None`: it reports an error.
+type Driver = Arc<Mutex<Option<NodeGpus>>>;
+
+struct Watched {
+    driver: Driver,
+    offer: watch::Sender<SeatOffer>,
+    seats: watch::Receiver<SeatList>,
+    folder: tempfile::TempDir,
+}
+
+/// Watches these GPUs while the test runs.
+async fn watched(uuids: &[&str], test: impl AsyncFnOnce(Watched)) {
+    let folder = tempfile::tempdir().unwrap();
+    let driver: Driver = Arc::new(Mutex::new(Some(reading(uuids))));
+    let (offer, offered) = watch::channel(SeatOffer::default());
+    let (sender, seats) = watch::channel(SeatList::default());
+    let source = Arc::clone(&driver);
+    let tick = Duration::from_millis(5);
+    let watcher = SeatWatcher {
+        read: async move || {
+            let found = source.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            found.ok_or_else(|| HostError::Refused("NVML cannot be used".into()))
+        },
+        lookup: cdi(folder.path(), uuids),
+        factor: OversubscriptionFactor::of_seats(2),
+        offer: offered,
+        seats: sender,
+        pace: ReadPace { usual: tick, retry: tick },
+    };
+    tokio::select! {
+        () = watcher.run() => panic!("the watcher ended"),
+        () = test(Watched { driver, offer, seats, folder }) => {}
+    }
+}
+
+impl Watched {
+    fn report(&self, gpus: Option<NodeGpus>) {
+        *self.driver.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+    }
+
+    async fn until(&mut self, expected: &[&str]) {
+        let is_so = |seats: &SeatList| health(&seats.devices().devices) == expected;
+        self.seats.wait_for(is_so).await.unwrap();
+    }
+}
+
+const BOTH: [&str; 4] =
+    ["GPU-a::0 Healthy", "GPU-a::1 Healthy", "GPU-b::0 Healthy", "GPU-b::1 Healthy"];
+const LOST: [&str; 4] =
+    ["GPU-a::0 Unhealthy", "GPU-a::1 Unhealthy", "GPU-b::0 Unhealthy", "GPU-b::1 Unhealthy"];
+
+#[tokio::test]
+async fn vanished_gpu_is_unhealthy_until_back() {
+    watched(&["GPU-a", "GPU-b"], async |mut node| {
+        node.offer.send_replace(SeatOffer::Offered);
+        node.until(&BOTH).await;
+        node.report(Some(reading(&["GPU-a"])));
+        node.until(&[BOTH[0], BOTH[1], LOST[2], LOST[3]]).await;
+        node.report(Some(reading(&["GPU-a", "GPU-b"])));
+        node.until(&BOTH).await;
+        node.report(None);
+        node.until(&LOST).await;
+        node.report(Some(reading(&["GPU-a", "GPU-b"])));
+        node.until(&BOTH).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn seats_follow_what_the_node_serves() {
+    watched(&["GPU-a", "GPU-b"], async |mut node| {
+        node.offer.send_replace(SeatOffer::Offered);
+        node.until(&BOTH).await;
+        node.offer.send_replace(SeatOffer::Withdrawn);
+        node.until(&LOST).await;
+        // The driver may be gone too.
+        node.report(None);
+        node.offer.send_replace(SeatOffer::Offered);
+        node.report(Some(reading(&["GPU-a", "GPU-b"])));
+        node.until(&BOTH).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn gpu_without_cdi_device_is_unhealthy() {
+    watched(&["GPU-a", "GPU-b"], async |mut node| {
+        let spec = node.folder.path().join("nvidia.json");
+        let text = std::fs::read(&spec).unwrap();
+        std::fs::remove_file(&spec).unwrap();
+        node.offer.send_replace(SeatOffer::Offered);
+        node.until(&LOST).await;
+        std::fs::write(&spec, text).unwrap();
+        node.until(&BOTH).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn seats_are_unknown_before_the_first_check() {
+    for (offer, known) in [(SeatOffer::Undecided, false), (SeatOffer::Offered, true)] {
+        let folder = tempfile::tempdir().unwrap();
+        let (_offer, offered) = watch::channel(offer);
+        let (seats, watched) = watch::channel(SeatList::default());
+        let watcher = SeatWatcher {
+            read: async || Ok(reading(&["GPU-a"])),
+            lookup: cdi(folder.path(), &["GPU-a"]),
+            factor: OversubscriptionFactor::of_seats(2),
+            offer: offered,
+            seats: seats.clone(),
+            pace: ReadPace::default(),
+        };
+        assert!(watcher.run().now_or_never().is_none(), "it goes on");
+        assert_eq!(watched.has_changed().unwrap(), known, "{offer:?}");
+    }
+}
