@@ -60,9 +60,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* Fails if GPUs would be offered twice. */}}
+{{- define "affinode.checkSharing" -}}
+{{- if and .Values.devicePlugin.enabled .Values.dra.enabled }}
+{{- fail "devicePlugin.enabled and dra.enabled would each offer the same GPUs, so each GPU would be given out twice; set one of them to false" }}
+{{- end }}
+{{- end }}
+
 {{/* Resources whose pods are GPU pods, as a JSON list. */}}
 {{- define "affinode.injectResources" -}}
 {{- $resources := .Values.inject.resources }}
+{{- if .Values.devicePlugin.enabled }}
+{{- $resources = append $resources .Values.devicePlugin.resourceName | uniq }}
+{{- end }}
 {{- if and .Values.dra.enabled .Values.dra.extendedResourceName }}
 {{- $resources = append $resources .Values.dra.extendedResourceName | uniq }}
 {{- end }}

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
 mod config;
+mod device_plugin;
 mod dra;
 mod inject;
 mod monitoring;
