@@ -46,10 +46,12 @@ pub struct Options {
 /// A part of the checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// Everything but the DRA driver.
+    /// Everything but the DRA driver and the device plugin.
     Chart,
     /// The DRA driver of the node agents.
     Dra,
+    /// The device plugin of the node agents.
+    DevicePlugin,
 }
 
 /// Configures the network of a testbed's pods, with the CNI plugins of this folder.

@@ -2,6 +2,7 @@
 
 mod agent;
 mod chart;
+mod device_plugin;
 mod dra;
 mod fleet;
 mod inject;
@@ -43,11 +44,16 @@ pub fn run(plane: &Plane<'_>, only: Option<Part>) -> Result<()> {
         containerd::run(plane.kubectl().args(label))?;
     }
     let before = uninstall::Before::look(plane)?;
-    if only != Some(Part::Dra) {
+    let runs = |part| only.is_none_or(|only| only == part);
+    if runs(Part::Chart) {
         of_the_chart(plane, &before)?;
     }
-    if only != Some(Part::Chart) {
+    if runs(Part::Dra) {
         dra::pods_share_a_gpu(plane)?;
+        uninstall::left_nothing(plane, &before)?;
+    }
+    if runs(Part::DevicePlugin) {
+        device_plugin::pods_take_seats(plane)?;
         uninstall::left_nothing(plane, &before)?;
     }
     Ok(())

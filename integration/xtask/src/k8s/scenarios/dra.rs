@@ -68,8 +68,17 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     slices::nothing_is_left(plane)
 }
 
-/// Installs from the chart. The agents find the simulated driver as on a node whose loader finds it.
 fn install_driver(plane: &Plane<'_>) -> Result<()> {
+    let set = format!("dra.enabled=true,dra.extendedResourceName={RESOURCE},inject.by=webhook");
+    install_sharing(plane, &set)?;
+    let ready =
+        ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-webhook", "--timeout=180s"];
+    containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))
+}
+
+/// Installs from the chart with these values. The agents find the simulated driver as on a node whose
+/// loader finds it.
+pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
     for node in plane.nodes() {
         fs::write(node.path("/etc/cdi/nvidia.json"), toolkit_spec(node)?.to_string())?;
     }
@@ -77,16 +86,12 @@ fn install_driver(plane: &Plane<'_>) -> Result<()> {
     let env = world.gpu().host_env(world.artifacts(), HOME.as_ref());
     let env: Vec<Value> =
         env.iter().map(|(name, value)| json!({"name": name, "value": value})).collect();
-    let set =
-        format!("--set=dra.enabled=true,dra.extendedResourceName={RESOURCE},inject.by=webhook");
+    let set = format!("--set={values}");
     let env = format!("--set-json=node.extraEnv={}", Value::from(env));
     release::load_image(plane, world.artifacts())?;
     release::helm(plane, &["install", RELEASE, "-n", NAMESPACE, "--create-namespace", &set, &env])?;
     plane.nodes().iter().try_for_each(|node| install::serves(plane, node))?;
-    rolled_out(plane)?;
-    let ready =
-        ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-webhook", "--timeout=180s"];
-    containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))
+    rolled_out(plane)
 }
 
 /// Creates the templates of claims: one with a valid policy, and one with an invalid policy.
@@ -168,7 +173,7 @@ fn one_finds_no_room<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Val
 }
 
 /// Calls each pod in turn. The others must be offloaded while its memory is on the GPU.
-fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
+pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The pods take turns on the GPU");
     for _ in 0..3 {
         for at in 0..pods.len() {
