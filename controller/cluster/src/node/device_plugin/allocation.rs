@@ -37,7 +37,7 @@ pub enum AllocationError {
     Unhealthy {
         /// UUID of the GPU.
         uuid: String,
-        /// What is wrong.
+        /// What is wrong with the specification of this GPU.
         #[source]
         fault: GpuFault,
     },

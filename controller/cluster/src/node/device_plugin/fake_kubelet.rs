@@ -132,7 +132,7 @@ impl Plugin {
         client
     }
 
-    /// Calls a method.
+    /// Calls a method of the plugin and waits for its answer.
     pub async fn call<Q, A>(&self, method: &'static str, request: Q) -> Result<A, Status>
     where
         Q: Message + Send + Sync + 'static,
@@ -151,7 +151,7 @@ impl Plugin {
         self.call(ALLOCATE, AllocateRequest { container_requests }).await
     }
 
-    /// Watches the devices.
+    /// Opens the stream of the offered devices.
     pub async fn watch(&self) -> Streaming<ListAndWatchResponse> {
         let codec = ProstCodec::<Empty, ListAndWatchResponse>::default();
         let path = PathAndQuery::from_static(LIST);

@@ -46,7 +46,7 @@ pub struct ListAndWatchResponse {
     pub devices: Vec<Device>,
 }
 
-/// One device.
+/// A device as the kubelet counts it: one seat.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Device {
     /// Identity of the device, of at most 63 characters.
@@ -130,7 +130,7 @@ pub struct ContainerAllocateResponse {
     pub cdi_devices: Vec<CdiDevice>,
 }
 
-/// A CDI device.
+/// A CDI device that the container runtime adds.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct CdiDevice {
     /// Name with its kind, such as `nvidia.com/gpu=0`.

@@ -40,7 +40,7 @@ pub struct SeatedGpu {
     pub uuid: String,
     /// NVML's index of the GPU.
     pub index: u32,
-    /// Number of seats.
+    /// Number of seats that each GPU has.
     pub seats: u32,
     /// Reason why the seats are not handed out. `None`: they are.
     pub fault: Option<GpuFault>,
@@ -63,7 +63,7 @@ impl SeatedGpu {
 /// The GPUs of the node with their seats, in order of their index.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SeatList {
-    /// The GPUs.
+    /// The GPUs of the node with their seats.
     pub gpus: Vec<SeatedGpu>,
 }
 

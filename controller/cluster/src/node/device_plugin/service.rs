@@ -58,7 +58,7 @@ pub struct SeatService {
 }
 
 impl SeatService {
-    /// Answers a request.
+    /// Answers a request of the kubelet.
     pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
         match request.uri().path() {
             OPTIONS => try_unary(request, async |_: Empty| Ok(options())).await,
