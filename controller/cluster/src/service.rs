@@ -14,7 +14,7 @@ use tokio_rustls::rustls::crypto;
 use crate::{
     error_chain::ApiError,
     https::{self, tls::TlsError},
-    node::{device_plugin::DevicePluginError, dra::sockets::SocketError},
+    node::device_plugin::DevicePluginError,
 };
 
 /// Reason why a service does not run.
@@ -37,9 +37,6 @@ pub enum ServiceError {
     /// The certificate could not be created, or the named files are invalid.
     #[error("cannot load or create the TLS certificate of this server")]
     Papers(#[from] TlsError),
-    /// A socket of the DRA driver could not be created.
-    #[error("cannot start the DRA driver")]
-    Dra(#[from] SocketError),
     /// The device plugin could not be started.
     #[error("cannot start the device plugin")]
     DevicePlugin(#[from] DevicePluginError),

@@ -20,8 +20,11 @@ pub struct NodeGpus {
     pub cuda_driver_version: Option<String>,
     /// The node's host memory without the reserve that offloads leave free, in bytes.
     pub host_memory_bytes: u64,
-    /// The GPUs in order of their index.
+    /// The GPUs that NVML can read, in order of their index.
     pub gpus: Vec<GpuFacts>,
+    /// The other GPUs: index and NVML's error. A GPU that has fallen off the bus is one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<String>,
 }
 
 /// The properties of one GPU. A property that NVML does not report is `None`.
@@ -79,14 +82,20 @@ pub fn read(config: &Config) -> Result<NodeGpus, GpuFactsError> {
 
 fn read_driver(nvml: &Nvml) -> Result<NodeGpus, NvmlError> {
     let cuda = nvml.sys_cuda_driver_version().ok();
-    let gpus =
-        (0..nvml.device_count()?).map(|index| read_gpu(&nvml.device_by_index(index)?, index));
+    let (mut gpus, mut unreadable) = (Vec::new(), Vec::new());
+    for index in 0..nvml.device_count()? {
+        match nvml.device_by_index(index).and_then(|device| read_gpu(&device, index)) {
+            Ok(gpu) => gpus.push(gpu),
+            Err(error) => unreadable.push(format!("GPU {index}: {error}")),
+        }
+    }
     Ok(NodeGpus {
         driver_version: nvml.sys_driver_version()?,
         // NVML reports 13.0 as 13000.
         cuda_driver_version: cuda.map(|v| format!("{}.{}", v / 1000, v % 1000 / 10)),
         host_memory_bytes: 0,
-        gpus: gpus.collect::<Result<_, _>>()?,
+        gpus,
+        unreadable,
     })
 }
 

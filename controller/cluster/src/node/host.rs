@@ -8,7 +8,6 @@ use std::{
     time::Duration,
 };
 
-use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -21,7 +20,7 @@ const IN_PLACE: &str = "in-place";
 /// Time limit for a command. An installation waits for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
 /// Time limit for reading the GPUs. A driver that is not kept loaded starts within a few seconds.
-const GPUS_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const GPUS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Paths on the node.
 #[derive(Args, Clone, Debug)]
@@ -207,15 +206,12 @@ impl HostPaths {
         })
     }
 
-    /// Reads the node's GPUs with the installed program.
-    ///
-    /// # Errors
-    /// [`HostError`]: the command failed, or the driver cannot be read.
-    pub async fn gpus(&self) -> Result<NodeGpus, HostError> {
+    /// Returns the command that reads the node's GPUs with the installed program.
+    pub(super) fn gpus_command(&self) -> Result<Command, HostError> {
         let mut command = affinode()?;
         command.arg("gpus").arg("--host-root").arg(&self.host_root);
-        command.arg("--prefix").arg(&self.prefix);
-        parse("gpus", &succeeded(finish("gpus", &mut command, GPUS_TIMEOUT).await?)?)
+        command.arg("--prefix").arg(&self.prefix).stdin(Stdio::null());
+        Ok(command)
     }
 
     /// Waits until Affinode can be removed, without changing anything.
@@ -350,7 +346,7 @@ async fn finish(
     output.map_err(|_| HostError::Late(verb))?.map_err(HostError::Run)
 }
 
-fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {
+pub(super) fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {
     if output.status.success() {
         return Ok(output.stdout);
     }
@@ -358,6 +354,6 @@ fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {
     Err(HostError::Refused(if said.is_empty() { output.status.to_string() } else { said }))
 }
 
-fn parse<T: DeserializeOwned>(verb: &'static str, text: &[u8]) -> Result<T, HostError> {
+pub(super) fn parse<T: DeserializeOwned>(verb: &'static str, text: &[u8]) -> Result<T, HostError> {
     serde_json::from_slice(text).map_err(|source| HostError::Answer { verb, source })
 }

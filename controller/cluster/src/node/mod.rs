@@ -19,6 +19,7 @@ pub mod agent_metrics;
 mod auth_proxy;
 pub mod device_plugin;
 pub mod dra;
+mod gpu_reader;
 pub mod host;
 mod node_events;
 pub mod node_labels;
@@ -136,7 +137,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
-    let (driver, dra) = DraDriver::start(&options.dra, places, &client, name)?.unzip();
+    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name).unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,
@@ -242,6 +243,8 @@ impl NodeAgent<'_> {
              {AGENT} from the node"
         );
         self.metrics.now(InstallState::Foreign);
+        // The slices of this node are those of the other installation.
+        self.demand_slices(SliceDemand::Undecided);
         self.offer_seats(false);
         if self.said.replace(text.clone()).as_ref() != Some(&text) {
             tracing::error!("{text}");
@@ -259,12 +262,8 @@ impl NodeAgent<'_> {
         match self.tend(&mut labelled).await {
             Ok(true) => {
                 self.metrics.now(InstallState::Served);
-                self.offer_gpus(SliceDemand::Publish);
                 self.serve(true, labelled).await?;
-                let state = match &self.bad_config {
-                    Some(why) => format!("served, with another configuration: {why}"),
-                    None => "served".to_owned(),
-                };
+                let state = self.served_state();
                 self.say(node, &state).await?;
                 Ok(LOOK_EVERY)
             }
@@ -298,6 +297,18 @@ impl NodeAgent<'_> {
         }
     }
 
+    /// The state of a node that serves the runtime.
+    fn served_state(&self) -> String {
+        let mut state = "served".to_owned();
+        if let Some(why) = &self.bad_config {
+            state += &format!(", with another configuration: {why}");
+        }
+        if let Some(why) = self.dra.as_ref().and_then(DraControl::problem) {
+            state += &format!(", without the DRA driver: {why}");
+        }
+        state
+    }
+
     /// Records that the installation failed, and returns the state to report.
     async fn not_installed(
         &mut self,
@@ -325,7 +336,7 @@ impl NodeAgent<'_> {
             Err(_) => labelled,
         };
         self.metrics.serves(serves);
-        self.offer_seats(serves);
+        self.offer(serves);
         // The installation may have removed the label.
         self.node_labels.serve(serves).await?;
         Ok(serves)
@@ -418,7 +429,7 @@ impl NodeAgent<'_> {
         if wanted != READY {
             self.metrics.now(InstallState::Retired);
         }
-        self.offer_gpus(SliceDemand::Withdraw);
+        self.offer(false);
         if node.annotations().get(STATE).is_some_and(|state| state == wanted) {
             return Ok(LOOK_EVERY);
         }
@@ -436,9 +447,7 @@ impl NodeAgent<'_> {
 
     /// Executes the steps for the state `wanted`. `Err`: the reason why they were not done.
     async fn take_off(&self, wanted: &str) -> Result<(), String> {
-        if let Some(dra) = &self.dra {
-            dra.may_go().map_err(|error| error_chain::chain(&error))?;
-        }
+        self.needs_no_driver().await?;
         let places = &self.options.places;
         let did = match wanted {
             RETIRED | EXCLUDED => {
@@ -450,10 +459,26 @@ impl NodeAgent<'_> {
                 places.may_go().await
             }
         };
-        did.map_err(|error| error_chain::chain(&error))
+        did.map_err(|error| error_chain::chain(&error))?;
+        // A pod that the scheduler had placed on the node before can have arrived meanwhile.
+        self.needs_no_driver().await
     }
 
-    fn offer_gpus(&self, demand: SliceDemand) {
+    /// Checks that no pod needs the DRA driver. `Err`: the reason why one does.
+    async fn needs_no_driver(&self) -> Result<(), String> {
+        match &self.dra {
+            Some(dra) => dra.may_go().await.map_err(|error| error_chain::chain(&error)),
+            None => Ok(()),
+        }
+    }
+
+    /// Offers the node's GPUs to pods, or withdraws them. Pods that have GPUs keep them.
+    fn offer(&self, served: bool) {
+        self.demand_slices(if served { SliceDemand::Publish } else { SliceDemand::Withdraw });
+        self.offer_seats(served);
+    }
+
+    fn demand_slices(&self, demand: SliceDemand) {
         if let Some(dra) = &self.dra {
             dra.demand(demand);
         }
@@ -467,7 +492,7 @@ impl NodeAgent<'_> {
 
     async fn serve(&self, served: bool, labelled: bool) -> kube::Result<()> {
         self.metrics.serves(served);
-        self.offer_seats(served);
+        self.offer(served);
         if served == labelled {
             return Ok(());
         }

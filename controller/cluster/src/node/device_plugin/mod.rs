@@ -40,6 +40,7 @@ use super::{
         cdi_lookup::CdiLookup,
         sockets::{self, SocketError},
     },
+    gpu_reader::GpuReader,
     host::HostPaths,
 };
 
@@ -141,9 +142,9 @@ impl DevicePlugin {
 
     /// Serves the kubelet until the future is dropped. The socket is removed then.
     pub async fn run(self) {
-        let places = self.places;
+        let mut reader = GpuReader::new(self.places);
         let watcher = SeatWatcher {
-            read: async || places.gpus().await,
+            read: async || reader.read().await,
             lookup: self.lookup,
             factor: self.factor,
             offer: self.offer,

@@ -47,7 +47,7 @@ impl Default for ReadPace {
 
 /// Watches the GPUs of a node. `R` reads them.
 pub struct SeatWatcher<R> {
-    /// Reads the GPUs.
+    /// Reads the GPUs of the node.
     pub read: R,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,
@@ -61,7 +61,7 @@ pub struct SeatWatcher<R> {
     pub pace: ReadPace,
 }
 
-impl<R: AsyncFn() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
+impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
     /// Watches until the future is dropped, or the node agent's part of the plugin ends.
     pub async fn run(mut self) {
         let (mut known, mut failures) = (KnownGpus::default(), 0);

@@ -114,6 +114,18 @@ pub struct ClaimDevice {
 }
 
 impl ClaimSpec {
+    /// Whether the specification was made for exactly these GPUs. A claim with the same UID can be
+    /// allocated again.
+    #[must_use]
+    pub fn is_for(&self, gpus: &[AllocatedGpu]) -> bool {
+        let same = |(device, gpu): (&SpecDevice, &AllocatedGpu)| {
+            let known = &device.annotations;
+            (&known.request, &known.pool, &known.device, &known.share_id)
+                == (&gpu.request, &gpu.pool, &gpu.device, &gpu.share_id)
+        };
+        self.devices.len() == gpus.len() && self.devices.iter().zip(gpus).all(same)
+    }
+
     /// Makes the specification of a claim.
     #[must_use]
     pub fn new(claim: &ClaimName, devices: &[ClaimDevice]) -> ClaimSpec {

@@ -5,14 +5,18 @@
 //! is prepared if its specification exists. Therefore the specification is written last and removed
 //! first. The folders are on a tmpfs: after a restart of the machine, the kubelet prepares the
 //! claims of its pods again.
+//!
+//! A third file records that the kubelet has asked for a claim. It is written before anything that
+//! can fail, because a kubelet needs the driver to end the pod also if the preparation failed.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
 };
 
 use super::{
-    cdi::{ClaimSpec, ClaimUid, device_name},
+    cdi::{ClaimName, ClaimSpec, ClaimUid, device_name},
     policy::Annotations,
 };
 
@@ -20,6 +24,8 @@ use super::{
 const SPEC_PREFIX: &str = "gpu.affinode.io-claim_";
 /// End of the name of a claim's specification.
 const SPEC_SUFFIX: &str = ".json";
+/// Folder, below that of the policies, with a file for each claim that the kubelet has asked for.
+const REQUESTED_DIR: &str = "requested";
 /// Maximum size of a specification that is read.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
@@ -53,6 +59,26 @@ impl ClaimFiles {
         let small = fs::metadata(&file).is_ok_and(|data| data.len() <= MAX_SPEC_BYTES);
         let text = small.then(|| fs::read(&file).ok())??;
         serde_json::from_slice(&text).ok()
+    }
+
+    /// Records that the kubelet asks for a claim, until [`ClaimFiles::remove`].
+    ///
+    /// # Errors
+    /// [`FileError`]: the file cannot be written.
+    pub fn record_request(&self, claim: &ClaimName) -> Result<(), FileError> {
+        let file = self.request_file(&claim.uid);
+        let text = format!("{}/{}", claim.namespace, claim.name);
+        write(&file, text.as_bytes()).map_err(|source| FileError {
+            verb: "write",
+            path: file,
+            source,
+        })
+    }
+
+    /// Whether the kubelet has asked for this claim, and has not reverted that.
+    #[must_use]
+    pub fn is_requested(&self, uid: &ClaimUid) -> bool {
+        self.request_file(uid).exists()
     }
 
     /// Writes the policy of a device. Returns the path of the file on the node.
@@ -98,18 +124,34 @@ impl ClaimFiles {
                 remove(&self.policy_dir.join(name))?;
             }
         }
-        Ok(())
+        remove(&self.request_file(uid))
     }
 
-    /// UIDs of the claims that are prepared on this node.
+    /// The claims that the kubelet has asked for, and those that are prepared: UID, and
+    /// `namespace/name`, or the UID again if the names are unknown.
     ///
     /// # Errors
-    /// [`FileError`]: the folder cannot be read.
-    pub fn prepared(&self) -> Result<Vec<ClaimUid>, FileError> {
-        let uid = |name: String| {
-            name.strip_prefix(SPEC_PREFIX)?.strip_suffix(SPEC_SUFFIX)?.parse::<ClaimUid>().ok()
-        };
-        Ok(names(&self.cdi_dir)?.into_iter().filter_map(uid).collect())
+    /// [`FileError`]: a folder cannot be read.
+    pub fn held(&self) -> Result<BTreeMap<String, String>, FileError> {
+        let is_uid = |text: &str| text.parse::<ClaimUid>().is_ok();
+        let mut held = BTreeMap::new();
+        for name in names(&self.cdi_dir)? {
+            let uid =
+                name.strip_prefix(SPEC_PREFIX).and_then(|rest| rest.strip_suffix(SPEC_SUFFIX));
+            if let Some(uid) = uid.filter(|uid| is_uid(uid)) {
+                held.insert(uid.to_owned(), uid.to_owned());
+            }
+        }
+        let folder = self.policy_dir.join(REQUESTED_DIR);
+        for uid in names(&folder)?.into_iter().filter(|name| is_uid(name)) {
+            let claim = fs::read_to_string(folder.join(&uid)).unwrap_or_else(|_| uid.clone());
+            held.insert(uid, claim);
+        }
+        Ok(held)
+    }
+
+    fn request_file(&self, uid: &ClaimUid) -> PathBuf {
+        self.policy_dir.join(REQUESTED_DIR).join(uid.to_string())
     }
 
     fn spec_file(&self, uid: &ClaimUid) -> PathBuf {
@@ -163,13 +205,8 @@ fn remove(file: &Path) -> Result<(), FileError> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
-    use crate::node::dra::{
-        allocation::AllocatedGpu,
-        cdi::{ClaimDevice, ClaimName},
-    };
+    use crate::node::dra::{allocation::AllocatedGpu, cdi::ClaimDevice};
 
     fn files(folder: &Path) -> ClaimFiles {
         ClaimFiles {
@@ -192,6 +229,10 @@ mod tests {
         ClaimSpec::new(&name, &[ClaimDevice { allocated, gpu, policy_file: None }])
     }
 
+    fn held(claims: &[(&str, &str)]) -> BTreeMap<String, String> {
+        claims.iter().map(|(uid, claim)| ((*uid).into(), (*claim).into())).collect()
+    }
+
     fn listed(folder: &Path) -> Vec<String> {
         let mut names = names(folder).unwrap();
         names.sort();
@@ -202,10 +243,10 @@ mod tests {
     fn new_agent_reads_what_was_prepared() {
         let folder = tempfile::tempdir().unwrap();
         let [first, second] = ["u-1", "u-12"].map(|uid| uid.parse::<ClaimUid>().unwrap());
-        assert!(files(folder.path()).prepared().unwrap().is_empty(), "no folder yet");
+        assert!(files(folder.path()).held().unwrap().is_empty(), "no folder yet");
         files(folder.path()).write_spec(&first, &spec(&first)).unwrap();
         let again = files(folder.path());
-        assert_eq!(again.prepared().unwrap(), vec![first.clone()]);
+        assert_eq!(again.held().unwrap(), held(&[("u-1", "u-1")]));
         assert_eq!(again.spec(&first), Some(spec(&first)));
         assert_eq!(again.spec(&second), None);
     }
@@ -227,7 +268,22 @@ mod tests {
         files.remove(&first).unwrap();
         let rest = ["gpu.affinode.io-claim_u-1-2.json", "nvidia.yaml"];
         assert_eq!(listed(&files.cdi_dir), rest);
-        assert_eq!(listed(&files.policy_dir), ["u-1-2-0"]);
+        assert_eq!(listed(&files.policy_dir), ["u-1-2-0"], "no request was recorded");
+    }
+
+    #[test]
+    fn claim_is_held_before_it_is_prepared() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = files(folder.path());
+        let uid: ClaimUid = "u-1".parse().unwrap();
+        let name = ClaimName { namespace: "ml".into(), name: "gpu".into(), uid: uid.clone() };
+        files.record_request(&name).unwrap();
+        assert!(files.is_requested(&uid));
+        assert_eq!(files.held().unwrap(), held(&[("u-1", "ml/gpu")]));
+        files.write_spec(&uid, &spec(&uid)).unwrap();
+        assert_eq!(files.held().unwrap(), held(&[("u-1", "ml/gpu")]), "counted once");
+        files.remove(&uid).unwrap();
+        assert!(!files.is_requested(&uid) && files.held().unwrap().is_empty());
     }
 
     #[test]
@@ -237,8 +293,8 @@ mod tests {
         let uid: ClaimUid = "u-1".parse().unwrap();
         files.write_spec(&uid, &spec(&uid)).unwrap();
         fs::write(files.spec_file(&uid), "{").unwrap();
-        assert_eq!((files.spec(&uid), files.prepared().unwrap()), (None, vec![uid.clone()]));
+        assert_eq!((files.spec(&uid), files.held().unwrap()), (None, held(&[("u-1", "u-1")])));
         files.remove(&uid).unwrap();
-        assert!(files.prepared().unwrap().is_empty());
+        assert!(files.held().unwrap().is_empty());
     }
 }

@@ -19,6 +19,7 @@ pub mod capacity;
 pub mod cdi;
 pub mod cdi_lookup;
 pub mod claim_files;
+mod driver_sockets;
 pub mod messages;
 pub mod policy;
 pub mod prepare;
@@ -27,30 +28,34 @@ pub mod services;
 pub mod slice;
 pub mod sockets;
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
 use clap::{ArgAction, Args};
 use kube::Client;
-use tokio::{net::UnixListener, sync::watch};
+use tokio::sync::watch;
 
 use self::{
     capacity::OversubscriptionFactor,
     cdi_lookup::CdiLookup,
     claim_files::{ClaimFiles, FileError},
+    driver_sockets::DriverSockets,
     prepare::ClaimPreparer,
     publisher::{SliceDemand, SlicePublisher},
-    services::{PluginService, Registration, RegistrationService},
-    sockets::{NodeSocket, SocketError},
+    services::Registration,
 };
-use super::host::HostPaths;
+use super::{gpu_reader::GpuReader, host::HostPaths};
 use crate::error_chain;
 
 /// Name of the driver. Devices, attributes and configurations refer to it.
 pub const DRIVER: &str = "gpu.affinode.io";
 /// The folder, beside the chosen one, in which CDI specifications are looked up.
 const STATIC_CDI_DIR: &str = "/etc/cdi";
+/// Time limit for the deletion of the slice after its withdrawal.
+const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause before the driver starts again after an error.
+const RESTART_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Options of the DRA driver.
 #[derive(Args, Clone, Debug)]
@@ -89,18 +94,31 @@ impl DraOptions {
 pub enum InUseError {
     /// Without the driver, the kubelet could not end the pods of these claims.
     #[error(
-        "{0} resource claims of driver {DRIVER} are prepared on this node: delete their pods first"
+        "{count} resource claims of driver {DRIVER} are in use on this node: delete the pods of {names}"
     )]
-    Prepared(usize),
-    /// It is unknown whether claims are prepared.
+    Claims {
+        /// Number of claims in use.
+        count: usize,
+        /// `namespace/name` of the first claims.
+        names: String,
+    },
+    /// The scheduler may still give the node's GPUs to pods.
+    #[error("the ResourceSlice of this node is not deleted yet")]
+    Offered,
+    /// It is unknown whether claims are in use.
     #[error(transparent)]
     Files(#[from] FileError),
 }
+
+/// Maximum number of claims that an error names.
+const MAX_NAMED: usize = 5;
 
 /// The driver's part that the node agent controls.
 pub struct DraControl {
     files: ClaimFiles,
     demand: watch::Sender<SliceDemand>,
+    withdrawn: watch::Receiver<bool>,
+    problem: watch::Receiver<Option<String>>,
 }
 
 impl DraControl {
@@ -109,14 +127,29 @@ impl DraControl {
         self.demand.send_if_modified(|known| std::mem::replace(known, demand) != demand);
     }
 
-    /// Checks that no claim is prepared.
+    /// Reason why the kubelet does not use the driver. `None`: it does, or that is not known yet.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        self.problem.borrow().clone()
+    }
+
+    /// Checks that no pod needs the driver, and waits until no pod is placed on the node by a claim.
     ///
     /// # Errors
-    /// [`InUseError`]: claims are prepared, or that is unknown.
-    pub fn may_go(&self) -> Result<(), InUseError> {
-        match self.files.prepared()?.len() {
-            0 => Ok(()),
-            count => Err(InUseError::Prepared(count)),
+    /// [`InUseError`]: a claim is in use, the GPUs are still offered, or that is unknown.
+    pub async fn may_go(&self) -> Result<(), InUseError> {
+        let held = self.files.held()?;
+        if !held.is_empty() {
+            let named: Vec<&str> = held.values().take(MAX_NAMED).map(String::as_str).collect();
+            let more = if held.len() > MAX_NAMED { ", …" } else { "" };
+            let names = named.join(", ") + more;
+            return Err(InUseError::Claims { count: held.len(), names });
+        }
+        let mut withdrawn = self.withdrawn.clone();
+        let waited = tokio::time::timeout(WITHDRAWAL_TIMEOUT, withdrawn.wait_for(|gone| *gone));
+        match waited.await {
+            Ok(Ok(_)) => Ok(()),
+            _ => Err(InUseError::Offered),
         }
     }
 }
@@ -124,72 +157,75 @@ impl DraControl {
 /// The driver, which serves the kubelet and publishes the slice.
 pub struct DraDriver {
     publisher: SlicePublisher,
-    registration: (UnixListener, NodeSocket, RegistrationService),
-    plugin: (UnixListener, NodeSocket, PluginService),
+    preparer: Arc<ClaimPreparer>,
+    sockets: DriverSockets,
+    registration: watch::Sender<Registration>,
+    problem: watch::Sender<Option<String>>,
 }
 
 impl DraDriver {
-    /// Opens the driver's sockets. `None`: the driver is off.
-    ///
-    /// # Errors
-    /// [`SocketError`]: a socket cannot be created.
-    pub fn start(
+    /// Prepares the driver. `None`: it is off.
+    #[must_use]
+    pub fn new(
         options: &DraOptions,
         places: &HostPaths,
         client: &Client,
         node: &str,
-    ) -> Result<Option<(DraDriver, DraControl)>, SocketError> {
+    ) -> Option<(DraDriver, DraControl)> {
         if !options.dra {
-            return Ok(None);
+            return None;
         }
-        // A socket in another folder would never be found.
-        sockets::check_folder(&places.on_host(&options.kubelet_dir))?;
         let policy_dir = places.run_dir.join(paths::CLAIMS_DIR);
         let files = ClaimFiles {
             cdi_dir: places.on_host(&options.cdi_dir),
             policy_dir: places.on_host(&policy_dir),
             policy_dir_on_node: policy_dir,
         };
-        let lookup = options.lookup(places);
-        let (state, registered) = watch::channel(Registration::default());
+        let (registration, registered) = watch::channel(Registration::default());
         let (demand, demanded) = watch::channel(SliceDemand::default());
         let (gpus, gpus_read) = watch::channel(NodeGpus::default());
-        let preparer = ClaimPreparer::new(client.clone(), node, files.clone(), lookup, gpus_read);
-        let endpoint = options.kubelet_dir.join("plugins").join(DRIVER).join("dra.sock");
-        let found = options.kubelet_dir.join(format!("plugins_registry/{DRIVER}-reg.sock"));
-        // The kubelet calls the endpoint as soon as the registration socket exists.
-        let (listener, socket) = NodeSocket::bind(&places.on_host(&endpoint))?;
-        let plugin = (listener, socket, PluginService(preparer));
-        let (listener, socket) = NodeSocket::bind(&places.on_host(&found))?;
-        let endpoint = endpoint.display().to_string();
-        let registration = (listener, socket, RegistrationService { endpoint, state });
+        let (withdrawn_sender, withdrawn) = watch::channel(false);
+        let (problem_sender, problem) = watch::channel(None);
+        let lookup = options.lookup(places);
         let publisher = SlicePublisher {
             client: client.clone(),
             node: node.to_owned(),
-            places: places.clone(),
+            reader: GpuReader::new(places.clone()),
             factor: options.factor,
             demand: demanded,
             registration: registered,
             gpus,
+            withdrawn: withdrawn_sender,
             altered: None,
         };
-        let driver = DraDriver { publisher, registration, plugin };
-        Ok(Some((driver, DraControl { files, demand })))
+        let driver = DraDriver {
+            publisher,
+            preparer: ClaimPreparer::new(client.clone(), node, files.clone(), lookup, gpus_read),
+            sockets: DriverSockets::new(&options.kubelet_dir, places),
+            registration,
+            problem: problem_sender,
+        };
+        Some((driver, DraControl { files, demand, withdrawn, problem }))
     }
 
-    /// Serves the kubelet until the future is dropped. The sockets are removed then.
+    /// Serves the kubelet until the future is dropped. The sockets are removed then. An error is
+    /// reported and the driver starts again, because the agent does more than this.
     pub async fn run(self) {
-        // Values are dropped in the opposite order: the kubelet is to find no registration socket
-        // without an endpoint.
-        let (plugin, _plugin_socket, preparing) = self.plugin;
-        let (registration, _registration_socket, registering) = self.registration;
-        let ended = tokio::select! {
-            ended = services::serve(plugin, move |request| preparing.clone().answer(request)) => ended,
-            ended = services::serve(registration, move |request| registering.clone().answer(request)) => ended,
-            () = self.publisher.run() => Ok(()),
+        let serving = async {
+            loop {
+                let served =
+                    self.sockets.serve(&self.preparer, &self.registration, &self.problem).await;
+                let why = match served {
+                    Ok(()) => "its server ended".to_owned(),
+                    Err(error) => error_chain::chain(&error),
+                };
+                tracing::error!("DRA driver {DRIVER}: starts again: {why}");
+                self.problem.send_replace(Some(why));
+                // The kubelet does not use sockets that are gone.
+                self.registration.send_replace(Registration::Pending);
+                tokio::time::sleep(RESTART_INTERVAL).await;
+            }
         };
-        if let Err(error) = ended {
-            tracing::error!("DRA driver {DRIVER}: a server ended: {}", error_chain::chain(&error));
-        }
+        tokio::join!(serving, self.publisher.run());
     }
 }

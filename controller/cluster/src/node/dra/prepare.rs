@@ -1,12 +1,17 @@
 //! Prepares claims for the containers of this node, and reverts that.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
+use futures_util::future;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::{Api, Client};
-use tokio::sync::{Mutex, watch};
+use tokio::{sync::watch, time::Instant};
 
 use super::{
     allocation::{AllocatedGpu, AllocationError, allocated},
@@ -18,7 +23,7 @@ use super::{
 };
 use crate::error_chain::{self, ApiError};
 
-/// Time limit for reading a claim. It is shorter than the kubelet's limit of 45 s for a call.
+/// Time limit for reading the claims of a call. It is shorter than the kubelet's limit of 45 s for a call.
 const READ_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Reason why a claim is not prepared, or its preparation not reverted.
@@ -39,6 +44,9 @@ pub enum ClaimError {
     /// The API server did not reply in time.
     #[error("cannot read ResourceClaim {0} within {READ_TIMEOUT:?}; the kubelet tries again")]
     Late(String),
+    /// The kubelet ended the claim while it was read.
+    #[error("claim {0}: the kubelet reverted the preparation while it ran")]
+    Reverted(String),
     /// The claim is not for this node, or is invalid.
     #[error(transparent)]
     Allocation(#[from] AllocationError),
@@ -50,7 +58,7 @@ pub enum ClaimError {
     File(#[from] FileError),
 }
 
-/// Prepares claims. One call at a time changes the files.
+/// Prepares claims for containers of this node.
 pub struct ClaimPreparer {
     client: Client,
     node: String,
@@ -58,6 +66,7 @@ pub struct ClaimPreparer {
     lookup: CdiLookup,
     /// The GPUs as they were read last.
     gpus: watch::Receiver<NodeGpus>,
+    /// Held while files are changed.
     turn: Mutex<()>,
 }
 
@@ -77,10 +86,9 @@ impl ClaimPreparer {
 
     /// Prepares each claim. The result of a claim that is prepared already is the same again.
     pub async fn prepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, PreparedClaim> {
-        let _turn = self.turn.lock().await;
-        let mut results = HashMap::new();
-        for claim in claims {
-            let result = match self.prepare_one(&claim).await {
+        let deadline = Instant::now() + READ_TIMEOUT;
+        let prepared = claims.into_iter().map(async |claim| {
+            let result = match self.prepare_one(&claim, deadline).await {
                 Ok(devices) => PreparedClaim { devices, error: String::new() },
                 Err(error) => {
                     let error = error_chain::chain(&error);
@@ -88,58 +96,81 @@ impl ClaimPreparer {
                     PreparedClaim { devices: Vec::new(), error }
                 }
             };
-            results.insert(claim.uid, result);
-        }
-        results
+            (claim.uid, result)
+        });
+        future::join_all(prepared).await.into_iter().collect()
     }
 
-    async fn prepare_one(&self, claim: &ClaimReference) -> Result<Vec<PreparedDevice>, ClaimError> {
+    async fn prepare_one(
+        &self,
+        claim: &ClaimReference,
+        deadline: Instant,
+    ) -> Result<Vec<PreparedDevice>, ClaimError> {
         let name = ClaimName {
             namespace: claim.namespace.clone(),
             name: claim.name.clone(),
             uid: claim.uid.parse()?,
         };
-        let spec = match self.build(&name).await {
-            Ok(spec) => spec,
-            // A restarted kubelet asks again for the claims of running containers. They keep their
-            // devices although the claim or the GPU cannot be read now.
-            Err(
-                error @ (ClaimError::Read { .. } | ClaimError::Late(_) | ClaimError::Lookup(_)),
-            ) => {
-                let spec = self.files.spec(&name.uid).ok_or(error)?;
-                tracing::info!("claim {}: prepared earlier, answered from its file", shown(claim));
-                return Ok(spec.prepared());
+        self.change_files(|files| files.record_request(&name))?;
+        // The API server can be slow, so the files of other claims can be changed meanwhile.
+        let read = self.read(&name, deadline).await;
+        self.change_files(|files| {
+            if !files.is_requested(&name.uid) {
+                return Err(ClaimError::Reverted(shown(claim)));
             }
-            Err(error) => return Err(error),
-        };
-        self.files.write_spec(&name.uid, &spec)?;
-        tracing::info!("claim {}: prepared", shown(claim));
-        Ok(spec.prepared())
+            let spec = match read {
+                Ok(found) => self.spec(&name, &found)?,
+                // A container keeps its devices although the claim cannot be read now.
+                Err(error) => {
+                    let spec = files.spec(&name.uid).ok_or(error)?;
+                    tracing::info!(
+                        "claim {}: prepared earlier, answered from its file",
+                        shown(claim)
+                    );
+                    spec
+                }
+            };
+            files.write_spec(&name.uid, &spec)?;
+            tracing::info!("claim {}: prepared", shown(claim));
+            Ok(spec.prepared())
+        })
     }
 
-    async fn build(&self, name: &ClaimName) -> Result<ClaimSpec, ClaimError> {
-        let claim = self.read(name).await?;
-        let gpus = allocated(&claim, &name.uid.to_string(), &self.node)?;
-        let devices =
-            gpus.into_iter().enumerate().map(|(number, gpu)| self.device(name, number, gpu));
-        Ok(ClaimSpec::new(name, &devices.collect::<Result<Vec<_>, _>>()?))
+    /// Makes the specification of a claim as the API server has it.
+    fn spec(&self, name: &ClaimName, claim: &ResourceClaim) -> Result<ClaimSpec, ClaimError> {
+        let gpus = allocated(claim, &name.uid.to_string(), &self.node)?;
+        let devices = gpus.iter().enumerate().map(|(number, gpu)| self.device(name, number, gpu));
+        match devices.collect::<Result<Vec<_>, _>>() {
+            Ok(devices) => Ok(ClaimSpec::new(name, &devices)),
+            // NVIDIA's specification can be missing for a moment, while it is made again.
+            Err(error @ ClaimError::Lookup(_)) => {
+                self.files.spec(&name.uid).filter(|spec| spec.is_for(&gpus)).ok_or(error)
+            }
+            Err(error) => Err(error),
+        }
     }
 
-    async fn read(&self, name: &ClaimName) -> Result<ResourceClaim, ClaimError> {
+    async fn read(&self, name: &ClaimName, deadline: Instant) -> Result<ResourceClaim, ClaimError> {
         let claim = format!("{}/{}", name.namespace, name.name);
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &name.namespace);
-        match tokio::time::timeout(READ_TIMEOUT, api.get(&name.name)).await {
+        match tokio::time::timeout_at(deadline, api.get(&name.name)).await {
             Ok(Ok(found)) => Ok(found),
             Ok(Err(error)) => Err(ClaimError::Read { claim, source: ApiError(error) }),
             Err(_) => Err(ClaimError::Late(claim)),
         }
     }
 
+    /// Runs a change of the files while no other change runs.
+    fn change_files<T>(&self, change: impl FnOnce(&ClaimFiles) -> T) -> T {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&self.files)
+    }
+
     fn device(
         &self,
         name: &ClaimName,
         number: usize,
-        allocated: AllocatedGpu,
+        allocated: &AllocatedGpu,
     ) -> Result<ClaimDevice, ClaimError> {
         let index = self.index(&allocated.device);
         let gpu = self.lookup.find(&GpuNames { device: allocated.device.clone(), index })?;
@@ -152,7 +183,7 @@ impl ClaimPreparer {
                 Some([file.display().to_string(), inside])
             }
         };
-        Ok(ClaimDevice { allocated, gpu, policy_file })
+        Ok(ClaimDevice { allocated: allocated.clone(), gpu, policy_file })
     }
 
     /// NVML's index of a GPU. `None`: the GPUs were not read yet, or do not include the device.
@@ -164,15 +195,15 @@ impl ClaimPreparer {
 
     /// Reverts the preparation of each claim. It is not an error if a claim is not prepared. The
     /// claim's object is not read, because it may be deleted already.
-    pub async fn unprepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, UnpreparedClaim> {
-        let _turn = self.turn.lock().await;
+    #[must_use]
+    pub fn unprepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, UnpreparedClaim> {
         let mut results = HashMap::new();
         for claim in claims {
             let removed = claim
                 .uid
                 .parse()
                 .map_err(ClaimError::from)
-                .and_then(|uid| self.files.remove(&uid).map_err(ClaimError::from));
+                .and_then(|uid| Ok(self.change_files(|files| files.remove(&uid))?));
             let error = match removed {
                 Ok(()) => {
                     tracing::info!("claim {}: its preparation is reverted", shown(&claim));

@@ -30,11 +30,13 @@ use super::{
 };
 use crate::{
     error_chain::{self, ApiError},
-    node::host::{HostError, HostPaths},
+    node::{gpu_reader::GpuReader, host::HostError},
 };
 
 /// Interval between two readings of the GPUs.
 const READ_INTERVAL: Duration = Duration::from_secs(60);
+/// Minimum pause between two comparisons.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -75,8 +77,8 @@ pub struct SlicePublisher {
     pub client: Client,
     /// Name of the node object.
     pub node: String,
-    /// Runs the command that reads the GPUs.
-    pub places: HostPaths,
+    /// Reads the GPUs of the node.
+    pub reader: GpuReader,
     /// Factor by which the capacity may exceed the VRAM.
     pub factor: OversubscriptionFactor,
     /// Whether the GPUs are offered.
@@ -85,6 +87,8 @@ pub struct SlicePublisher {
     pub registration: watch::Receiver<Registration>,
     /// Gets the GPUs after each reading.
     pub gpus: watch::Sender<NodeGpus>,
+    /// Becomes true when the node has no slice.
+    pub withdrawn: watch::Sender<bool>,
     /// Devices that the API server stored in another form than they were sent: sent, stored.
     pub altered: Option<[Vec<Device>; 2]>,
 }
@@ -112,6 +116,8 @@ impl SlicePublisher {
                     _ = self.demand.changed() => {}
                     _ = self.registration.changed() => {}
                 }
+                // Bounds the writes if another program changes the slice as well.
+                tokio::time::sleep(MIN_INTERVAL).await;
             }
         };
         tokio::join!(watching, publishing);
@@ -125,14 +131,33 @@ impl SlicePublisher {
             // Without a registered driver, the kubelet could not start the pods of these claims.
             SliceDemand::Publish if !registered => return Ok(()),
             SliceDemand::Publish => {
-                let node = self.places.gpus().await?;
+                self.withdrawn.send_replace(false);
+                // A driver that hangs must not delay a withdrawal.
+                let mut demanded = self.demand.clone();
+                let node = tokio::select! {
+                    node = self.reader.read() => node?,
+                    _ = demanded.changed() => return Ok(()),
+                };
                 let devices = slice::devices(&node, self.factor);
-                self.gpus.send_replace(node);
+                self.know(node);
                 Some(devices)
             }
             SliceDemand::Withdraw => None,
         };
-        self.bring_to(wanted.as_deref()).await
+        self.bring_to(wanted.as_deref()).await?;
+        if demand == SliceDemand::Withdraw {
+            self.withdrawn.send_replace(true);
+        }
+        Ok(())
+    }
+
+    /// Passes a reading on. Reports GPUs that became unreadable, which are offered to no claim.
+    fn know(&self, node: NodeGpus) {
+        let known = self.gpus.send_replace(node);
+        let node = self.gpus.borrow();
+        for why in node.unreadable.iter().filter(|why| !known.unreadable.contains(why)) {
+            tracing::error!("ResourceSlice: a GPU is left out, because NVML cannot read it: {why}");
+        }
     }
 
     /// Makes the changes that are due, until none is.
@@ -155,8 +180,11 @@ impl SlicePublisher {
             }
             SliceChange::Delete(names) => {
                 for name in names {
-                    api.delete(&name, &DeleteParams::default()).await?;
-                    tracing::info!("ResourceSlice {name}: deleted");
+                    match api.delete(&name, &DeleteParams::default()).await {
+                        Ok(_) => tracing::info!("ResourceSlice {name}: deleted"),
+                        Err(kube::Error::Api(status)) if status.code == 404 => {}
+                        Err(error) => return Err(error.into()),
+                    }
                 }
             }
         }

@@ -53,7 +53,7 @@ const MAX_CONCURRENT: usize = 16;
 /// Maximum number of bytes that wait between a client and the server, in each direction.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Pause after a failed accept.
-const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
+const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
 /// Time limit for a request. It is the kubelet's own limit.
 const TIMEOUT: Duration = Duration::from_secs(45);
 
@@ -137,7 +137,7 @@ impl PluginService {
             }
             UNPREPARE => {
                 let unprepare = async move |asked: ClaimsRequest| UnprepareResponse {
-                    claims: preparer.unprepare(asked.claims).await,
+                    claims: preparer.unprepare(asked.claims),
                 };
                 unary(request, unprepare).await
             }
@@ -232,12 +232,16 @@ fn valid(client: UnixStream) -> DuplexStream {
         let (requests, mut replies) = client.into_split();
         let (mut from_server, to_server) = tokio::io::split(server);
         let sending = authority::forward(requests, to_server);
-        let receiving = tokio::io::copy(&mut from_server, &mut replies);
+        let mut receiving = std::pin::pin!(tokio::io::copy(&mut from_server, &mut replies));
         // An error means that a side has closed its connection.
         tokio::select! {
-            _ = receiving => {}
-            sent = sending => if let Err(error) = sent {
-                tracing::debug!("socket of the kubelet: a client's connection ended: {error}");
+            _ = &mut receiving => {}
+            sent = sending => match sent {
+                // The client sends no more, and still reads.
+                Ok(()) => drop(receiving.await),
+                Err(error) => {
+                    tracing::debug!("socket of the kubelet: a client's connection ended: {error}");
+                }
             }
         }
     });
@@ -249,8 +253,11 @@ async fn accept(listener: &UnixListener) -> UnixStream {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => return stream,
-            // Without a pause, a lack of file descriptors would use a processor fully.
-            Err(_) => tokio::time::sleep(ACCEPT_BACKOFF).await,
+            Err(error) => {
+                tracing::warn!("socket of the kubelet: cannot accept a connection: {error}");
+                // Without a pause, a lack of file descriptors would use a processor fully.
+                tokio::time::sleep(ACCEPT_BACKOFF).await;
+            }
         }
     }
 }

@@ -147,7 +147,9 @@ pub fn change(
     wanted: Option<&[Device]>,
     owner: &SliceOwner,
 ) -> SliceChange {
-    let names = |slices: &[ResourceSlice]| slices.iter().map(ResourceExt::name_any).collect();
+    let names = |slices: &[ResourceSlice]| -> Vec<String> {
+        slices.iter().map(ResourceExt::name_any).collect()
+    };
     let generation = found.iter().map(|slice| slice.spec.pool.generation).max().unwrap_or(0);
     match (found, wanted.filter(|devices| !devices.is_empty())) {
         ([], None) => SliceChange::Keep,
@@ -164,7 +166,12 @@ pub fn change(
             SliceChange::Replace(Box::new(fresh))
         }
         // All devices of a pool are in one slice, so that no pool is ever incomplete.
-        ([_, others @ ..], Some(_)) => SliceChange::Delete(names(others)),
+        (several, Some(_)) => {
+            let newest = several.iter().position(|slice| slice.spec.pool.generation == generation);
+            let mut others = names(several);
+            others.remove(newest.unwrap_or(0));
+            SliceChange::Delete(others)
+        }
     }
 }
 

@@ -28,9 +28,12 @@ use crate::node::dra::{
 
 const DEVICE: &str = "gpu-a";
 
-/// Claims of an API server by name. Without claims, the server is down.
+/// Claims of an API server by name. Without claims, the server is down. It never answers for the
+/// claim [`SLOW`].
 #[derive(Clone, Default)]
 struct Claims(Arc<Mutex<BTreeMap<String, Value>>>);
+
+const SLOW: &str = "slow";
 
 impl Claims {
     fn add(&self, name: &str, policy: &Value) {
@@ -51,6 +54,13 @@ impl Claims {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), claim);
     }
 
+    /// Gives a claim another GPU, as after a deallocation.
+    fn allocate(&self, name: &str, device: &str) {
+        let mut claims = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let claim = claims.get_mut(name).unwrap();
+        claim["status"]["allocation"]["devices"]["results"][0]["device"] = device.into();
+    }
+
     fn fail(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
@@ -66,7 +76,12 @@ impl Claims {
             let code = if body["kind"] == "Status" { 503 } else { 200 };
             let body = kube::client::Body::from(body.to_string().into_bytes());
             let answer = hyper::Response::builder().status(code).body(body);
-            std::future::ready(answer)
+            async move {
+                if name == SLOW {
+                    std::future::pending::<()>().await;
+                }
+                answer
+            }
         };
         Client::new(tower::service_fn(answer), "default")
     }
@@ -150,11 +165,19 @@ impl Plugin {
         self.call(&self.folder.path().join("dra.sock"), UNPREPARE, request).await.unwrap()
     }
 
+    /// Claims for which the kubelet has asked.
+    fn requested(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.folder.path().join("claims/requested"));
+        let entries = entries.into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().into_string().unwrap()).collect()
+    }
+
     fn files(&self) -> Vec<String> {
         let folders = ["cdi", "claims"].map(|name| self.folder.path().join(name));
         let entries = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
+        let files = entries.flatten().filter(|entry| entry.path().is_file());
         let mut names: Vec<String> =
-            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            files.map(|entry| entry.file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }
@@ -231,6 +254,50 @@ async fn second_preparation_gives_the_same() {
     assert_eq!(plugin.prepare(&["one"]).await, first, "without the API server");
     let second = plugin.prepare(&["two"]).await;
     assert!(second.claims["u-two"].error.contains("down"), "{second:?}");
+}
+
+/// A kubelet needs the driver to end the pod of a claim, also if it could not start it.
+#[tokio::test]
+async fn failed_claim_is_held_until_its_end() {
+    let plugin = Plugin::start();
+    plugin.claims.add("bad", &json!({"offload": "sometimes"}));
+    plugin.prepare(&["bad"]).await;
+    assert_eq!(
+        (plugin.files(), plugin.requested()),
+        (vec!["nvidia.json".into()], vec!["u-bad".into()])
+    );
+    plugin.unprepare(&["bad"]).await;
+    assert!(plugin.requested().is_empty());
+}
+
+#[tokio::test]
+async fn other_claims_do_not_wait_for_the_api() {
+    let plugin = Plugin::start();
+    plugin.claims.add("one", &json!({}));
+    let slow = plugin.prepare(&[SLOW]);
+    let others = async {
+        let prepared = plugin.prepare(&["one"]).await;
+        assert_eq!(prepared.claims["u-one"].error, "");
+        assert_eq!(plugin.unprepare(&["one", SLOW]).await.claims.len(), 2);
+    };
+    tokio::select! {
+        () = others => {}
+        answer = slow => panic!("answered before the others: {answer:?}"),
+    }
+    assert!(plugin.requested().is_empty() && plugin.files() == ["nvidia.json"]);
+}
+
+#[tokio::test]
+async fn new_allocation_gets_no_devices_of_the_old() {
+    let plugin = Plugin::start();
+    plugin.claims.add("one", &json!({}));
+    let first = plugin.prepare(&["one"]).await;
+    let specification = plugin.folder.path().join("cdi/nvidia.json");
+    fs::remove_file(&specification).unwrap();
+    assert_eq!(plugin.prepare(&["one"]).await, first, "the same allocation");
+    plugin.claims.allocate("one", "gpu-b");
+    let error = &plugin.prepare(&["one"]).await.claims["u-one"].error;
+    assert!(error.contains("nvidia-ctk cdi generate"), "{error}");
 }
 
 #[tokio::test]

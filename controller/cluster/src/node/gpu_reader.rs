@@ -1,0 +1,43 @@
+//! Reads the node's GPUs with the installed program.
+
+use std::{io, process::Output};
+
+use affinode_controller::inventory::gpu_facts::NodeGpus;
+use tokio::task::JoinHandle;
+
+use super::host::{self, HostError, HostPaths};
+
+/// Reads the GPUs by a process. A process that hangs in the driver cannot always be ended, so no
+/// second one is started beside it.
+pub struct GpuReader {
+    places: HostPaths,
+    running: Option<JoinHandle<io::Result<Output>>>,
+}
+
+impl GpuReader {
+    /// Returns a reader for this node.
+    #[must_use]
+    pub fn new(places: HostPaths) -> GpuReader {
+        GpuReader { places, running: None }
+    }
+
+    /// Reads the GPUs. If the future is dropped, the next call waits for the same process.
+    ///
+    /// # Errors
+    /// [`HostError`]: the command failed or takes long, or the driver cannot be read.
+    pub async fn read(&mut self) -> Result<NodeGpus, HostError> {
+        let places = &self.places;
+        let running = match &mut self.running {
+            Some(running) => running,
+            none => {
+                let mut command = places.gpus_command()?;
+                none.insert(tokio::spawn(async move { command.output().await }))
+            }
+        };
+        let ended = tokio::time::timeout(host::GPUS_TIMEOUT, running).await;
+        let ended = ended.map_err(|_| HostError::Late("gpus"))?;
+        self.running = None;
+        let output = ended.map_err(io::Error::other).and_then(|output| output);
+        host::parse("gpus", &host::succeeded(output.map_err(HostError::Run)?)?)
+    }
+}
