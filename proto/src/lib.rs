@@ -6,6 +6,7 @@
 //! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
 //! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
 //! | [`installation`] (feature `api`) | installer → shim, CLI, controller | lines in a file below the prefix |
+//! | [`annotations`] | shim, controller, node agent | names of a container's annotations |
 //! | [`paths`] | all | paths of sockets, locks and files, on the host and in a container |
 //! | [`state`], [`reason`], [`event`] | all | states of a container, their reasons and kinds of events, the same words in every output |
 //!
@@ -17,6 +18,7 @@
 // A function that fits on one screen can be read at once.
 #![cfg_attr(not(test), deny(clippy::too_many_lines))]
 
+pub mod annotations;
 #[cfg(feature = "api")]
 pub mod api;
 pub mod event;

@@ -11,6 +11,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use affinode_proto::annotations::set_the_same;
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CLAIMS_DIR, CONTAINER_CLAIMS_DIR};
 use serde_json::Value;
@@ -26,24 +27,45 @@ const MAX_FILES: usize = 32;
 const MAX_BYTES: u64 = 32 << 10;
 
 /// Adds the policy of the container's claims to its annotations. An annotation of the pod has
-/// precedence, and a later claim replaces the settings of an earlier one.
+/// precedence. If several claims set the same setting, the claim whose UID is alphabetically last has
+/// precedence, so that a container has the same policy after each start.
 pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
-    let mut claimed = BTreeMap::new();
-    for file in files(&run_dir.join(CLAIMS_DIR), spec).take(MAX_FILES) {
+    let mut claimed = BTreeMap::<String, String>::new();
+    let mut files: Vec<_> = files(&run_dir.join(CLAIMS_DIR), spec).collect();
+    // A container engine may add the devices of a container in any order.
+    files.sort();
+    if files.len() > MAX_FILES {
+        let (id, count) = (&announcement.id, files.len());
+        warn!("container {id} has {count} devices of claims; the policy of {MAX_FILES} is used");
+        files.truncate(MAX_FILES);
+    }
+    for file in files {
         match read(&file) {
-            Ok(policy) => claimed.extend(policy),
+            Ok(policy) => {
+                claimed.retain(|name, _| !sets_any(&policy, name));
+                claimed.extend(policy);
+            }
             Err(error) => {
                 let (id, file) = (&announcement.id, file.display());
                 warn!("container {id}: the policy of its claim in {file} is not used: {error}");
             }
         }
     }
+    let own = announcement.annotations.clone().into_iter().collect();
     for (name, value) in claimed {
+        if sets_any(&own, &name) {
+            continue;
+        }
         let full = announcement.annotations.len() >= MAX_ANNOTATIONS;
         if !full && may_be_claimed(&name, &value) {
             announcement.annotations.entry(name).or_insert(value);
         }
     }
+}
+
+/// Whether any of these annotations sets the same setting as this one.
+fn sets_any(annotations: &BTreeMap<String, String>, name: &str) -> bool {
+    annotations.keys().any(|other| set_the_same(other, name))
 }
 
 /// Files of this folder that are mounted where claims have their policies.
@@ -118,6 +140,28 @@ mod tests {
         let own = [("affinode.io/offload", "off")];
         let got = annotations(&[("u-1-0", first), ("u-2-0", second)], &own);
         assert_eq!(got, map(&[("affinode.io/offload", "off"), ("affinode.io/priority", "2")]));
+    }
+
+    #[test]
+    fn claims_are_merged_in_order_of_their_names() {
+        let first = r#"{"affinode.io/priority": "1"}"#;
+        let second = r#"{"affinode.io/priority": "2"}"#;
+        let expected = map(&[("affinode.io/priority", "2")]);
+        for files in [[("u-1-0", first), ("u-2-0", second)], [("u-2-0", second), ("u-1-0", first)]]
+        {
+            assert_eq!(annotations(&files, &[]), expected);
+        }
+    }
+
+    /// Both annotations set when the container is offloaded.
+    #[test]
+    fn pod_decides_by_another_annotation_of_the_setting() {
+        let claim = r#"{"affinode.io/latency-sensitive": "true"}"#;
+        let own = [("affinode.io/offload", "eager")];
+        assert_eq!(annotations(&[("u-1-0", claim)], &own), map(&own));
+        let later = r#"{"affinode.io/offload": "auto"}"#;
+        let got = annotations(&[("u-1-0", claim), ("u-2-0", later)], &[]);
+        assert_eq!(got, map(&[("affinode.io/offload", "auto")]));
     }
 
     #[test]

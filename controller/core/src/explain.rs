@@ -6,10 +6,12 @@
 
 use std::collections::BTreeMap;
 
+use affinode_proto::annotations::LATENCY_SENSITIVE;
+
 use super::{
     Key,
     node_state::NodeState,
-    policy::{LATENCY_SENSITIVE, Policies, SETTINGS, Setting, apply},
+    policy::{Policies, SETTINGS, Setting, apply},
 };
 
 /// The source of a value.

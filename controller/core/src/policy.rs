@@ -16,6 +16,7 @@ pub use self::{
     words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
 use super::history::KeepAliveTarget;
+use affinode_proto::annotations::LATENCY_SENSITIVE;
 pub use affinode_proto::wire::Engine;
 
 impl Policy {
@@ -90,9 +91,6 @@ impl Policies {
         self.rules.iter().find(|rule| rule.name == namespace)
     }
 }
-
-/// Annotation that disables offloads, for a container whose clients cannot wait for a restore.
-pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
 /// Why the value of a setting is invalid. Each variant contains what would be accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -169,6 +167,8 @@ fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> 
 
 #[cfg(test)]
 mod tests {
+    use affinode_proto::annotations::set_the_same;
+
     use super::*;
 
     fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
@@ -195,6 +195,18 @@ mod tests {
             (Mode::Manual, 90_000, 5)
         );
         assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
+    }
+
+    #[test]
+    fn programs_agree_on_annotations_of_a_setting() {
+        let all: Vec<_> = SETTINGS.iter().flat_map(|setting| setting.annotations).collect();
+        for (one, other) in all.iter().flat_map(|one| all.iter().map(move |other| (**one, **other)))
+        {
+            let together = SETTINGS
+                .iter()
+                .any(|setting| [one, other].iter().all(|name| setting.annotations.contains(name)));
+            assert_eq!(set_the_same(one, other), together, "{one} and {other}");
+        }
     }
 
     #[test]

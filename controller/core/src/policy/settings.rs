@@ -3,11 +3,12 @@
 //! annotations. `affinode policy show` explains the values from the same entries. The descriptions
 //! on the reference page come from `config/config.toml`.
 
+use affinode_proto::annotations::{LATENCY_SENSITIVE, OFFLOAD};
 use affinode_proto::wire::Engine;
 use serde::Deserialize;
 
 use super::{
-    InvalidValue, LATENCY_SENSITIVE, annotated_dedup, annotated_restore,
+    InvalidValue, annotated_dedup, annotated_restore,
     format::{Duration, FileValue, Format, Mebibytes, Priority},
     words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
@@ -115,7 +116,7 @@ macro_rules! settings {
 
 settings! {
     /// When the container is offloaded.
-    mode: Mode = Mode::Auto, "mode", ["affinode.io/offload", LATENCY_SENSITIVE];
+    mode: Mode = Mode::Auto, "mode", [OFFLOAD, LATENCY_SENSITIVE];
     /// Time without use after which the container is idle, in milliseconds. If this time is learned
     /// (`keep_alive`), the value is the maximum.
     idle_timeout_ms: Duration = 300_000, "idle_timeout", ["affinode.io/idle-timeout"];

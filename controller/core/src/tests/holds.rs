@@ -409,8 +409,8 @@ fn vain_allocations_delay_wakes_less_and_less() {
     }
 }
 
-/// Time in milliseconds for which the wake of the victim waits for a neighbour that sends no more
-/// reports.
+/// Returns how long the restore of `victim` takes if another process on its GPU sends no reports any
+/// more, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();

@@ -1,5 +1,6 @@
 //! The GPUs that the scheduler allocated to a claim.
 
+use affinode_proto::annotations::set_the_same;
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
 };
@@ -113,13 +114,18 @@ fn allocated_gpu(
         let (claim, node) = (claim.to_owned(), node.to_owned());
         return Err(AllocationError::OtherNode { claim, pool: result.pool.clone(), node });
     }
-    let ours = policies.iter().filter(|(requests, _)| applies(requests, &result.request));
+    let mut policy = Annotations::new();
+    for (_, further) in policies.iter().filter(|(requests, _)| applies(requests, &result.request)) {
+        let is_set = |name: &str| further.keys().any(|other| set_the_same(other, name));
+        policy.retain(|name, _| !is_set(name));
+        policy.extend(further.clone());
+    }
     Ok(AllocatedGpu {
         request: result.request.clone(),
         pool: result.pool.clone(),
         device: result.device.clone(),
         share_id: result.share_id.clone(),
-        policy: ours.flat_map(|(_, policy)| policy.clone()).collect(),
+        policy,
     })
 }
 

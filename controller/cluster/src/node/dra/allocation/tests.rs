@@ -63,6 +63,17 @@ fn policy_applies_to_the_named_requests() {
     assert!(found.iter().all(|gpu| gpu.policy["affinode.io/idle-timeout"] == "9s"));
 }
 
+/// Both annotations set when the container is offloaded, so only the one of the claim counts.
+#[test]
+fn claim_replaces_the_same_setting_of_its_class() {
+    let mut of_class = config(&[], &json!({"latency-sensitive": true, "priority": 9}));
+    of_class["source"] = "FromClass".into();
+    let configs = [config(&[], &json!({"offload": "eager"})), of_class];
+    let found = allocated(&claim(&[result("gpu", "gpu-a")], &configs), "u-1", "one").unwrap();
+    let names: Vec<_> = found[0].policy.keys().map(String::as_str).collect();
+    assert_eq!(names, ["affinode.io/offload", "affinode.io/priority"]);
+}
+
 #[test]
 fn claims_that_are_not_for_this_node_are_refused() {
     let ours = claim(&[result("gpu", "gpu-a")], &[]);
