@@ -34,7 +34,7 @@ pub(super) fn job(
         return Err(JobError::TooMany(user.name.clone()));
     }
     let job = JobFolder::make(&actor.run_dir, request, user).map_err(JobError::Folder)?;
-    let warnings = announce_job(actor, &job)?;
+    let warnings = announce_job(actor, &job).inspect_err(|_| job.remove())?;
     tracing::info!(key = %job.key(), user = user.name, "job {}: started", job.key());
     let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
     Ok(JobReply::Granted { folder, lock, warnings })
@@ -56,7 +56,6 @@ pub(super) fn recall_jobs(actor: &mut NodeActor) {
 }
 
 fn announce_job(actor: &mut NodeActor, job: &JobFolder) -> Result<Vec<String>, CommandError> {
-    actor.job_users.insert(job.key().clone(), job.uid());
     let spec = job.spec();
     let (policy, _) = spec.policy(&actor.config.settings().policies);
     if let Err(error) = job.write_engine(policy.engine) {
@@ -64,5 +63,8 @@ fn announce_job(actor: &mut NodeActor, job: &JobFolder) -> Result<Vec<String>, C
         // message.
         tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file with the job's engine", job.key());
     }
-    containers::announce(actor, job.key().clone(), spec)
+    let warnings = containers::announce(actor, job.key().clone(), spec)?;
+    // Last, so that a job that was not admitted does not count as one of its user's jobs.
+    actor.job_users.insert(job.key().clone(), job.uid());
+    Ok(warnings)
 }

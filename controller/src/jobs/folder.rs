@@ -109,6 +109,13 @@ impl JobFolder {
         self.path.join(paths::MOUNT_DIR)
     }
 
+    /// Removes the folder of a job that was not admitted. The next controller would admit it.
+    pub fn remove(&self) {
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            tracing::warn!(key = %self.key, %error, "job {}: cannot remove {}", self.key, self.path.display());
+        }
+    }
+
     /// Writes the name of the engine for the job's processes, as the shim does for a container.
     ///
     /// # Errors
