@@ -135,7 +135,9 @@ fn three_share<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Vec<Pod<'
         pods.push(pod);
     }
     ensure!(claim_files(node)?.len() == 3, "expected a file for each claim");
-    for row in rows(node)?.values() {
+    let rows = rows(node)?;
+    ensure!(rows.len() == 3, "expected three managed containers: {rows:?}");
+    for row in rows.values() {
         ensure!(
             row.idle_timeout_ms == IDLE_TIMEOUT_MS && row.warnings.is_empty(),
             "the policy of the claim is not in effect: {row:?}"
@@ -198,8 +200,8 @@ pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// A kubelet deletes the slices of its node when it starts, and prepares the claims of its pods
-/// again.
+/// A kubelet deletes the slices of its node when it starts. The claims of running pods stay
+/// prepared.
 fn kubelet_restarts(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The kubelet is killed and starts again");
     let before = claim_files(node)?;
@@ -209,7 +211,9 @@ fn kubelet_restarts(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) ->
     pods.iter().try_for_each(Pod::accepts_commands)?;
     pods.iter_mut().try_for_each(Pod::comes_back)?;
     ensure!(claim_files(node)? == before, "the files of the claims changed");
-    output::note("the GPU is published again, the pods go on, their claims are prepared");
+    output::note(
+        "the GPU is published again, the pods go on, the files of their claims are the same",
+    );
     Ok(())
 }
 
@@ -221,9 +225,13 @@ fn agent_is_killed(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> 
     plane.until("a new agent", || {
         Ok(agents()?.iter().any(|agent| agent.pid != killed).then_some(()))
     })?;
-    slices::published(plane, node, None)?;
+    // The slice of the killed agent would stay even without a new agent.
+    let slice = slices::published(plane, node, None)?;
+    let name = slice["metadata"]["name"].as_str().context("the slice has no name")?;
+    containerd::run(plane.kubectl().args(["delete", "resourceslice", name]))?;
+    slices::published(plane, node, Some(&slice))?;
     pods.iter_mut().try_for_each(Pod::comes_back)?;
-    output::note("a new agent serves, the pods go on");
+    output::note("a new agent publishes the GPU, the pods go on");
     Ok(())
 }
 
