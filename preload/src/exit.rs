@@ -12,8 +12,9 @@
 //! ```
 //!
 //! Recorded releases are made on the same thread, in the same order, before that thread's next
-//! call reaches the driver. After the release of a context every call waits, because it is not known
-//! what the driver would return for handles in that context.
+//! call reaches the driver. After the release of a context, this table no longer applies: every call
+//! restores the process, because it is not known what the driver would return for handles in that
+//! context.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};

@@ -279,7 +279,8 @@ fn is_inside_another(place: SlotLocation) -> bool {
 enum EnterResult {
     /// The call is counted and may be made.
     Through,
-    /// The gate holds the call; it is not counted.
+    /// The call must wait at the gate, and is not counted as running. `nested`: it was made inside
+    /// another call.
     Held { nested: bool },
     /// No call may reach the driver. The call is not counted.
     Damaged,

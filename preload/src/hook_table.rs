@@ -113,7 +113,8 @@ pub const POOL: usize = 1024;
 /// The pool, in the order of its stubs.
 pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 
-/// True once calls of [`Class::Sync`] take the thorough path.
+/// True once calls of [`Class::Sync`] take the thorough path, on which the library observes how long
+/// they wait. Before, they take the short path, like other calls.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
 /// Entries of those exported functions that wait for work.

@@ -121,8 +121,9 @@ impl OomWaiter {
         }
     }
 
-    /// Makes the calling thread the owner of the wait. Waits for another owner until `until_us`.
-    /// False: this time has passed, or this thread is the owner already.
+    /// Makes the calling thread the owner of the wait. If another thread is the owner, waits until it
+    /// has given this up, at most until the time `until_us`. Returns false if that time has passed, or
+    /// if the calling thread is the owner already.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =

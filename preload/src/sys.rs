@@ -6,7 +6,9 @@ use core::ffi::CStr;
 use core::sync::atomic::AtomicU32;
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-compile_error!("the call numbers below are those of Linux on x86_64");
+compile_error!(
+    "this library can be built for Linux on x86_64 only: it contains system call numbers"
+);
 
 pub mod datagram;
 pub mod folder;

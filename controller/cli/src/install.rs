@@ -197,7 +197,8 @@ enum RestartMode {
 }
 
 impl InstallPaths {
-    /// Enters the node's root file system if one is given.
+    /// Returns the options of the installation. Changes the root directory of this process first if
+    /// the command line names the node's root file system.
     fn options(self, runtime_name: String) -> Result<InstallOptions, CliError> {
         if let Some(root) = &self.host_root {
             install::enter(root)?;

@@ -408,8 +408,8 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Runs the next step. Returns when the following step can run, and a report for the controller
-    /// if there is one.
+    /// Runs the next step. The result says when to run the following step, and contains a report for
+    /// the controller if there is one.
     ///
     /// # Errors
     /// [`SessionError`]: the connection must be closed.

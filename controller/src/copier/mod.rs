@@ -149,7 +149,7 @@ impl CopierProcesses {
         }
     }
 
-    /// Sets the pid and the VRAM of the GPU's copier in a GPU of the control API.
+    /// Fills in the copier's pid and VRAM in the control API's record of a GPU.
     pub fn show(&self, gpu: &mut control::Gpu) {
         let here = |copier: &&RunningCopier| copier.gpu == gpu.uuid && !copier.ends;
         if let Some(copier) = self.running.values().find(here) {

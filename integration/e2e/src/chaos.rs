@@ -2,9 +2,13 @@
 //! random steps of their offloads and restores.
 //!
 //! ```text
-//!  round: draw (seed, number) ──> scenes: calls, then a fault at a step that is observed
-//!           ──> undo what lasts ──> all reply and verify ──> ended containers are replaced
-//!           ──> all offloaded, no VRAM in use ──> leak check against the start
+//!  round: make the plan from (seed, number)
+//!           ──> for each scene: make CUDA calls, cause the fault when its step is observed
+//!           ──> undo the faults that do not end by themselves
+//!           ──> every container must reply, with its memory unchanged
+//!           ──> replace the containers that have ended
+//!           ──> offload all containers: no VRAM may be in use
+//!           ──> compare processes, files and mounts with those at the start
 //! ```
 //!
 //! | module | content |
@@ -21,8 +25,8 @@
 //!
 //! One environment serves a block of rounds. Each round begins with all containers offloaded. After
 //! a finding, the next round gets a new environment. Several environments run the blocks of a
-//! campaign in parallel. In one of every ten blocks, each move takes seconds. In another of these
-//! ten blocks, host memory is short. The same seed and round number always produce the same plan,
+//! campaign in parallel. Of every ten blocks, one runs with moves that take seconds, and a different
+//! one with little host memory. The same seed and round number always produce the same plan,
 //! but the timing depends on the machine.
 
 pub mod container;

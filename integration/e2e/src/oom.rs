@@ -42,8 +42,8 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
     // cgroup v1 has separate fields for the sums of descendants.
     let anonymous = value("total_rss").or_else(|| value("anon"));
     let shared = value("total_shmem").or_else(|| value("shmem"));
-    Ok(anonymous.context("memory.stat has no anonymous memory")?
-        + shared.context("memory.stat has no shared memory")?)
+    Ok(anonymous.context("memory.stat has no line anon")?
+        + shared.context("memory.stat has no line shmem")?)
 }
 
 /// Polls the OOM kill counters of cgroups and keeps the highest count. Polling is necessary because

@@ -144,7 +144,10 @@ fn lower_limits() -> Result<()> {
     if above.is_empty() {
         return Ok(());
     }
-    bail!("these counts exceed their limits, which may only decrease:\n{}", above.join("\n"))
+    bail!(
+        "these counts are above their limits; lower the counts, a limit must not be raised:\n{}",
+        above.join("\n")
+    )
 }
 
 #[cfg(test)]

@@ -50,7 +50,7 @@ pub struct Options {
 /// Runs all steps, prints the table, and fails if a step failed.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
-        bail!("nodes start containerd and containers: run as root");
+        bail!("run this command as root: it starts containerd and containers");
     }
     let known = deps::all()?;
     if let Some((line, reason)) = known.unavailable.iter().next() {

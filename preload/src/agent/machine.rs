@@ -55,8 +55,8 @@ pub struct OrderMachine {
     broken: Option<u32>,
 }
 
-/// Maximum wait for running work on the GPU to end. Before this wait, the process has made no call
-/// for its idle timeout.
+/// Maximum time that an offload waits for running work on the GPU to end, in milliseconds. The
+/// process is idle by then, so most of its work has ended.
 const MAX_WORK_MS: u32 = 5_000;
 
 /// Number of failed restores after which calls return an error. The restore is repeated because the

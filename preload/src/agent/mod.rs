@@ -91,7 +91,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             wake_sent: None,
             want_sent: None,
             tidy_us: None,
-            released: swap::ScrubState::Not,
+            released: swap::ScrubState::None,
             more_asked: false,
         }
         .run();

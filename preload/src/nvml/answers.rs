@@ -26,8 +26,9 @@ enum AnswerShape {
     Pair(usize),
 }
 
-/// Which arguments distinguish calls of the same function (texts always do), and where its result
-/// is written.
+/// Which arguments of a function must be equal so that two calls have the same answer, and which
+/// argument is the address of the result. String arguments must always be equal, and are not listed
+/// here.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
     /// Number of leading arguments that distinguish calls.

@@ -36,8 +36,8 @@ pub struct AllocationPiece {
     pub offset: u64,
     /// Descriptor of the exported memory, while the content is only in that memory.
     pub shared: Option<TrackedFd>,
-    /// Time of the piece's creation. It distinguishes two contexts that have the same handle one
-    /// after the other.
+    /// Time at which the piece was created. The driver can give a new context the handle of an ended
+    /// one. The time shows to which of the two contexts the piece belongs.
     pub since: u64,
 }
 
@@ -85,7 +85,8 @@ pub struct Allocation {
     pub asked_bytes: u64,
     /// Number of the memory pool from which the application allocated it; 0: none.
     pub pool: u64,
-    /// Point in a stream's work after which the memory is unused. It has an event of this library.
+    /// Point in a stream's work after which the memory is unused. An event that this library has
+    /// recorded in the stream marks the point.
     pub mark: CompletionMark,
 }
 

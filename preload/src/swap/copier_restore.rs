@@ -229,10 +229,11 @@ fn is_off(piece: &AllocationPiece) -> bool {
 pub(super) type Summary = (u32, u64, i32);
 
 /// The summary of the pieces, or `None` if a copier cannot create such memory. The memory must be
-/// contiguous in the pool, on one device, large enough on average, and without special properties.
-/// The application must not be able to export it, because the driver does not export imported
-/// memory. Allocations of `cuMemAlloc` may be exportable: only this library exports them, and an
-/// exported one stays on the device.
+/// contiguous in the pool, on one device and without special properties, and its pieces must have a
+/// minimum size on average. The application must not be able to export it: the process imports the
+/// memory that a copier creates, and the driver does not export imported memory. Memory of
+/// `cuMemAlloc` is allowed even if it was created as exportable: the application cannot export it,
+/// and what this library has exported stays on the device.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;

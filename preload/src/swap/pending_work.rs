@@ -113,7 +113,8 @@ pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     })
 }
 
-/// Whether all contexts are known, and a call in any of them invalidates no capture of a stream.
+/// Whether all contexts are known and none of their streams is being captured. A call would
+/// invalidate a capture.
 pub(super) fn are_contexts_known() -> bool {
     let captured = SWAP.captures.values().next().is_some() || !SWAP.captures.is_complete();
     let is_green = SWAP.green.load(Ordering::Acquire) == 1;

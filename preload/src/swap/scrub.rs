@@ -4,9 +4,9 @@
 //! agent makes a small allocation before the restore, and frees it at once.
 //!
 //! ```text
-//! Not ──copied out──> Wiping ──WIPED_AFTER_US, allocations are not held──> Noted
-//!  ^                     │ resident, or on to a checkpoint                  │
-//!  └─────────────────────┴──────────────────────────────────────────────────┘
+//! None ──copied out──> Scrubbing ──SCRUBBED_AFTER_US, allocations are not held──> Done
+//!   ^                      │ resident, or on to a checkpoint                        │
+//!   └──────────────────────┴────────────────────────────────────────────────────────┘
 //! ```
 
 use affinode_cuda_sys::result;
@@ -16,17 +16,17 @@ use super::driver::call;
 use super::{GRANULE_BYTES, tables};
 
 /// Time after which the scrub of 60 GiB has ended.
-const WIPED_AFTER_US: u64 = 200_000;
+const SCRUBBED_AFTER_US: u64 = 200_000;
 
 /// State of the small allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScrubState {
     /// No memory was freed, or the process is resident again.
-    Not,
+    None,
     /// Memory was freed. The value is the time at which the allocation is due, in microseconds.
-    Wiping(u64),
-    /// The small allocation was made.
-    Noted,
+    Scrubbing(u64),
+    /// The allocation that was due has been made.
+    Done,
 }
 
 impl ScrubState {
@@ -35,10 +35,10 @@ impl ScrubState {
     /// possibly all free VRAM.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
-            _ if !parked => ScrubState::Not,
-            ScrubState::Not => ScrubState::Wiping(now_us + WIPED_AFTER_US),
-            ScrubState::Wiping(due_us) if now_us >= due_us && !held => {
-                *self = ScrubState::Noted;
+            _ if !parked => ScrubState::None,
+            ScrubState::None => ScrubState::Scrubbing(now_us + SCRUBBED_AFTER_US),
+            ScrubState::Scrubbing(due_us) if now_us >= due_us && !held => {
+                *self = ScrubState::Done;
                 return true;
             }
             still => still,
@@ -50,7 +50,7 @@ impl ScrubState {
     /// none to make, or waits for the end of a pause of allocations, which wakes it.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
-            ScrubState::Wiping(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),
+            ScrubState::Scrubbing(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),
             _ => u64::MAX,
         }
     }
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_little_is_asked_for_once_after_each_release() {
-        let mut released = ScrubState::Not;
+        let mut released = ScrubState::None;
         assert!(!released.is_due(0, false, false));
         assert_eq!(released.patience_ms(0), u64::MAX);
         assert!(!released.is_due(1_000, true, false));
@@ -126,12 +126,12 @@ mod tests {
 
     #[test]
     fn no_allocation_while_held_or_resident() {
-        let mut released = ScrubState::Not;
+        let mut released = ScrubState::None;
         assert!(!released.is_due(0, true, false));
         assert!(!released.is_due(300_000, true, true));
         assert_eq!(released.patience_ms(300_000), u64::MAX, "the agent wakes when the pause ends");
         assert!(released.is_due(300_001, true, false));
-        let mut released = ScrubState::Not;
+        let mut released = ScrubState::None;
         assert!(!released.is_due(0, true, false) && !released.is_due(100_000, false, false));
         assert!(!released.is_due(300_000, true, false), "anew");
     }

@@ -164,9 +164,9 @@ fn has_attribute(entry: &OwnedFd, name: &str) -> Result<bool, Errno> {
     Ok(attribute(entry, name)?.is_some())
 }
 
-/// Returns the first byte of an overlayfs attribute, or 0 if its value is empty. The attribute's
-/// name can start with `trusted.overlay.` or `user.overlay.`. `None` if the entry does not have the
-/// attribute.
+/// Returns the first byte of the overlayfs attribute `name`, or 0 if its value is empty. Reads
+/// `trusted.overlay.NAME` and, if the entry does not have it, `user.overlay.NAME`. `None` if the
+/// entry has neither.
 fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
     // Attributes cannot be read through an O_PATH descriptor itself.
     let path = format!("/proc/self/fd/{}", entry.as_raw_fd());

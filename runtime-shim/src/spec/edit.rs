@@ -33,7 +33,7 @@ pub enum EditError {
     #[error("the spec's mounts are not a list")]
     NotAList,
     /// The path is not UTF-8, so JSON cannot represent it.
-    #[error("the host path {0:?} cannot be written to a spec")]
+    #[error("the host path {0:?} is not UTF-8, so no spec can contain it")]
     BadSource(PathBuf),
     /// The OCI library could not build the mount entry.
     #[error("cannot build a mount entry")]

@@ -65,7 +65,7 @@ pub enum RetireError {
     Cluster(#[from] kube::Error),
     /// These nodes refused the removal, or did not complete it in time.
     #[error(
-        "Affinode stays installed, because these nodes are not ready: {}. Delete the pods of its runtime class, or make the nodes reachable, then try again",
+        "Affinode stays installed, because it cannot be removed from these nodes yet: {}. Delete the pods that use Affinode's runtime class, or make the nodes reachable, then try again",
         .0.join("; ")
     )]
     Nodes(Vec<String>),
@@ -117,7 +117,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
         }
         return Err(error);
     }
-    tracing::info!("all nodes: Affinode is removed");
+    tracing::info!("Affinode has been removed from all nodes");
     agents_gone(&client, options, deadline).await?;
     clear_pods(&client, &names).await?;
     let none = ANNOTATIONS.map(|name| (name, None));

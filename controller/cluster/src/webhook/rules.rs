@@ -10,7 +10,7 @@ pub const INJECT: &str = "affinode.io/inject";
 /// Value of the label [`INJECT`] of a pod or namespace that opts out.
 pub const IGNORE: &str = "ignore";
 
-/// Rules that choose the pods that get the runtime class, and name the class.
+/// The name of the runtime class, and the rules that decide which pods get it.
 #[derive(Args, Clone, Debug)]
 pub struct NamespaceRules {
     /// The runtime class that GPU pods get.

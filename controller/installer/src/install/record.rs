@@ -86,8 +86,8 @@ impl AddedBlock {
         block
     }
 
-    /// Creates the entry of a handler with the texts that are added for it. The first text belongs
-    /// to the handler's own file.
+    /// Creates the entry of a handler. `texts` are the texts that the installation adds to files of
+    /// containerd. The first one is for the file that defines the handler.
     pub fn added(
         name: &str,
         texts: Vec<AddedText>,

@@ -44,9 +44,9 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// VRAM of the simulated GPU. The largest container (a twin, 160 MiB) fits while all other
-/// containers are copied out and keep their contexts (six of 16 MiB, and the copier's context). All
-/// containers at once do not fit.
+/// VRAM of the simulated GPU. The largest container (two processes, together 160 MiB) fits while all
+/// other containers are copied out: these keep six contexts of 16 MiB each, and the copier has one.
+/// All containers at once do not fit.
 const SIMULATED_BYTES: u64 = 288 * MIB;
 /// VRAM of each of two simulated GPUs. On the first, one twin fits beside the copier. On the second,
 /// any container fits while the other is copied out, but not both.

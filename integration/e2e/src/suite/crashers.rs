@@ -18,7 +18,7 @@ const ROUNDS: usize = 6;
 /// Exit status of a shell whose program ended by a segmentation fault.
 const SEGMENTATION_FAULT: i32 = 128 + 11;
 
-/// Requires that the calls return with the library, and end the program without it.
+/// Requires that the calls return if the library is loaded, and end the program if it is not.
 pub fn with_and_without(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut returned = 0;
     let mut died = 0;

@@ -33,8 +33,9 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     })
 }
 
-/// Number of restores by copiers. It is read after the copier has released the last process,
-/// because a restore is reported between the program's reply and the release.
+/// Waits until the copier has released all processes, then returns the number of restores by
+/// copiers. A program can reply before its restore is counted, but the count is right before the
+/// copier releases the process.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
     Ok(world.cli().wait_gpu("the copier to release the memory", let_go)?.copier_restores)

@@ -22,8 +22,8 @@ fn told(world: &Testbed, kind: &str) -> Result<usize> {
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
 
-/// A connection must restore the container with the annotation before it makes a call. Another
-/// container, to which a client connected earlier, must not be restored.
+/// When a client connects to a container with the annotation, the container must be restored before
+/// its first CUDA call. Another container, to which a client connected earlier, must stay offloaded.
 #[test]
 fn connection_prewakes_only_its_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

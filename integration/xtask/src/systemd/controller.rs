@@ -162,7 +162,7 @@ fn stored_are(node: &Node, number: usize) -> Result<()> {
         stored = node.property(UNIT, "NFileDescriptorStore")?;
         Ok((stored == number.to_string()).then_some(()))
     })
-    .with_context(|| format!("systemd stores {stored} sockets"))
+    .with_context(|| format!("systemd stores {stored} sockets, expected {number}"))
 }
 
 fn run_meanwhile(controller: &mut Controller<'_>) -> Result<String> {

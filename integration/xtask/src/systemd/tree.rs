@@ -26,7 +26,10 @@ pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     packages::install(&TOOLS)?;
     let here = apt::Distribution::here()?;
     if here.id != "debian" {
-        bail!("the node is made of Debian's packages, and this machine is {}", here.id);
+        bail!(
+            "this command needs Debian, because it makes a node from Debian's packages; this machine is {}",
+            here.id
+        );
     }
     let tree = artifacts.cache_dir().join("systemd-node");
     let wanted = format!("{} {PACKAGES}\n", here.codename);

@@ -39,7 +39,8 @@ struct Fake {
     exported: u64,
     /// True if the copier was told that the process is checkpointed.
     announced: bool,
-    /// Bytes of VRAM that a self-restore requested, without a controller.
+    /// Bytes of free VRAM that the agent waited for when no controller ran and it restored the
+    /// process by itself.
     asked_room: u64,
     /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,
