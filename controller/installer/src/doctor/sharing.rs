@@ -17,6 +17,14 @@ const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkp
 /// Maximum number of bytes that are read from the kubelet's record. On a large node, the record has
 /// a few hundred KiB.
 const CHECKPOINT_BYTES: u64 = 16 << 20;
+/// Folder of the sockets of device plugins.
+const PLUGINS: &str = "var/lib/kubelet/device-plugins";
+/// Name prefix of the sockets of NVIDIA's device plugin.
+const NVIDIA_SOCKET: &str = "nvidia-";
+/// Socket of Affinode's device plugin.
+const AFFINODE_PLUGIN: &str = "var/lib/kubelet/device-plugins/gpu.affinode.io.sock";
+/// Socket of Affinode's DRA driver.
+const AFFINODE_DRA: &str = "var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
 /// Folder of NVIDIA's DRA driver.
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 /// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
@@ -40,8 +48,14 @@ pub struct SharingFacts {
     pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
     /// Number of GPUs that KAI shares.
     pub kai: usize,
+    /// Whether NVIDIA's device plugin runs.
+    pub nvidia_plugin: bool,
     /// Whether NVIDIA's DRA driver is installed.
     pub dra: bool,
+    /// Whether Affinode's device plugin runs.
+    pub affinode_plugin: bool,
+    /// Whether Affinode's DRA driver runs.
+    pub affinode_dra: bool,
     /// Whether HAMi's library is installed.
     pub hami: bool,
 }
@@ -62,14 +76,22 @@ impl SharingFacts {
     /// Reads these values from the files below a root directory.
     #[must_use]
     pub fn gather(root: &Path) -> SharingFacts {
-        let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();
         SharingFacts {
             devices: devices(&root.join(CHECKPOINT)),
-            kai: pods.filter(|pod| pod.file_name().to_string_lossy().starts_with(KAI)).count(),
+            kai: count(&root.join(PODS), KAI),
+            nvidia_plugin: count(&root.join(PLUGINS), NVIDIA_SOCKET) > 0,
             dra: root.join(DRA).is_dir(),
+            affinode_plugin: root.join(AFFINODE_PLUGIN).exists(),
+            affinode_dra: root.join(AFFINODE_DRA).exists(),
             hami: root.join(HAMI).is_file(),
         }
     }
+}
+
+/// Number of the entries of a folder whose names have a prefix.
+fn count(folder: &Path, prefix: &str) -> usize {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)).count()
 }
 
 fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>> {
@@ -93,7 +115,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");
     match &facts.devices {
         Some(Ok(devices)) => {
-            let shared_otherwise = facts.kai > 0 || facts.hami;
+            let shared_otherwise = facts.kai > 0 || facts.hami || facts.affinode_dra;
             for (resource, ids) in devices.iter().filter(|(_, ids)| !ids.is_empty()) {
                 judge_resource(&mut group, resource, ids, shared_otherwise);
             }
@@ -112,6 +134,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
         let found = "NVIDIA's DRA driver is installed: pods that name the same claim share its GPU";
         group.good("DRA", found);
     }
+    judge_offers(&mut group, facts);
     if facts.hami {
         let hint = format!(
             "containers load HAMi's library before Affinode's, so HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded. Affinode was tested with a similar library, not with HAMi itself ({EXAMPLES})"
@@ -121,6 +144,29 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     group.checks
 }
 
+/// Checks that only one program offers the GPUs of this node to Kubernetes.
+fn judge_offers(group: &mut CheckGroup, facts: &SharingFacts) {
+    let offers: Vec<&str> = [
+        (facts.nvidia_plugin, "NVIDIA's device plugin"),
+        (facts.dra, "NVIDIA's DRA driver"),
+        (facts.affinode_plugin, "Affinode's device plugin"),
+        (facts.affinode_dra, "Affinode's DRA driver"),
+    ]
+    .into_iter()
+    .filter_map(|(runs, name)| runs.then_some(name))
+    .collect();
+    if !facts.affinode_plugin && !facts.affinode_dra {
+        return;
+    }
+    if let [only] = offers[..] {
+        group.good("offers", format!("only {only} offers the GPUs of this node"));
+    } else {
+        let hint = "Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector";
+        let found = format!("several programs offer the same GPUs: {}", offers.join(", "));
+        group.warning("offers", found, hint);
+    }
+}
+
 fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
     if resource.starts_with(MIG) {
         let hint = "containers on MIG instances are not offloaded: turn MIG off with nvidia-smi -mig \
@@ -128,7 +174,7 @@ fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared
         group.warning("sharing", format!("{resource}: {} MIG instances", ids.len()), hint);
         return;
     }
-    if resource != GPU && resource != "nvidia.com/gpu.shared" {
+    if ![GPU, "nvidia.com/gpu.shared", "affinode.io/gpu"].contains(&resource) {
         return;
     }
     // A shared GPU has several ids, which differ only in the suffix after "::".
@@ -138,7 +184,7 @@ fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared
         group.good("sharing", found);
     } else {
         let hint = format!(
-            "each GPU is assigned to one pod, so no other pod can use the VRAM that an offload frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI or DRA"
+            "each GPU is assigned to one pod, so no other pod can use the VRAM that an offload frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI, a DRA driver or Affinode's device plugin"
         );
         group.warning("sharing", found, hint);
     }
@@ -203,6 +249,23 @@ mod tests {
     }
 
     #[test]
+    fn gpus_offered_by_two_programs_are_a_warning() {
+        let seats = facts("affinode.io/gpu", &["GPU-a::0", "GPU-a::1"]);
+        let alone = SharingFacts { affinode_plugin: true, ..seats.clone() };
+        assert_eq!(
+            verdicts(&alone),
+            [("sharing", CheckVerdict::Good), ("offers", CheckVerdict::Good)]
+        );
+        let both = SharingFacts { nvidia_plugin: true, affinode_dra: true, ..facts(GPU, &["a"]) };
+        let checks = judge(&both);
+        assert_eq!(checks[1].verdict, CheckVerdict::Warning);
+        assert!(checks[1].found.ends_with("NVIDIA's device plugin, Affinode's DRA driver"));
+        // Without Affinode's own offers, NVIDIA's programs are not its concern.
+        let nvidias = SharingFacts { nvidia_plugin: true, dra: true, ..SharingFacts::default() };
+        assert_eq!(verdicts(&nvidias), [("DRA", CheckVerdict::Good)]);
+    }
+
+    #[test]
     fn what_is_on_a_node_is_found() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(SharingFacts::gather(root.path()), SharingFacts::default());
@@ -216,6 +279,9 @@ mod tests {
             r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u","ContainerName":"c","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["GPU-a::1"]},"AllocResp":"Cg=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-a::0","GPU-a::1"]}},"Checksum":3251223}"#,
         );
         write(HAMI, "/usr/local/vgpu/libvgpu.so");
+        for socket in ["var/lib/kubelet/device-plugins/nvidia-gpu.sock", AFFINODE_PLUGIN] {
+            write(socket, "");
+        }
         for folder in [
             DRA,
             "var/log/pods/kai-resource-reservation_gpu-reservation-1_ab",
@@ -227,7 +293,10 @@ mod tests {
         let expected = SharingFacts {
             devices: Some(Ok(BTreeMap::from([(GPU.to_owned(), ids)]))),
             kai: 1,
+            nvidia_plugin: true,
             dra: true,
+            affinode_plugin: true,
+            affinode_dra: false,
             hami: true,
         };
         assert_eq!(SharingFacts::gather(root.path()), expected);
