@@ -100,7 +100,7 @@ reasons! {
     /// The driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
     /// The memory cgroup of the container has less free memory than the VRAM needs.
-    CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by its VRAM plus 1 GiB";
+    CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by its VRAM plus 1 GiB for each CUDA process";
     /// The node has less free host memory than the VRAM needs.
     HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
     /// The container's cgroup is frozen: the container is paused or stopped.

@@ -238,9 +238,10 @@ impl Reason {
             ),
             Reason::CgroupMemory => (
                 "Offloaded memory is charged to the container's memory cgroup. The part of the \
-                 container's memory limit that is still free is smaller than the VRAM plus the \
-                 host memory that the driver needs for the offload.",
-                "Raise the memory limit of the container by its VRAM plus 1 GiB.",
+                 container's memory limit that is still free is smaller than the VRAM plus \
+                 `memory.driver_overhead_mib` (default 1 GiB) for each CUDA process.",
+                "Raise the memory limit of the container by its VRAM plus 1 GiB for each CUDA \
+                 process.",
             ),
             Reason::HostMemory => (
                 "An offload would leave less free host memory than `memory.node_reserve_mib`.",

@@ -155,7 +155,7 @@ mod tests {
 
     /// Both annotations set when the container is offloaded.
     #[test]
-    fn pod_decides_by_another_annotation_of_the_setting() {
+    fn pod_replaces_the_same_setting_of_its_claim() {
         let claim = r#"{"affinode.io/latency-sensitive": "true"}"#;
         let own = [("affinode.io/offload", "eager")];
         assert_eq!(annotations(&[("u-1-0", claim)], &own), map(&own));

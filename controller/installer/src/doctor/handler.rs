@@ -50,7 +50,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec
             judge_handler(&mut group, (name, handler), handlers, cri, cdi)
         }
         _ => {
-            let hint = "run affinode install, or add config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x) to its configuration and restart containerd";
+            let hint = "run affinode install. By hand: append config/containerd/affinode-v2.toml to config.toml (containerd 1.x), or copy affinode-v3.toml into a folder that config.toml imports (2.x), and restart containerd";
             if kubernetes {
                 group.bad(
                     "handler",

@@ -98,7 +98,7 @@ checks! {
     "containerd", "handler":
         "containerd's CRI plugin must have a handler for Affinode's runtime `io.containerd.affinode.v1`. A RuntimeClass of Kubernetes names this handler. ctr and nerdctl do not need it.",
         "containerd's configuration does not contain Affinode's handler, the CRI plugin is off, or `runtime_path` of the handler does not name a program.",
-        "Run `affinode install`. To do it by hand, add `config/containerd/affinode-v2.toml` (containerd 1.x) or `affinode-v3.toml` (2.x) to the configuration, and restart containerd.";
+        "Run `affinode install`. To do it by hand with containerd 1.x, append `config/containerd/affinode-v2.toml` to `/etc/containerd/config.toml`. With containerd 2.x, copy `affinode-v3.toml` into a folder that `config.toml` imports. Then restart containerd.";
     "containerd", "annotations":
         "Affinode's handler must pass the annotations `affinode.io/*` of pods and containers to the runtime.",
         "`pod_annotations` or `container_annotations` of the handler does not contain `affinode.io/*`. containerd then withholds these annotations, so they have no effect.",
@@ -131,7 +131,7 @@ checks! {
     "Kubernetes", "sharing":
         "Kubernetes must assign a GPU to more than one pod. Otherwise no other pod can use the VRAM that an offload frees.",
         "The device plugin assigns each GPU to only one pod, or offers MIG instances, or the check could not read the kubelet's file about device plugins.",
-        "Share GPUs by time-slicing, KAI or DRA, as in the examples of `config/kubernetes/sharing`. If the file could not be read, restart the kubelet, which writes it again.";
+        "Share GPUs by time-slicing, KAI, a DRA driver or Affinode's device plugin, as in the examples of `config/kubernetes/sharing`. If the file could not be read, restart the kubelet, which writes it again.";
     "Kubernetes", "KAI":
         "This check requires nothing. It reports that the scheduler KAI assigns fractions of GPUs on this node.",
         "This check cannot fail: it gives only information.",
@@ -140,6 +140,10 @@ checks! {
         "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
         "This check cannot fail: it gives only information.",
         "No action is needed.";
+    "Kubernetes", "offers":
+        "If Affinode's device plugin or DRA driver offers the GPUs of this node to Kubernetes, no other program may offer them.",
+        "NVIDIA's device plugin or DRA driver also runs on this node, or both of Affinode's do. Kubernetes then assigns each GPU once per program.",
+        "Keep one of the programs off this node, for example by its node selector. Different programs may serve different nodes.";
     "Kubernetes", "HAMi":
         "The GPU sharing library of HAMi should not be installed, because containers would load it in addition to Affinode's. Affinode was not tested with it, only with a similar library.",
         "HAMi's library is installed, and containers load it before Affinode's. Therefore HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded.",

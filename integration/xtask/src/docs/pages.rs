@@ -154,10 +154,8 @@ fn key_row(key: &Key) -> [String; 5] {
 }
 
 pub fn annotations(known: &Reference) -> String {
-    let mut page = Markdown::page(
-        "Annotations",
-        "the parser of annotations and its answers for the default configuration",
-    );
+    let mut page =
+        Markdown::page("Annotations", "the parser of annotations and the default configuration");
     page.paragraph(
         "An annotation changes a value of the [configuration](configuration.md) for one container. In Kubernetes, write annotations into the metadata of the pod. Elsewhere, give them to the container with the option `--annotation` of Docker, nerdctl or Podman, or to a [job](jobs.md) with the same option of `affinode run`. Affinode reads the annotations only when the container is created, so a later change has no effect.",
     );
@@ -199,7 +197,7 @@ pub fn troubleshooting(known: &Reference) -> String {
         "the reasons in [proto/src/reason.rs](../proto/src/reason.rs) and the checks of `affinode doctor`",
     );
     page.paragraph(
-        "`affinode ps` shows the state of each container with a reason, and `affinode events` shows what happened to it. `affinode doctor` checks whether the machine is ready. This page has a section for each reason and each check that these commands print. The [glossary](glossary.md) explains terms such as *idle*, *resident*, *engine* and *mode*. `NAME` in a command stands for the container's name.",
+        "`affinode ps` shows the state of each container with a reason, and `affinode events` shows what happened to it. `affinode doctor` checks whether the machine is ready. This page has a section for each reason and each check that these commands print. The [glossary](glossary.md) explains terms such as *idle*, *resident*, *engine* and *mode*. `NAME` in a command stands for the container's name. If a container is missing, see [A container is not in `affinode ps`](operations.md#a-container-is-not-in-affinode-ps).",
     );
     page.section("Reasons");
     for reason in &known.reasons {
