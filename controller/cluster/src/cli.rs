@@ -5,7 +5,7 @@ use std::{error::Error, io, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::{check, error_chain, fleet, node, webhook};
+use crate::{check, error_chain, node, webhook};
 
 #[derive(Parser)]
 #[command(
@@ -25,8 +25,6 @@ enum Command {
     Node(Box<node::NodeOptions>),
     /// Remove Affinode from all nodes, before the rest of an installation is removed (a Job).
     Retire(node::retire::RetireOptions),
-    /// Show all nodes on one page, with a link to each (a Deployment).
-    Fleet(Box<fleet::FleetOptions>),
     /// Set the runtime class of GPU pods while they are created (an admission webhook).
     Webhook(Box<webhook::WebhookOptions>),
     /// Check whether the container of this command is managed (the pod of `helm test`).
@@ -41,7 +39,6 @@ pub fn main() -> ExitCode {
     match arguments.command {
         Command::Node(options) => exit(node::run(&options)),
         Command::Retire(options) => exit(node::retire::run(&options)),
-        Command::Fleet(options) => exit(fleet::run(&options)),
         Command::Webhook(options) => exit(webhook::run(&options)),
         Command::Check(options) => exit(check::run(&options)),
     }

@@ -4,8 +4,7 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`node`] | manages a GPU node: installs Affinode, serves its controller's API, reports to its pods |
-//! | [`fleet`] | shows all nodes on one page, with a link to each |
-//! | [`https`] | the HTTPS server of the node agent, the page of all nodes, and the webhook |
+//! | [`https`] | the HTTPS server of the node agent and the webhook |
 //! | [`kubectl`] | the plugin `kubectl affinode` |
 //! | [`webhook`] | sets the runtime class of GPU pods while they are created |
 //! | [`check`] | checks from a GPU pod whether its container is managed |
@@ -22,7 +21,6 @@
 pub mod check;
 pub mod cli;
 mod error_chain;
-pub mod fleet;
 pub mod https;
 pub mod kubectl;
 pub mod node;

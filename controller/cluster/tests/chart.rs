@@ -28,8 +28,7 @@ fn part<'a>(text: &'a str, from: &str, to: &str) -> &'a str {
 
 #[test]
 fn chart_passes_only_existing_options() {
-    for (file, command) in
-        [("daemonset", "node"), ("fleet", "fleet"), ("uninstall", "retire"), ("webhook", "webhook")]
+    for (file, command) in [("daemonset", "node"), ("uninstall", "retire"), ("webhook", "webhook")]
     {
         let (help, text) = (help(command), template(file));
         let given =
@@ -83,27 +82,4 @@ fn user_roles_of_chart_and_manifest_agree() {
     for urls in theirs.lines().filter(|line| line.contains("nonResourceURLs")) {
         assert!(ours.contains(urls), "{urls}");
     }
-}
-
-#[test]
-fn fleet_page_has_only_read_rights() {
-    let fleet = template("fleet");
-    let mut rights: Vec<&str> = Vec::new();
-    for line in fleet.lines().map(str::trim) {
-        let names = ["resources: [", "- nonResourceURLs: [", "verbs: ["];
-        rights.extend(names.iter().filter_map(|name| line.strip_prefix(name)));
-    }
-    let expected = [
-        r#""endpointslices"]"#,
-        r#""list", "watch"]"#,
-        r#""nodes"]"#,
-        r#""list", "watch"]"#,
-        r#""tokenreviews"]"#,
-        r#""create"]"#,
-        r#""subjectaccessreviews"]"#,
-        r#""create"]"#,
-        r#""/affinode/v1/node"]"#,
-        r#""get"]"#,
-    ];
-    assert_eq!(rights, expected);
 }

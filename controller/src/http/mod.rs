@@ -11,7 +11,7 @@
 
 #[cfg(test)]
 mod abuse;
-pub mod assets;
+mod assets;
 mod call_trace;
 mod guard;
 pub mod query;

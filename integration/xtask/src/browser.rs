@@ -64,9 +64,6 @@ pub fn run(options: &Options) -> Result<()> {
         let recording = std::path::absolute(recording)?;
         return sh::run(node("recorded.mjs").arg(page).arg(recording).args(shots));
     }
-    output::step("Browser: fleet.mjs");
-    let fleet = workspace_dir().join("controller/cluster/src/fleet/page");
-    sh::run(node("fleet.mjs").arg(fleet).arg(&page).args(&shots))?;
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let address = free_address()?;

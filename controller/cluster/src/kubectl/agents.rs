@@ -13,16 +13,15 @@ use kube::{Api, ResourceExt, api::ListParams, core::PartialObjectMeta};
 use tokio::{io::DuplexStream, time::timeout};
 use tokio_rustls::client::TlsStream;
 
-use super::{access::ClusterAccess, error::PluginError};
-use crate::{
-    fleet::{
-        agent_client::{self, AgentClientError, AgentRequest},
-        cert_pin::{self, Fingerprint},
-    },
-    node::{
-        NO_CONTROLLER,
-        node_labels::{AGENT, CERTIFICATE, STATE},
-    },
+use super::{
+    access::ClusterAccess,
+    agent_client::{self, AgentClientError, AgentRequest},
+    cert_pin::{self, Fingerprint},
+    error::PluginError,
+};
+use crate::node::{
+    NO_CONTROLLER,
+    node_labels::{AGENT, CERTIFICATE, STATE},
 };
 
 /// Maximum number of nodes to which requests are sent at the same time.
@@ -120,7 +119,7 @@ impl<'a> ClusterAgents<'a> {
         let late = |_| AgentClientError::Time(peer.clone(), OPEN);
         let opened = timeout(OPEN, self.open(agent, &peer, certificate)).await;
         let stream = opened.map_err(late)??;
-        let question = AgentRequest { method, path, authorization, more: Vec::new(), time };
+        let question = AgentRequest { method, path, authorization, time };
         let answer = agent_client::exchange(stream, &peer, question).await?;
         let (status, absent) = (answer.status(), answer.headers().contains_key(NO_CONTROLLER));
         if status == StatusCode::SERVICE_UNAVAILABLE && absent {

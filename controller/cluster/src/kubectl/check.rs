@@ -11,10 +11,10 @@ use super::{
     agents::ClusterAgents,
     error::{ExitStatus, PluginError},
     moves,
+    node_row::{NodeHealth, NodeRow},
     output::{self, OutputFormat},
     status,
 };
-use crate::fleet::poller::{NodeHealth, NodeRow};
 
 /// Check which rights the user has. Check also whether the agent of each node replies, whether the
 /// node's containerd serves the runtime, and whether the agent can read the GPUs. The command

@@ -4,7 +4,8 @@ use std::io;
 
 use kube::config::{InferConfigError, KubeconfigError};
 
-use crate::{error_chain::ApiError, fleet::agent_client::AgentClientError};
+use super::agent_client::AgentClientError;
+use crate::error_chain::ApiError;
 
 /// Exit status of a command. If requests to several nodes have different results, the greatest
 /// status by `Ord` is used.

@@ -15,11 +15,15 @@
 //! and no root rights. The plugin uses no part of Affinode in the cluster except the agents.
 
 mod access;
+mod agent_client;
 mod agents;
+mod cert_pin;
 mod check;
 mod error;
 mod moves;
 mod node;
+mod node_figures;
+mod node_row;
 mod output;
 mod ps;
 mod report;

@@ -16,13 +16,14 @@ use serde::Serialize;
 
 use super::{
     access::ClusterAccess,
+    agent_client,
     agents::{AgentAnswer, ClusterAgents},
     error::{ExitStatus, PluginError},
     output::{self, NodeOutcome, OutputFormat},
     ps::{self, ContainerList},
     select::{ContainerFilter, NodeContainer},
 };
-use crate::{error_chain::chain, fleet::agent_client};
+use crate::error_chain::chain;
 
 /// Number of moves that are requested at a time. A controller accepts more.
 const MAX_CONCURRENT_MOVES: usize = 4;

@@ -10,15 +10,11 @@ use super::{
     access::ClusterAccess,
     agents::{ClusterAgents, ManagedNode, NodeAnswer},
     error::{ExitStatus, PluginError},
+    node_figures::{self, NodeFigures},
+    node_row::{NodeHealth, NodeRow},
     output::{self, NodeOutcome, OutputFormat},
 };
-use crate::{
-    error_chain::chain,
-    fleet::{
-        poller::{NodeHealth, NodeRow},
-        summary::{self, FleetSummary},
-    },
-};
+use crate::error_chain::chain;
 
 const TABLE: [&str; 10] = [
     "NODE",
@@ -70,7 +66,7 @@ enum SortKey {
 #[derive(Serialize)]
 struct ClusterStatus<'a> {
     nodes: &'a [NodeRow],
-    all: &'a FleetSummary,
+    all: &'a NodeFigures,
     outcomes: &'a [NodeOutcome],
 }
 
@@ -110,11 +106,11 @@ pub async fn run(
     Ok(output::outcome(&outcomes))
 }
 
-/// Converts a node's reply to the row that the page of all nodes would show.
+/// Converts a node's reply to the row that is shown.
 pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {
-            summary::read(&body).map_err(|error| {
+            node_figures::read(&body).map_err(|error| {
                 PluginError::Reply(format!(
                     "the reply does not have the form of a node's state: {error}"
                 ))
@@ -123,9 +119,7 @@ pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
         body.map(read).transpose()
     });
     let outcome = NodeOutcome::new(&node.name, &figures);
-    let mut row = NodeRow { name: node.name.clone(), ..NodeRow::default() };
-    row.note(figures.map_err(|error| chain(&error)));
-    row.published(node.state.clone());
+    let row = NodeRow::new(&node.name, figures.map_err(|error| chain(&error)), &node.state);
     (row, outcome)
 }
 
@@ -146,8 +140,8 @@ fn sort(rows: &mut [NodeRow], by: SortKey) {
 }
 
 /// The sum of the nodes that replied.
-fn sum(rows: &[NodeRow]) -> FleetSummary {
-    let mut all = FleetSummary { auto_offload: true, ..FleetSummary::default() };
+fn sum(rows: &[NodeRow]) -> NodeFigures {
+    let mut all = NodeFigures { auto_offload: true, ..NodeFigures::default() };
     for figures in rows.iter().filter_map(|row| row.figures.as_ref()) {
         all.auto_offload &= figures.auto_offload;
         all.simulated |= figures.simulated;
@@ -173,7 +167,7 @@ fn sum(rows: &[NodeRow]) -> FleetSummary {
 fn show(
     out: &mut dyn Write,
     rows: &[NodeRow],
-    all: &FleetSummary,
+    all: &NodeFigures,
     wide: bool,
     headers: bool,
 ) -> Result<(), PluginError> {
@@ -201,7 +195,6 @@ fn show(
 
 fn health(health: NodeHealth) -> &'static str {
     match health {
-        NodeHealth::Asking => "Asking",
         NodeHealth::Serving => "Serving",
         NodeHealth::Resting => "Resting",
         NodeHealth::Troubled => "Troubled",
@@ -210,7 +203,7 @@ fn health(health: NodeHealth) -> &'static str {
     }
 }
 
-fn figures(figures: Option<&FleetSummary>) -> [String; 8] {
+fn figures(figures: Option<&NodeFigures>) -> [String; 8] {
     let Some(f) = figures else { return std::array::from_fn(|_| "-".to_owned()) };
     [
         f.gpus.to_string(),

@@ -1,5 +1,6 @@
 //! Tests of `ps` and `status`.
 
+use affinode_controller::schema;
 use affinode_proto::state::State;
 
 use crate::{
@@ -106,12 +107,18 @@ async fn a_node_that_fails_leaves_the_others() {
     stage.api.add("deaf", None, &"0a".repeat(32));
     let (agent, address, _) = Agent::start(Some(node(Vec::new()))).await;
     stage.api.add("impostor", Some(address), &"0a".repeat(32));
+    stage.api.add("unknown", Some(address), "");
+    let endless = schema::Node { version: "x".repeat(3 << 20), ..schema::Node::default() };
+    stage.node("endless", Some(endless)).await;
     let printed = stage.run("ps -A").await;
     assert_eq!((printed.status, printed.rows().len()), (4, 4), "{printed}");
     assert!(printed.err.contains("node deaf: "), "{printed}");
     assert!(printed.err.contains("connection refused in the pod"), "{printed}");
     assert!(printed.err.contains("node impostor: "), "{printed}");
     assert!(printed.err.contains("does not present the certificate"), "{printed}");
+    assert!(printed.err.contains("node unknown: "), "{printed}");
+    assert!(printed.err.contains("has not published its certificate"), "{printed}");
+    assert!(printed.err.contains("reply has more than 2097152 bytes"), "{printed}");
     assert!(agent.tokens.lock().unwrap().is_empty(), "no token is sent to it");
     let list = stage.run("ps -A -o json").await;
     assert_eq!((list.status, &list.json()["nodes"][0]["status"]), (4, &"unreachable".into()));

@@ -15,7 +15,6 @@ fn pods_run_where_the_image_runs() {
     // A node selector of the user must not replace the restriction to an architecture.
     let values = "
 node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
-fleet: {enabled: true, nodeSelector: {pool: b}}
 ";
     let Some(rendered) = render_for("1.34.0", values) else { return };
     let rendered = rendered.unwrap();
@@ -28,7 +27,7 @@ fleet: {enabled: true, nodeSelector: {pool: b}}
             seen += 1;
         }
     }
-    assert_eq!(seen, 5, "agents, webhook, page of all nodes, uninstaller, test");
+    assert_eq!(seen, 4, "agents, webhook, uninstaller, test");
     assert_eq!(agents(&rendered)["nodeSelector"]["pool"], "a");
 }
 
@@ -86,12 +85,12 @@ fn slots_of_a_rollout_are_those_agents_may_take() {
 fn a_quota_names_every_priority_class() {
     let values = "
 resourceQuota: {enabled: true}
-fleet: {enabled: true, priorityClassName: pages}
+inject: {webhook: {priorityClassName: webhooks}}
 ";
     let Some(rendered) = render(values) else { return };
     let quota = &rendered.get("ResourceQuota", "affinode")["spec"];
     let classes = &quota["scopeSelector"]["matchExpressions"][0]["values"];
-    assert_eq!(classes, &json!(["system-node-critical", "system-cluster-critical", "pages"]));
+    assert_eq!(classes, &json!(["system-node-critical", "webhooks"]));
     assert_eq!(quota["hard"]["pods"], "10000");
 }
 
@@ -103,12 +102,6 @@ fn a_network_policy_covers_the_agents() {
     assert_eq!(policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "node");
     assert_eq!(policy["ingress"][0]["ports"], json!([{"port": "https", "protocol": "TCP"}]));
     assert_eq!(policy["ingress"][0]["from"], json!([{"namespaceSelector": {}}]));
-    // The fleet page sends requests to the agents, so it must be allowed in addition to the peers
-    // that the values name.
-    let Some(fleet) = render(&format!("fleet: {{enabled: true}}\n{values}")) else { return };
-    let peers = &fleet.get("NetworkPolicy", "affinode-node")["spec"]["ingress"][0]["from"];
-    let labels = &peers[1]["podSelector"]["matchLabels"];
-    assert_eq!(labels["app.kubernetes.io/component"], "fleet", "{peers}");
     // A drain never evicts agents, so there is no disruption budget for them.
     assert!(rendered.find("PodDisruptionBudget", "affinode-node").is_none());
 }

@@ -73,9 +73,6 @@ setInterval(() => {
   }
 }, 1000);
 
-// Below the page of the fleet, this page shows one node of many, so it has a link back.
-byId("fleet").hidden = !location.pathname.startsWith("/nodes/");
-
 byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTarget.getAttribute("aria-checked") !== "true"));
 
 byId("help-open").addEventListener("click", () => byId("help").showModal());

@@ -87,7 +87,6 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
         },
         // On a cluster of one node, a second replica would stay pending.
         "inject": {"webhook": {"replicas": plane.nodes().len().min(2)}},
-        "fleet": {"enabled": true},
         "dashboards": {"enabled": true},
     }))
 }

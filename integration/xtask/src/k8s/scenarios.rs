@@ -4,7 +4,6 @@ mod agent;
 mod chart;
 mod device_plugin;
 mod dra;
-mod fleet;
 mod inject;
 mod install;
 mod nodes;
@@ -69,7 +68,6 @@ fn of_the_chart(plane: &Plane<'_>, before: &uninstall::Before) -> Result<()> {
     install::the_broken(plane)?;
     let mut pods = vec![pod];
     pods.extend(nodes::others_serve(plane)?);
-    fleet::shows_nodes(plane)?;
     plugin::shows_and_moves(plane)?;
     pods::waiting_pod_is_reported(plane)?;
     pods::staying_pod_is_reported(plane)?;

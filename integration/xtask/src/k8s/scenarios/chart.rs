@@ -13,8 +13,7 @@ use crate::{
 
 /// Settings that enable all options of the chart. The webhook and the policy exclude each other:
 /// the webhook is enabled instead of the default, the policy.
-const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,fleet.tlsSecret=papers,\
-    fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
+const ALL_ON: &str = "inject.by=webhook,node.tlsSecret=papers,networkPolicy.enabled=true,\
     serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
     dashboards.enabled=true,serviceAccount.name=agents,image.tag=x,inject.optIn=true,\
     node.rollout.maxConcurrent=2,resourceQuota.enabled=true,dra.enabled=true,\

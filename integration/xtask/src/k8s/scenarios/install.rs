@@ -7,7 +7,7 @@ use affinode_e2e::containerd;
 use anyhow::{Context, Result, ensure};
 
 use super::{
-    LABEL, NAMESPACE, NODE, RELEASE, SMALL_MIB, agent_pod, fleet::Looker, is_labelled, release,
+    LABEL, NAMESPACE, NODE, RELEASE, SMALL_MIB, agent_pod, is_labelled, plugin, release,
     rolled_out, step, wait_state,
 };
 use crate::{
@@ -94,7 +94,7 @@ fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "pod", "early"])).map(|_| ())
 }
 
-/// Checks that the agent reports the reason at the node object, and that the page of all nodes
+/// Checks that the agent reports the reason at the node object, and that `kubectl affinode status`
 /// shows it.
 fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step("A node whose containerd would not start again with its configuration");
@@ -108,15 +108,14 @@ fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     );
     waits_for_the_label(plane, node)?;
     output::note(&format!("{name} says: {state}"));
-    let looker = Looker::new(plane)?;
-    let row = looker.row(name, |row| row["health"] == "NotServed")?;
+    let row = plugin::row(plane, name, |row| row["health"] == "NotServed")?;
     ensure!(
         row["why"].as_str().is_some_and(|why| why.contains("not installed")),
         "expected the reason `not installed`: {row}"
     );
-    looker.row(NODE, |row| row["health"] == "Resting")?;
-    output::note(&format!("{name} is unchanged, without label; the page of all nodes: NotServed"));
-    looker.done()
+    plugin::row(plane, NODE, |row| row["health"] == "Resting")?;
+    output::note(&format!("{name} is unchanged, without label; kubectl affinode: NotServed"));
+    Ok(())
 }
 
 /// Checks that the agent tries again after the repair.

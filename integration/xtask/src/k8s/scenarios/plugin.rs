@@ -14,6 +14,8 @@ use crate::{
 
 /// Time limit for a right to count. The agents keep a denial for 10 s.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit until the row of a node shows an expected state.
+const ROW_TIMEOUT: Duration = Duration::from_secs(90);
 /// Name of the account, and of its bindings.
 const ACCOUNT: &str = "plugin";
 /// Kubeconfig of the account, in the cluster's folder.
@@ -44,6 +46,7 @@ pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
         "expected exit status 0 and a row `all`, got {status}: {table} {said}"
     );
     output::out(&table);
+    every_node_serves(plane)?;
     every_pod_is_reported(plane)?;
     let (status, _, said) = run(plane, &["offload", &pod])?;
     ensure!(status == 3 && said.contains("may not post"), "a viewer moved a pod: {status} {said}");
@@ -82,7 +85,11 @@ fn bind(plane: &Plane<'_>, role: &str) -> Result<()> {
 }
 
 fn run(plane: &Plane<'_>, words: &[&str]) -> Result<Printed> {
-    let output = plane.plugin(KUBECONFIG)?.args(words).output()?;
+    run_as(plane, KUBECONFIG, words)
+}
+
+fn run_as(plane: &Plane<'_>, kubeconfig: &str, words: &[&str]) -> Result<Printed> {
+    let output = plane.plugin(kubeconfig)?.args(words).output()?;
     let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
     Ok((output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr)))
 }
@@ -97,6 +104,41 @@ fn until(plane: &Plane<'_>, words: &[&str], wanted: i32) -> Result<String> {
         Ok((status == wanted).then_some(out))
     });
     said.with_context(|| last)
+}
+
+/// The row of a node in the output of `status`, by an administrator. Waits until the row satisfies
+/// `is_it`.
+pub fn row(plane: &Plane<'_>, node: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
+    let mut last = String::new();
+    let what = format!("kubectl affinode status to show the expected state of {node}");
+    let row = until_within(ROW_TIMEOUT, &what, || {
+        let words = ["status", "--node", node, "-o", "json"];
+        let (_, out, said) = run_as(plane, files::ADMIN, &words)?;
+        let status: Value = serde_json::from_str(&out).unwrap_or_default();
+        last = format!("{out}{said}");
+        let row = &status["nodes"][0];
+        Ok(is_it(row).then(|| row.clone()))
+    });
+    row.with_context(|| format!("the last output was {last}"))
+}
+
+/// Each node serves with its own simulated GPU and one container.
+fn every_node_serves(plane: &Plane<'_>) -> Result<()> {
+    let (_, out, said) = run(plane, &["status", "-o", "json"])?;
+    let status: Value = serde_json::from_str(&out).with_context(|| said)?;
+    for node in plane.nodes() {
+        let mut rows = status["nodes"].as_array().into_iter().flatten();
+        let row = rows.find(|row| row["name"] == *node.name);
+        let row = row.with_context(|| format!("{} is not in {status}", node.name))?;
+        let figures = &row["figures"];
+        let containers = ["resident", "offloaded"].map(|key| figures[key].as_u64().unwrap_or(0));
+        ensure!(
+            row["health"] == "Serving" && figures["gpus"] == 1 && figures["simulated"] == true,
+            "expected a node that serves with one simulated GPU: {row}"
+        );
+        ensure!(containers.iter().sum::<u64>() == 1, "expected one container: {row}");
+    }
+    Ok(())
 }
 
 fn containers(list: &Value) -> impl Iterator<Item = &Value> {

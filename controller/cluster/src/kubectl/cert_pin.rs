@@ -90,3 +90,17 @@ impl ServerCertVerifier for PinnedCertificate {
         self.algorithms.supported_schemes()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_is_64_hex_digits() {
+        assert_eq!(parse(&"0a".repeat(32)), Some([10; 32]));
+        let long = "0a".repeat(33);
+        for wrong in ["", "0a", &"zz".repeat(32), &"é".repeat(32), &long] {
+            assert_eq!(parse(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! The fields of a controller's reply that the page of all nodes shows. This module does no I/O.
+//! The figures of a node, read from its controller's reply. This module does no I/O.
 
 use affinode_proto::state::State;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ const TEXT_CHARS: usize = 200;
 
 /// The figures of a node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct FleetSummary {
+pub struct NodeFigures {
     /// Version of the controller.
     pub version: String,
     /// Start time of the controller, in milliseconds since 1970.
@@ -81,7 +81,7 @@ struct ContainerSummary {
 ///
 /// # Errors
 /// If the bytes are not valid JSON of such a reply.
-pub fn read(json: &[u8]) -> Result<FleetSummary, serde_json::Error> {
+pub fn read(json: &[u8]) -> Result<NodeFigures, serde_json::Error> {
     let node: NodeSummary = serde_json::from_slice(json)?;
     let text = |text: &str| text.chars().take(TEXT_CHARS).collect::<String>();
     let sum = |bytes: &dyn Fn(&ContainerSummary) -> u64| {
@@ -98,7 +98,7 @@ pub fn read(json: &[u8]) -> Result<FleetSummary, serde_json::Error> {
     };
     let gpus =
         |bytes: fn(&GpuSummary) -> u64| node.gpus.iter().map(bytes).fold(0, u64::saturating_add);
-    Ok(FleetSummary {
+    Ok(NodeFigures {
         version: text(&node.version),
         started_unix_ms: node.started_unix_ms,
         gpu_error: node.gpu_error.as_deref().map(text),
@@ -153,7 +153,7 @@ mod tests {
             ..Default::default()
         };
         let figures = read(&serde_json::to_vec(&node).unwrap()).unwrap();
-        let expected = FleetSummary {
+        let expected = NodeFigures {
             version: "0.1.0".into(),
             gpus: 2,
             gpu_name: "H200".into(),
@@ -166,7 +166,7 @@ mod tests {
             offloaded: 2,
             waiting: 1,
             lost: 1,
-            ..FleetSummary::default()
+            ..NodeFigures::default()
         };
         assert_eq!(figures, expected);
     }

@@ -1,10 +1,12 @@
-//! Sends requests to the agent of one node, over TLS and with time limits. The TLS client accepts
+//! Sends a request to the agent of one node, over TLS and with time limits. The TLS client accepts
 //! only the certificate that this agent has published.
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr},
+    pin::Pin,
     sync::Arc,
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -16,13 +18,8 @@ use hyper::{
     header::{ACCEPT, AUTHORIZATION, HOST, HeaderValue},
 };
 use hyper_util::rt::TokioIo;
-use std::{
-    pin::Pin,
-    task::{Context, Poll},
-};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
     task::JoinSet,
     time::{Sleep, sleep, timeout},
 };
@@ -32,14 +29,9 @@ use tokio_rustls::{
     rustls::{self, pki_types::ServerName},
 };
 
-use super::{
-    cert_pin::{self, Fingerprint},
-    discovery::KnownNode,
-};
+use super::cert_pin::{self, Fingerprint};
 
-/// Time limit for opening a connection, including the TLS handshake.
-const CONNECT: Duration = Duration::from_secs(3);
-/// Time limit between two parts of a reply's body. Event streams send a part at least every 15 s.
+/// Time limit between two parts of a reply's body.
 const SILENCE: Duration = Duration::from_secs(45);
 /// Upper bound of a reply's body, in bytes.
 const BODY_BYTES: usize = 2 << 20;
@@ -49,15 +41,9 @@ const SAID_BYTES: usize = 300;
 /// Reason why there is no reply from an agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentClientError {
-    /// The node has no running agent.
-    #[error("no agent runs on the node, or it has no address yet")]
-    NoAgent,
     /// The agent has not published a certificate, so it must not receive a token.
     #[error("the node's agent has not published its certificate")]
     NoCertificate,
-    /// The TCP connection could not be opened.
-    #[error("cannot connect to {0}")]
-    Connect(SocketAddr, #[source] io::Error),
     /// The peer does not present the certificate that the agent has published, or does not use TLS.
     #[error("{0} does not present the certificate of the node's agent")]
     Tls(String, #[source] io::Error),
@@ -84,32 +70,8 @@ pub struct AgentRequest<'a> {
     pub path: &'a str,
     /// Header value of the form `Bearer TOKEN`.
     pub authorization: HeaderValue,
-    /// Headers copied from the user's request: the resume position of a stream, and the accepted
-    /// content types.
-    pub more: Vec<(hyper::header::HeaderName, HeaderValue)>,
     /// Time limit for the head of the reply.
     pub time: Duration,
-}
-
-/// Sends a request to a node's agent.
-///
-/// # Errors
-/// [`AgentClientError`]: there is no valid reply.
-pub async fn ask(
-    node: &KnownNode,
-    question: AgentRequest<'_>,
-) -> Result<Response<AgentReply>, AgentClientError> {
-    let address = node.address.ok_or(AgentClientError::NoAgent)?;
-    let certificate = node.certificate.ok_or(AgentClientError::NoCertificate)?;
-    let peer = address.to_string();
-    let connect = async {
-        let stream =
-            TcpStream::connect(address).await.map_err(|e| AgentClientError::Connect(address, e))?;
-        handshake(stream, &peer, certificate).await
-    };
-    let late = |_| AgentClientError::Time(peer.clone(), CONNECT);
-    let stream = timeout(CONNECT, connect).await.map_err(late)??;
-    exchange(stream, &peer, question).await
 }
 
 /// Secures a stream to an agent with TLS. `peer` names the agent in errors.
@@ -143,16 +105,13 @@ pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             http1::handshake(TokioIo::new(stream)).await.map_err(http)?;
         let mut driver = JoinSet::new();
         driver.spawn(connection);
-        let mut request = Request::builder()
+        let request = Request::builder()
             .method(question.method)
             .uri(question.path)
             .header(HOST, peer)
             .header(AUTHORIZATION, question.authorization)
+            .header(ACCEPT, "application/json")
             .body(Empty::<Bytes>::new())?;
-        request.headers_mut().extend(question.more);
-        if !request.headers().contains_key(ACCEPT) {
-            request.headers_mut().insert(ACCEPT, HeaderValue::from_static("application/json"));
-        }
         let (parts, body) = sender.send_request(request).await.map_err(http)?.into_parts();
         let silence = Box::pin(sleep(SILENCE));
         Ok(Response::from_parts(
@@ -221,5 +180,34 @@ impl Body for AgentReply {
 
     fn size_hint(&self) -> hyper::body::SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio_rustls::TlsAcceptor;
+
+    use super::*;
+    use crate::https::tls::{ServedCertificate, TlsPair};
+
+    #[tokio::test(start_paused = true)]
+    async fn silent_agent_is_not_awaited_forever() {
+        let made = rcgen::generate_simple_self_signed(vec!["node".to_owned()]).unwrap();
+        let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
+        let shown = ServedCertificate::default();
+        shown.show(&TlsPair { cert, key }).unwrap();
+        let certificate = cert_pin::parse(&shown.fingerprint().unwrap()).unwrap();
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let accepted = TlsAcceptor::from(shown.config().unwrap()).accept(far);
+        let (stream, agent) = tokio::join!(handshake(near, "the agent", certificate), accepted);
+        let question = AgentRequest {
+            method: Method::GET,
+            path: "/api/v1/node",
+            authorization: HeaderValue::from_static("Bearer x"),
+            time: Duration::from_secs(3),
+        };
+        let error = exchange(stream.unwrap(), "the agent", question).await.err().unwrap();
+        assert_eq!(error.to_string(), "no reply from the agent within 3s");
+        drop(agent);
     }
 }
