@@ -6,7 +6,11 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 use affinode_cluster::{
-    node::agent_metrics::AgentMetrics, webhook::metrics::Metrics as WebhookMetrics,
+    node::agent_metrics::AgentMetrics,
+    webhook::{
+        decide::AdmissionDecision,
+        metrics::{DecisionOutcome, Metrics as WebhookMetrics},
+    },
 };
 
 /// Names of metrics of these programs in a text. A name that ends with `_` is a prefix of several
@@ -27,7 +31,10 @@ fn names(text: &str) -> BTreeSet<String> {
 #[test]
 fn named_metrics_are_served() {
     let agent = AgentMetrics::default().text(true, Some(1)).unwrap();
-    let webhook = WebhookMetrics::default().text(Some(1)).unwrap();
+    let webhook = WebhookMetrics::default();
+    // The metric of decisions exists from the first decision on.
+    webhook.decided(&DecisionOutcome::of(&AdmissionDecision::Ask(BTreeSet::new())));
+    let webhook = webhook.text(Some(1)).unwrap();
     let known = names(&format!("{agent}{webhook}"));
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut asked = BTreeSet::new();
