@@ -123,10 +123,11 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     answer.state.store(if is_kept { KNOWN } else { EMPTY }, Ordering::Release);
 }
 
-/// The length of a text without its terminating zero; `None`: it does not end within `room`.
+/// Length of a C string in bytes, without its terminating zero. `None`: the first `room` bytes
+/// contain no zero.
 ///
 /// # Safety
-/// `at` must point to a text with its end, or to `room` bytes.
+/// All bytes from `at` up to the first zero, at most `room` of them, must be readable.
 unsafe fn length(at: u64, room: usize) -> Option<usize> {
     // SAFETY: the caller guarantees the text, and nothing after its end is read.
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)

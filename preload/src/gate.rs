@@ -95,7 +95,7 @@ pub enum ThunkAction {
     Pass = 0,
     /// Call the target, then [`leave`].
     Counted = 1,
-    /// Return the result in the frame, without a call.
+    /// Return to the caller with the result that the frame contains. The function is not called.
     Answered = 2,
 }
 

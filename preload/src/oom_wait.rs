@@ -56,7 +56,7 @@ pub struct AllocRequest {
     pub uuid: [u8; 16],
 }
 
-/// The waiting allocation, as the agent sees it.
+/// What the agent needs to know about the allocation that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
     pub ticket: u64,

@@ -16,8 +16,8 @@ use super::{
 /// longer counts as about to be freed.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// VRAM that an offloaded process needs for its restore. If the journal was lost and the need
-/// is unknown, it is estimated: a context and all memory that the counters show, on each GPU.
+/// VRAM that an offloaded process needs for its restore. After a loss of the journal this is not
+/// known. Then each GPU is assumed to need a context and all memory that the process's counters show.
 pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
     const CONTEXT_BYTES: u64 = 1 << 30;
     if let Some(gone) = process.vram_to_restore() {

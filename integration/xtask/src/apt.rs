@@ -70,7 +70,8 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
 }
 
 impl Suites {
-    /// Fetches the indexes of `suites` from the mirror that serves `codename` to this machine.
+    /// Fetches the package indexes of `suites`. They come from the mirror that this machine's
+    /// configuration of apt names for the distribution `codename`.
     pub fn open(folder: &Path, codename: &str, suites: &[&str]) -> Result<Self> {
         let source = serving(codename)?;
         for sub in ["lists/partial", "cache/archives/partial"] {

@@ -1,5 +1,5 @@
-//! CRI-O, built from source that Go's module proxy provides. The other programs that it needs are
-//! those of Podman, and the runc that is built here.
+//! CRI-O, built from source that Go's module proxy provides. CRI-O also needs programs of Podman's
+//! package, and the runc that [`deps`](crate::deps) builds.
 
 use std::{
     fs,

@@ -8,7 +8,7 @@ use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
 pub struct GateActivity {
     /// True if a caller waits at the gate.
     pub waiters: bool,
-    /// The phase of the process.
+    /// The step of an offload or a restore that the process is at.
     pub phase: Phase,
     /// True if the gate holds allocations.
     pub allocations_held: bool,

@@ -106,7 +106,7 @@ pub enum NvmlAction {
     Pass = 0,
     /// Call the function, then [`leave`].
     Counted = 1,
-    /// Return the result in the frame, without a call.
+    /// Return to the caller with the result that the frame contains. The function is not called.
     Answered = 2,
 }
 

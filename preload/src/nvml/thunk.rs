@@ -56,8 +56,9 @@ impl NvmlFrame {
         self.until_us.saturating_sub(sys::now_us())
     }
 
-    /// Limits NVML's wait to a slice of the remaining time, so that it ends soon after the gate
-    /// closes. False: no time remains, and NVML has waited at least once.
+    /// Sets the timeout of the next wait in NVML: 100 ms, or the remaining time if that is shorter. So
+    /// a call that waits longer returns here often, and notices soon that the gate was closed.
+    /// Returns false if no time remains. The first call always returns true.
     pub fn slice_wait(&mut self) -> bool {
         const SLICE_MS: u64 = 100;
         let is_first = self.until_us == 0;

@@ -18,7 +18,7 @@ use core::sync::atomic::Ordering;
 use affinode_proto::wire::Hazards;
 
 use super::allocations::{AllocationPiece, MemoryPlace};
-use super::copy::{CopyStreams, copy_to_host, each};
+use super::copy::{CopyStreams, each, fill_from_host};
 use super::digest::{self, Digest, DigestTable, SLOT_BYTES};
 use super::staging::StagingPool;
 use super::{SWAP, with_pool};
@@ -98,7 +98,7 @@ fn copy_again(pool: &mut StagingPool, wrong: &[Digest]) {
         has_returned(piece) && slots.into_iter().flatten().any(|slot| *slot != Digest::UNKNOWN)
     };
     let mut copies = CopyStreams::new();
-    each(is_wrong, |_, piece| copy_to_host(pool, &mut copies, piece));
+    each(is_wrong, |_, piece| fill_from_host(pool, &mut copies, piece));
     let _ = copies.finish();
 }
 

@@ -245,8 +245,9 @@ impl CopyOutProgress<'_> {
     }
 }
 
-/// Starts to fill a mapped piece with copies from the pool and with zeroes.
-pub(super) fn copy_to_host(
+/// Starts to fill a piece of device memory with the content that the staging pool in host memory has
+/// for it. Parts that the pool leaves out are zero.
+pub(super) fn fill_from_host(
     pool: &mut StagingPool,
     copies: &mut CopyStreams,
     piece: &AllocationPiece,
@@ -394,13 +395,13 @@ fn fill(
     piece: &AllocationPiece,
 ) -> u32 {
     if piece.place == MemoryPlace::Mapped {
-        return copy_to_host(pool, copies, piece);
+        return fill_from_host(pool, copies, piece);
     }
     match back(piece) {
         Ok(handle) => {
             record_progress(id, handle, MemoryPlace::Mapped);
             tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
-            copy_to_host(pool, copies, piece)
+            fill_from_host(pool, copies, piece)
         }
         Err(code) => code,
     }

@@ -372,7 +372,8 @@ mod tests {
         close(fd);
     }
 
-    /// The kernel's signal for a file that is too large would end the process.
+    /// A file may not become larger than the limit RLIMIT_FSIZE. The attempt must return an error: the
+    /// kernel's usual answer is a signal, which would end the application.
     #[test]
     fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};

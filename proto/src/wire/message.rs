@@ -264,8 +264,9 @@ pub enum ControllerMessage {
     /// The message contains a socket that is connected to a copier, for the next checkpoint and its
     /// restore. Sent only to a library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Prefaults host memory for the swappable memory and has the copier register it, or releases
-    /// this host memory. The agent also releases it when the connection ends. Sent only to a
+    /// Tells the agent to prefault host memory of the size of the swappable memory, and to let the
+    /// copier register it; or tells it to release this host memory. The agent also releases the host
+    /// memory when the connection ends. Sent only to a
     /// library with [`Capabilities::PREFAULTS`].
     Prefault {
         /// True: prefault. False: release the memory.

@@ -56,7 +56,7 @@ pub enum AdmissionDecision {
     Ask(BTreeSet<ClaimName>),
 }
 
-/// A claim of devices that a pod names.
+/// Name of a claim, or of the template of a claim, in a pod's `resourceClaims`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ClaimName {
     /// A ResourceClaim of the pod's namespace.
@@ -124,9 +124,9 @@ pub enum LeftAlone {
     Selector {
         /// Key of the label.
         key: String,
-        /// Value in the pod's selector.
+        /// Value that the node selector of the pod requires.
         pod: String,
-        /// Value in the class's selector.
+        /// Value that the node selector of the runtime class requires.
         class: String,
     },
     /// The API server would reject the pod, because it has an overhead of its own, which only the

@@ -69,7 +69,7 @@ pub struct DoctorCheck {
     pub group: &'static str,
     /// Name of the check, stable and unique in its group.
     pub name: &'static str,
-    /// The result of the check.
+    /// Whether the check passed, with a warning, or failed.
     pub verdict: CheckVerdict,
     /// Text of the finding.
     pub found: String,

@@ -27,7 +27,7 @@ pub struct Row {
     what: String,
     value: f64,
     unit: &'static str,
-    /// Goal of the figure. Empty for a figure without a goal.
+    /// The value that the measured one must reach, as text. Empty if there is no such goal.
     goal: String,
     met: bool,
 }

@@ -37,8 +37,8 @@ const PROGRAM: &str = "tool_program.py";
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 /// Name of the side that uses the stock runtime.
 const STILL: &str = "stock";
-/// Number of processes, and so of repetitions, in the orders in which no process was ever seen to
-/// hang or to be lost.
+/// Number of processes with which a sequence of steps is repeated, for sequences that never hung or
+/// lost a process.
 const FEW: usize = 4;
 /// Time after which the program reports that a command hangs.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);

@@ -11,8 +11,9 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// VRAM that the process fills, in MiB. Its kernel runs longer than the idle timeout.
+/// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 256;
+/// Time for which the process's kernel runs. It is longer than the idle timeout.
 const KERNEL_MS: u64 = 6_000;
 
 /// Launches one kernel, and makes no further call.

@@ -1,5 +1,5 @@
-//! The shell of a persona: it runs the lines of the documents in a testbed, and keeps its folder
-//! from one line to the next.
+//! Runs commands that the documents show, one line after the other, in a testbed. As in a shell, the
+//! working directory stays the same from one line to the next.
 
 use std::{
     fs,

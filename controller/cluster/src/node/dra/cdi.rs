@@ -102,7 +102,7 @@ struct SpecMount {
     options: Vec<String>,
 }
 
-/// A GPU of a claim with the parts that its containers get.
+/// A GPU of a claim, and what the claim's containers get for it: a CDI device and a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimDevice {
     /// The GPU, as the scheduler allocated it.

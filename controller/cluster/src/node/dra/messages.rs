@@ -114,7 +114,7 @@ pub struct UnprepareResponse {
 /// Result of the request to revert one preparation.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct UnpreparedClaim {
-    /// Reason why the preparation is not reverted. Empty: it is.
+    /// Reason why the preparation could not be reverted. Empty if it was reverted.
     #[prost(string, tag = "1")]
     pub error: String,
 }

@@ -78,8 +78,8 @@ cuda_api! {
     }
 }
 
-/// Returns the present content of a range of device or managed memory. For an invalid range, the
-/// call itself returns an error, as the real driver does for a copy.
+/// Returns the present content of a range of device or managed memory. An invalid range is an error
+/// already when the copy is called, not later on its stream, as with the real driver.
 fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
     let memory = driver.memory();
     match memory.device(address, bytes) {
