@@ -103,19 +103,28 @@ fn seats_are_healthy_while_the_node_serves() {
     assert!(!socket.exists());
 }
 
+fn start_without_folder(options: &[&str]) -> Agent {
+    let prepare = |folder: &Path| {
+        fs::create_dir_all(folder.join("root/var/lib/kubelet")).unwrap();
+    };
+    Agent::with(ApiServer::start(json!({})), &["served"], options, prepare)
+}
+
 #[test]
 fn one_agent_does_not_offer_gpus_twice() {
-    let options = ["--device-plugin=true", "--dra=true"];
-    for (options, named) in [
-        (&options[..], "would offer each GPU twice"),
-        (&options[..1], "var/lib/kubelet/device-plugins"),
-    ] {
-        let prepare = |folder: &Path| {
-            fs::create_dir_all(folder.join("root/var/lib/kubelet")).unwrap();
-        };
-        let mut agent = Agent::with(ApiServer::start(json!({})), &["served"], options, prepare);
-        assert!(!agent.child.wait().unwrap().success());
-        let log = fs::read_to_string(agent.folder.join("log")).unwrap();
-        assert!(log.contains(named), "{log}");
-    }
+    let mut agent = start_without_folder(&["--device-plugin=true", "--dra=true"]);
+    assert!(!agent.child.wait().unwrap().success());
+    let log = fs::read_to_string(agent.folder.join("log")).unwrap();
+    assert!(log.contains("would offer each GPU twice"), "{log}");
+}
+
+/// The agent does more than this, for example on a node whose kubelet has another folder.
+#[test]
+fn missing_folder_of_plugins_keeps_the_agent() {
+    let agent = start_without_folder(&["--device-plugin=true"]);
+    agent.until_state("the service", |state| state == "served");
+    agent.api.until("the message", |_| {
+        let log = fs::read_to_string(agent.folder.join("log")).unwrap_or_default();
+        log.contains("not registered") && log.contains("var/lib/kubelet/device-plugins")
+    });
 }

@@ -109,6 +109,22 @@ fn changed_gpus_raise_the_generation() {
     assert_eq!(agent.api.get(&path)["spec"]["pool"]["generation"], 2);
 }
 
+/// Without the driver, the containers of further pods could not use the GPU.
+#[test]
+fn node_without_driver_offers_no_gpu() {
+    let agent = start(1);
+    register(&agent);
+    agent.api.until("the slice", |api| api.slices().len() == 1);
+    let name = agent.api.slices()[0]["metadata"]["name"].as_str().unwrap().to_owned();
+    fs::remove_file(agent.folder.join("node/gpus")).unwrap();
+    // Any change of the slice makes the agent read the GPUs at once. It repeats a failed reading.
+    let touched = json!({"metadata": {"labels": {"touched": "true"}}});
+    agent.api.patch(&format!("{SLICES}/{name}"), &touched);
+    agent.api.until("the slice to be deleted", |api| api.slices().is_empty());
+    fs::write(agent.folder.join("node/gpus"), gpus(1)).unwrap();
+    agent.api.until("the slice again", |api| api.slices().len() == 1);
+}
+
 #[test]
 fn node_with_claims_is_not_left() {
     let agent = start(1);

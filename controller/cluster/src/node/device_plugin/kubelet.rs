@@ -39,7 +39,7 @@ use crate::{
     node::dra::{
         cdi_lookup::CdiLookup,
         services,
-        sockets::{NodeSocket, SocketError},
+        sockets::{self, NodeSocket, SocketError},
     },
 };
 
@@ -117,8 +117,7 @@ impl KubeletLink {
     pub async fn run(self) {
         let mut said = None;
         loop {
-            let kubelet = self.kubelet_socket().await;
-            match self.session(kubelet).await {
+            match self.session().await {
                 Ok(why) => {
                     tracing::info!("device plugin {}: registers again: {why}", self.resource);
                     said = None;
@@ -146,8 +145,11 @@ impl KubeletLink {
         }
     }
 
-    /// Registers at the kubelet with this socket. Returns why this must be done again.
-    async fn session(&self, kubelet: SocketFile) -> Result<&'static str, LinkError> {
+    /// Registers at the kubelet. Returns why this must be done again.
+    async fn session(&self) -> Result<&'static str, LinkError> {
+        // A socket in another folder would never be found.
+        sockets::check_folder(&self.folder)?;
+        let kubelet = self.kubelet_socket().await;
         let (listener, socket) = NodeSocket::bind(&self.folder.join(ENDPOINT))?;
         let service = SeatService { seats: self.seats.clone(), lookup: self.lookup.clone() };
         let registered = async {

@@ -34,12 +34,7 @@ use self::{
     watcher::{ReadPace, SeatOffer, SeatWatcher},
 };
 use super::{
-    dra::{
-        DraOptions,
-        capacity::OversubscriptionFactor,
-        cdi_lookup::CdiLookup,
-        sockets::{self, SocketError},
-    },
+    dra::{DraOptions, capacity::OversubscriptionFactor, cdi_lookup::CdiLookup},
     gpu_reader::GpuReader,
     host::HostPaths,
 };
@@ -79,9 +74,6 @@ pub enum DevicePluginError {
     /// The scheduler would give each GPU out twice.
     #[error("--dra and --device-plugin would offer each GPU twice; turn one of them off")]
     Both,
-    /// The kubelet's folder does not exist.
-    #[error(transparent)]
-    Folder(#[from] SocketError),
 }
 
 /// The plugin's part that the node agent controls.
@@ -108,7 +100,7 @@ impl DevicePlugin {
     /// Prepares the plugin. `None`: it is off.
     ///
     /// # Errors
-    /// [`DevicePluginError`]: the options contradict each other, or the kubelet's folder is missing.
+    /// [`DevicePluginError`]: the options contradict each other.
     pub fn start(
         options: &DevicePluginOptions,
         dra: &DraOptions,
@@ -121,8 +113,6 @@ impl DevicePlugin {
             return Err(DevicePluginError::Both);
         }
         let folder = places.on_host(&options.dir);
-        // A socket in another folder would never be found.
-        sockets::check_folder(&folder)?;
         let (control, offer) = watch::channel(SeatOffer::default());
         let lookup = dra.lookup(places);
         let link = KubeletLink {

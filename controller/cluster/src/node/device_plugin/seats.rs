@@ -107,10 +107,14 @@ impl KnownGpus {
         let mut gpus: Vec<GpuFacts> = whole.take(MAX_GPUS).collect();
         self.seen = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let earlier = std::mem::take(&mut self.all.gpus).into_iter();
-        gpus.extend(earlier.filter(|gpu| !self.seen.contains(&gpu.uuid)));
+        let lost: Vec<GpuFacts> =
+            earlier.filter(|gpu| !self.seen.contains(&gpu.uuid)).take(MAX_GPUS).collect();
+        // The GPUs that were seen earlier keep their share of the host memory anyway.
+        let unreadable = reading.unreadable.into_iter().skip(lost.len()).collect();
+        gpus.extend(lost);
         gpus.truncate(MAX_GPUS);
         gpus.sort_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
-        self.all = NodeGpus { gpus, ..reading };
+        self.all = NodeGpus { gpus, unreadable, ..reading };
     }
 
     /// Records that the driver reports no GPU.

@@ -68,7 +68,13 @@ impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
         loop {
             let offer = *self.offer.borrow_and_update();
             if offer == SeatOffer::Offered {
-                match (self.read)().await {
+                // A driver that hangs must not delay a withdrawal.
+                let mut changes = self.offer.clone();
+                let reading = tokio::select! {
+                    reading = (self.read)() => reading,
+                    changed = changes.changed() => if changed.is_err() { return } else { continue },
+                };
+                match reading {
                     Ok(reading) => {
                         known.add(reading);
                         failures = 0;

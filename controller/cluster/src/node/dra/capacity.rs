@@ -58,11 +58,14 @@ pub struct MemoryCapacity {
 /// ```
 ///
 /// What exceeds the VRAM is offloaded while other containers use the GPU, so host memory must be
-/// able to hold it. The GPUs of a node share its host memory by the size of their VRAM.
+/// able to hold it. The GPUs of a node share its host memory by the size of their VRAM. A GPU that
+/// cannot be read keeps its share, because host memory can still hold the VRAM of its containers. It
+/// counts as the largest one.
 #[must_use]
 pub fn memory(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) -> MemoryCapacity {
-    let all_bytes: u128 =
-        node.gpus.iter().filter(|gpu| !gpu.mig).map(|gpu| u128::from(gpu.vram_bytes)).sum();
+    let whole = node.gpus.iter().filter(|gpu| !gpu.mig).map(|gpu| u128::from(gpu.vram_bytes));
+    let largest_bytes = whole.clone().max().unwrap_or_default();
+    let all_bytes = whole.sum::<u128>() + largest_bytes * node.unreadable.len() as u128;
     let share = u128::from(node.host_memory_bytes) * u128::from(vram_bytes) / all_bytes.max(1);
     let beyond = factor.beyond(vram_bytes).min(u64::try_from(share).unwrap_or(u64::MAX));
     MemoryCapacity {
@@ -121,6 +124,13 @@ mod tests {
         assert_eq!([80, 20].map(|gib| capacity_gib(&uneven, gib, "4")), [80 + 32, 20 + 8]);
         uneven.gpus[0].mig = true;
         assert_eq!(capacity_gib(&uneven, 20, "4"), 20 + 40, "a GPU in MIG mode gets no share");
+    }
+
+    #[test]
+    fn unreadable_gpu_keeps_its_share() {
+        let mut node = node(480, &[80, 80, 80]);
+        node.unreadable = vec!["GPU 3: lost".into()];
+        assert_eq!(capacity_gib(&node, 80, "4"), 80 + 120);
     }
 
     #[test]

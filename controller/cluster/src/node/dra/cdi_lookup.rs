@@ -119,7 +119,12 @@ fn specs(folder: &Path) -> Vec<ForeignSpec> {
 }
 
 fn read(file: &Path) -> io::Result<ForeignSpec> {
-    if fs::metadata(file)?.len() > MAX_BYTES {
+    let facts = fs::metadata(file)?;
+    // To read a named pipe would wait for its writer.
+    if !facts.is_file() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    if facts.len() > MAX_BYTES {
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, "too large"));
     }
     // Every JSON file is valid YAML.

@@ -53,7 +53,7 @@ pub const DRIVER: &str = "gpu.affinode.io";
 /// The folder, beside the chosen one, in which CDI specifications are looked up.
 const STATIC_CDI_DIR: &str = "/etc/cdi";
 /// Time limit for the deletion of the slice after its withdrawal.
-const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(10);
+const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause before the driver starts again after an error.
 const RESTART_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -138,19 +138,25 @@ impl DraControl {
     /// # Errors
     /// [`InUseError`]: a claim is in use, the GPUs are still offered, or that is unknown.
     pub async fn may_go(&self) -> Result<(), InUseError> {
-        let held = self.files.held()?;
-        if !held.is_empty() {
-            let named: Vec<&str> = held.values().take(MAX_NAMED).map(String::as_str).collect();
-            let more = if held.len() > MAX_NAMED { ", …" } else { "" };
-            let names = named.join(", ") + more;
-            return Err(InUseError::Claims { count: held.len(), names });
-        }
+        self.no_claim_is_held()?;
         let mut withdrawn = self.withdrawn.clone();
         let waited = tokio::time::timeout(WITHDRAWAL_TIMEOUT, withdrawn.wait_for(|gone| *gone));
-        match waited.await {
-            Ok(Ok(_)) => Ok(()),
-            _ => Err(InUseError::Offered),
+        if !matches!(waited.await, Ok(Ok(_))) {
+            return Err(InUseError::Offered);
         }
+        // A pod that was placed before the withdrawal can have started meanwhile.
+        self.no_claim_is_held()
+    }
+
+    fn no_claim_is_held(&self) -> Result<(), InUseError> {
+        let held = self.files.held()?;
+        if held.is_empty() {
+            return Ok(());
+        }
+        let named: Vec<&str> = held.values().take(MAX_NAMED).map(String::as_str).collect();
+        let more = if held.len() > MAX_NAMED { ", …" } else { "" };
+        let names = named.join(", ") + more;
+        Err(InUseError::Claims { count: held.len(), names })
     }
 }
 
@@ -197,6 +203,8 @@ impl DraDriver {
             gpus,
             withdrawn: withdrawn_sender,
             altered: None,
+            gpu_count: 0,
+            failures: 0,
         };
         let driver = DraDriver {
             publisher,
@@ -212,6 +220,7 @@ impl DraDriver {
     /// reported and the driver starts again, because the agent does more than this.
     pub async fn run(self) {
         let serving = async {
+            let mut said = None;
             loop {
                 let served =
                     self.sockets.serve(&self.preparer, &self.registration, &self.problem).await;
@@ -219,7 +228,9 @@ impl DraDriver {
                     Ok(()) => "its server ended".to_owned(),
                     Err(error) => error_chain::chain(&error),
                 };
-                tracing::error!("DRA driver {DRIVER}: starts again: {why}");
+                if said.replace(why.clone()).as_ref() != Some(&why) {
+                    tracing::error!("DRA driver {DRIVER}: starts again: {why}");
+                }
                 self.problem.send_replace(Some(why));
                 // The kubelet does not use sockets that are gone.
                 self.registration.send_replace(Registration::Pending);

@@ -39,6 +39,13 @@ const READ_INTERVAL: Duration = Duration::from_secs(60);
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
+/// Pause after an error while the slice must be deleted. A removal of Affinode waits for that.
+const WITHDRAWAL_RETRY: Duration = Duration::from_secs(2);
+/// Time limit for the requests of one comparison.
+const REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of failed readings in a row after which the driver is taken for gone. A single reading can
+/// fail while Affinode's programs are replaced.
+const FAILURES: u32 = 3;
 
 /// Whether the node's GPUs are offered to claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,6 +70,11 @@ pub enum PublishError {
         "a request for ResourceSlices failed; check that the API server serves resource.k8s.io/v1"
     )]
     Cluster(#[from] ApiError),
+    /// The API server does not answer.
+    #[error(
+        "the API server did not answer requests for ResourceSlices within {REQUESTS_TIMEOUT:?}"
+    )]
+    Late,
 }
 
 impl From<kube::Error> for PublishError {
@@ -91,6 +103,10 @@ pub struct SlicePublisher {
     pub withdrawn: watch::Sender<bool>,
     /// Devices that the API server stored in another form than they were sent: sent, stored.
     pub altered: Option<[Vec<Device>; 2]>,
+    /// Largest number of GPUs that a reading named.
+    pub gpu_count: usize,
+    /// Number of failed readings in a row.
+    pub failures: u32,
 }
 
 impl SlicePublisher {
@@ -101,13 +117,17 @@ impl SlicePublisher {
         let publishing = async {
             loop {
                 let rest = match self.publish().await {
-                    Ok(()) => READ_INTERVAL,
+                    Ok(()) if self.failures == 0 => READ_INTERVAL,
+                    Ok(()) => RETRY_INTERVAL,
                     Err(error) => {
                         tracing::warn!(
                             "ResourceSlice: not up to date: {}",
                             error_chain::chain(&error)
                         );
-                        RETRY_INTERVAL
+                        match *self.demand.borrow() {
+                            SliceDemand::Withdraw => WITHDRAWAL_RETRY,
+                            _ => RETRY_INTERVAL,
+                        }
                     }
                 };
                 tokio::select! {
@@ -134,21 +154,51 @@ impl SlicePublisher {
                 self.withdrawn.send_replace(false);
                 // A driver that hangs must not delay a withdrawal.
                 let mut demanded = self.demand.clone();
-                let node = tokio::select! {
-                    node = self.reader.read() => node?,
+                tokio::select! {
+                    devices = self.read_devices() => devices?,
                     _ = demanded.changed() => return Ok(()),
-                };
-                let devices = slice::devices(&node, self.factor);
-                self.know(node);
-                Some(devices)
+                }
             }
             SliceDemand::Withdraw => None,
         };
-        self.bring_to(wanted.as_deref()).await?;
+        let mut demanded = self.demand.clone();
+        tokio::select! {
+            brought = tokio::time::timeout(REQUESTS_TIMEOUT, self.bring_to(wanted.as_deref())) => {
+                brought.map_err(|_| PublishError::Late)??;
+            }
+            // The requests are for what is no longer wanted. The next comparison begins with a list.
+            _ = demanded.changed() => return Ok(()),
+        }
         if demand == SliceDemand::Withdraw {
             self.withdrawn.send_replace(true);
         }
         Ok(())
+    }
+
+    /// Reads the GPUs. `None`: the driver is gone, so pods can use none of them.
+    async fn read_devices(&mut self) -> Result<Option<Vec<Device>>, PublishError> {
+        let mut node = match self.reader.read().await {
+            Ok(node) => node,
+            Err(error) => {
+                self.failures += 1;
+                if self.failures < FAILURES {
+                    return Err(error.into());
+                }
+                if self.failures == FAILURES {
+                    let why = error_chain::chain(&error);
+                    tracing::error!("ResourceSlice: deleted, as the GPUs cannot be read: {why}");
+                }
+                return Ok(None);
+            }
+        };
+        self.failures = 0;
+        let count = node.gpus.len() + node.unreadable.len();
+        self.gpu_count = self.gpu_count.max(count);
+        let gone = (count..self.gpu_count).map(|_| "it was there before".to_owned());
+        node.unreadable.extend(gone);
+        let devices = slice::devices(&node, self.factor);
+        self.know(node);
+        Ok(Some(devices))
     }
 
     /// Passes a reading on. Reports GPUs that became unreadable, which are offered to no claim.
@@ -165,6 +215,9 @@ impl SlicePublisher {
         let api = self.slices();
         let found = api.list(&ListParams::default().fields(&self.selector())).await?.items;
         if self.is_altered_form(&found, wanted) {
+            return Ok(());
+        }
+        if wanted.is_none() && found.is_empty() {
             return Ok(());
         }
         match slice::change(&found, wanted, &self.owner().await?) {
