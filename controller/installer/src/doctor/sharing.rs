@@ -4,7 +4,8 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
-    io::Read,
+    io::{self, Read},
+    os::unix::net::UnixStream,
     path::Path,
 };
 
@@ -81,10 +82,19 @@ impl SharingFacts {
             kai: count(&root.join(PODS), KAI),
             nvidia_plugin: count(&root.join(PLUGINS), NVIDIA_SOCKET) > 0,
             dra: root.join(DRA).is_dir(),
-            affinode_plugin: root.join(AFFINODE_PLUGIN).exists(),
-            affinode_dra: root.join(AFFINODE_DRA).exists(),
+            affinode_plugin: is_served(&root.join(AFFINODE_PLUGIN)),
+            affinode_dra: is_served(&root.join(AFFINODE_DRA)),
             hami: root.join(HAMI).is_file(),
         }
+    }
+}
+
+/// Whether a program accepts connections at this socket. A program that is killed leaves its socket.
+fn is_served(path: &Path) -> bool {
+    // Without root's rights the connection is refused, but not with this error.
+    match UnixStream::connect(path) {
+        Ok(_) => true,
+        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
     }
 }
 
@@ -192,6 +202,8 @@ fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::{super::CheckVerdict, *};
 
     fn facts(resource: &str, ids: &[&str]) -> SharingFacts {
@@ -279,9 +291,11 @@ mod tests {
             r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u","ContainerName":"c","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["GPU-a::1"]},"AllocResp":"Cg=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-a::0","GPU-a::1"]}},"Checksum":3251223}"#,
         );
         write(HAMI, "/usr/local/vgpu/libvgpu.so");
-        for socket in ["var/lib/kubelet/device-plugins/nvidia-gpu.sock", AFFINODE_PLUGIN] {
-            write(socket, "");
-        }
+        write("var/lib/kubelet/device-plugins/nvidia-gpu.sock", "");
+        let _plugin = UnixListener::bind(root.path().join(AFFINODE_PLUGIN)).unwrap();
+        fs::create_dir_all(root.path().join(AFFINODE_DRA).parent().unwrap()).unwrap();
+        // The driver has ended, and its socket is left.
+        drop(UnixListener::bind(root.path().join(AFFINODE_DRA)).unwrap());
         for folder in [
             DRA,
             "var/log/pods/kai-resource-reservation_gpu-reservation-1_ab",
