@@ -64,25 +64,30 @@ impl JobFolder {
         let key = Key::parse(&text).map_err(io::Error::other)?;
         let containers = run_dir.join(paths::CONTAINERS_DIR);
         let job = JobFolder { path: containers.join(&text), key, uid: user.uid, request };
-        fs::create_dir_all(job.mount())?;
+        // A part of a folder would never be found again.
+        job.fill(&containers, user).inspect_err(|_| job.remove())?;
+        Ok(job)
+    }
+
+    fn fill(&self, containers: &Path, user: &JobUser) -> io::Result<()> {
+        fs::create_dir_all(self.mount())?;
         // Users may enter these folders but not read them: a process that can open a folder can
         // also lock it, and shims lock these folders.
-        for folder in [&containers, &job.path] {
+        for folder in [containers, &self.path] {
             fs::set_permissions(folder, Permissions::from_mode(0o711))?;
         }
-        let lock = File::create_new(job.lock())?;
+        let lock = File::create_new(self.lock())?;
         lock.set_permissions(Permissions::from_mode(0o400))?;
         let_read(&lock, user)?;
         // The user must not own this folder: root creates files in it by name.
-        chown(job.mount(), None, Some(user.gid))?;
-        fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
-        let record = JobRecord { uid: user.uid, request: job.request.clone() };
-        let fresh = job.path.join(".job.json.new");
+        chown(self.mount(), None, Some(user.gid))?;
+        fs::set_permissions(self.mount(), Permissions::from_mode(0o750))?;
+        let record = JobRecord { uid: user.uid, request: self.request.clone() };
+        let fresh = self.path.join(".job.json.new");
         fs::write(&fresh, serde_json::to_vec(&record)?)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
         // The record is written last, so a folder that has a record is complete.
-        fs::rename(fresh, job.path.join(RECORD_FILE))?;
-        Ok(job)
+        fs::rename(fresh, self.path.join(RECORD_FILE))
     }
 
     /// Key of the job.
