@@ -81,6 +81,14 @@ impl Cri {
     /// # Errors
     /// When a request to CRI fails.
     pub fn run_pod(&self, config: &PodConfig, handler: &str) -> Result<String> {
+        // containerd's CRI learns of imported images by events. Without the image of the sandbox, it
+        // would try to pull it.
+        until("the image of the sandbox to be known to CRI", || {
+            let image = Some(ImageSpec { image: image::PAUSE.into(), ..ImageSpec::default() });
+            let status: ImageStatusResponse =
+                self.call_service("ImageService", "ImageStatus", ImageStatusRequest { image })?;
+            Ok(status.image.map(|Nothing {}| ()))
+        })?;
         let request =
             RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };
         let answer: Id = self.call("RunPodSandbox", request)?;
@@ -183,7 +191,15 @@ impl Cri {
         Q: Message + Send + Sync + 'static,
         A: Message + Default + Send + Sync + 'static,
     {
-        let path: PathAndQuery = format!("/runtime.v1.RuntimeService/{method}").parse()?;
+        self.call_service("RuntimeService", method, request)
+    }
+
+    fn call_service<Q, A>(&self, service: &str, method: &'static str, request: Q) -> Result<A>
+    where
+        Q: Message + Send + Sync + 'static,
+        A: Message + Default + Send + Sync + 'static,
+    {
+        let path: PathAndQuery = format!("/runtime.v1.{service}/{method}").parse()?;
         let mut client = Grpc::new(self.channel.clone());
         let answer = self.runtime.block_on(async move {
             client.ready().await.map_err(|error| tonic::Status::unavailable(error.to_string()))?;

@@ -244,3 +244,15 @@ pub struct Features {
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Nothing {}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ImageStatusRequest {
+    #[prost(message, optional, tag = "1")]
+    pub(super) image: Option<ImageSpec>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ImageStatusResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(super) image: Option<Nothing>,
+}
