@@ -4,16 +4,14 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr},
-    pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
     time::Duration,
 };
 
 use http_body_util::{BodyExt, Empty, LengthLimitError, Limited};
 use hyper::{
     Method, Request, Response,
-    body::{Body, Bytes, Frame, Incoming},
+    body::Bytes,
     client::conn::http1,
     header::{ACCEPT, AUTHORIZATION, HOST, HeaderValue},
 };
@@ -21,7 +19,7 @@ use hyper_util::rt::TokioIo;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     task::JoinSet,
-    time::{Sleep, sleep, timeout},
+    time::timeout,
 };
 use tokio_rustls::{
     TlsConnector,
@@ -31,8 +29,8 @@ use tokio_rustls::{
 
 use super::cert_pin::{self, Fingerprint};
 
-/// Time limit between two parts of a reply's body.
-const SILENCE: Duration = Duration::from_secs(45);
+/// Time limit for a reply's body, after its head.
+const BODY_TIMEOUT: Duration = Duration::from_secs(45);
 /// Upper bound of a reply's body, in bytes.
 const BODY_BYTES: usize = 2 << 20;
 /// Upper bound of a message that is not JSON, in bytes.
@@ -53,6 +51,12 @@ pub enum AgentClientError {
     /// The reply is not valid HTTP.
     #[error("{0} does not reply with valid HTTP")]
     Http(String, #[source] hyper::Error),
+    /// The reply is too large.
+    #[error("{0}: the agent's reply has more than {BODY_BYTES} bytes")]
+    Large(String),
+    /// The reply has only a part of its body.
+    #[error("{0}: the agent's reply ended early")]
+    Body(String, #[source] Box<dyn std::error::Error + Send + Sync>),
     /// The agent did not reply in time.
     #[error("no reply from {0} within {1:?}")]
     Time(String, Duration),
@@ -90,7 +94,7 @@ pub async fn handshake<S: AsyncRead + AsyncWrite + Unpin>(
     stream.await.map_err(|e| AgentClientError::Tls(peer.to_owned(), e))
 }
 
-/// Sends a request over a secured stream. The reply keeps the stream open.
+/// Sends a request over a secured stream, and reads the whole reply, up to [`BODY_BYTES`].
 ///
 /// # Errors
 /// [`AgentClientError`].
@@ -98,7 +102,7 @@ pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     stream: TlsStream<S>,
     peer: &str,
     question: AgentRequest<'_>,
-) -> Result<Response<AgentReply>, AgentClientError> {
+) -> Result<Response<Vec<u8>>, AgentClientError> {
     let http = |e| AgentClientError::Http(peer.to_owned(), e);
     let talk = async {
         let (mut sender, connection) =
@@ -112,29 +116,22 @@ pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             .header(AUTHORIZATION, question.authorization)
             .header(ACCEPT, "application/json")
             .body(Empty::<Bytes>::new())?;
-        let (parts, body) = sender.send_request(request).await.map_err(http)?.into_parts();
-        let silence = Box::pin(sleep(SILENCE));
-        Ok(Response::from_parts(
-            parts,
-            AgentReply { body, silence, _sender: sender, _driver: driver },
-        ))
+        let answer = sender.send_request(request).await.map_err(http)?;
+        Ok::<_, AgentClientError>((answer.into_parts(), sender, driver))
     };
-    let late = |_| AgentClientError::Time(peer.to_owned(), question.time);
-    timeout(question.time, talk).await.map_err(late)?
-}
-
-/// Reads a reply's body, up to [`BODY_BYTES`].
-///
-/// # Errors
-/// If the body is larger than [`BODY_BYTES`], or ended early.
-pub async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
-    match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
-        Ok(body) => Ok(body.to_bytes().into()),
-        Err(error) if error.is::<LengthLimitError>() => {
-            Err(format!("the agent's reply has more than {BODY_BYTES} bytes"))
+    let late = |time| AgentClientError::Time(peer.to_owned(), time);
+    // The connection ends when the sender or the driver is dropped.
+    let ((parts, body), _sender, _driver) =
+        timeout(question.time, talk).await.map_err(|_| late(question.time))??;
+    let read = timeout(BODY_TIMEOUT, Limited::new(body, BODY_BYTES).collect()).await;
+    let body = read.map_err(|_| late(BODY_TIMEOUT))?.map_err(|error| {
+        if error.is::<LengthLimitError>() {
+            AgentClientError::Large(peer.to_owned())
+        } else {
+            AgentClientError::Body(peer.to_owned(), error)
         }
-        Err(error) => Err(format!("the agent's reply ended early: {error}")),
-    }
+    })?;
+    Ok(Response::from_parts(parts, body.to_bytes().into()))
 }
 
 /// Extracts the message of an error reply: the value of `error` if the body is JSON, otherwise the
@@ -148,38 +145,6 @@ pub fn said(body: &[u8]) -> String {
     match serde_json::from_slice::<NodeReply>(body) {
         Ok(said) => said.error,
         Err(_) => String::from_utf8_lossy(&body[..body.len().min(SAID_BYTES)]).trim().to_owned(),
-    }
-}
-
-/// The body of a reply. The connection stays open until the body is dropped.
-pub struct AgentReply {
-    body: Incoming,
-    silence: Pin<Box<Sleep>>,
-    _sender: http1::SendRequest<Empty<Bytes>>,
-    _driver: JoinSet<Result<(), hyper::Error>>,
-}
-
-impl Body for AgentReply {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(context) {
-            self.silence.as_mut().reset(tokio::time::Instant::now() + SILENCE);
-            return Poll::Ready(frame);
-        }
-        self.silence.as_mut().poll(context).map(|()| None)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> hyper::body::SizeHint {
-        self.body.size_hint()
     }
 }
 

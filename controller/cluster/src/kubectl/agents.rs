@@ -125,7 +125,7 @@ impl<'a> ClusterAgents<'a> {
         if status == StatusCode::SERVICE_UNAVAILABLE && absent {
             return Ok(AgentAnswer::NoController);
         }
-        let body = agent_client::body(answer).await.map_err(PluginError::Reply)?;
+        let body = answer.into_body();
         match status {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 Err(PluginError::Refused(agent_client::said(&body)))
