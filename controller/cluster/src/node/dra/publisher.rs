@@ -192,10 +192,7 @@ impl SlicePublisher {
             }
         };
         self.failures = 0;
-        let count = node.gpus.len() + node.unreadable.len();
-        self.gpu_count = self.gpu_count.max(count);
-        let gone = (count..self.gpu_count).map(|_| "it was there before".to_owned());
-        node.unreadable.extend(gone);
+        self.gpu_count = count_gone(&mut node, self.gpu_count);
         let devices = slice::devices(&node, self.factor);
         self.know(node);
         Ok(Some(devices))
@@ -281,6 +278,16 @@ impl SlicePublisher {
     }
 }
 
+/// Adds the GPUs that NVML does not count any more to the unreadable ones, so that they keep their
+/// share of the host memory. `known`: the largest number of GPUs of earlier readings. Returns the
+/// largest number now.
+fn count_gone(node: &mut NodeGpus, known: usize) -> usize {
+    let count = node.gpus.len() + node.unreadable.len();
+    let gone = |number| format!("GPU {} of {known} is gone", number + 1);
+    node.unreadable.extend((count..known).map(gone));
+    known.max(count)
+}
+
 /// Notifies `changed` of each change of the node's slices.
 async fn watch_slices(api: Api<ResourceSlice>, selector: String, changed: Arc<Notify>) {
     let events = watcher(api, watcher::Config::default().fields(&selector)).default_backoff();
@@ -296,4 +303,21 @@ async fn watch_slices(api: Api<ResourceSlice>, selector: String, changed: Arc<No
             std::future::ready(())
         })
         .await;
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_controller::inventory::gpu_facts::GpuFacts;
+
+    use super::*;
+
+    #[test]
+    fn gpu_that_is_gone_counts_as_unreadable() {
+        let reading =
+            |count| NodeGpus { gpus: vec![GpuFacts::default(); count], ..NodeGpus::default() };
+        let mut two = reading(2);
+        assert_eq!((count_gone(&mut two, 0), two.unreadable.len()), (2, 0));
+        let mut one = reading(1);
+        assert_eq!((count_gone(&mut one, 2), one.unreadable.len()), (2, 1));
+    }
 }
