@@ -65,7 +65,7 @@ pub enum RetireError {
     Cluster(#[from] kube::Error),
     /// These nodes refused the removal, or did not complete it in time.
     #[error(
-        "Affinode stays installed, because it cannot be removed from these nodes yet: {}. Delete the pods that use Affinode's runtime class, or make the nodes reachable, then try again",
+        "Affinode stays installed, because these nodes still need it or cannot be reached: {}. Delete the pods that use Affinode's runtime class, or make the nodes reachable, then try again",
         .0.join("; ")
     )]
     Nodes(Vec<String>),

@@ -70,7 +70,7 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     }
     let logs = ["-n", NAMESPACE, "logs", "job/affinode-uninstall", "--tail=3"];
     let said = containerd::run(plane.kubectl().args(logs))?;
-    let because = format!("not ready: {NODE}: cannot be removed");
+    let because = format!("or cannot be reached: {NODE}: cannot be removed");
     ensure!(
         said.contains("end the containers first") && said.contains(&because),
         "expected {because:?} and the advice to end the containers, got {said}"
