@@ -288,7 +288,9 @@ mod tests {
             ("[policy]\nrestore = \"now\"\n", "now"),
             ("[policy]\noffload_window = \"nights\"\n", "nights"),
             ("[policy]\nminimum_vram_mib = 9999999\n", "minimum_vram_mib"),
+            ("[policy]\nminimum_vram_mib = -1\n", "a number of MiB, up to 1048576"),
             ("[policy]\npriority = 1001\n", "-1000 to 1000"),
+            ("[policy]\npriority = 4294967297\n", "-1000 to 1000"),
             ("[policy\n", "TOML"),
             ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),
         ] {

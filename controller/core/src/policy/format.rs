@@ -112,15 +112,16 @@ pub struct Priority;
 
 impl Format for Priority {
     type Value = i32;
-    type Written = i32;
+    type Written = i64;
 
     fn parse(text: &str) -> Result<i32, InvalidValue> {
-        Priority::accept(&text.parse().unwrap_or(i32::MAX))
+        Priority::accept(&text.parse().unwrap_or(i64::MAX))
     }
 
-    fn accept(written: &i32) -> Result<i32, InvalidValue> {
+    fn accept(written: &i64) -> Result<i32, InvalidValue> {
         let accepted = InvalidValue::Form("a whole number from -1000 to 1000");
-        Some(*written).filter(|number| (-1000..=1000).contains(number)).ok_or(accepted)
+        let number = i32::try_from(*written).ok();
+        number.filter(|number| (-1000..=1000).contains(number)).ok_or(accepted)
     }
 
     fn shown(value: &i32) -> String {
@@ -134,15 +135,16 @@ pub struct Mebibytes;
 
 impl Format for Mebibytes {
     type Value = u64;
-    type Written = u64;
+    type Written = i64;
 
     fn parse(text: &str) -> Result<u64, InvalidValue> {
-        Mebibytes::accept(&text.parse().unwrap_or(u64::MAX))
+        Mebibytes::accept(&text.parse().unwrap_or(i64::MAX))
     }
 
-    fn accept(written: &u64) -> Result<u64, InvalidValue> {
+    fn accept(written: &i64) -> Result<u64, InvalidValue> {
         let accepted = InvalidValue::Form("a number of MiB, up to 1048576");
-        Some(*written).filter(|mib| *mib <= MAX_MIB).map(|mib| mib << 20).ok_or(accepted)
+        let mib = u64::try_from(*written).ok();
+        mib.filter(|mib| *mib <= MAX_MIB).map(|mib| mib << 20).ok_or(accepted)
     }
 
     fn shown(value: &u64) -> String {
