@@ -92,7 +92,11 @@ fn text(row: &NodeRow, state: &str) -> String {
     match (&row.figures, row.why.as_str()) {
         _ if is_reachable && state != "served" => state.to_owned(),
         (Some(figures), "") => {
-            format!("the runtime is served, {} GPUs, version {}", figures.gpus, figures.version)
+            let gpus = match figures.gpus {
+                1 => "1 GPU".to_owned(),
+                many => format!("{many} GPUs"),
+            };
+            format!("the runtime is served, {gpus}, version {}", figures.version)
         }
         (_, why) => why.to_owned(),
     }

@@ -60,7 +60,7 @@ async fn check_names_each_fault() {
     stage.node("one", Some(node(Vec::new()))).await;
     stage.node("resting", None).await;
     let fine = stage.run("check").await;
-    assert!(fine.status == 0 && fine.out.contains("the runtime is served, 1 GPUs"), "{fine}");
+    assert!(fine.status == 0 && fine.out.contains("the runtime is served, 1 GPU,"), "{fine}");
     assert_eq!(fine.rows().len(), 5, "{fine}");
     stage.api.deny("post /affinode/v1/containers/offload");
     let viewer = stage.run("check").await;
