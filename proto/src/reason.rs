@@ -69,7 +69,7 @@ reasons! {
     /// NVML reports no VRAM of the container.
     NoVram = "no-vram", "NVML reports no VRAM of the container, so there is nothing to offload";
     /// At least one CUDA process of the container is unmanaged.
-    UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
+    UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, AFFINODE_DISABLE, or more than 256 CUDA processes)";
     /// A process uses managed memory (`cuMemAllocManaged`), so it must not be checkpointed. With the
     /// current engine the offload needs a checkpoint, or no other memory can be copied.
     ManagedMemory = "managed-memory", "the container uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the other memory";
@@ -85,7 +85,7 @@ reasons! {
     Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so its context must not be
     /// checkpointed. With the current engine the offload needs a checkpoint.
-    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
+    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, or a library requested driver functions that only such tools are known to request, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A video library is in a process, so its context must not be checkpointed. With the current
     /// engine the offload needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";

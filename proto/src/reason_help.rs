@@ -144,12 +144,13 @@ impl Reason {
                  problem with the driver's version.",
             ),
             Reason::UnmanagedProcess => (
-                "NVML lists a process of the container that is not connected to the controller, \
-                 because Affinode's library is not active in it. The process is statically linked, \
+                "NVML lists a process of the container that is not connected to the controller. \
+                 Either Affinode's library is not active in it: the process is statically linked, \
                  runs in a musl image, has `AFFINODE_DISABLE` set, or was started without its \
-                 parent's `LD_PRELOAD`.",
-                "`affinode ps` names the process. Use a dynamically linked program and a glibc \
-                 image. Otherwise the container keeps its VRAM.",
+                 parent's `LD_PRELOAD`. Or 256 other CUDA processes of the container are \
+                 registered, which is the maximum.",
+                "`affinode ps` names the process. Use a dynamically linked program, a glibc image \
+                 and at most 256 CUDA processes. Otherwise the container keeps its VRAM.",
             ),
             Reason::ManagedMemory => (
                 "A process called `cuMemAllocManaged`, and the driver cannot checkpoint such a \
@@ -191,7 +192,9 @@ impl Reason {
             Reason::Tools => (
                 "The driver's checkpoint can hang a process in which a tool such as a profiler is \
                  or was loaded, or lose its state. Such a process is therefore not checkpointed. \
-                 This container could only be offloaded by a checkpoint, because its engine is \
+                 Affinode recognises a tool by its request for a table of driver functions. A \
+                 library of CUDA that requests a table which Affinode does not know is taken for a \
+                 tool, as cuBLASLt of CUDA 13 for some products of bf16 matrices. This container could only be offloaded by a checkpoint, because its engine is \
                  `checkpoint`, an earlier copy failed, or it holds no memory that the library can \
                  copy.",
                 "Start the program without the tool, or use the engine `auto`, `copy` or `full`. \
