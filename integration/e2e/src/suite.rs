@@ -183,8 +183,8 @@ fn with_python(report: &mut Report, python: &python::Python) {
 ///
 /// # Errors
 /// When no testbed can be created.
-pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
-    alone_with(release, gpu, programs::all)
+pub fn programs(release: &Release, gpu: Gpu, words: &[&str]) -> Result<Report> {
+    alone_with(release, gpu, words, programs::all)
 }
 
 /// Measures how long each step of a container's life takes (its start, its first call, an offload, a
@@ -192,18 +192,19 @@ pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
 ///
 /// # Errors
 /// When no testbed can be created.
-pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
-    alone_with(release, gpu, steps::all)
+pub fn steps(release: &Release, gpu: Gpu, words: &[&str]) -> Result<Report> {
+    alone_with(release, gpu, words, steps::all)
 }
 
 /// Runs one part in a testbed of its own, and returns a report of its own.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
+    words: &[&str],
     parts: impl FnOnce(&Testbed, &mut Report),
 ) -> Result<Report> {
     let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
-    let mut report = Report::new(&world, &[]);
+    let mut report = Report::new(&world, words);
     parts(&world, &mut report);
     finish(&world, &mut report);
     Ok(report)

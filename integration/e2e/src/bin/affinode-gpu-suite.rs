@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines. Its arguments are `CONTAINERD_BIN_DIR REPORT.json [simulated]
-//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`.
+//! [suite|suite:WORD|engines|programs|programs:WORD|gpus|steps|steps:WORD|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`.
 //! If the arguments name no part, all parts run.
 
 use std::{
@@ -38,9 +38,12 @@ const PARTS: [&str; 10] = [
 const HOST_MEMORY: &str = "host-memory";
 /// Parts that belong to `suite` but can also be selected by their own names.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
+/// Parts of which a word after a colon selects some.
+const NARROWED: [&str; 6] = ["suite", "programs", "steps", HOST_MEMORY, "hazards", "chaos"];
 
-/// Function that runs one part of the suite and returns a separate report for this part.
-type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
+/// Function that runs one part of the suite, or what the words select of it. It returns a separate
+/// report for this part.
+type MakeReport = fn(&Release, Gpu, &[&str]) -> Result<suite::Report>;
 
 fn main() -> ExitCode {
     match run() {
@@ -64,8 +67,8 @@ fn run() -> Result<bool> {
         arguments.map(|word| word.to_string_lossy().into_owned()).collect();
     let simulated = words.iter().any(|word| word == "simulated");
     words.retain(|word| word != "simulated");
-    // `suite:WORD` selects only the parts of the suite whose names contain WORD. `host-memory:WORD`
-    // and `hazards:WORD` select in the same way. `chaos:ROUND` begins at that round.
+    // `suite:WORD` selects only the parts of the suite whose names contain WORD. The other parts of
+    // `NARROWED` select in the same way, but `chaos:ROUND` begins at that round.
     let narrowed = |part: &str| -> Vec<String> {
         let prefix = format!("{part}:");
         words.iter().filter_map(|word| word.strip_prefix(&prefix).map(str::to_owned)).collect()
@@ -79,7 +82,7 @@ fn run() -> Result<bool> {
     };
     let is_narrowed = |word: &str| {
         let part = word.split_once(':').map(|(part, _)| part);
-        part.is_some_and(|part| ["suite", HOST_MEMORY, "hazards", "chaos"].contains(&part))
+        part.is_some_and(|part| NARROWED.contains(&part))
     };
     for word in words.iter().filter(|word| !is_narrowed(word)) {
         ensure!(
@@ -116,8 +119,13 @@ fn run() -> Result<bool> {
         whole.insert(HOST_MEMORY.into(), to_value(&report)?);
     }
     let more: [(&str, MakeReport); 2] = [("programs", suite::programs), ("steps", suite::steps)];
-    for (part, make) in more.into_iter().filter(|(part, _)| wanted(part)) {
-        let report = make(&release, gpu.clone())?;
+    for (part, make) in more {
+        let words = narrowed(part);
+        if !wanted(part) && words.is_empty() {
+            continue;
+        }
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let report = make(&release, gpu.clone(), &words)?;
         print(&report.table());
         good &= !report.failed();
         whole.insert(part.into(), to_value(&report)?);

@@ -2,7 +2,7 @@
 # Runs Affinode's suite for GPU machines. Needs an NVIDIA driver (570 or newer) and root. If python3
 # with torch is installed, it is tested as well. Installs nothing and needs no network.
 #
-#   run.sh [REPORT.json [suite|suite:WORD|engines|programs|gpus|steps|host-memory|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...]
+#   run.sh [REPORT.json [suite|suite:WORD|engines|programs|programs:WORD|gpus|steps|steps:WORD|host-memory|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...]
 #
 # Without a part, all parts run:
 #
@@ -10,7 +10,8 @@
 #                 suite:tools repeats orders that are likely to hang AFFINODE_TOOL_ROUNDS times (default 20).
 #   engines       compares the engines (a part of the suite)
 #   programs      programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams and two processes, as far as
-#                 python3 has them, offloaded by each engine
+#                 python3 has them, offloaded by each engine. programs:WORD and steps:WORD run only those with WORD in
+#                 their names.
 #   gpus          on a machine with two GPUs of one model: restores on the other GPU, and programs that share memory
 #                 (torch.multiprocessing, NCCL, peer access)
 #   host-memory   more offloads at the same time than host memory can hold. Needs 140 GiB of VRAM and 128 GiB of RAM,
