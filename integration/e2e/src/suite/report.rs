@@ -117,6 +117,15 @@ impl Report {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
+    /// Records an error if no part has run or was skipped, because no part's name contains a wanted
+    /// word.
+    pub(super) fn require_parts(&mut self) {
+        if self.rows.is_empty() && self.errors.is_empty() && self.skipped.is_empty() {
+            let words = self.wanted.join(", ");
+            self.errors.push(("no part".into(), format!("no part's name contains {words}")));
+        }
+    }
+
     /// Runs a part. After an error, the part's results so far are kept and its containers are
     /// removed.
     pub(super) fn part(
@@ -210,5 +219,30 @@ impl Report {
             let _ = writeln!(text, "\nskipped {part}: {why}");
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_without_a_part_is_an_error() {
+        let report = || Report {
+            gpu: String::new(),
+            gpu_name: String::new(),
+            containerd: String::new(),
+            rows: Vec::new(),
+            errors: Vec::new(),
+            skipped: Vec::new(),
+            wanted: vec!["nonsense".into()],
+        };
+        let mut nothing = report();
+        nothing.require_parts();
+        assert!(nothing.failed() && !nothing.wants("torch") && nothing.wants("a nonsense part"));
+        let mut skipped = report();
+        skipped.skip("torch", "no torch here");
+        skipped.require_parts();
+        assert!(!skipped.failed());
     }
 }
