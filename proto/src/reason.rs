@@ -85,7 +85,7 @@ reasons! {
     Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so its context must not be
     /// checkpointed. With the current engine the offload needs a checkpoint.
-    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, or a library requested driver functions that only such tools are known to request, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
+    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, or a library requested a table of driver functions that Affinode does not know, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A video library is in a process, so its context must not be checkpointed. With the current
     /// engine the offload needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";

@@ -192,11 +192,11 @@ impl Reason {
             Reason::Tools => (
                 "The driver's checkpoint can hang a process in which a tool such as a profiler is \
                  or was loaded, or lose its state. Such a process is therefore not checkpointed. \
-                 Affinode recognises a tool by its request for a table of driver functions. A \
-                 library of CUDA that requests a table which Affinode does not know is taken for a \
-                 tool, as cuBLASLt of CUDA 13 for some products of bf16 matrices. This container could only be offloaded by a checkpoint, because its engine is \
-                 `checkpoint`, an earlier copy failed, or it holds no memory that the library can \
-                 copy.",
+                 The same applies if a library requested a table of driver functions that Affinode \
+                 does not know, because tools do that too. cuBLASLt of CUDA 13.0 requested such a \
+                 table in a language model of transformers. This container could only be offloaded \
+                 by a checkpoint, because its engine is `checkpoint`, an earlier copy failed, or \
+                 it holds no memory that the library can copy.",
                 "Start the program without the tool, or use the engine `auto`, `copy` or `full`. \
                  These engines copy the memory and keep the context on the GPU.",
             ),
