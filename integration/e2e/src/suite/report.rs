@@ -117,15 +117,6 @@ impl Report {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Records an error if no part has run or was skipped, because no part's name contains a wanted
-    /// word.
-    pub(super) fn require_parts(&mut self) {
-        if self.rows.is_empty() && self.errors.is_empty() && self.skipped.is_empty() {
-            let words = self.wanted.join(", ");
-            self.errors.push(("no part".into(), format!("no part's name contains {words}")));
-        }
-    }
-
     /// Runs a part. After an error, the part's results so far are kept and its containers are
     /// removed.
     pub(super) fn part(
@@ -179,10 +170,14 @@ impl Report {
         name.clone_into(&mut self.gpu_name);
     }
 
-    /// Whether a part failed or a goal was missed.
+    /// Whether a part failed, a goal was missed, or no part has the wanted name.
     #[must_use]
     pub fn failed(&self) -> bool {
-        !self.errors.is_empty() || self.rows.iter().any(|row| !row.met)
+        !self.errors.is_empty() || self.rows.iter().any(|row| !row.met) || self.is_empty()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.rows.is_empty() && self.errors.is_empty() && self.skipped.is_empty()
     }
 
     /// Whether a part failed to run.
@@ -215,6 +210,9 @@ impl Report {
         for (part, error) in &self.errors {
             let _ = writeln!(text, "\nFAILED  {part}: {error}");
         }
+        if self.is_empty() {
+            let _ = writeln!(text, "FAILED  no part's name contains {}", self.wanted.join(" or "));
+        }
         for (part, why) in &self.skipped {
             let _ = writeln!(text, "\nskipped {part}: {why}");
         }
@@ -237,12 +235,11 @@ mod tests {
             skipped: Vec::new(),
             wanted: vec!["nonsense".into()],
         };
-        let mut nothing = report();
-        nothing.require_parts();
+        let nothing = report();
         assert!(nothing.failed() && !nothing.wants("torch") && nothing.wants("a nonsense part"));
+        assert!(nothing.table().contains("no part's name contains nonsense"));
         let mut skipped = report();
         skipped.skip("torch", "no torch here");
-        skipped.require_parts();
-        assert!(!skipped.failed());
+        assert!(!skipped.failed() && !skipped.table().contains("no part's name"));
     }
 }
