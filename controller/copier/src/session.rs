@@ -181,8 +181,9 @@ pub struct ProcessSession {
     pieces: Vec<Piece>,
     rest_bytes: u64,
     sharing: ContentSharing<SharedSegment>,
-    /// Whether the controller has granted the VRAM for the fill.
-    granted: bool,
+    /// VRAM in bytes that the controller has granted for the fill. It may be granted before the
+    /// process announces its pieces.
+    granted_bytes: Option<u64>,
     restoring: bool,
     restored: bool,
     cuda: Rc<CudaDriver>,
@@ -214,7 +215,7 @@ impl ProcessSession {
             pieces: Vec::new(),
             rest_bytes: 0,
             sharing: ContentSharing::of(domain),
-            granted: false,
+            granted_bytes: None,
             restoring: false,
             restored: false,
             cuda: Rc::clone(cuda),
@@ -382,24 +383,31 @@ impl ProcessSession {
     /// # Errors
     /// [`SessionError`]: the connection must be closed, and the process restores itself.
     pub fn grant(&mut self, most_bytes: u64) -> Result<(), SessionError> {
-        if self.copied_out_bytes > most_bytes {
-            let (bytes, pieces) = (self.copied_out_bytes, self.pieces.len() as u32);
-            return Err(SessionError::Claim { bytes, pieces, most_bytes });
-        }
-        self.granted = true;
+        self.within_grant(most_bytes)?;
+        self.granted_bytes = Some(most_bytes);
         // The process gets no new offers of shared content. A reply to an earlier offer may still
         // arrive before Restoring.
         self.sharing.end();
         self.begin()
     }
 
-    /// Starts the fill once the controller has granted the VRAM and the process has sent Restoring.
-    /// The message alone does not suffice, because any process can send it. The grant may arrive
-    /// before or after the message.
-    fn begin(&mut self) -> Result<(), SessionError> {
-        if !(self.granted && self.restoring) {
+    /// Refuses pieces that together are larger than the VRAM that the controller has granted.
+    fn within_grant(&self, most_bytes: u64) -> Result<(), SessionError> {
+        if self.copied_out_bytes <= most_bytes {
             return Ok(());
         }
+        let (bytes, pieces) = (self.copied_out_bytes, self.pieces.len() as u32);
+        Err(SessionError::Claim { bytes, pieces, most_bytes })
+    }
+
+    /// Starts the fill once the controller has granted the VRAM and the process has sent Restoring.
+    /// The message alone does not suffice, because any process can send it. The grant may arrive
+    /// before or after the message, and before the pieces are known: hence the second check.
+    fn begin(&mut self) -> Result<(), SessionError> {
+        let (Some(granted_bytes), true) = (self.granted_bytes, self.restoring) else {
+            return Ok(());
+        };
+        self.within_grant(granted_bytes)?;
         if !matches!(self.state, SessionState::Registered) {
             return Err(SessionError::NotHeld);
         }

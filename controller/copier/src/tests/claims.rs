@@ -91,6 +91,26 @@ fn grant_below_the_claim_ends_the_process() {
 }
 
 #[test]
+fn early_grant_bounds_a_later_claim() {
+    for (granted_bytes, fits) in [(2 * UNIT, true), (2 * UNIT - 1, false), (0, false)] {
+        let mut testbed = Testbed::new();
+        let mut agent = testbed.attach(1, 4 * UNIT, 0);
+        testbed.fill(1, granted_bytes);
+        testbed.settle().unwrap();
+        agent.leave(&pieces(&[2]), 0, &content_file(&pattern(2 * UNIT, 1)));
+        testbed.settle().unwrap();
+        agent.say(ToCopier::Restoring, None);
+        if fits {
+            testbed.settle().unwrap();
+            assert_eq!(fake::with(|fake| fake.made_bytes()), 2 * UNIT);
+        } else {
+            assert_ended(&mut testbed, &mut agent, "claimed more after the grant");
+            assert!(fake::with(|fake| !fake.calls().contains(&"mem_create")));
+        }
+    }
+}
+
+#[test]
 fn memory_file_that_does_not_fit_is_refused() {
     let content = pattern(3 * UNIT, 1);
     let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
