@@ -160,7 +160,13 @@ impl BootstrapReply {
             }
             BootstrapReply::Bootstrap(mut result) => {
                 result.address = address.to_owned();
-                result.write_to_bytes().map_err(|_| failed())
+                let bytes = result.write_to_bytes().map_err(|_| failed())?;
+                // The protobuf crate writes a wrong length for a list of enum values with a
+                // negative one. containerd could not read such a reply.
+                match BootstrapResult::parse_from_bytes(&bytes) {
+                    Ok(read) if read == result => Ok(bytes),
+                    _ => Err(BootstrapReplyError(format!("{result:?}"))),
+                }
             }
         }
     }
@@ -191,6 +197,19 @@ mod tests {
         assert_eq!((answer.address(), answer.task_version()), (STOCK, 3));
         let got = String::from_utf8(answer.with_address(OURS).unwrap()).unwrap();
         assert_eq!(got, text.replace(STOCK, OURS));
+    }
+
+    #[test]
+    fn reply_that_cannot_be_written_is_refused() {
+        let mut bytes = BootstrapResult { address: STOCK.to_owned(), ..Default::default() }
+            .write_to_bytes()
+            .unwrap();
+        // Field 4, the capabilities: a packed list with the value -1.
+        bytes.extend([0x22, 10]);
+        bytes.extend([0xff; 9]);
+        bytes.push(1);
+        let answer = BootstrapReply::parse(&bytes).unwrap();
+        answer.with_address(OURS).unwrap_err();
     }
 
     #[test]
