@@ -279,6 +279,11 @@ pub(super) fn check_grants(node: &mut NodeState) {
             } else if late {
                 grants::abort_grant(node, &key);
             }
+        } else if late && is_unused(node, &key) {
+            if let Some(container) = node.registry.containers.get_mut(&key) {
+                container.restore_failures.has_wasted_a_turn(now);
+            }
+            grants::abort_grant(node, &key);
         } else if late && let Some(mut grant) = node.admission.grants.remove(&key) {
             // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
             // the other processes may allocate again while it copies.
@@ -288,6 +293,15 @@ pub(super) fn check_grants(node: &mut NodeState) {
             node.admission.grants.insert(key, grant);
         }
     }
+}
+
+/// Whether nothing takes VRAM under a completed grant: it covers no process that can be restored,
+/// and the waiting allocation was not ordered to try again. This happens if another process of the
+/// container is neither resident nor offloaded, for example because its agent sends no report.
+fn is_unused(node: &NodeState, key: &Key) -> bool {
+    let covers = node.admission.grants.get(key).is_some_and(|grant| !grant.covers.is_empty());
+    let resumed = node.alloc_wait_of(key).is_some_and(|(_, want)| want.resumed_at.is_some());
+    !covers && !resumed
 }
 
 /// Whether an allocation of a resident container may be served before the earlier waiter

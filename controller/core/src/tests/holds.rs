@@ -409,6 +409,33 @@ fn vain_allocations_delay_wakes_less_and_less() {
     }
 }
 
+/// An allocation waits for VRAM in a container that has another process, which is neither resident
+/// nor offloaded. The allocation cannot be served, and must not keep its VRAM from other waiters.
+#[test]
+fn grant_that_nothing_uses_ends() {
+    let mut world = World::new(2);
+    let victim = world.running(0, 300);
+    world.settle();
+    assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
+    let mut waiter = Liar::join(&mut world, Manner::Done);
+    let mut stuck = Liar::join(&mut world, Manner::Silent);
+    for liar in [&mut waiter, &mut stuck] {
+        liar.act(&mut world);
+    }
+    world.process_mut(stuck.id).agent.phase = Phase::CopyingOut;
+    let want = AgentMessage::AllocWait { ticket: 1, bytes: 800, uuid: [7; 16], attempts: 0 };
+    world.feed(Input::Message(waiter.id, want));
+    let called = world.now;
+    while world.agents[&victim].phase != Phase::Open {
+        assert!(world.now - called < 40_000, "the victim is still offloaded");
+        world.call(victim);
+        serve(&mut world, victim);
+        waiter.act(&mut world);
+        world.tick_after(20);
+    }
+    assert!(world.process(waiter.id).alloc_wait.is_some(), "the allocation still waits");
+}
+
 /// Returns how long the restore of `victim` takes if another process on its GPU sends no reports any
 /// more, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
