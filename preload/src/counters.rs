@@ -76,7 +76,10 @@ pub struct CounterPage {
     turn_back: AtomicU64,
     /// Bytes of host memory that the copy out in progress must still touch.
     pub filling_bytes: AtomicU64,
-    free3: [u8; 16],
+    /// Number of the last recall of VRAM allowances. The controller writes this field.
+    pub vram_epoch: AtomicU64,
+    /// Bytes of allocations under a VRAM limit that were admitted and have not ended.
+    pub vram_pending: AtomicU64,
     pub gate: AtomicU32,
     /// The sampling rate: about one of this many calls is recorded; 0: none. The field is next to
     /// the gate, so that one comparison covers both fields.
@@ -111,6 +114,8 @@ const _: () = {
     assert!(offset_of!(CounterPage, kept_bytes) == header::KEPT_BYTES);
     assert!(offset_of!(CounterPage, turn_back) == header::TURN_BACK);
     assert!(offset_of!(CounterPage, filling_bytes) == header::FILLING_BYTES);
+    assert!(offset_of!(CounterPage, vram_epoch) == header::VRAM_EPOCH);
+    assert!(offset_of!(CounterPage, vram_pending) == header::VRAM_PENDING);
     assert!(offset_of!(CounterPage, gate) == header::GATE);
     assert!(offset_of!(CounterPage, waiters) == header::WAITERS);
     assert!(offset_of!(CounterPage, hazards) == header::HAZARDS);

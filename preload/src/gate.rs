@@ -53,7 +53,9 @@ use affinode_proto::wire::{Hazards, counters::Gate};
 use crate::call_recorder::{self, CallTimer};
 use crate::counters::CounterPage;
 use crate::hook_table::{self, HookEntry};
+use crate::oom_wait::AllocRequest;
 use crate::process::{self, PROCESS, SlotLocation};
+use crate::vram_limit::{Admission, LimitAttempts};
 use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 
 /// The stack frame of a call on the slow path. The thunk depends on this layout.
@@ -74,6 +76,11 @@ pub struct HookFrame {
     waits_until_us: u64,
     /// Start time of the call if it is recorded, else 0.
     began_ns: u64,
+    /// What the call allocates under the container's VRAM limit. `None`: it is not limited, or the
+    /// size is not known.
+    limited: Option<AllocRequest>,
+    /// Bytes of the call that are pending under the limit.
+    pending_bytes: u64,
 }
 
 const _: () = {
@@ -128,6 +135,9 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     if entry.class() == Class::Pointer && !swap::is_in_use() {
         return ThunkAction::Pass;
     }
+    frame.limited = None;
+    frame.pending_bytes = 0;
+    let mut attempts = LimitAttempts::default();
     let mut tool = Hazards(0);
     if entry.class() == Class::Table {
         let [_, id, ..] = frame.arguments;
@@ -152,6 +162,23 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
         }
         let nested = match try_enter(place, page, entry) {
             EnterResult::Through => {
+                match admit(frame, entry, page, &mut attempts) {
+                    Admission::Admitted(bytes) => frame.pending_bytes = bytes,
+                    Admission::Exceeded if !swap::make_room() => {
+                        uncount(place, entry.class());
+                        PROCESS.vram_limit.end_attempts(&mut attempts);
+                        oom_wait::abandon(&PROCESS.oom_wait, frame.waits_until_us);
+                        frame.result = result::OUT_OF_MEMORY.into();
+                        return ThunkAction::Answered;
+                    }
+                    Admission::Ask | Admission::Exceeded => {
+                        uncount(place, entry.class());
+                        let want =
+                            frame.limited.unwrap_or(AllocRequest { bytes: 0, uuid: [0; 16] });
+                        PROCESS.vram_limit.ask(&want, &mut attempts);
+                        continue;
+                    }
+                }
                 exit::catch_up();
                 frame.began_ns = place.slot().map_or(0, |slot| call_recorder::begin(page, slot));
                 // Choose the wrapper only now: a first allocation waits at the gate for the
@@ -219,6 +246,7 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
         let call = CallTimer { hook: entry.number(), result, arguments, began_ns: frame.began_ns };
         call_recorder::end(page, slot, &call);
     }
+    end_limit(frame, class);
     if frame.result as u32 == result::SUCCESS && class == Class::Constant {
         // SAFETY: these are the arguments of a call of this function that succeeded.
         unsafe { constants::remember(entry.number(), &frame.arguments) };
@@ -248,6 +276,63 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     let want = want.filter(|_| !is_inside_another(frame.place));
     uncount(frame.place, class);
     oom_wait::settle(oom_wait, want, frame.result, &mut frame.waits_until_us).into()
+}
+
+/// Decides about a counted call under the container's VRAM limit. A nested call is not limited,
+/// because it must not leave the gate to ask for an allowance.
+fn admit(
+    frame: &mut HookFrame,
+    entry: &HookEntry,
+    page: &CounterPage,
+    attempts: &mut LimitAttempts,
+) -> Admission {
+    let (limit, class) = (&PROCESS.vram_limit, entry.class());
+    let is_limited = limit.bytes().is_some() && matches!(class, Class::Alloc | Class::MemoryInfo);
+    if !is_limited || is_inside_another(frame.place) {
+        return Admission::Admitted(0);
+    }
+    if class == Class::MemoryInfo {
+        let uuid = oom_wait::current_uuid();
+        frame.limited = uuid.map(|uuid| AllocRequest { bytes: 0, uuid });
+        return match frame.limited {
+            Some(_) if attempts.is_first() => Admission::Ask,
+            _ => {
+                limit.end_attempts(attempts);
+                Admission::Admitted(0)
+            }
+        };
+    }
+    // SAFETY: these are the arguments of a call of this function.
+    frame.limited = unsafe { oom_wait::request(entry, &frame.arguments) };
+    frame.limited.map_or(Admission::Admitted(0), |want| limit.admit(page, &want, attempts))
+}
+
+/// Ends a call under the container's VRAM limit.
+fn end_limit(frame: &mut HookFrame, class: Class) {
+    let limit = &PROCESS.vram_limit;
+    let Some((want, page)) = frame.limited.zip(process::page()) else { return };
+    let succeeded = frame.result as u32 == result::SUCCESS;
+    if class == Class::MemoryInfo {
+        if succeeded && let Some((limit_bytes, free_bytes)) = limit.view(&want.uuid) {
+            let [free, total, ..] = frame.arguments.map(|at| at as *mut usize);
+            // SAFETY: the driver has just written both results.
+            unsafe {
+                if let Some(free) = free.as_mut() {
+                    *free = (*free).min(free_bytes.min(limit_bytes) as usize);
+                }
+                if let Some(total) = total.as_mut() {
+                    *total = (*total).min(limit_bytes as usize);
+                }
+            }
+        }
+    } else if want.bytes == 0 {
+        if succeeded {
+            limit.drop_allowances();
+        }
+    } else if frame.pending_bytes > 0 {
+        limit.end(page, &want.uuid, frame.pending_bytes, !succeeded);
+        frame.pending_bytes = 0;
+    }
 }
 
 /// Whether the call requests a constant whose value is cached. If so, writes its results.

@@ -63,7 +63,8 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         | Class::Pointer
         | Class::Sync
         | Class::Table
-        | Class::Constant => NONE,
+        | Class::Constant
+        | Class::MemoryInfo => NONE,
     }
 }
 

@@ -23,6 +23,7 @@
 //! | `tools` | detection of profilers, debuggers and video libraries |
 //! | `constants` | cached results that do not change, for calls during an offload |
 //! | `oom_wait` | allocations that wait for memory instead of failing |
+//! | `vram_limit` | the limit of the container's VRAM |
 //! | `swap` | device memory that the agent copies by itself |
 //! | `nvml` | calls into NVML, which would block while the context is checkpointed |
 //! | `agent` | the thread that serves the controller and calls the checkpoint interface |
@@ -63,6 +64,7 @@ mod swap;
 mod sys;
 mod thunk;
 mod tools;
+mod vram_limit;
 
 #[cfg(all(not(test), panic = "abort"))]
 mod exports;

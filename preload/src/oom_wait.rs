@@ -214,8 +214,21 @@ pub unsafe fn wanted(
     code: u64,
     arguments: &[u64; 6],
 ) -> Option<AllocRequest> {
-    let fits = code as u32 == result::OUT_OF_MEMORY && entry.class() == Class::Alloc;
-    if !fits || waiter.wait_ms.load(Ordering::Relaxed) == 0 {
+    if code as u32 != result::OUT_OF_MEMORY || waiter.wait_ms.load(Ordering::Relaxed) == 0 {
+        return None;
+    }
+    // SAFETY: the caller guarantees the arguments.
+    unsafe { request(entry, arguments) }
+}
+
+/// The requirements of an allocating call; `None`: the call allocates no device memory, or it is
+/// not known how much. To be called while the call is counted, because it queries the driver for
+/// the device.
+///
+/// # Safety
+/// `arguments` must be those of a call of `entry`'s function.
+pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRequest> {
+    if entry.class() != Class::Alloc {
         return None;
     }
     let [_, second, third, fourth, fifth, _] = *arguments;
@@ -224,7 +237,7 @@ pub unsafe fn wanted(
         b"cuMemAlloc" | b"cuMemAllocAsync" | b"cuMemAllocFromPoolAsync" => (second, None),
         b"cuMemAllocPitch" => (third.saturating_mul(fourth), None),
         b"cuMemCreate" => {
-            // SAFETY: (handle, size, prop, flags); the driver has read this prop.
+            // SAFETY: (handle, size, prop, flags); the driver reads this prop in the same call.
             let place = unsafe { (third as *const MemAllocationProp).as_ref() }?;
             if place.location_type != LOCATION_DEVICE {
                 return None; // Host memory.
@@ -292,6 +305,11 @@ pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
         waiter.leave(sys::gettid(), false);
     }
+}
+
+/// The UUID of the calling thread's device.
+pub fn current_uuid() -> Option<[u8; 16]> {
+    uuid_of(current_device()?)
 }
 
 fn current_device() -> Option<i32> {

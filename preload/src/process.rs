@@ -19,6 +19,7 @@ use affinode_proto::wire::counters::{Gate, PAGE_BYTES};
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::libc::StackSize;
 use crate::oom_wait::OomWaiter;
+use crate::vram_limit::VramLimit;
 use crate::{agent, exit, fds, hazard, libc, nvml, swap, sys};
 
 const NEW: u32 = 0;
@@ -45,6 +46,8 @@ pub struct Process {
     pub waiting_hook: AtomicU32,
     /// Allocations that wait for free VRAM.
     pub oom_wait: OomWaiter,
+    /// The limit of the container's VRAM.
+    pub vram_limit: VramLimit,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
     /// State of the first load of a module, which must have ended before the library copies.
@@ -63,6 +66,7 @@ pub static PROCESS: Process = Process {
     registering_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
     oom_wait: OomWaiter::new(),
+    vram_limit: VramLimit::new(),
     nvml: nvml::NvmlCallCount::new(),
     module_load: swap::loader_lock::ModuleLoad::new(),
 };

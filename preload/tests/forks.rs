@@ -21,7 +21,12 @@ fn own_threads_never_walk_the_loaders_list() {
         let mut client = Client::start_program(Build::Glibc, &["walks"], &environment);
         client.send("call");
         let mut agent = controller.accept();
-        agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine });
+        agent.send(ControllerMessage::Welcome {
+            process: 1,
+            wait_for_room_ms: 0,
+            engine,
+            vram_limit_bytes: 0,
+        });
         assert_eq!(client.answer(), 0);
         agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }, Action::ReleaseAllocations]);
         for _ in 0..3 {

@@ -5,7 +5,9 @@
 
 mod support;
 
-use affinode_proto::wire::message::{Action, BUSY_NVML, ControllerMessage, GpuReading, Outcome};
+use affinode_proto::wire::message::{
+    Action, AgentMessage, BUSY_NVML, ControllerMessage, GpuReading, Outcome,
+};
 use affinode_proto::wire::{Engine, Phase};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
@@ -248,6 +250,7 @@ fn call_while_copied_out_reaches_nvml() {
     assert_eq!(client.ask("cuda"), 0);
     let mut agent = controller.accept();
     agent.send(ControllerMessage::Welcome {
+        vram_limit_bytes: 0,
         process: 1,
         wait_for_room_ms: 0,
         engine: Engine::Copy,
@@ -261,6 +264,35 @@ fn call_while_copied_out_reaches_nvml() {
     agent.done(&[CHECKPOINT]);
     assert_eq!(client.ask("clock 3"), 103);
     assert_eq!(client.ask("calls"), reached + 1);
+    agent.done(&BRING_BACK);
+    client.finish();
+}
+
+#[test]
+fn memory_shows_the_limit_of_vram() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", path.as_str())];
+    let mut client = Client::start_program(Build::Glibc, &["nvml", "dlopen"], &environment);
+    assert_eq!(client.ask("cuda"), 0);
+    let mut agent = controller.welcome_to_limit(700);
+    // The report shows that the Welcome was read.
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }, Action::ReleaseAllocations]);
+    asks(&mut client, &[("init", 0), ("index 0", 1)]);
+    let expected = [("total", 700), ("free", 300), ("used", 400), ("used2", 400)];
+    for (ticket, (call, expected)) in (1..).zip(expected) {
+        client.send(call);
+        assert_eq!(agent.vram(), AgentMessage::AskVram { ticket, bytes: 0, uuid: READING.uuid });
+        let (uuid, bytes, free_bytes, epoch) = (READING.uuid, 0, 300, 1);
+        agent.send(ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch });
+        assert_eq!(client.answer(), expected, "{call}");
+        assert_eq!(agent.vram(), AgentMessage::VramTaken);
+    }
+    agent.done(&OFFLOAD);
+    client.send("total");
+    agent.ask();
+    agent.send(ControllerMessage::Reading(READING));
+    assert_eq!(client.answer(), 700, "the controller's reading is limited as well");
     agent.done(&BRING_BACK);
     client.finish();
 }

@@ -204,6 +204,7 @@ fn no_allocation_before_welcome_or_under_hold() {
     while agent.page().waiters == 0 {}
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     agent.send(ControllerMessage::Welcome {
+        vram_limit_bytes: 0,
         process: 1,
         wait_for_room_ms: 0,
         engine: Engine::Checkpoint,
@@ -219,6 +220,7 @@ fn no_allocation_before_welcome_or_under_hold() {
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
     agent.send(ControllerMessage::Welcome {
+        vram_limit_bytes: 0,
         process: 2,
         wait_for_room_ms: 0,
         engine: Engine::Checkpoint,
@@ -237,6 +239,7 @@ fn hold_outlives_connection_until_welcome() {
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
     agent.send(ControllerMessage::Welcome {
+        vram_limit_bytes: 0,
         process: 1,
         wait_for_room_ms: 0,
         engine: Engine::Checkpoint,

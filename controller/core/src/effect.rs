@@ -85,6 +85,16 @@ pub enum Effect {
     /// Read the GPUs now, to prove that the VRAM of the container's grant is free. Report the
     /// result with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
+    /// Recall the VRAM allowances of processes, then read their pending bytes, then the GPUs. Report
+    /// the result with [`super::Input::VramRead`].
+    ReadVram {
+        /// The container with a VRAM limit.
+        key: Key,
+        /// Number of the recall.
+        epoch: u64,
+        /// All processes of the container.
+        processes: Vec<ProcessId>,
+    },
     /// Start a copier on a GPU.
     StartCopier {
         /// Number of the new copier.

@@ -206,6 +206,18 @@ pub enum Input {
     HostLevels(Vec<Levels>),
     /// The GPUs were read for the [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
+    /// The result of [`super::Effect::ReadVram`].
+    VramRead {
+        /// The container with a VRAM limit.
+        key: Key,
+        /// Number of the recall.
+        epoch: u64,
+        /// Pending bytes of each process whose allowance was recalled. They were read after the
+        /// recall and before the GPUs.
+        pending: Vec<(ProcessId, u64)>,
+        /// Samples of the GPUs. `Err`: the reason why they cannot be read.
+        gpus: Result<Vec<GpuSample>, String>,
+    },
     /// A record of an earlier controller's journal about a process.
     Recalled {
         /// The container of the process.

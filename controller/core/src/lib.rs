@@ -14,7 +14,7 @@
 //!  └> completions, transitions, serve_queue
 //!     └> restore, eviction
 //!        └> registration, requests, evaluate, immediate
-//!           └> offload, migration, oom_wait
+//!           └> offload, migration, oom_wait, vram_limit
 //!              └> grants
 //!                 └> holds, prefault, connection_prewake
 //!                    └> copier_use, offload_check, measurements, prewake, pressure, hints
@@ -43,6 +43,7 @@ mod evaluate;
 pub mod event;
 mod eviction;
 pub mod explain;
+mod gpu_uuid;
 pub mod grant;
 mod grants;
 pub mod hints;
@@ -87,6 +88,7 @@ pub mod texts;
 mod transitions;
 pub mod victims;
 pub mod view;
+mod vram_limit;
 pub mod wake_latency;
 pub mod window;
 

@@ -20,8 +20,8 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, JournalStep, Key, ProcessId, event::NodeEvent, grants, input::GpuSample,
-    needs, node_state::NodeState, process::Process,
+    DeviceBytes, Effect, JournalStep, Key, ProcessId, event::NodeEvent, gpu_uuid::uuid_bytes,
+    grants, input::GpuSample, needs, node_state::NodeState, process::Process,
 };
 
 /// Chooses another GPU for a container that does not fit on its own, and sets it as the target
@@ -144,26 +144,4 @@ fn can_be_named(gpu: &GpuSample) -> bool {
 
 fn named(gpu: &GpuSample) -> Option<Gpu> {
     Some(Gpu { uuid: uuid_bytes(&gpu.uuid)?, minor: gpu.minor? })
-}
-
-/// The 16 bytes of a UUID that NVML writes as `GPU-` and hexadecimal digits.
-pub(super) fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
-    let digits: String = text.strip_prefix("GPU-")?.split('-').collect();
-    let whole = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
-    whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten().map(u128::to_be_bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uuid_of_nvml_is_read() {
-        let read = uuid_bytes("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f").unwrap();
-        assert_eq!(read.to_vec(), (0..16).collect::<Vec<u8>>());
-        for bad in ["", "GPU-", "MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-0001", "GPU-ü"] {
-            assert_eq!(uuid_bytes(bad), None, "{bad}");
-        }
-        assert_eq!(uuid_bytes("GPU-+0010203-0405-0607-0809-0a0b0c0d0e0f"), None);
-    }
 }

@@ -24,6 +24,7 @@ use super::{
     registration::{self, RegistrationStatus},
     requests, restore, serve_queue, transitions,
     victims::VictimRule,
+    vram_limit,
 };
 
 /// Settings of the node, from the configuration.
@@ -107,6 +108,8 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
             | Input::Clock(_)
             | Input::Foreseen(..)
             | Input::CopierReport(..)
+            | Input::VramRead { .. }
+            | Input::Message(_, AgentMessage::AskVram { .. } | AgentMessage::VramTaken)
     );
     take(node, input);
     advance_resumed(node);
@@ -156,6 +159,9 @@ fn take(node: &mut NodeState, input: Input) {
         Input::Surveyed(key, survey) => offload::surveyed(node, &key, survey),
         Input::HostLevels(levels) => copy_watch::host_levels_read(node, levels),
         Input::Proven(key, number, gpus) => serve_queue::proven(node, &key, number, gpus),
+        Input::VramRead { key, epoch, pending, gpus } => {
+            vram_limit::read(node, &key, epoch, &pending, gpus);
+        }
         Input::Recalled { key, identity, offloaded, to, restoring, host } => {
             let claim = JournalClaim { offloaded, to, restoring, host, held_bytes: None };
             grants::recall(node, key, identity, claim);
@@ -229,6 +235,10 @@ fn agent_message(node: &mut NodeState, id: ProcessId, message: AgentMessage) {
             oom_wait::alloc_wait_ended(node, id, ticket, served)
         }
         AgentMessage::Notice { hazards } => measurements::learn_hazards(node, id, hazards),
+        AgentMessage::AskVram { ticket, bytes, uuid } => {
+            vram_limit::asked(node, id, ticket, bytes, uuid);
+        }
+        AgentMessage::VramTaken => vram_limit::taken(node, id),
         AgentMessage::AskReadings => nvml_readings::send_readings(node, id),
     }
 }
@@ -254,6 +264,7 @@ fn advance_resumed(node: &mut NodeState) {
 fn due(node: &mut NodeState, key: &Key) {
     completions::check_overdue(node, key);
     oom_wait::check_alloc_wait(node, key);
+    vram_limit::check_taken(node, key);
     evaluate::evaluate(node, key);
     host_promises::survey_again(node, key);
     prefault::update_prefault(node, key);

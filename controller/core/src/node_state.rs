@@ -19,6 +19,7 @@ use super::{
     oversubscription::Oversubscription,
     processes::Processes,
     queue::Queue,
+    vram_limit::VramRequests,
 };
 
 /// The journal's record of a process that has not registered with this controller.
@@ -51,6 +52,8 @@ pub(super) struct NodeState {
     pub(super) host_ledger: HostLedger,
     pub(super) copiers: CopierRegistry,
     pub(super) prediction: UsePrediction,
+    /// Requests of processes of containers with a VRAM limit.
+    pub(super) vram_requests: VramRequests,
     pub(super) output: NodeOutput,
 }
 

@@ -4,7 +4,7 @@
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
 use super::{
-    Effect, Millis, ProcessId, input::GpuSample, migration::uuid_bytes, node_state::NodeState,
+    Effect, Millis, ProcessId, gpu_uuid::uuid_bytes, input::GpuSample, node_state::NodeState,
 };
 
 /// Maximum age of a reading that is sent to a process. If all readings are older, NVML does not

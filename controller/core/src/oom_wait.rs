@@ -21,6 +21,7 @@ use affinode_proto::{
 use super::{
     DeviceBytes, Effect, Key, Millis, ProcessId,
     event::NodeEvent,
+    gpu_uuid::nvml_uuid,
     grants,
     ledger::margin_bytes,
     node_state::NodeState,
@@ -304,11 +305,4 @@ fn send_alloc_grant(node: &mut NodeState, id: ProcessId, ticket: u64, granted: b
 fn publish_alloc_wait(node: &mut NodeState, key: &Key, reason: Reason, text: String, bytes: u64) {
     let event = NodeEvent::new(EventKind::Allocation, text);
     node.publish(key, event.because(reason).of_bytes(bytes));
-}
-
-/// Formats a UUID as NVML does.
-fn nvml_uuid(uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let [a, b, c, d, e] = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
-    format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }

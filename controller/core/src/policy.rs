@@ -165,11 +165,56 @@ fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> 
     }
 }
 
+/// Refuses an annotation that would raise or remove the operator's VRAM limit.
+fn annotated_vram_limit(operators: &u64, chosen: &u64) -> Result<(), InvalidValue> {
+    match *operators != 0 && (*chosen == 0 || chosen > operators) {
+        true => Err(InvalidValue::NotPermitted(
+            "an amount up to the limit that an operator has set with policy.vram_limit",
+        )),
+        false => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use affinode_proto::annotations::set_the_same;
 
     use super::*;
+
+    #[test]
+    fn vram_limit_has_a_unit() {
+        for (text, shown) in [
+            ("0", "0"),
+            ("20Gi", "20Gi"),
+            ("20480Mi", "20Gi"),
+            ("1536Mi", "1536Mi"),
+            ("1Ti", "1Ti"),
+        ] {
+            let bytes = format::Quantity::parse(text).unwrap();
+            assert_eq!(format::Quantity::shown(&bytes), shown);
+        }
+        for text in ["", "20", "20GB", "0Gi", "2Ti", "-1Gi", "1.5Gi", "18014398509481984Gi"] {
+            format::Quantity::parse(text).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn annotation_only_lowers_the_vram_limit() {
+        let gib = |n: u64| n << 30;
+        for (operators, annotated, effective, is_refused) in [
+            (0, "20Gi", gib(20), false),
+            (gib(20), "10Gi", gib(10), false),
+            (gib(20), "30Gi", gib(20), true),
+            (gib(20), "0", gib(20), true),
+        ] {
+            let node = Policy { vram_limit_bytes: operators, ..Policy::default() };
+            let policies = Policies { node, ..Policies::default() };
+            let annotations = [("affinode.io/vram-limit".to_owned(), annotated.to_owned())].into();
+            let (policy, warnings) = policies.resolve("", &annotations);
+            assert_eq!(policy.vram_limit_bytes, effective, "{annotated}");
+            assert_eq!(warnings.len(), usize::from(is_refused), "{warnings:?}");
+        }
+    }
 
     fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
         pairs.iter().map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned())).collect()

@@ -21,6 +21,7 @@ use super::{
         AgentStatus, OffloadedMemory, PrefaultOrder, Process, ProcessActivity, ProcessHolds,
         ProcessMemory, on_gpu,
     },
+    vram_limit,
 };
 
 /// The counter error of a process that reports an offloaded phase although no controller offloaded
@@ -97,7 +98,10 @@ pub(super) fn register(
         })
         .map(|(old, _)| old);
     let full = known.is_none() && node.members(key).len() >= node.settings.max_processes;
-    known.into_iter().for_each(|old| oom_wait::end_alloc_wait(node, old));
+    if let Some(old) = known {
+        oom_wait::end_alloc_wait(node, old);
+        vram_limit::forget(node, old);
+    }
     if full || !node.registry.containers.contains_key(key) {
         return refuse_registration(node, id, !full);
     }
@@ -205,7 +209,11 @@ fn welcome(node: &mut NodeState, key: &Key, id: ProcessId) {
     let Some(container) = node.registry.containers.get(key) else { return };
     let wait_for_room_ms = oom_wait::wait_for_room_ms(&container.policy);
     let engine = container.policy.engine;
-    let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
+    let process = node.registry.processes.get(&id);
+    let capabilities = process.map_or(Capabilities::default(), |p| p.agent.capabilities);
+    let vram_limit_bytes = vram_limit::limit_bytes(&container.policy, capabilities);
+    let welcome =
+        ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine, vram_limit_bytes };
     node.output.effects.push(Effect::Send(id, welcome));
 }
 
@@ -223,12 +231,14 @@ pub(super) fn detached(node: &mut NodeState, id: ProcessId) {
     process.pending = None;
     let key = process.key.clone();
     oom_wait::end_alloc_wait(node, id);
+    vram_limit::forget(node, id);
     holds::forget_holds(node, id);
     node.resume(&key);
 }
 
 pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
     oom_wait::end_alloc_wait(node, id);
+    vram_limit::forget(node, id);
     let Some(process) = node.registry.processes.remove(&id) else {
         return;
     };

@@ -161,6 +161,22 @@ impl AgentHandle {
         self.page.write_all_at(&generation, header::TURN_BACK as u64)
     }
 
+    /// Recalls the process's VRAM allowances. Returns the bytes of its allocations that were allowed
+    /// before and may not be in NVML's reading yet.
+    ///
+    /// # Errors
+    /// The counters cannot be read or written: the container has changed the file or made it
+    /// read-only.
+    pub fn recall_vram(&self, epoch: u64) -> std::io::Result<u64> {
+        self.page.write_all_at(&epoch.to_ne_bytes(), header::VRAM_EPOCH as u64)?;
+        // The process adds its bytes, then reads the epoch. If this read came before the write, an
+        // allocation could be missed by both sides.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        let mut pending = [0; 8];
+        self.page.read_exact_at(&mut pending, header::VRAM_PENDING as u64)?;
+        Ok(u64::from_ne_bytes(pending))
+    }
+
     fn queue(&mut self, outgoing: OutgoingFrame) -> bool {
         let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(outgoing).is_ok());
         // A message was lost, so the agent must report its state again. Dropping the queue ends the

@@ -205,6 +205,7 @@ async fn an_agent_that_never_reads_is_closed() {
     let sent = (0..1_000_000)
         .take_while(|_| {
             agent.send(ControllerMessage::Welcome {
+                vram_limit_bytes: 0,
                 process: 1,
                 wait_for_room_ms: 0,
                 engine: affinode_proto::wire::Engine::Checkpoint,

@@ -1,6 +1,6 @@
 //! Feeds inputs to the core, and executes the effects of its decisions in their order.
 
-use affinode_core::{Effect, Input};
+use affinode_core::{Effect, Input, Key, ProcessId};
 use affinode_proto::wire::{
     copier::CopierOrder,
     message::{Action, ControllerMessage},
@@ -52,6 +52,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             actor.inventory.ask(InventoryQuery::Survey { key, processes, known })
         }
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
+        Effect::ReadVram { key, epoch, processes } => read_vram(actor, key, epoch, &processes),
         Effect::Answer(command, answer) => {
             if let Some(waiter) = actor.commands.take(command) {
                 let _ = waiter.send(conversion::response_of(answer));
@@ -82,6 +83,25 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             }
         }
     }
+}
+
+/// Recalls the VRAM allowances of processes, reads their pending bytes, and then asks for a reading
+/// of the GPUs.
+fn read_vram(actor: &NodeActor, key: Key, epoch: u64, processes: &[ProcessId]) {
+    let pending = processes.iter().map(|id| (*id, recall_vram(actor, *id, epoch))).collect();
+    actor.inventory.ask(InventoryQuery::Vram { key, epoch, pending });
+}
+
+/// Recalls the VRAM allowances of a process and returns its pending bytes.
+fn recall_vram(actor: &NodeActor, id: ProcessId, epoch: u64) -> u64 {
+    let recalled = actor.agents.get(&id).map(|agent| agent.recall_vram(epoch));
+    recalled.unwrap_or(Ok(0)).unwrap_or_else(|error| {
+        tracing::warn!(
+            process = id.0, %error,
+            "process {}: cannot recall its VRAM allowance. Its container may exceed its limit", id.0
+        );
+        0
+    })
 }
 
 fn is_copy_out(message: &ControllerMessage) -> bool {

@@ -42,6 +42,9 @@ pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
         InventoryResult::HostLevels(levels) => Input::HostLevels(levels),
         InventoryResult::Worked(work) => Input::Worked(work),
         InventoryResult::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
+        InventoryResult::Vram { key, epoch, pending, gpus } => {
+            Input::VramRead { key, epoch, pending, gpus }
+        }
         InventoryResult::Surveyed(key, survey) => Input::Surveyed(key, survey),
     };
     effects::feed(actor, input);

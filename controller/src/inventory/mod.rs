@@ -15,7 +15,7 @@ pub mod utilization;
 use std::sync::mpsc;
 
 use affinode_core::{
-    GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
+    GpuSample, Key, ProcessId, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
 };
 use affinode_proto::reason::Reason;
 
@@ -30,6 +30,16 @@ pub enum InventoryQuery {
     /// The memory of all GPUs, to prove that the VRAM for a restore of this container is free. The
     /// response repeats the number.
     Prove(Key, u64),
+    /// All GPUs with their processes, for an allowance under a container's VRAM limit. The response repeats
+    /// the fields.
+    Vram {
+        /// The container with a VRAM limit.
+        key: Key,
+        /// Number of the recall.
+        epoch: u64,
+        /// Pending bytes of each process of the container.
+        pending: Vec<(ProcessId, u64)>,
+    },
     /// GPUs and host memory, for an offload of a container.
     Survey {
         /// Key of the container that is surveyed.
@@ -51,6 +61,17 @@ pub enum InventoryResult {
     Worked(Vec<Work>),
     /// The response to [`InventoryQuery::Prove`].
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
+    /// The response to [`InventoryQuery::Vram`].
+    Vram {
+        /// The container with a VRAM limit.
+        key: Key,
+        /// Number of the recall.
+        epoch: u64,
+        /// Pending bytes of each process of the container.
+        pending: Vec<(ProcessId, u64)>,
+        /// Samples of the GPUs. `Err`: the reason why they cannot be read.
+        gpus: Result<Vec<GpuSample>, String>,
+    },
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory for copies in progress, from [`host_levels`].
@@ -99,6 +120,9 @@ fn answer(
         InventoryQuery::Gpus => InventoryResult::Gpus(nvml.read(true)),
         InventoryQuery::Prove(key, number) => {
             InventoryResult::Proven(key, number, nvml.read(false))
+        }
+        InventoryQuery::Vram { key, epoch, pending } => {
+            InventoryResult::Vram { key, epoch, pending, gpus: nvml.read(true) }
         }
         InventoryQuery::Survey { key, processes, known } => {
             let gpus = nvml.read(true);

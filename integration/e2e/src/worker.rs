@@ -136,7 +136,10 @@ pub struct Answer {
     /// Name of the GPU from the driver.
     pub device_name: Option<String>,
     /// Free VRAM in bytes.
+    /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
+    /// Size of the VRAM in bytes.
+    pub total_bytes: Option<u64>,
     /// VRAM in bytes that was free at the program's start but is not free at its end.
     pub missing_bytes: Option<u64>,
     /// Number of calls that the program's polling thread has made.

@@ -45,6 +45,9 @@ pub enum Class {
     /// A successful call means that another API, such as a graphics API, may access memory of the
     /// process later. The calls do not show which memory.
     Interop = 13,
+    /// `cuMemGetInfo`, handled like [`Class::Work`]. If the container has a limit of VRAM, the library
+    /// replaces the results.
+    MemoryInfo = 14,
 }
 
 impl Class {
@@ -65,6 +68,7 @@ impl Class {
             11 => Class::Table,
             12 => Class::Constant,
             13 => Class::Interop,
+            14 => Class::MemoryInfo,
             _ => Class::Work,
         }
     }
@@ -82,6 +86,7 @@ impl Class {
                 | Class::Sync
                 | Class::Table
                 | Class::Constant
+                | Class::MemoryInfo
         )
     }
 

@@ -101,7 +101,7 @@ macro_rules! hooked_functions {
                 cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
                 cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz
                 cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemFreeHost cuMemGetAccess
-                cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo cuMemGetInfo_v2
+                cuMemGetAllocationGranularity cuMemGetDefaultMemPool
                 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
                 cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
                 cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAccess cuMemPrefetchAsync
@@ -182,6 +182,9 @@ macro_rules! hooked_functions {
                 cuThreadExchangeStreamCaptureMode cuUserObjectCreate cuUserObjectRelease
                 cuUserObjectRetain cuVDPAUGetDevice cuWGLGetDevice cuWaitExternalSemaphoresAsync
                 cuWaitExternalSemaphoresAsync_ptsz
+            }
+            MemoryInfo {
+                cuMemGetInfo cuMemGetInfo_v2
             }
             Poll {
                 cuEventQuery cuStreamQuery cuStreamQuery_ptsz

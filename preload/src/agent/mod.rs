@@ -47,7 +47,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::CHECKS.0
         | Capabilities::DEDUPS.0
         | Capabilities::AWAITS_WORK.0
-        | Capabilities::LEAVES_IN_PART.0,
+        | Capabilities::LEAVES_IN_PART.0
+        | Capabilities::LIMITS_VRAM.0,
 );
 
 /// Signal set with the only signal that wakes the agent.
@@ -96,6 +97,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
         }
         .run();
         PROCESS.oom_wait.set_wait_ms(0);
+        PROCESS.vram_limit.set_bytes(0);
     } else if let Some(page) = process::page() {
         // The counters' file is closed already, so no controller can ever end the pause of
         // allocations.
@@ -213,9 +215,12 @@ impl Agent {
                     return AgentMode::NoMore;
                 }
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
-                ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
+                ControllerMessage::Welcome {
+                    wait_for_room_ms, engine, vram_limit_bytes, ..
+                } => {
                     self.link.set_welcomed();
                     PROCESS.oom_wait.set_wait_ms(wait_for_room_ms);
+                    PROCESS.vram_limit.set_bytes(vram_limit_bytes);
                     // Set the engine before an allocation can pass the gate.
                     swap::set_engine(engine);
                     if self.hold != AllocationHold::Now {
@@ -244,6 +249,9 @@ impl Agent {
                         swap::prepare(on);
                         self.tidy_us = Some(sys::now_us());
                     }
+                }
+                ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch } => {
+                    PROCESS.vram_limit.answer(ticket, &uuid, bytes, free_bytes, epoch);
                 }
                 ControllerMessage::Reading(reading) => nvml::store_reading(&reading),
                 ControllerMessage::Gpus { first, total, gpus } => {
@@ -308,6 +316,7 @@ impl Agent {
         }
         self.tell_hazards();
         self.tell_want();
+        self.tell_vram_requests();
         if nvml::take_asked() {
             self.link.send(sys::now_us(), &AgentMessage::AskReadings);
         }
@@ -354,6 +363,17 @@ impl Agent {
             let AllocRequest { bytes, uuid } = want;
             let message = AgentMessage::AllocWait { ticket, bytes, uuid, attempts };
             self.link.send(sys::now_us(), &message);
+        }
+    }
+
+    /// Sends requests for VRAM allowances, and that the last reply was used.
+    fn tell_vram_requests(&mut self) {
+        // Order: VramTaken ends the service of a request that was sent earlier.
+        if PROCESS.vram_limit.was_taken() {
+            self.link.send(sys::now_us(), &AgentMessage::VramTaken);
+        }
+        while let Some(request) = PROCESS.vram_limit.next_request() {
+            self.link.send(sys::now_us(), &request);
         }
     }
 

@@ -8,6 +8,7 @@ use affinode_proto::wire::message::{GpuReading, UNKNOWN_UTILIZATION};
 use super::cache::{self, AnswerKey, BYTES};
 use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
+use crate::process::PROCESS;
 use crate::sys;
 
 /// Maximum age of a reading that is returned while the process is being moved.
@@ -235,6 +236,38 @@ unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) 
         }
     }
     known.result
+}
+
+/// Replaces the size of a device's memory by the limit of the container's VRAM, if there is one.
+/// `asks`: the controller is asked what the limit leaves. Otherwise its last reply is used.
+///
+/// # Safety
+/// `frame` must be of a call of a function of this class that has returned success.
+pub unsafe fn limit(class: Class, frame: &NvmlFrame, asks: bool) {
+    let [device, at, ..] = frame.arguments;
+    let first = match class {
+        Class::Memory => 0,
+        Class::MemoryV2 => 1,
+        _ => return,
+    };
+    let limit = &PROCESS.vram_limit;
+    let view = |uuid| if asks { limit.fresh_view(&uuid) } else { limit.view(&uuid) };
+    let Some((limit_bytes, left_bytes)) = uuid(device).and_then(view) else { return };
+    // SAFETY: the function has written its structure there: total, free and used, after a version
+    // in the second form, which also has reserved memory after the total.
+    unsafe {
+        let word = |index: usize| (at as *mut u64).add(index);
+        let total = word(first).read_unaligned().min(limit_bytes);
+        let free_at = if class == Class::Memory { first + 1 } else { first + 2 };
+        let free = word(free_at).read_unaligned().min(left_bytes).min(total);
+        word(first).write_unaligned(total);
+        word(free_at).write_unaligned(free);
+        word(free_at + 1).write_unaligned(total - free);
+        if class == Class::MemoryV2 {
+            // What the driver reserves on the device is not the container's.
+            word(first + 1).write_unaligned(0);
+        }
+    }
 }
 
 /// Writes a reading of the controller.

@@ -158,6 +158,11 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
         // SAFETY: the thunk passes the arguments of this function.
         if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_checkpointed) }
         {
+            if result == code::SUCCESS {
+                // SAFETY: the result was written as the function writes it. The agent may be busy
+                // with the move, so it is not asked.
+                unsafe { answers::limit(class, frame, false) };
+            }
             return frame.answer(result);
         }
         wait();
@@ -204,6 +209,11 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
         }
     }
     uncount(class);
+    if result == code::SUCCESS {
+        // The controller is asked only now, because the driver must not wait for its reply.
+        // SAFETY: the arguments of a call that has just returned with success.
+        unsafe { answers::limit(class, frame, true) };
+    }
     again
 }
 

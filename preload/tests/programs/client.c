@@ -21,6 +21,7 @@
 //   short <n>            the next n allocations find no memory
 //   table <id>           asks for the private table with this id, 32 hexadecimal digits
 //   devices              how many devices there are, times 100, and the length of the first one's name
+//   memory free|total    what cuMemGetInfo says
 //   callback             starts a call that blocks, then calls back cuCtxSynchronize
 //   same <f>             whether two look-ups give the same address
 //   unload               closes libcuda, answers whether it is still loaded
@@ -128,6 +129,14 @@ static int ask_for_table(const char *digits)
 		if (sscanf(digits + 2 * n, "%2hhx", &id[n]) != 1)
 			return -3;
 	return call ? call(&table, id) : -1;
+}
+
+static int memory_info(int wants_total)
+{
+	size_t free = 0, total = 0;
+	Call call = look_up("cuMemGetInfo_v2");
+	int result = call ? call(&free, &total) : -1;
+	return result ? -result : (int)(wants_total ? total : free);
 }
 
 static int devices(void)
@@ -291,6 +300,8 @@ int main(int argc, char **argv)
 			wait_inside(count);
 		} else if (sscanf(line, "short %d", &count) == 1) {
 			run_short(count);
+		} else if (!strncmp(line, "memory ", 7)) {
+			answer = memory_info(line[7] == 't');
 		} else if (!strncmp(line, "devices", 7)) {
 			answer = devices();
 		} else if (sscanf(line, "table %63s", name) == 1) {

@@ -119,6 +119,7 @@ EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes)
 	}
 	return touch();
 }
+EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total) { *free = 70000; *total = 80000; return touch(); }
 EXPORT CUresult cuCtxGetDevice(int *device) { *device = 3; return 0; }
 EXPORT CUresult cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, 0x40 + device, 16); return 0; }
 EXPORT CUresult cuDeviceGetCount(int *count) { *count = 3; return touch(); }
@@ -219,7 +220,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
 #define NAME(f) {#f, f}
 static const struct { const char *name; void *function; } names[] = {
 	NAME(cuInit), NAME(cuDriverGetVersion), NAME(cuCtxSynchronize), NAME(cuStreamQuery), NAME(cuEventQuery),
-	NAME(cuMemAllocManaged), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuGetExportTable), NAME(cuDeviceGetCount),
+	NAME(cuMemAllocManaged), NAME(cuMemGetInfo_v2), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuGetExportTable), NAME(cuDeviceGetCount),
 	NAME(cuDeviceGetName), NAME(cuStubBlock),
 	NAME(cuStubCallback), NAME(cuLaunchKernel), NAME(cuStubDoubles), {"cuMemAlloc", cuMemAlloc_v2},
 };

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-use affinode_proto::wire::counters::{CounterSnapshot, PAGE_BYTES};
+use affinode_proto::wire::counters::{CounterSnapshot, PAGE_BYTES, header};
 use affinode_proto::wire::message::{
     Action, AgentMessage, ControllerMessage, FRAME_BYTES, Outcome,
 };
@@ -79,11 +79,21 @@ impl Controller {
 
     /// Accepts the next agent, and sends a Welcome that lets its allocations wait for VRAM.
     pub fn welcome_to_wait(&self, wait_for_room_ms: u32) -> Connection {
+        self.welcome_with(wait_for_room_ms, 0)
+    }
+
+    /// Accepts the next agent, and sends a Welcome with a limit of VRAM.
+    pub fn welcome_to_limit(&self, vram_limit_bytes: u64) -> Connection {
+        self.welcome_with(0, vram_limit_bytes)
+    }
+
+    fn welcome_with(&self, wait_for_room_ms: u32, vram_limit_bytes: u64) -> Connection {
         let mut connection = self.accept();
         connection.send(ControllerMessage::Welcome {
             process: 1,
             wait_for_room_ms,
             engine: Engine::Checkpoint,
+            vram_limit_bytes,
         });
         connection
     }
@@ -217,6 +227,30 @@ impl Connection {
                 other => self.note(other),
             }
         }
+    }
+
+    /// Waits for a message about an allowance under a VRAM limit.
+    pub fn vram(&mut self) -> AgentMessage {
+        loop {
+            match self.receive() {
+                message @ (AgentMessage::AskVram { .. } | AgentMessage::VramTaken) => {
+                    return message;
+                }
+                other => self.note(other),
+            }
+        }
+    }
+
+    /// Recalls the allowances of the process.
+    pub fn recall_vram(&self, epoch: u64) {
+        self.page.write_all_at(&epoch.to_ne_bytes(), header::VRAM_EPOCH as u64).unwrap();
+    }
+
+    /// Bytes of the process's allocations that are pending under its limit.
+    pub fn pending_vram(&self) -> u64 {
+        let mut bytes = [0; 8];
+        self.page.read_exact_at(&mut bytes, header::VRAM_PENDING as u64).unwrap();
+        u64::from_ne_bytes(bytes)
     }
 
     /// Waits for the other side to end the connection.

@@ -12,7 +12,7 @@
 //!
 //! The counters belong to the process, not to a connection: counts begin before the first
 //! registration and continue when the controller is replaced. The process writes all words but
-//! [`header::TURN_BACK`], which the controller writes with `pwrite`. The controller reads the file
+//! [`header::TURN_BACK`] and [`header::VRAM_EPOCH`], which the controller writes with `pwrite`. The controller reads the file
 //! with `pread` into a buffer and decodes the buffer ([`CounterSnapshot::decode`]). A container
 //! that changes the file can therefore neither crash the controller nor change a value after the
 //! controller has checked it.
@@ -55,6 +55,12 @@ pub mod header {
     pub const TURN_BACK: usize = 32;
     /// u64: bytes of host memory that the copy out in progress has not yet touched.
     pub const FILLING_BYTES: usize = 40;
+    /// u64: number of the last recall of VRAM allowances. The controller, which is the only writer,
+    /// changes it to make all earlier allowances of the process invalid.
+    pub const VRAM_EPOCH: usize = 48;
+    /// u64: bytes of the allocations under a VRAM limit that were allowed and have not returned from
+    /// the driver yet. An allocation is added before it reads [`VRAM_EPOCH`].
+    pub const VRAM_PENDING: usize = 56;
     /// u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a cache line
     /// of its own.
     pub const GATE: usize = 64;

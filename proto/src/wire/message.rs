@@ -13,6 +13,9 @@
 //!   AllocWait ─────────────────────────────>   an allocation found no VRAM and waits
 //!                    <──────────────────────  AllocGrant: try again now, or fail
 //!   AllocWaitDone ─────────────────────────>
+//!   AskVram ───────────────────────────────>   the allowance of a container with a VRAM limit is used up
+//!                    <──────────────────────  VramAllowance
+//!   VramTaken ─────────────────────────────>
 //!                    <──────────────────────  SampleCalls, repeatedly: record calls into the counters
 //!   AskReadings ───────────────────────────>   NVML is called in an offloaded process
 //!                    <──────────────────────  Reading, one per GPU
@@ -201,6 +204,19 @@ pub enum AgentMessage {
         /// Whether the allocation succeeded.
         served: bool,
     },
+    /// A process of a container with a VRAM limit needs a new allowance. Sent again after each
+    /// Welcome while it is unanswered. The reply is a [`ControllerMessage::VramAllowance`].
+    AskVram {
+        /// Number of the request. A reply answers all requests for the GPU up to its number.
+        ticket: u32,
+        /// Bytes that the process is about to allocate; 0: it only wants to know what is free.
+        bytes: u64,
+        /// UUID of the GPU, from `cuDeviceGetUuid`.
+        uuid: [u8; 16],
+    },
+    /// The allocation that asked for an allowance has used the reply, or has seen that it is too
+    /// small. The controller then serves the next process of the container.
+    VramTaken,
     /// A call to NVML needs readings of the GPUs, but must not reach the driver's NVML now. The
     /// reply is a [`ControllerMessage::Reading`] for each GPU.
     AskReadings,
@@ -219,6 +235,9 @@ pub enum ControllerMessage {
         /// Engine for memory that is allocated from now on. The first allocation of a process waits
         /// until the library has received this message.
         engine: Engine,
+        /// Limit of the container's VRAM on each GPU, in bytes. 0: there is no limit. Always 0 for
+        /// a library without [`Capabilities::LIMITS_VRAM`].
+        vram_limit_bytes: u64,
     },
     /// The process is not managed and runs as without Affinode. The controller then closes the
     /// connection. The agent connects again only if `retry` is true.
@@ -284,6 +303,20 @@ pub enum ControllerMessage {
     },
     /// A reading of a GPU, at most one sample interval old.
     Reading(GpuReading),
+    /// The reply to an [`AgentMessage::AskVram`]. It replaces the process's earlier allowance for
+    /// the GPU.
+    VramAllowance {
+        /// Number of the request.
+        ticket: u32,
+        /// UUID of the GPU, as in the request.
+        uuid: [u8; 16],
+        /// Bytes that the process may allocate on the GPU from now on.
+        bytes: u64,
+        /// Bytes that the container may still allocate on the GPU under its limit.
+        free_bytes: u64,
+        /// The allowance is valid while [`super::counters::header::VRAM_EPOCH`] has this value.
+        epoch: u64,
+    },
 }
 
 impl AgentMessage {
@@ -291,7 +324,7 @@ impl AgentMessage {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            AgentMessage::Hello {
+            Self::Hello {
                 version,
                 pid_in_namespace,
                 phase,
@@ -313,10 +346,10 @@ impl AgentMessage {
                 .u64(swappable_bytes)
                 .u64(copied_out_bytes)
                 .u64(local_memory_bytes),
-            AgentMessage::Wake { generation, waiters, hook } => {
+            Self::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }
-            AgentMessage::Report {
+            Self::Report {
                 order,
                 outcome,
                 phase,
@@ -338,14 +371,16 @@ impl AgentMessage {
                 .u64(unchanged_bytes)
                 .u64(zero_bytes)
                 .u64(local_memory_bytes),
-            AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
-            AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
+            Self::Notice { hazards } => Writer::new(4).u32(hazards.0),
+            Self::AllocWait { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
             }
-            AgentMessage::AllocWaitDone { ticket, served } => {
-                Writer::new(9).u64(ticket).u32(u32::from(served))
+            Self::AllocWaitDone { ticket, served } => Writer::new(9).u64(ticket).u32(served.into()),
+            Self::AskVram { ticket, bytes, uuid } => {
+                Writer::new(10).u32(ticket).u64(bytes).bytes(&uuid)
             }
-            AgentMessage::AskReadings => Writer::new(20),
+            Self::VramTaken => Writer::new(11),
+            Self::AskReadings => Writer::new(20),
         }
         .frame
     }
@@ -395,6 +430,8 @@ impl AgentMessage {
                 attempts: r.u32(),
             }),
             9 => Ok(AgentMessage::AllocWaitDone { ticket: r.u64(), served: r.u32() != 0 }),
+            10 => Ok(AgentMessage::AskVram { ticket: r.u32(), bytes: r.u64(), uuid: r.bytes() }),
+            11 => Ok(AgentMessage::VramTaken),
             20 => Ok(AgentMessage::AskReadings),
             other => Err(FrameError::Kind(other)),
         }
@@ -406,8 +443,12 @@ impl ControllerMessage {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            ControllerMessage::Welcome { process, wait_for_room_ms, engine } => {
-                Writer::new(101).u64(process).u32(wait_for_room_ms).u32(engine as u32)
+            ControllerMessage::Welcome { process, wait_for_room_ms, engine, vram_limit_bytes } => {
+                Writer::new(101)
+                    .u64(process)
+                    .u32(wait_for_room_ms)
+                    .u32(engine as u32)
+                    .u64(vram_limit_bytes)
             }
             ControllerMessage::Refuse { version, retry } => {
                 Writer::new(102).u32(version).u32(u32::from(retry))
@@ -436,6 +477,9 @@ impl ControllerMessage {
                 .u32(reading.temperature_c)
                 .u32(reading.power_mw),
             ControllerMessage::Prefault { on } => Writer::new(112).u32(u32::from(on)),
+            ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch } => {
+                Writer::new(113).u32(ticket).bytes(&uuid).u64(bytes).u64(free_bytes).u64(epoch)
+            }
             ControllerMessage::Gpus { first, total, gpus } => gpus
                 .iter()
                 .fold(Writer::new(111).u32(u32::from(first)).u32(u32::from(total)), |w, gpu| {
@@ -455,7 +499,13 @@ impl ControllerMessage {
             101 => {
                 let (process, wait_for_room_ms, engine) = (r.u64(), r.u32(), r.u32());
                 let engine = Engine::from_u32(engine).ok_or(FrameError::Value("engine", engine))?;
-                Ok(ControllerMessage::Welcome { process, wait_for_room_ms, engine })
+                let vram_limit_bytes = r.u64();
+                Ok(ControllerMessage::Welcome {
+                    process,
+                    wait_for_room_ms,
+                    engine,
+                    vram_limit_bytes,
+                })
             }
             102 => Ok(ControllerMessage::Refuse { version: r.u32(), retry: r.u32() != 0 }),
             103 => {
@@ -471,6 +521,13 @@ impl ControllerMessage {
             109 => Ok(ControllerMessage::SampleCalls { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Copier),
             112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
+            113 => Ok(ControllerMessage::VramAllowance {
+                ticket: r.u32(),
+                uuid: r.bytes(),
+                bytes: r.u64(),
+                free_bytes: r.u64(),
+                epoch: r.u64(),
+            }),
             120 => Ok(ControllerMessage::Reading(GpuReading {
                 uuid: r.bytes(),
                 total_bytes: r.u64(),

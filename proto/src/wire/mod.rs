@@ -123,6 +123,8 @@ impl Capabilities {
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
     /// The library can copy the memory of a process with [`Hazards::KEEPS_MEMORY`].
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
+    /// The library enforces a limit of the container's VRAM.
+    pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -152,6 +152,45 @@ impl Format for Mebibytes {
     }
 }
 
+/// An amount of memory with its unit, such as `20Gi`. The value is in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Quantity;
+
+impl Quantity {
+    /// Units, from the largest to the smallest, and the number of MiB in each.
+    const UNITS: [(&'static str, u64); 3] = [("Ti", 1 << 20), ("Gi", 1 << 10), ("Mi", 1)];
+}
+
+impl Format for Quantity {
+    type Value = u64;
+    type Written = String;
+
+    fn parse(text: &str) -> Result<u64, InvalidValue> {
+        if text == "0" {
+            return Ok(0);
+        }
+        let mib = Quantity::UNITS.iter().find_map(|(unit, mib)| {
+            text.strip_suffix(unit)?.parse::<u64>().ok()?.checked_mul(*mib)
+        });
+        mib.filter(|mib| (1..=MAX_MIB).contains(mib)).map(|mib| mib << 20).ok_or(
+            InvalidValue::Form("an amount such as 20Gi or 512Mi, up to 1Ti, or 0 for no limit"),
+        )
+    }
+
+    fn accept(written: &String) -> Result<u64, InvalidValue> {
+        Quantity::parse(written)
+    }
+
+    fn shown(value: &u64) -> String {
+        let mib = value >> 20;
+        let whole = |(_, unit): &&(&str, u64)| mib.is_multiple_of(*unit);
+        match Quantity::UNITS.iter().find(whole) {
+            Some((unit, size)) if mib > 0 => format!("{}{unit}", mib / size),
+            _ => "0".to_owned(),
+        }
+    }
+}
+
 /// `always`, or times of the week in UTC.
 impl Format for Window {
     type Value = Window;

@@ -8,8 +8,8 @@ use affinode_proto::wire::Engine;
 use serde::Deserialize;
 
 use super::{
-    InvalidValue, annotated_dedup, annotated_restore,
-    format::{Duration, FileValue, Format, Mebibytes, Priority},
+    InvalidValue, annotated_dedup, annotated_restore, annotated_vram_limit,
+    format::{Duration, FileValue, Format, Mebibytes, Priority, Quantity},
     words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
 use crate::{victims::VictimRule, window::Window};
@@ -155,6 +155,9 @@ settings! {
     allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];
     /// VRAM in bytes below which the container is not offloaded.
     minimum_vram_bytes: Mebibytes = 0, "minimum_vram_mib", ["affinode.io/minimum-vram-mib"];
+    /// Limit of the container's VRAM on each GPU, in bytes. 0: there is no limit.
+    vram_limit_bytes: Quantity = 0, "vram_limit", ["affinode.io/vram-limit"]
+    if annotated_vram_limit;
     /// Times of the week during which the idle container may be offloaded although no waiter needs
     /// its VRAM.
     offload_window: Window = Window::default(), "offload_window", ["affinode.io/offload-window"];

@@ -23,5 +23,6 @@ mod returns;
 mod room;
 mod thrash;
 mod tools;
+mod vram_limit;
 mod witness;
 mod world;

@@ -34,7 +34,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// A slow copier runs one step in this number of passes of the test.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -254,6 +254,7 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } => self.questions.push_back(effect),
+                Effect::ReadVram { .. } => panic!("no container here has a limit"),
                 Effect::Prove(..) => {
                     self.assert_no_copier_moves();
                     self.questions.push_back(effect);

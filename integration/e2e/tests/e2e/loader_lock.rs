@@ -64,7 +64,12 @@ impl OrderedProgram {
         let hello = program.receive()?;
         ensure!(matches!(hello, AgentMessage::Hello { .. }), "expected a Hello, got {hello:?}");
         let engine = Engine::Copy;
-        program.send(&ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine })?;
+        program.send(&ControllerMessage::Welcome {
+            process: 1,
+            wait_for_room_ms: 0,
+            engine,
+            vram_limit_bytes: 0,
+        })?;
         Ok(program)
     }
 

@@ -56,4 +56,5 @@ mod systemd_unit;
 mod tools;
 mod user_namespaces;
 mod view_group;
+mod vram_limit;
 mod zeros;

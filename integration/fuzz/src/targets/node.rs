@@ -113,7 +113,9 @@ impl World {
         for (letter, engine) in engines {
             let spec = ContainerSpec {
                 id: letter.into(),
-                annotations: [("affinode.io/engine".to_owned(), engine.to_owned())].into(),
+                annotations: [("affinode.io/engine", engine), ("affinode.io/vram-limit", "1Mi")]
+                    .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                    .into(),
                 ..ContainerSpec::default()
             };
             world.feed(Input::Announced(Box::new(spec), key(letter)));
@@ -181,7 +183,8 @@ impl World {
             9 => self.feed(Input::Detached(liar)),
             10 | 11 => self.liar_joins(bytes)?,
             12 => self.feed(Input::Exited(liar)),
-            13 | 14 => self.feed(Input::Message(liar, want(bytes)?)),
+            13 => self.feed(Input::Message(liar, want(bytes)?)),
+            14 => self.feed(Input::Message(liar, vram_request(bytes)?)),
             _ => {
                 let over = AgentMessage::AllocWaitDone {
                     ticket: bytes.int_in_range(0..=3)?,
@@ -272,7 +275,9 @@ impl World {
                         self.told.push_back(order);
                     }
                 }
-                Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::Survey { .. } | Effect::Prove(..) | Effect::ReadVram { .. } => {
+                    self.questions.push_back(effect);
+                }
                 _ => {}
             }
         }
@@ -319,6 +324,10 @@ impl World {
                 self.feed(Input::Surveyed(key, Survey { gpus: Ok(gpus), host }));
             }
             Some(Effect::Prove(key, number)) => self.feed(Input::Proven(key, number, Ok(gpus))),
+            Some(Effect::ReadVram { key, epoch, processes }) => {
+                let pending = processes.into_iter().map(|id| (id, u64::MAX)).collect();
+                self.feed(Input::VramRead { key, epoch, pending, gpus: Ok(gpus) });
+            }
             _ => {}
         }
     }
@@ -479,6 +488,17 @@ fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
         bytes: u64::from(bytes.arbitrary::<u16>()?),
         uuid: *bytes.choose(&[[7; 16], [8; 16]])?,
         attempts: bytes.int_in_range(0..=3)?,
+    })
+}
+
+fn vram_request(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
+    if bytes.arbitrary()? {
+        return Ok(AgentMessage::VramTaken);
+    }
+    Ok(AgentMessage::AskVram {
+        ticket: bytes.arbitrary()?,
+        bytes: bytes.arbitrary()?,
+        uuid: *bytes.choose(&[[7; 16], [9; 16]])?,
     })
 }
 

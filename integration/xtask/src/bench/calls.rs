@@ -118,7 +118,12 @@ fn watch(folder: &Path) -> Result<PathBuf> {
             let (mut agent, _) = listener.accept()?;
             agent.read_exact(&mut [0; FRAME_BYTES])?;
             let engine = affinode_proto::wire::Engine::Checkpoint;
-            let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine };
+            let welcome = ControllerMessage::Welcome {
+                process: 1,
+                wait_for_room_ms: 0,
+                engine,
+                vram_limit_bytes: 0,
+            };
             // A real controller requests about this sampling rate from a process that makes as many
             // calls as the benchmark. The read position is set high enough that the ring never
             // fills.

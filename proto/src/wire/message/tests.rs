@@ -32,6 +32,8 @@ fn messages_come_back_as_sent() {
         AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
         AgentMessage::AllocWait { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
         AgentMessage::AllocWaitDone { ticket: 3, served: true },
+        AgentMessage::AskVram { ticket: 7, bytes: 1 << 40, uuid: [9; 16] },
+        AgentMessage::VramTaken,
         AgentMessage::AskReadings,
     ] {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
@@ -55,7 +57,19 @@ fn messages_come_back_as_sent() {
     let orders =
         orders.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
     for message in orders.chain([
-        ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000, engine: Engine::Full },
+        ControllerMessage::Welcome {
+            process: 1,
+            wait_for_room_ms: 60_000,
+            engine: Engine::Full,
+            vram_limit_bytes: 20 << 30,
+        },
+        ControllerMessage::VramAllowance {
+            ticket: 7,
+            uuid: [9; 16],
+            bytes: 5,
+            free_bytes: 6,
+            epoch: 1 << 40,
+        },
         ControllerMessage::Refuse { version: 1, retry: true },
         ControllerMessage::WakeAck { generation: 1, position: 2 },
         ControllerMessage::AllocGrant { ticket: 3, granted: true },

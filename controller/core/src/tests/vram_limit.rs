@@ -1,0 +1,353 @@
+//! The limit of a container's VRAM, with processes that follow the library's protocol.
+
+use std::collections::VecDeque;
+
+use affinode_proto::wire::{
+    Capabilities, Hazards, Phase,
+    message::{AgentMessage, ControllerMessage},
+};
+use proptest::prelude::*;
+
+use super::{
+    super::{
+        ContainerSpec, Effect, GpuSample, Input, Millis, Node, ProcessId, Settings,
+        input::{Identity, SwapStatus},
+    },
+    world::{GPU, key},
+};
+
+const LIMIT: u64 = 1 << 30;
+const UUID: [u8; 16] = [7; 16];
+
+/// An allocation of a process, in the steps of the library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Allocation {
+    /// Its bytes are pending, but the allowance was not checked yet.
+    Announced(u64),
+    /// The allowance was too small, and the process has asked for another.
+    Asked(u64),
+    /// The driver allocates now. NVML does not report it yet.
+    InDriver(u64),
+    /// NVML reports it, but the bytes are still pending.
+    Mapped(u64),
+}
+
+#[derive(Default)]
+struct LimitedProcess {
+    /// The words that the controller reads and writes in the counters.
+    epoch: u64,
+    pending_bytes: u64,
+    /// Bytes and epoch of the allowance.
+    allowance: (u64, u64),
+    /// Bytes on the GPU, as NVML reports them.
+    held_bytes: u64,
+    allocation: Option<Allocation>,
+    ticket: u32,
+    inbox: VecDeque<ControllerMessage>,
+    /// Whether the process must still send VramTaken, and whether it sends it at all.
+    owes_taken: bool,
+    never_says_taken: bool,
+    /// Allocations that failed, and the bytes that were free under the limit.
+    refused: Vec<(u64, u64)>,
+}
+
+struct LimitedContainer {
+    node: Node,
+    processes: Vec<LimitedProcess>,
+    /// The reading that the controller has begun: key, epoch and pending bytes.
+    reading: Option<(u64, Vec<(ProcessId, u64)>)>,
+    others_bytes: u64,
+    now: Millis,
+}
+
+fn id(n: usize) -> ProcessId {
+    ProcessId(n as u64 + 1)
+}
+
+fn pid(n: usize) -> u32 {
+    n as u32 + 100
+}
+
+impl LimitedContainer {
+    fn new(processes: usize) -> LimitedContainer {
+        let mut container = LimitedContainer {
+            node: Node::new(Settings::default()),
+            processes: (0..processes).map(|_| LimitedProcess::default()).collect(),
+            reading: None,
+            others_bytes: 0,
+            now: 0,
+        };
+        let annotations = [("affinode.io/vram-limit".to_owned(), "1Gi".to_owned())];
+        let spec =
+            ContainerSpec { annotations: annotations.into_iter().collect(), ..Default::default() };
+        container.feed(Input::Announced(Box::new(spec), key(1)));
+        for n in 0..processes {
+            container.join(n, Capabilities::LIMITS_VRAM);
+        }
+        container
+    }
+
+    fn join(&mut self, n: usize, capabilities: Capabilities) {
+        self.feed(Input::Joined {
+            key: key(1),
+            process: id(n),
+            identity: Identity { pid: pid(n), start_ticks: 1, command: String::new() },
+            phase: Phase::Open,
+            generation: 0,
+            hazards: Hazards::default(),
+            capabilities,
+            swap: SwapStatus::default(),
+        });
+    }
+
+    fn feed(&mut self, input: Input) {
+        for effect in self.node.handle(self.now, input) {
+            match effect {
+                Effect::Send(to, message) => {
+                    self.processes[to.0 as usize - 1].inbox.push_back(message)
+                }
+                Effect::ReadVram { epoch, processes, .. } => {
+                    assert!(self.reading.is_none(), "one reading at a time");
+                    let recall = |id: &ProcessId| {
+                        let process = &mut self.processes[id.0 as usize - 1];
+                        process.epoch = epoch;
+                        (*id, process.pending_bytes)
+                    };
+                    self.reading = Some((epoch, processes.iter().map(recall).collect()));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn gpu(&self) -> GpuSample {
+        let held = self.processes.iter().enumerate().map(|(n, p)| (pid(n), p.held_bytes));
+        let processes = held.chain([(9, self.others_bytes)]).collect();
+        GpuSample { uuid: GPU.into(), total_bytes: 80 << 30, processes, ..GpuSample::default() }
+    }
+
+    /// NVML is read, and the controller replies.
+    fn read(&mut self) {
+        let Some((epoch, pending)) = self.reading.take() else { return };
+        let gpus = Ok(vec![self.gpu()]);
+        self.feed(Input::VramRead { key: key(1), epoch, pending, gpus });
+    }
+
+    /// A process reads its next message.
+    fn receive(&mut self, n: usize) {
+        let process = &mut self.processes[n];
+        let Some(ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch }) =
+            process.inbox.pop_front()
+        else {
+            return;
+        };
+        assert_eq!((ticket, uuid), (process.ticket, UUID));
+        process.allowance = (bytes, epoch);
+        process.owes_taken = true;
+        if let Some(Allocation::Asked(wanted)) = process.allocation {
+            process.allocation = None;
+            if wanted > free_bytes {
+                process.refused.push((wanted, free_bytes));
+                self.say_taken(n);
+            } else {
+                self.announce(n, wanted);
+            }
+        }
+    }
+
+    fn say_taken(&mut self, n: usize) {
+        let process = &mut self.processes[n];
+        if std::mem::take(&mut process.owes_taken) && !process.never_says_taken {
+            self.feed(Input::Message(id(n), AgentMessage::VramTaken));
+        }
+    }
+
+    fn announce(&mut self, n: usize, bytes: u64) {
+        let process = &mut self.processes[n];
+        if process.allocation.is_none() {
+            process.pending_bytes += bytes;
+            process.allocation = Some(Allocation::Announced(bytes));
+        }
+    }
+
+    /// Runs the next step of a process's allocation.
+    fn step(&mut self, n: usize) {
+        let process = &mut self.processes[n];
+        match process.allocation {
+            Some(Allocation::Announced(bytes)) => {
+                let (left, epoch) = process.allowance;
+                if epoch == process.epoch && left >= bytes && epoch != 0 {
+                    process.allowance = (left - bytes, epoch);
+                    process.allocation = Some(Allocation::InDriver(bytes));
+                    self.say_taken(n);
+                } else {
+                    process.pending_bytes -= bytes;
+                    process.allocation = Some(Allocation::Asked(bytes));
+                    process.ticket += 1;
+                    process.owes_taken = false;
+                    let ask = AgentMessage::AskVram { ticket: process.ticket, bytes, uuid: UUID };
+                    self.feed(Input::Message(id(n), ask));
+                }
+            }
+            Some(Allocation::InDriver(bytes)) => {
+                process.held_bytes += bytes;
+                process.allocation = Some(Allocation::Mapped(bytes));
+            }
+            Some(Allocation::Mapped(bytes)) => {
+                process.pending_bytes -= bytes;
+                process.allocation = None;
+            }
+            Some(Allocation::Asked(_)) | None => {}
+        }
+    }
+
+    /// VRAM that the container holds or is about to hold.
+    fn held_bytes(&self) -> u64 {
+        let of = |process: &LimitedProcess| {
+            let coming = match process.allocation {
+                Some(Allocation::InDriver(bytes)) => bytes,
+                _ => 0,
+            };
+            process.held_bytes + coming
+        };
+        self.processes.iter().map(of).sum()
+    }
+
+    /// Lets every process end its allocation.
+    fn settle(&mut self) {
+        for _ in 0..200 {
+            self.read();
+            self.now += 100;
+            self.feed(Input::Due(key(1)));
+            for n in 0..self.processes.len() {
+                self.receive(n);
+                self.step(n);
+            }
+        }
+    }
+
+    fn allocate(&mut self, n: usize, bytes: u64) {
+        self.announce(n, bytes);
+        self.settle();
+        assert_eq!(self.processes[n].allocation, None, "the allocation has ended");
+    }
+}
+
+#[test]
+fn limit_is_used_to_the_last_byte() {
+    let mut container = LimitedContainer::new(1);
+    container.others_bytes = 70 << 30;
+    container.processes[0].held_bytes = 400;
+    container.allocate(0, LIMIT - 400);
+    assert_eq!(container.held_bytes(), LIMIT);
+    container.allocate(0, 1);
+    assert_eq!(container.processes[0].refused, [(1, 0)]);
+    container.processes[0].held_bytes -= 100;
+    container.allocate(0, 100);
+    assert_eq!(container.held_bytes(), LIMIT, "freed memory can be allocated again");
+}
+
+#[test]
+fn allowance_spares_messages() {
+    let mut container = LimitedContainer::new(1);
+    (0..100).for_each(|_| container.allocate(0, 1_000));
+    assert_eq!(container.processes[0].ticket, 1);
+}
+
+#[test]
+fn processes_of_a_container_share_its_limit() {
+    let mut container = LimitedContainer::new(3);
+    container.allocate(0, LIMIT / 2);
+    container.allocate(1, LIMIT / 4);
+    container.allocate(2, LIMIT / 4);
+    assert_eq!(container.held_bytes(), LIMIT);
+    container.allocate(0, 1);
+    assert_eq!(container.processes[0].refused, [(1, 0)]);
+}
+
+#[test]
+fn offloaded_process_keeps_its_share() {
+    let mut container = LimitedContainer::new(2);
+    container.allocate(0, LIMIT / 2);
+    let gpus = vec![container.gpu()];
+    container.feed(Input::Gpus(Ok(gpus)));
+    // The process of the container that is being moved is not on the GPU any more.
+    let process = container.node.state.registry.processes.get_mut(&id(0)).unwrap();
+    process.agent.phase = Phase::CopyingOut;
+    container.processes[0].held_bytes = 0;
+    container.allocate(1, LIMIT / 2 + 1);
+    assert_eq!(container.processes[1].refused, [(LIMIT / 2 + 1, LIMIT / 2)]);
+}
+
+#[test]
+fn unreadable_nvml_fails_no_allocation() {
+    let mut container = LimitedContainer::new(1);
+    container.announce(0, 5);
+    container.step(0);
+    let (epoch, pending) = container.reading.take().unwrap();
+    let gpus = Err("NVML is gone".to_owned());
+    container.feed(Input::VramRead { key: key(1), epoch, pending, gpus });
+    container.settle();
+    assert_eq!((container.held_bytes(), container.processes[0].refused.len()), (5, 0));
+}
+
+#[test]
+fn exit_of_the_asking_process_serves_the_next() {
+    let mut container = LimitedContainer::new(2);
+    for n in [0, 1] {
+        container.announce(n, 5);
+        container.step(n);
+    }
+    container.feed(Input::Exited(id(0)));
+    container.settle();
+    assert_eq!(container.processes[1].held_bytes, 5);
+}
+
+#[test]
+fn only_an_able_library_gets_a_limit() {
+    for (capabilities, limit) in
+        [(Capabilities::LIMITS_VRAM, LIMIT), (Capabilities::RECORDS_CALLS, 0)]
+    {
+        let mut container = LimitedContainer::new(1);
+        container.feed(Input::Exited(id(0)));
+        container.processes[0].inbox.clear();
+        container.join(0, capabilities);
+        let welcome = container.processes[0].inbox.iter().find_map(|message| match message {
+            ControllerMessage::Welcome { vram_limit_bytes, .. } => Some(*vram_limit_bytes),
+            _ => None,
+        });
+        assert_eq!(welcome, Some(limit));
+    }
+}
+
+proptest! {
+    #[test]
+    fn random_steps_stay_below_the_limit(
+        processes in 1_usize..4,
+        is_rude: bool,
+        steps in prop::collection::vec((0_u8..8, 0_usize..4, 1_u64..6), 1..300),
+    ) {
+        let mut container = LimitedContainer::new(processes);
+        container.processes[0].never_says_taken = is_rude;
+        for (step, n, size) in steps {
+            let n = n % processes;
+            match step {
+                0 => container.announce(n, size * LIMIT / 8),
+                1..=3 => container.step(n),
+                4 => container.read(),
+                5 | 6 => container.receive(n),
+                _ => {
+                    let held = &mut container.processes[n].held_bytes;
+                    *held -= (*held).min(size * LIMIT / 8);
+                }
+            }
+            prop_assert!(container.held_bytes() <= LIMIT, "above the limit");
+        }
+        container.settle();
+        prop_assert!(container.held_bytes() <= LIMIT);
+        for process in &container.processes {
+            prop_assert_eq!(process.allocation, None, "an allocation never ended");
+            prop_assert_eq!(process.pending_bytes, 0);
+        }
+    }
+}

@@ -1,0 +1,430 @@
+//! The limit of the container's VRAM.
+//!
+//! ```text
+//! caller                                            agent
+//!   adds its bytes to the pending bytes
+//!   allowance valid and large enough?  yes ──> call ──> subtracts its bytes
+//!     no: subtracts its bytes, leaves the gate, ─────> AskVram
+//!         sleeps                            <───────── VramAllowance
+//!         begins again                      ─────────> VramTaken
+//! ```
+//!
+//! The controller divides what the limit leaves between the processes of the container, and reads
+//! NVML for it. This module therefore counts neither contexts nor freed memory. An allowance is
+//! valid while the epoch in the counters is the one with which it was given: the controller changes
+//! the epoch to recall it. A caller adds its bytes before it reads the epoch, so the controller
+//! never misses an allocation that a recalled allowance has let through.
+//!
+//! The limit is cooperative: a program that talks to the driver by itself is not held. If no
+//! controller replies within [`ANSWER_MS`], allocations are not limited until one does, because a
+//! program must not fail for that.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use affinode_proto::wire::message::AgentMessage;
+
+use crate::counters::CounterPage;
+use crate::oom_wait::AllocRequest;
+use crate::{process, sys};
+
+/// Maximum number of GPUs of a process whose VRAM is limited.
+const GPUS: usize = 16;
+/// Maximum time that an allocation waits for an allowance.
+const ANSWER_MS: u64 = 10_000;
+/// Maximum sleep before the state is checked again. The limit only guards against a lost wake.
+const LOOK_AGAIN_MS: u64 = 1_000;
+/// Maximum number of requests for one allocation whose size was free each time. Other threads can
+/// use up an allowance before the thread that asked for it.
+const MAX_ASKS: u32 = 20;
+/// Size of the driver's pieces of VRAM. The size of a larger allocation is rounded up to it.
+const PIECE_BYTES: u64 = 2 << 20;
+
+/// The limit and the process's allowances. All zero in a forked child.
+pub struct VramLimit {
+    /// Limit of the container on each GPU, in bytes; 0: there is none.
+    limit_bytes: AtomicU64,
+    /// 1 after a request got no reply in time, until a controller sends something.
+    is_unanswered: AtomicU32,
+    /// Number of replies that their callers have used.
+    taken: AtomicU32,
+    gpus: [GpuAllowance; GPUS],
+}
+
+/// The allowance on one GPU.
+struct GpuAllowance {
+    /// Halves of the GPU's UUID. 0: the entry is free.
+    uuid: [AtomicU64; 2],
+    /// Bytes that may still be allocated.
+    left_bytes: AtomicU64,
+    /// The allowance is valid while the counters have this epoch. 0: it is not valid.
+    epoch: AtomicU64,
+    /// Bytes that the container could allocate at the time of the last reply.
+    free_bytes: AtomicU64,
+    /// Size of the largest allocation that waits for a reply.
+    wanted_bytes: AtomicU64,
+    /// Number of requests so far. A request with a higher number includes the lower ones.
+    asked: AtomicU32,
+    /// Number of the last request that was sent on this connection.
+    sent: AtomicU32,
+    /// Futex. Number of the last request that has a reply.
+    answered: AtomicU32,
+}
+
+/// The requests of one call so far.
+#[derive(Default)]
+pub struct LimitAttempts {
+    asked: u32,
+}
+
+impl LimitAttempts {
+    /// Whether the call has not asked yet.
+    pub fn is_first(&self) -> bool {
+        self.asked == 0
+    }
+}
+
+/// Whether a call may reach the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// It may. These bytes are pending until [`VramLimit::end`]; 0: none.
+    Admitted(u64),
+    /// The allowance does not suffice: ask for another with [`VramLimit::ask`], outside the gate,
+    /// and begin again.
+    Ask,
+    /// The limit does not leave enough: the call must fail, unless memory of the process can be
+    /// freed.
+    Exceeded,
+}
+
+/// VRAM that an allocation of this size takes, in bytes. The driver puts several small allocations
+/// into one piece.
+fn rounded(bytes: u64) -> u64 {
+    match bytes {
+        0..PIECE_BYTES => bytes,
+        _ => bytes.checked_next_multiple_of(PIECE_BYTES).unwrap_or(bytes),
+    }
+}
+
+fn halves(uuid: &[u8; 16]) -> [u64; 2] {
+    let whole = u128::from_le_bytes(*uuid);
+    [whole as u64, (whole >> 64) as u64]
+}
+
+impl GpuAllowance {
+    const fn new() -> GpuAllowance {
+        GpuAllowance {
+            uuid: [const { AtomicU64::new(0) }; 2],
+            left_bytes: AtomicU64::new(0),
+            epoch: AtomicU64::new(0),
+            free_bytes: AtomicU64::new(0),
+            wanted_bytes: AtomicU64::new(0),
+            asked: AtomicU32::new(0),
+            sent: AtomicU32::new(0),
+            answered: AtomicU32::new(0),
+        }
+    }
+
+    fn is_of(&self, halves: [u64; 2]) -> bool {
+        self.uuid.each_ref().map(|half| half.load(Ordering::Acquire)) == halves
+    }
+
+    /// Takes bytes from the allowance, and adds them to the pending bytes.
+    fn take(&self, page: &CounterPage, bytes: u64) -> bool {
+        let order = Ordering::SeqCst;
+        page.vram_pending.fetch_add(bytes, order);
+        let epoch = self.epoch.load(order);
+        let is_valid = epoch != 0 && page.vram_epoch.load(order) == epoch;
+        let less = |left: u64| left.checked_sub(bytes);
+        let took = is_valid && self.left_bytes.fetch_update(order, order, less).is_ok();
+        if !took {
+            page.vram_pending.fetch_sub(bytes, order);
+        }
+        took
+    }
+
+    fn has_answer(&self, ticket: u32) -> bool {
+        self.answered.load(Ordering::Acquire).wrapping_sub(ticket).cast_signed() >= 0
+    }
+}
+
+impl VramLimit {
+    pub const fn new() -> VramLimit {
+        VramLimit {
+            limit_bytes: AtomicU64::new(0),
+            is_unanswered: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
+            gpus: [const { GpuAllowance::new() }; GPUS],
+        }
+    }
+
+    /// The limit on each GPU, in bytes; `None`: the container has no limit.
+    pub fn bytes(&self) -> Option<u64> {
+        let limit_bytes = self.limit_bytes.load(Ordering::Acquire);
+        (limit_bytes != 0).then_some(limit_bytes)
+    }
+
+    /// Sets the limit of the controller that has just accepted the process. 0: there is none.
+    /// Requests without a reply are sent again.
+    pub fn set_bytes(&self, limit_bytes: u64) {
+        self.limit_bytes.store(limit_bytes, Ordering::Release);
+        self.is_unanswered.store(0, Ordering::Release);
+        for gpu in &self.gpus {
+            gpu.sent.store(gpu.answered.load(Ordering::Relaxed), Ordering::Relaxed);
+            if limit_bytes == 0 {
+                sys::futex_wake_all(&gpu.answered);
+            }
+        }
+    }
+
+    /// The entry of a GPU. `None`: the process uses too many GPUs.
+    fn gpu(&self, uuid: &[u8; 16]) -> Option<&GpuAllowance> {
+        let halves = halves(uuid);
+        if let Some(known) = self.gpus.iter().find(|gpu| gpu.is_of(halves)) {
+            return Some(known);
+        }
+        // Another thread may claim a second entry for the same GPU now. Both are then used, and each
+        // request makes the allowance of the other entry invalid.
+        let [low, high] = halves;
+        let free = |gpu: &&GpuAllowance| {
+            let claimed = gpu.uuid[0].compare_exchange(0, low, Ordering::AcqRel, Ordering::Relaxed);
+            claimed.is_ok()
+        };
+        let gpu = self.gpus.iter().find(free)?;
+        gpu.uuid[1].store(high, Ordering::Release);
+        Some(gpu)
+    }
+
+    /// Decides about an allocation. `attempts` are those of the same call.
+    pub fn admit(
+        &self,
+        page: &CounterPage,
+        want: &AllocRequest,
+        attempts: &mut LimitAttempts,
+    ) -> Admission {
+        let bytes = rounded(want.bytes);
+        let Some(gpu) = self.gpu(&want.uuid).filter(|_| self.bytes().is_some() && bytes > 0) else {
+            return Admission::Admitted(0);
+        };
+        if gpu.take(page, bytes) {
+            self.end_attempts(attempts);
+            return Admission::Admitted(bytes);
+        }
+        if self.is_unanswered.load(Ordering::Acquire) == 1 {
+            return Admission::Admitted(0);
+        }
+        let is_short = gpu.free_bytes.load(Ordering::Acquire) < bytes;
+        match attempts.asked {
+            0 => Admission::Ask,
+            asked if is_short || asked >= MAX_ASKS => Admission::Exceeded,
+            _ => Admission::Ask,
+        }
+    }
+
+    /// Asks the controller for an allowance and sleeps until the reply. The call must not be
+    /// counted, so that the process can be offloaded meanwhile. `want.bytes` 0: only
+    /// [`VramLimit::view`] is of interest.
+    pub fn ask(&self, want: &AllocRequest, attempts: &mut LimitAttempts) {
+        let Some(gpu) = self.gpu(&want.uuid) else { return };
+        attempts.asked += 1;
+        gpu.wanted_bytes.fetch_max(rounded(want.bytes), Ordering::AcqRel);
+        let ticket = gpu.asked.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+        process::poke_agent();
+        let end_us = sys::now_us() + ANSWER_MS * 1_000;
+        while !gpu.has_answer(ticket) && self.bytes().is_some() {
+            let left_us = end_us.saturating_sub(sys::now_us());
+            if left_us == 0 {
+                self.is_unanswered.store(1, Ordering::Release);
+                return;
+            }
+            let seen = gpu.answered.load(Ordering::Acquire);
+            if !gpu.has_answer(ticket) {
+                sys::futex_wait(&gpu.answered, seen, (left_us / 1_000 + 1).min(LOOK_AGAIN_MS));
+            }
+        }
+    }
+
+    /// Tells the controller that a call has used its last reply.
+    pub fn end_attempts(&self, attempts: &mut LimitAttempts) {
+        if core::mem::take(&mut attempts.asked) > 0 {
+            self.taken.fetch_add(1, Ordering::AcqRel);
+            process::poke_agent();
+        }
+    }
+
+    /// Ends a call that was admitted with pending bytes. `failed`: it has allocated nothing.
+    pub fn end(&self, page: &CounterPage, uuid: &[u8; 16], bytes: u64, failed: bool) {
+        if failed && let Some(gpu) = self.gpu(uuid) {
+            gpu.left_bytes.fetch_add(bytes, Ordering::SeqCst);
+        }
+        page.vram_pending.fetch_sub(bytes, Ordering::SeqCst);
+    }
+
+    /// Drops all allowances after a call that has taken an unknown amount of VRAM. The next
+    /// allocation asks for a new one.
+    pub fn drop_allowances(&self) {
+        self.gpus.iter().for_each(|gpu| gpu.epoch.store(0, Ordering::SeqCst));
+    }
+
+    /// The limit on a GPU, and what the container could allocate there at the time of the last reply,
+    /// in bytes. `None`: there is no limit, or there was no reply.
+    pub fn view(&self, uuid: &[u8; 16]) -> Option<(u64, u64)> {
+        let known = self.gpu(uuid).filter(|gpu| gpu.answered.load(Ordering::Acquire) > 0)?;
+        self.bytes().map(|limit_bytes| (limit_bytes, known.free_bytes.load(Ordering::Acquire)))
+    }
+
+    /// Same as [`VramLimit::view`], but asks the controller first. Must be called outside the gate.
+    pub fn fresh_view(&self, uuid: &[u8; 16]) -> Option<(u64, u64)> {
+        self.bytes()?;
+        let mut attempts = LimitAttempts::default();
+        self.ask(&AllocRequest { bytes: 0, uuid: *uuid }, &mut attempts);
+        self.end_attempts(&mut attempts);
+        self.view(uuid)
+    }
+
+    /// Stores the controller's reply.
+    pub fn answer(&self, ticket: u32, uuid: &[u8; 16], bytes: u64, free_bytes: u64, epoch: u64) {
+        let halves = halves(uuid);
+        self.is_unanswered.store(0, Ordering::Release);
+        for gpu in self.gpus.iter().filter(|gpu| gpu.is_of(halves)) {
+            let order = Ordering::SeqCst;
+            // In this order, no caller takes bytes of the old allowance with the new epoch.
+            gpu.left_bytes.store(0, order);
+            gpu.epoch.store(epoch, order);
+            gpu.free_bytes.store(free_bytes, order);
+            gpu.left_bytes.store(bytes, order);
+            gpu.wanted_bytes.store(0, order);
+            gpu.answered.store(ticket, order);
+            sys::futex_wake_all(&gpu.answered);
+        }
+    }
+
+    /// The next request that was not sent yet, for the agent. Calls count it as sent.
+    pub fn next_request(&self) -> Option<AgentMessage> {
+        self.bytes()?;
+        let gpu = self.gpus.iter().find(|gpu| {
+            let asked = gpu.asked.load(Ordering::Acquire);
+            !gpu.has_answer(asked) && gpu.sent.load(Ordering::Relaxed) != asked
+        })?;
+        let ticket = gpu.asked.load(Ordering::Acquire);
+        gpu.sent.store(ticket, Ordering::Relaxed);
+        let [low, high] = gpu.uuid.each_ref().map(|half| half.load(Ordering::Acquire));
+        let uuid = (u128::from(high) << 64 | u128::from(low)).to_le_bytes();
+        let bytes = gpu.wanted_bytes.load(Ordering::Acquire);
+        Some(AgentMessage::AskVram { ticket, bytes, uuid })
+    }
+
+    /// Whether a reply was used since the last call of this function.
+    pub fn was_taken(&self) -> bool {
+        self.taken.swap(0, Ordering::AcqRel) > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::wire::counters::PAGE_BYTES;
+
+    use super::*;
+
+    const WANT: AllocRequest = AllocRequest { bytes: 5 * PIECE_BYTES, uuid: [9; 16] };
+
+    /// Counters of their own, which stay mapped.
+    fn page() -> &'static CounterPage {
+        let layout = std::alloc::Layout::from_size_align(PAGE_BYTES, 4096).unwrap();
+        // SAFETY: zeroed memory of the size and alignment of the counters, all of atomics.
+        unsafe { &*std::alloc::alloc_zeroed(layout).cast::<CounterPage>() }
+    }
+
+    fn limit() -> VramLimit {
+        let limit = VramLimit::new();
+        limit.set_bytes(1 << 30);
+        limit
+    }
+
+    fn allow(limit: &VramLimit, page: &CounterPage, bytes: u64, epoch: u64) {
+        limit.gpu(&WANT.uuid).unwrap();
+        page.vram_epoch.store(epoch, Ordering::SeqCst);
+        limit.answer(1, &WANT.uuid, bytes, bytes, epoch);
+    }
+
+    #[test]
+    fn allowance_is_used_up_once() {
+        let (limit, page) = (limit(), page());
+        assert_eq!(limit.admit(page, &WANT, &mut LimitAttempts::default()), Admission::Ask);
+        allow(&limit, page, 2 * WANT.bytes, 7);
+        for _ in 0..2 {
+            let admitted = limit.admit(page, &WANT, &mut LimitAttempts::default());
+            assert_eq!(admitted, Admission::Admitted(WANT.bytes));
+        }
+        assert_eq!(page.vram_pending.load(Ordering::SeqCst), 2 * WANT.bytes);
+        assert_eq!(limit.admit(page, &WANT, &mut LimitAttempts::default()), Admission::Ask);
+        limit.end(page, &WANT.uuid, WANT.bytes, false);
+        limit.end(page, &WANT.uuid, WANT.bytes, true);
+        assert_eq!(page.vram_pending.load(Ordering::SeqCst), 0);
+        let admitted = limit.admit(page, &WANT, &mut LimitAttempts::default());
+        assert_eq!(admitted, Admission::Admitted(WANT.bytes), "the failed call has used nothing");
+    }
+
+    #[test]
+    fn recalled_allowance_admits_nothing() {
+        let (limit, page) = (limit(), page());
+        allow(&limit, page, 2 * WANT.bytes, 7);
+        page.vram_epoch.store(8, Ordering::SeqCst);
+        assert_eq!(limit.admit(page, &WANT, &mut LimitAttempts::default()), Admission::Ask);
+        assert_eq!(page.vram_pending.load(Ordering::SeqCst), 0);
+        page.vram_epoch.store(7, Ordering::SeqCst);
+        limit.drop_allowances();
+        assert_eq!(limit.admit(page, &WANT, &mut LimitAttempts::default()), Admission::Ask);
+    }
+
+    #[test]
+    fn too_small_a_reply_ends_the_attempts() {
+        let (limit, page) = (limit(), page());
+        allow(&limit, page, WANT.bytes - 1, 7);
+        let mut attempts = LimitAttempts { asked: 1 };
+        assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Exceeded);
+        // The size was free, but other threads took it.
+        limit.answer(1, &WANT.uuid, 0, WANT.bytes, 7);
+        assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Ask);
+        attempts.asked = MAX_ASKS;
+        assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Exceeded);
+        limit.end_attempts(&mut attempts);
+        assert!(limit.was_taken() && !limit.was_taken());
+    }
+
+    #[test]
+    fn concurrent_callers_never_exceed_the_allowance() {
+        let (limit, page) = (limit(), page());
+        allow(&limit, page, 1_000 * WANT.bytes, 7);
+        let admitted: u64 = std::thread::scope(|scope| {
+            let work = || {
+                (0..400)
+                    .map(|_| match limit.admit(page, &WANT, &mut LimitAttempts::default()) {
+                        Admission::Admitted(bytes) => bytes,
+                        _ => 0,
+                    })
+                    .sum::<u64>()
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(admitted, 1_000 * WANT.bytes);
+        assert_eq!(page.vram_pending.load(Ordering::SeqCst), admitted);
+    }
+
+    #[test]
+    fn request_is_sent_once_per_connection() {
+        let limit = limit();
+        let gpu = limit.gpu(&WANT.uuid).unwrap();
+        assert_eq!(limit.next_request(), None);
+        gpu.asked.store(2, Ordering::SeqCst);
+        gpu.wanted_bytes.store(5, Ordering::SeqCst);
+        let request = Some(AgentMessage::AskVram { ticket: 2, bytes: 5, uuid: WANT.uuid });
+        assert_eq!(limit.next_request(), request);
+        assert_eq!(limit.next_request(), None);
+        limit.set_bytes(1 << 30);
+        assert_eq!(limit.next_request(), request, "the next controller gets it too");
+        limit.answer(2, &WANT.uuid, 0, 0, 7);
+        limit.set_bytes(1 << 30);
+        assert_eq!(limit.next_request(), None);
+    }
+}
