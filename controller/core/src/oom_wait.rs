@@ -36,6 +36,9 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
+/// Time by which the controller's time limit for a wait is longer than the library's. The library
+/// ends the wait first, unless its container does not keep to the limit.
+const OVERTIME_MS: Millis = 2_000;
 /// Time limit for an allocation with a grant. A slower allocation counts as a failed grant even if
 /// it succeeds, because other processes pause their allocations until it ends.
 const QUICK_MS: Millis = 1_000;
@@ -258,8 +261,9 @@ fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     }
 }
 
-/// Ends the wait of an allocation that can never fit, or that was not made in time after its
-/// process was ordered to try again.
+/// Ends the wait of an allocation that can never fit, that has waited for too long, or that was not
+/// made in time after its process was ordered to try again. While it waits, later waiters for its
+/// GPU may have to wait too, so the limit of the library does not suffice.
 pub(super) fn check_alloc_wait(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     if node.alloc_wait_of(key).is_none() {
@@ -274,7 +278,10 @@ pub(super) fn check_alloc_wait(node: &mut NodeState, key: &Key) {
     };
     let late = want.resumed_at.is_some_and(|resumed_at| now.saturating_sub(resumed_at) > TRY_MS);
     let resumed_at = want.resumed_at.is_some();
-    if late {
+    let policy = node.registry.containers.get(key).map(|container| &container.policy);
+    let limit_ms = policy.map_or(0, |policy| policy.on_oom_timeout_ms).saturating_add(OVERTIME_MS);
+    let overdue = !resumed_at && now.saturating_sub(want.since) > limit_ms;
+    if late || overdue {
         send_alloc_grant(node, id, want.ticket, false);
         alloc_wait_ended(node, id, want.ticket, false);
     } else if let Err(why) = fits_ever(node, key, &want.need)

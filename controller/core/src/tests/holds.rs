@@ -436,6 +436,33 @@ fn grant_that_nothing_uses_ends() {
     assert!(world.process(waiter.id).alloc_wait.is_some(), "the allocation still waits");
 }
 
+/// An allocation waits for VRAM that a busy container holds, and its library does not keep to the
+/// time limit of the wait. The restore of another container waits behind it.
+#[test]
+fn allocation_waits_no_longer_than_its_policy() {
+    const TIMEOUT_MS: Millis = 120_000;
+    let mut world = World::new(3);
+    let victim = world.running(0, 300);
+    world.settle();
+    assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
+    let mut waiter = Liar::join(&mut world, Manner::Done);
+    waiter.act(&mut world);
+    // The VRAM of an unmanaged process cannot be freed.
+    world.take_unmanaged(300);
+    let want = AgentMessage::AllocWait { ticket: 1, bytes: 800, uuid: [7; 16], attempts: 0 };
+    world.feed(Input::Message(waiter.id, want));
+    let called = world.now;
+    while world.agents[&victim].phase != Phase::Open {
+        assert!(world.now - called < TIMEOUT_MS + 5_000, "the victim is still offloaded");
+        world.call(victim);
+        serve(&mut world, victim);
+        waiter.act(&mut world);
+        world.tick_after(20);
+    }
+    assert!(world.now - called >= TIMEOUT_MS, "the allocation was first in the queue");
+    assert!(world.process(waiter.id).alloc_wait.is_none(), "its wait has ended");
+}
+
 /// Returns how long the restore of `victim` takes if another process on its GPU sends no reports any
 /// more, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {

@@ -94,6 +94,8 @@ impl World {
             idle_timeout_ms: 1_000,
             minimum_residency_ms: 0,
             on_oom: OnOom::Wait,
+            // Containers that wait behind an allocation may wait for as long.
+            on_oom_timeout_ms: 10_000,
             ..Policy::default()
         };
         let settings =
