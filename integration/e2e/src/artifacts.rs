@@ -1,5 +1,5 @@
-//! Paths of the built files. All are in one folder, which `cargo xtask build` creates. A kit for
-//! GPU machines contains a copy of this folder.
+//! Paths of the built programs, libraries and downloads. All are in one folder, which `cargo xtask
+//! build` creates. A kit for GPU machines contains a copy of this folder.
 //!
 //! ```text
 //! target/affinode/
@@ -14,17 +14,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-/// Environment variable that names the folder of built files, if it is not the default folder.
+/// Environment variable with the path of the folder of built files. If it is not set, the default
+/// folder is used.
 pub const ARTIFACTS_ENV: &str = "AFFINODE_ARTIFACTS";
 
-/// The folder of built files.
+/// The folder that contains all built programs and libraries, and the downloads.
 #[derive(Clone, Debug)]
 pub struct Artifacts {
     root: PathBuf,
 }
 
 impl Artifacts {
-    /// The folder in [`ARTIFACTS_ENV`], otherwise `target/affinode` of the workspace.
+    /// Finds the folder of built files. Its path is in [`ARTIFACTS_ENV`], or else it is
+    /// `target/affinode` of the workspace.
     ///
     /// # Errors
     /// When the folder does not exist.
@@ -39,7 +41,7 @@ impl Artifacts {
         Ok(Self { root })
     }
 
-    /// A folder of built files, or the empty folder into which they will be built.
+    /// Uses the folder `root`. It contains the built files, or is empty until they are built.
     #[must_use]
     pub fn at(root: PathBuf) -> Self {
         Self { root }
@@ -57,13 +59,13 @@ impl Artifacts {
         self.root.join("bin")
     }
 
-    /// The folder of the preload library, for `AFFINODE_LIB_DIR`.
+    /// Folder of the preload library. It is the value for the variable `AFFINODE_LIB_DIR`.
     #[must_use]
     pub fn lib_dir(&self) -> PathBuf {
         self.root.join("lib")
     }
 
-    /// Folder of the simulated driver libraries, under the names of the real libraries.
+    /// Folder of the simulated driver libraries. Their file names are those of the real libraries.
     #[must_use]
     pub fn sim_dir(&self) -> PathBuf {
         self.root.join("sim")
@@ -81,8 +83,8 @@ impl Artifacts {
         self.root.join("cache")
     }
 
-    /// The folder of a runc that supports id-mapped mounts (mounts with their own user mapping). It
-    /// exists only if `cargo xtask deps` has built that runc.
+    /// Folder of a runc that supports id-mapped mounts (mounts with their own user mapping). The
+    /// folder exists only if `cargo xtask deps` has built this runc.
     #[must_use]
     pub fn own_users_runc_dir(&self) -> PathBuf {
         self.cache_dir().join("runc")
@@ -94,13 +96,14 @@ impl Artifacts {
         self.cache_dir().join("crio")
     }
 
-    /// The folder of Docker's unpacked packages, if `cargo xtask deps` found them.
+    /// Folder of Docker's unpacked packages. The folder exists only if `cargo xtask deps` found the
+    /// packages.
     #[must_use]
     pub fn docker_dir(&self) -> PathBuf {
         self.cache_dir().join("docker")
     }
 
-    /// Path of a program that must exist.
+    /// Returns the path of a program in the folder of built programs.
     ///
     /// # Errors
     /// When the program does not exist.

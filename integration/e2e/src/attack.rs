@@ -1,4 +1,5 @@
-//! A hostile container that makes all attacks at the same time, see `attack.c`.
+//! Starts a hostile container that attacks the controller in several ways at the same time. The
+//! attacks are in `attack.c`.
 
 use affinode_proto::wire::{
     Capabilities, Hazards, Phase, WIRE_VERSION, counters::PAGE_BYTES, message::AgentMessage,
@@ -13,7 +14,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Starts the container, and returns when all attacks are running.
+/// Starts the hostile container. Returns when all attacks are running.
 ///
 /// # Errors
 /// When the container cannot be started, or the attacks cause no load on the controller.

@@ -1,5 +1,5 @@
-//! A crash campaign: containers that together need more VRAM than the GPU has, and random faults at
-//! random steps of their offloads and restores.
+//! A crash campaign, which injects random faults while containers are offloaded and restored.
+//! Together the containers need more VRAM than the GPU has.
 //!
 //! ```text
 //!  round: make the plan from (seed, number)
@@ -23,11 +23,12 @@
 //! | [`report`] | the findings |
 //! | [`setup`] | the conditions of an environment |
 //!
-//! One environment serves a block of rounds. Each round begins with all containers offloaded. After
-//! a finding, the next round gets a new environment. Several environments run the blocks of a
-//! campaign in parallel. Of every ten blocks, one runs with moves that take seconds, and a different
-//! one with little host memory. The same seed and round number always produce the same plan,
-//! but the timing depends on the machine.
+//! One environment (a testbed with its containers) serves a block of rounds. Each round begins with
+//! all containers offloaded. After a finding (a violated invariant), the next round gets a new
+//! environment. Several environments run the blocks of a campaign in parallel. Of every ten blocks,
+//! one runs with offloads and restores that take seconds, and a different one with little host
+//! memory. The same seed and round number always produce the same plan, but the timing depends on
+//! the machine.
 
 pub mod container;
 pub mod env;
@@ -60,7 +61,7 @@ use setup::Setup;
 
 /// Number of rounds in a block. The rounds of a block use the same environment.
 const BLOCK: u64 = 10;
-/// Number of findings after which a campaign ends.
+/// Number of findings (violated invariants) after which a campaign ends.
 const ENOUGH: usize = 5;
 
 /// Parameters of a crash campaign.
@@ -70,9 +71,9 @@ pub struct Options {
     pub seed: u64,
     /// Number of the first round.
     pub first: u64,
-    /// Number of rounds to play.
+    /// Number of rounds to run.
     pub rounds: u64,
-    /// The GPU: simulated, of any size, or the machine's own.
+    /// The GPU on which the campaign runs: a simulated GPU of any size, or the machine's own GPU.
     pub gpu: Gpu,
     /// Number of environments that run rounds in parallel. It is 1 on a real GPU.
     pub worlds: usize,
@@ -81,8 +82,8 @@ pub struct Options {
     pub gpus: usize,
 }
 
-/// Runs a campaign in testbeds of this configuration. `tell` receives lines about the campaign's
-/// progress.
+/// Runs a crash campaign. `recipe` returns the configuration of each testbed. `tell` receives lines
+/// about the campaign's progress.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -121,12 +122,12 @@ struct Campaign<'a> {
     told: Mutex<Told<'a>>,
 }
 
-/// The findings so far, and the callback that prints them.
+/// The report with the findings so far, and the callback that prints lines about the progress.
 type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
 
 impl<'a> Campaign<'a> {
-    /// Runs rounds, with a new testbed after each block and each finding. Returns when all rounds
-    /// have run or the campaign has enough findings.
+    /// Runs rounds until all rounds have run or the campaign has enough findings. Each block of
+    /// rounds gets a new testbed. After a finding, the next round gets a new testbed as well.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, gpus, .. } = self.options;
         let mut env: Option<ChaosEnv> = None;
@@ -164,8 +165,8 @@ impl<'a> Campaign<'a> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Number of rounds between two lines about the progress. It is lower on a real GPU, because
-    /// rounds take longer there and the campaign may be cut short.
+    /// Number of rounds between two progress lines. It is lower on a real GPU, because rounds take
+    /// longer there and the campaign may be interrupted.
     fn tell_each(&self) -> u64 {
         match self.options.gpu {
             Gpu::Simulated { .. } => 25,
@@ -187,7 +188,7 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    /// Prints all details of a round with findings.
+    /// Prints a round's plan, its findings, its events and the state of the controller.
     fn show(&self, on: &ChaosEnv, plan: &Plan, round: u64, findings: &[Finding]) {
         let mut told = self.lock();
         let tell = &mut told.1;
@@ -208,7 +209,7 @@ impl<'a> Campaign<'a> {
     }
 }
 
-/// Runs one round, and then checks for leaks.
+/// Runs one round, and then checks for leaks. Returns the findings.
 fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     env.watch.clear();
     let squeezed = env.setup == Setup::Squeezed;
@@ -338,8 +339,8 @@ fn play_scene(
     Ok(())
 }
 
-/// Sends a request to the controller in the background. The result is not checked here. A later
-/// step checks that the controller replies.
+/// Starts the command `affinode offload` or `affinode restore` for a container in the background.
+/// Its result is not checked. A later step checks that the controller replies.
 fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
     let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -357,7 +358,8 @@ fn end(mut child: Child) -> Result<()> {
     ended
 }
 
-/// Waits until a controller replies, if a container exists that needs a controller.
+/// Waits until a controller replies. Returns at once if all containers were meant to end, because
+/// then no controller is needed.
 fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());

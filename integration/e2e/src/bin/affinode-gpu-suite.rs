@@ -1,4 +1,5 @@
-//! Runs the suite for GPU machines. Its arguments are `CONTAINERD_BIN_DIR REPORT.json [simulated]
+//! Program that runs the test suite for machines with a real GPU. Its arguments are
+//! `CONTAINERD_BIN_DIR REPORT.json [simulated]
 //! [suite|suite:WORD|engines|programs|programs:WORD|gpus|steps|steps:WORD|host-memory|host-memory:WORD|calibration|dashboard|hazards|hazards:WORD|chaos|chaos:ROUND]...`.
 //! If the arguments name no part, all parts run.
 
@@ -18,9 +19,9 @@ use affinode_e2e::{
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, to_value};
 
-/// Number of rounds of the crash campaign.
+/// Number of rounds of the crash campaign (the part `chaos`).
 const ROUNDS: u64 = 30;
-/// Number of times that two containers are woken at the same time.
+/// Number of times that a hazard test wakes two containers at the same time.
 const TURNS: usize = 10;
 const PARTS: [&str; 10] = [
     "suite",
@@ -34,15 +35,16 @@ const PARTS: [&str; 10] = [
     "hazards",
     "chaos",
 ];
-/// Name of the part that starts more offloads at the same time than host memory can hold.
+/// Name of the part in which simultaneous offloads need more host memory than the machine has.
 const HOST_MEMORY: &str = "host-memory";
 /// Parts that belong to `suite` but can also be selected by their own names.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
-/// Parts of which a word after a colon selects some.
+/// Parts that can be narrowed: `PART:WORD` runs only the tests of the part that the word selects,
+/// and `chaos:ROUND` begins at that round.
 const NARROWED: [&str; 6] = ["suite", "programs", "steps", HOST_MEMORY, "hazards", "chaos"];
 
-/// Function that runs one part of the suite, or what the words select of it. It returns a separate
-/// report for this part.
+/// Function that runs one part of the suite and returns a separate report for it. The last argument
+/// contains words that select tests of the part. If it is empty, all tests run.
 type MakeReport = fn(&Release, Gpu, &[&str]) -> Result<suite::Report>;
 
 fn main() -> ExitCode {

@@ -1,5 +1,5 @@
-//! One container of a campaign. Its first process is a shell, whose children are one or several
-//! CUDA processes, each with its own pipes.
+//! One container of a crash campaign. Its first process is a shell. The shell starts one or several
+//! CUDA processes, and each of them has its own pipes to the test.
 
 use std::{
     collections::VecDeque,
@@ -18,20 +18,20 @@ use crate::{
     worker::{Answer, Lines, USUAL},
 };
 
-/// Suffix of the pipes of a process that is started with exec.
+/// Suffix in the names of the pipes of a process that is started with `ctr tasks exec`.
 const EXEC: &str = "x";
-/// VRAM in MiB that a process started with exec allocates.
+/// VRAM in MiB that a process allocates if it is started with `ctr tasks exec`.
 const EXEC_MIB: u64 = 20;
-/// Seed of the contents that the twins share.
+/// Seed of the memory contents that both twins (two containers with equal contents) use.
 const SHARED_SEED: u32 = 7;
-/// Result of `cuMemAlloc` if VRAM is short.
+/// Error code that `cuMemAlloc` returns if VRAM does not suffice (`CUDA_ERROR_OUT_OF_MEMORY`).
 const OUT_OF_MEMORY: i32 = 2;
 
 /// A CUDA process of a container of the campaign.
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// Number of commands that had changed the process's memory when it was last verified.
+    /// Number of commands that had changed the process's memory at the last verification.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,
@@ -45,20 +45,20 @@ pub struct ChaosContainer {
     pub running: Running,
     /// CUDA processes of the container, in the order of their start.
     pub processes: Vec<Process>,
-    /// The pipes of the process that was started with exec, and the `ctr` command that started it.
-    /// `None` if no process was started with exec.
+    /// The pipes of the process that was started with exec, and the running `ctr` command that
+    /// started it. `None` if no process was started with exec.
     pub guest: Option<(Lines, Child)>,
     /// Whether a fault was meant to end the whole container.
     pub doomed: bool,
-    /// Settings of the container's offloads.
+    /// Settings that determine how the container is offloaded.
     pub way: Way,
     pipes: std::path::PathBuf,
 }
 
-/// Interval of the checks whether a process has ended.
+/// Interval between two checks whether a process has ended.
 const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
 
-/// State of a process after a round.
+/// Result of checking a process or container after a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The process replied, and its memory has the expected contents.
@@ -71,34 +71,35 @@ pub enum Verdict {
     Corrupted(String),
 }
 
-/// Settings of a container's offloads.
+/// Settings that determine how a container is offloaded.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
     /// Engine that the annotation selects.
     pub engine: &'static str,
-    /// Whether the container retains its host copy after a restore.
+    /// Whether host memory keeps a copy of the contents after a restore (`retain_host_copy`).
     pub keeps: bool,
-    /// Whether the container's host memory is prefaulted.
+    /// Whether the container's host memory is prefaulted (touched and registered before an
+    /// offload).
     pub prepares: bool,
-    /// Whether the container's memory has the same contents as other containers' memory, so that
-    /// dedup can store them once.
+    /// Whether the container's memory has the same contents as other containers' memory. Dedup can
+    /// then store the contents once.
     pub shares: bool,
     /// Index of the GPU that the container sees. `None` if it sees all GPUs.
     pub gpu: Option<usize>,
 }
 
 impl Way {
-    /// The engine `full` without further settings.
+    /// Settings with the engine `full` and no further option.
     pub const FAST: Way =
         Way { engine: "full", keeps: false, prepares: false, shares: false, gpu: None };
-    /// The engine `checkpoint`, with which the driver moves all memory and the library copies
+    /// Settings with the engine `checkpoint`. The driver moves all memory, and the library copies
     /// nothing.
     pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
 }
 
 impl ChaosContainer {
-    /// Starts a container with this number of processes, and waits until each process has filled
-    /// its VRAM.
+    /// Starts a container with `processes` CUDA processes. Waits until each process has filled its
+    /// VRAM.
     ///
     /// # Errors
     /// When the container does not start, or a CUDA call fails.
@@ -151,7 +152,8 @@ impl ChaosContainer {
         Ok(actor)
     }
 
-    /// Starts one more CUDA process with exec. The process may fail because VRAM is short.
+    /// Starts an additional CUDA process in the container with `ctr tasks exec`. The process may
+    /// fail if VRAM does not suffice.
     ///
     /// # Errors
     /// When `ctr` or the pipes cannot be opened.
@@ -169,8 +171,8 @@ impl ChaosContainer {
         Ok(())
     }
 
-    /// Orders the process started with exec to verify its memory and then to end. It is not an
-    /// error if this process never started, or ended because VRAM was short.
+    /// Orders the process that was started with exec to verify its memory and then to end. It is
+    /// not an error if this process never started, or ended because VRAM did not suffice.
     #[must_use]
     pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
         let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
@@ -224,7 +226,7 @@ impl ChaosContainer {
         Verdict::Well
     }
 
-    /// Pid of the process started with exec. `None` if it does not exist.
+    /// Host pid of the process that was started with exec. `None` if no such process exists.
     fn guest_pid(&self, world: &Testbed) -> Option<i32> {
         let seed = format!("--seed\0{}\0", seed(&self.running.id, EXEC));
         self.pids(world).into_iter().find(|pid| {
@@ -266,7 +268,7 @@ impl ChaosContainer {
             .with_context(|| format!("container {} has no process {inside}", self.running.id))
     }
 
-    /// Whether all processes run, except those that a fault was meant to end.
+    /// Whether all processes of the container run, except those that a fault was meant to end.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.doomed && self.processes.iter().all(|process| !process.doomed)
@@ -274,7 +276,8 @@ impl ChaosContainer {
 }
 
 impl Process {
-    /// Sends a command, whose reply is read later.
+    /// Sends a command to the process, without waiting for the reply. After `alloc`, the command
+    /// `free` is sent as well.
     ///
     /// # Errors
     /// When the program has closed the pipe.
@@ -317,7 +320,7 @@ impl Process {
         Verdict::Well
     }
 
-    /// Whether a reply is outstanding.
+    /// Whether a command has been sent whose reply has not been read yet.
     #[must_use]
     pub fn owes(&self) -> bool {
         !self.asked.is_empty()

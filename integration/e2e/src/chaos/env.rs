@@ -1,4 +1,5 @@
-//! The environment of a campaign: containers that together need more VRAM than the GPU has.
+//! The environment of a crash campaign: a testbed with containers that together need more VRAM than
+//! the GPU has.
 
 use std::{
     collections::BTreeSet,
@@ -29,7 +30,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Configuration with a short idle timeout and frequent checks.
+/// Affinode's configuration for the campaign, with a short idle timeout and frequent checks.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -44,44 +45,48 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// VRAM of the simulated GPU. The largest container (two processes, together 160 MiB) fits while all
-/// other containers are copied out: these keep six contexts of 16 MiB each, and the copier has one.
-/// All containers at once do not fit.
+/// VRAM of the simulated GPU. It does not suffice for all containers at once. It suffices for the
+/// largest container (two processes, together 160 MiB) while all other containers are copied out.
+/// The other containers then keep six contexts of 16 MiB each, and the copier has one context.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// VRAM of each of two simulated GPUs. On the first, one twin fits beside the copier. On the second,
-/// any container fits while the other is copied out, but not both.
+/// VRAM of each GPU in a campaign with two simulated GPUs. On the first GPU, one twin and the
+/// copier fit. On the second GPU, either container fits while the other is copied out, but both do
+/// not fit.
 const SIMULATED_EACH_BYTES: u64 = 208 * MIB;
-/// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is short as well. It
+/// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is limited as well. It
 /// suffices for both twins at the same time (160 MiB each) and the contexts of the other
 /// containers. It does not suffice for all containers (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Difference in bytes between the host memory that all offloaded containers need and the limit.
-/// One twin can be offloaded, but not both.
+/// Number of bytes by which the limit of host memory is below what all containers need while they
+/// are offloaded. With this limit, one twin can be offloaded, but not both.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
-/// Reasons for which a container may remain resident while host memory is short.
+/// Reasons that the controller may show for a container that stays resident because host memory
+/// does not suffice.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
-/// VRAM of a twin, in MiB. Part of its contents can be shared with the other twin.
+/// VRAM of a twin (one of two containers with equal contents), in MiB. Both twins can share a part
+/// of their contents.
 const TWIN_MIB: u64 = 144;
-/// Maximum number of times that the twins are restored and offloaded so that they share contents.
+/// Maximum number of attempts to make the twins share contents. In each attempt, each twin is
+/// restored and offloaded.
 const TURNS: usize = 2;
-/// Time limit for the twins to share contents after both are offloaded.
+/// Time limit until the twins share contents, after both have been offloaded.
 const SOON: Duration = Duration::from_millis(500);
-/// VRAM that other programs leave for the containers on a real GPU. It is larger than on the
-/// simulated GPU because a real context takes half a GiB.
+/// VRAM that the containers can use on a real GPU. Other programs occupy the remaining VRAM. The
+/// value is larger than on the simulated GPU because a real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// VRAM that other programs leave on the first of two real GPUs, which only the twins use. It
-/// suffices for the copier's context and one twin. Both twins fit only if the copier ran already when
-/// the room was measured.
+/// VRAM that the containers can use on the first of two real GPUs. Only the twins use this GPU. The
+/// amount suffices for the copier's context and one twin. Both twins fit only if the copier was
+/// already running when the free VRAM was measured.
 const REAL_ROOM_FOR_TWINS_BYTES: u64 = 1_536 * MIB;
 /// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
-/// VRAM of a context of the simulated driver. It includes the digest table, and for the copier its
-/// buffer for copies on the device.
+/// VRAM of a context of the simulated driver. It includes the digest table. For the copier it also
+/// includes the buffer for copies on the device.
 const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
-/// Maximum VRAM of a real context. 530 to 671 MiB were measured.
+/// Maximum VRAM of a context of the real driver. 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Settings for containers. Each container that is started gets the next entry that suits it.
+/// Offload settings for containers. Each new container gets the next entry that suits it.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },
@@ -91,26 +96,27 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// Time limit for the containers to reach the expected state after a round. They usually reach it
+/// Time limit until the containers reach the expected state after a round. They usually reach it
 /// far earlier.
 const SETTLED: Duration = Duration::from_secs(20);
 
-/// An environment and its containers.
+/// A testbed of a crash campaign, with its containers.
 pub struct ChaosEnv {
     /// The watcher of the controller's events. It is dropped first, because it uses the testbed's
     /// controller.
     pub watch: Watch,
-    /// The containers of the campaign.
+    /// The containers of this environment, by their index in the plan.
     pub cast: Vec<ChaosContainer>,
-    /// Conditions of this environment.
+    /// Setup of this environment: how long offloads take, and whether host memory is limited.
     pub setup: Setup,
     /// Number of GPUs. With two GPUs, the twins use the first GPU and the other containers use the
     /// second GPU.
     gpus: usize,
-    /// Unmanaged programs that occupy the surplus VRAM of large GPUs, and their process ids.
+    /// Unmanaged programs and their process ids. The programs occupy the VRAM of large GPUs that
+    /// the campaign does not use.
     ballast: Vec<(Worker, i32)>,
-    /// Containers that were not offloaded automatically and needed a manual offload, each with the
-    /// reason.
+    /// Names of containers that were not offloaded automatically and needed a manual offload, each
+    /// with the reason.
     stayed: BTreeSet<String>,
     /// The testbed with containerd, controller and GPU.
     pub world: Testbed,
@@ -180,8 +186,8 @@ impl ChaosEnv {
         Ok(stage)
     }
 
-    /// Limits the host memory of all containers together to less than they need while all are
-    /// offloaded.
+    /// Sets a limit on the host memory of all containers together. The limit is below what they
+    /// need while all are offloaded.
     fn squeeze(&mut self) -> Result<()> {
         let folder = memory_cgroup::folder(&self.world)?;
         let all_offloaded = oom::spent_bytes(&folder)?;
@@ -206,7 +212,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Number of containers' processes that the kernel has killed because host memory was short.
+    /// Number of container processes that the kernel has killed because host memory did not
+    /// suffice.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         let folders = cgroup_folders(self.world.dir());
@@ -218,15 +225,16 @@ impl ChaosEnv {
         self.cast.iter().map(own).sum()
     }
 
-    /// Whether a container may remain resident, because host memory does not suffice to offload
-    /// all.
+    /// Whether a container may remain resident because host memory does not suffice to offload all
+    /// containers.
     fn may_stay(&self, row: &ContainerRow) -> bool {
         self.setup == Setup::Squeezed
             && row.state == "Idle"
             && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
-    /// Starts unmanaged processes that occupy the surplus VRAM of large GPUs.
+    /// Starts unmanaged processes that occupy the VRAM of large GPUs that the campaign does not
+    /// use.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
         for index in 0..self.gpus {
@@ -247,8 +255,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Lists processes that use VRAM although they must not. The figures come from the driver. All
-    /// containers must be offloaded except those in `resident`.
+    /// Lists processes that use VRAM although their container should be offloaded. `resident` names
+    /// the containers that are not offloaded. The figures come from the driver.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
@@ -280,7 +288,8 @@ impl ChaosEnv {
         Ok(found)
     }
 
-    /// Containers that needed a manual offload since the last call, each with the reason.
+    /// Returns the containers that needed a manual offload since the last call, each with the
+    /// reason.
     pub fn take_stayed(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.stayed)
     }
@@ -298,7 +307,7 @@ impl ChaosEnv {
         }
     }
 
-    /// Whether the twins share one copy of their common contents.
+    /// Whether the twins (two containers with equal contents) share one copy of their contents.
     #[must_use]
     pub fn is_together(&self) -> bool {
         let sealed = |role: &usize| {
@@ -353,7 +362,7 @@ impl ChaosEnv {
         true
     }
 
-    /// Starts a container while all others are offloaded.
+    /// Offloads all containers, then starts the container with this index in the plan.
     ///
     /// # Errors
     /// When the container does not start.
@@ -383,7 +392,8 @@ impl ChaosEnv {
             .with_context(|| format!("cannot start {id}"))
     }
 
-    /// Collects all outstanding replies and verifies contents. Each failure is a finding.
+    /// Reads all outstanding replies and verifies the contents of each process. Returns a finding
+    /// for each failure.
     pub fn verify(&mut self, round: u64, verified: &mut u64) -> Vec<Finding> {
         let deadline = Instant::now() + self.setup.patience();
         let mut found = Vec::new();
@@ -421,7 +431,8 @@ impl ChaosEnv {
         found
     }
 
-    /// Waits until the containers that a fault was meant to end have ended, and replaces them.
+    /// Waits until the containers that a fault was meant to end have ended. Starts a new container
+    /// in place of each.
     ///
     /// # Errors
     /// When a container does not end, or its replacement does not start.
@@ -443,8 +454,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Offloads all containers, and waits until they hold no VRAM except the contexts that the
-    /// engines `copy` and `auto` keep.
+    /// Offloads all containers. Waits until they hold no VRAM except the contexts that the engines
+    /// `copy` and `auto` keep.
     ///
     /// # Errors
     /// If a container is not offloaded.
@@ -493,7 +504,7 @@ impl ChaosEnv {
         rested.with_context(|| format!("last seen: {last}"))
     }
 
-    /// Processes, files and mounts that did not exist when the environment was new.
+    /// Lists processes, files and mounts that did not exist when the environment was new.
     ///
     /// # Errors
     /// When the processes, files or mounts cannot be counted.
@@ -520,8 +531,8 @@ impl ChaosEnv {
         found
     }
 
-    /// Starts to measure the time until the next controller replies to a command. Call this before
-    /// the controller is killed.
+    /// Starts a thread that measures the time until the next controller replies to a command. Call
+    /// this function before the controller is killed.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -542,8 +553,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// The longest time without a controller since the last call of this function, in milliseconds.
-    /// It is 0 if a controller was always running.
+    /// Returns the longest time without a controller since the last call of this function, in
+    /// milliseconds. The result is 0 if a controller was always running.
     ///
     /// # Errors
     /// When no controller replies although a container needs one.

@@ -1,4 +1,4 @@
-//! Causes and undoes each fault.
+//! Causes and undoes each fault of a crash campaign.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,25 +18,26 @@ use super::{
 };
 use crate::{containerd, processes, supervisor::cgroup_folders, testbed::Testbed, wait::until};
 
-/// A step that undoes a lasting fault. All these steps must run before the checks of a round.
+/// A step that undoes a lasting fault, such as a stopped process. All these steps run before the
+/// checks of a round.
 pub enum Undo {
-    /// Continue a stopped process.
+    /// Continues a stopped process with SIGCONT.
     Continue(Pid),
-    /// Thaw the cgroup of this folder.
+    /// Thaws the cgroup with this folder.
     Thaw(PathBuf),
-    /// Continue the container of this id with `ctr tasks resume`.
+    /// Continues the paused container with this id, by `ctr tasks resume`.
     Resume(String),
-    /// Start containerd, which the fault has ended.
+    /// Starts containerd again after the fault has ended it.
     StartContainerd,
 }
 
 /// Process name of a copier.
 pub(super) const COPIER: &str = "affinode-copier";
-/// Time limit of the search for a running runc.
+/// Time limit of the search for a running runc process.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether the process that the fault hits exists. Only copiers may be missing, because they start
-/// and end on demand.
+/// Whether the process that the fault targets exists. Returns false only for copiers (processes
+/// that copy VRAM), which start and end on demand.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -46,7 +47,7 @@ pub fn has_victim(world: &Testbed, fault: Fault) -> Result<bool> {
     Ok(!of_copier || !world.processes(COPIER)?.is_empty())
 }
 
-/// Causes the fault. A lasting fault adds its undo step to `undo`.
+/// Causes the fault. Adds a step to `undo` if the fault lasts until it is undone.
 ///
 /// # Errors
 /// When the fault cannot be caused although the process that it hits exists.
@@ -146,7 +147,7 @@ pub fn strike(
     Ok(())
 }
 
-/// Undoes the lasting faults, the latest first.
+/// Undoes the lasting faults in reverse order.
 ///
 /// # Errors
 /// When containerd does not start again.
@@ -192,8 +193,8 @@ fn kill_runc(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Shuts down every connection between the controller and the agents of a container, from
-/// the controller's side.
+/// Shuts down, on the controller's side, every connection to the agents of a container. An agent is
+/// the library's thread in a CUDA process.
 fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let Some(controller) = world.controller()? else { return Ok(()) };
     let Some(key) = world.cli().container(&actor.running.id).ok().flatten().map(|row| row.key)
@@ -223,7 +224,7 @@ fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
 /// Inodes of the connected Unix sockets in a process's network namespace whose path contains
 /// `part`.
 fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
-    /// State `SS_CONNECTED` of the kernel, as /proc/net/unix prints it.
+    /// Value of the kernel's `SS_CONNECTED`, as /proc/net/unix prints it.
     const CONNECTED: &str = "03";
     let table = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
     // Num RefCount Protocol Flags Type St Inode Path
@@ -236,7 +237,7 @@ fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
     Ok(rows.collect())
 }
 
-/// The cgroup folder that freezes a container.
+/// Path of the cgroup folder through which a container can be frozen.
 #[must_use]
 pub fn freezer(world: &Testbed, id: &str) -> Option<PathBuf> {
     let folders = cgroup_folders(world.dir());
@@ -259,7 +260,7 @@ pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
     std::fs::write(&file, word).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// Removes a container in any state, and waits until none of its processes exists.
+/// Removes a container in any state. Waits until none of its processes exists.
 ///
 /// # Errors
 /// When one of its processes does not end.

@@ -1,5 +1,5 @@
-//! Counts processes, files and mounts while the containers are at rest. A count that differs after
-//! a round shows a leak.
+//! Counts processes, files and mounts while all containers are offloaded. A count that differs
+//! after a round is a leak.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,16 +11,16 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Maximum increase of the controller's open descriptors since the start of the campaign. Clients
-/// that read from the controller during the count cause this increase.
+/// Maximum increase of the controller's open descriptors since the start of the campaign. The
+/// increase comes from clients that are connected to the controller during the count.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// Maximum increase of a shim's open descriptors since the start of the campaign.
+/// Maximum increase of the open descriptors of Affinode's shims since the start of the campaign.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Maximum number of descriptors of a copier for each process that it serves. The limit is not
-/// relative to the campaign's start, because there may have been no copier at that time.
+/// Maximum number of a copier's open descriptors for each process that the copier serves. This
+/// limit is absolute, because there may have been no copier at the start of the campaign.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
@@ -29,7 +29,7 @@ const COPIER_MEMORY_FILES_EACH: usize = 6;
 pub struct LeakCheck {
     counts: BTreeMap<&'static str, usize>,
     controller_descriptors: usize,
-    /// Highest number of open descriptors of any shim.
+    /// Highest number of open descriptors of any of Affinode's shims.
     shim_descriptors: usize,
     /// Findings about copiers with more open descriptors than the maximum.
     copier_excess: Vec<String>,
@@ -38,7 +38,7 @@ pub struct LeakCheck {
 
 impl LeakCheck {
     /// Counts processes, files and mounts. `scenery` contains the pids of the test's own processes
-    /// that exist during the whole campaign.
+    /// that exist during the whole campaign, so they are no leak.
     ///
     /// # Errors
     /// When there is no controller, or it does not reply.
@@ -89,7 +89,8 @@ impl LeakCheck {
         Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
     }
 
-    /// Differences from `first`, the counts at the start of the campaign. Empty if there are none.
+    /// Describes each difference from `first`, the counts at the start of the campaign. Empty if
+    /// there are none.
     #[must_use]
     pub fn differences(&self, first: &LeakCheck) -> Vec<String> {
         let kinds: BTreeSet<&&str> = self.counts.keys().chain(first.counts.keys()).collect();
@@ -119,7 +120,8 @@ impl LeakCheck {
     }
 }
 
-/// Describes the descriptors of a copier that exceed the maximum for this many processes.
+/// Describes a copier's excess of open descriptors. The maximum depends on the number of processes
+/// that the copier serves.
 fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
     let most = |each: usize| each * (processes + 1);
@@ -133,7 +135,8 @@ fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     found
 }
 
-/// Counts the environment's processes by kind. Returns the processes of an unknown kind.
+/// Counts the environment's processes by kind, into `counts`. Returns the command lines of
+/// processes of an unknown kind.
 fn count_processes(
     world: &Testbed,
     cast: &[ChaosContainer],

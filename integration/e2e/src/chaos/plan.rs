@@ -1,5 +1,5 @@
-//! The plan of a round. It depends only on the seed and the number of the round, so it can be
-//! repeated.
+//! The plan of one round of a crash campaign. The plan depends only on the seed and the number of
+//! the round, so a round can be repeated.
 
 use std::fmt;
 
@@ -7,15 +7,16 @@ use fastrand::Rng;
 
 /// Number of CUDA processes of each container of the campaign.
 pub const WORKLOADS: [usize; 4] = [1, 1, 2, 3];
-/// Indexes of two containers of one process each. Their memory has equal contents, which can be
-/// stored once.
+/// Indexes of the twins, two containers of one process each. Their memory has equal contents, which
+/// dedup can store once.
 pub const TWINS: [usize; 2] = [0, 1];
 
-/// Container states in which a fault occurs, spelled as in events.
+/// Container states during which a fault can be caused, spelled as in events.
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
-/// A process of the campaign. Actions on a whole container ignore the field `process`.
+/// A process of a container in the campaign. Actions on a whole container ignore the field
+/// `process`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// Index of the container in [`WORKLOADS`].
@@ -24,20 +25,20 @@ pub struct Target {
     pub process: usize,
 }
 
-/// An action of a container or of a user.
+/// An action that starts a scene: a CUDA call, a command of a user, or a new process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stimulus {
     /// The process makes CUDA calls.
     Call(Target, &'static str),
-    /// The command `affinode offload`.
+    /// A user runs `affinode offload` for the container with this index.
     Offload(usize),
-    /// The command `affinode restore`.
+    /// A user runs `affinode restore` for the container with this index.
     Restore(usize),
-    /// One more CUDA process, started with exec.
+    /// An additional CUDA process is started with exec in the container with this index.
     Exec(usize),
 }
 
-/// The fault that is injected.
+/// The kinds of faults that the campaign injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fault {
     /// SIGKILL of the controller.
@@ -79,7 +80,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// All faults, each with its weight in the draw.
+    /// All faults, each with its relative probability.
     pub const ALL: [(Fault, u32); 18] = [
         (Fault::KillController, 16),
         (Fault::StopController, 6),
@@ -101,7 +102,7 @@ impl Fault {
         (Fault::DeleteContainer, 3),
     ];
 
-    /// Name of the fault in reports.
+    /// Returns the name of the fault in reports.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -127,41 +128,42 @@ impl Fault {
     }
 }
 
-/// A fault, and the delay of the fault after a watched container enters a state.
+/// A planned fault. It occurs a short time after a watched container enters a given state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
     /// The fault to inject.
     pub fault: Fault,
     /// The container or process that the fault hits.
     pub on: Target,
-    /// The container that is watched, and the state that triggers the fault.
+    /// Index of the container that is watched, and the state that triggers the fault.
     pub at: (usize, &'static str),
     /// Delay of the fault after the state is seen, in microseconds.
     pub after_us: u64,
-    /// Time after which a lasting fault is undone, in milliseconds.
+    /// Time in milliseconds after which a fault such as a stopped process is undone.
     pub lasts_ms: u64,
 }
 
-/// Stimuli that start at the same time, and a fault during their effects.
+/// A part of a round: stimuli that start at the same time, and a fault while they take effect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scene {
-    /// The calls and commands that start a scene.
+    /// The CUDA calls and commands that start the scene.
     pub stimuli: Vec<Stimulus>,
-    /// The fault, and the step during which it occurs.
+    /// The fault, and the container state at which it occurs.
     pub strike: Strike,
 }
 
-/// The plan of a round: its scenes.
+/// The plan of a round, as a sequence of scenes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether the round waits at its start until the twins share contents. The wait is limited.
+    /// Whether the round waits at its start until the twins share contents. The wait has a time
+    /// limit.
     pub together: bool,
-    /// Scenes in order. The next scene starts without waiting until the containers are at rest.
+    /// Scenes in their order. Each scene starts without waiting until the containers are at rest.
     pub scenes: Vec<Scene>,
 }
 
 impl Plan {
-    /// Draws the plan of a round.
+    /// Returns the plan of a round, drawn at random from the seed and the round's number.
     #[must_use]
     pub fn draw(seed: u64, round: u64) -> Plan {
         let mut random = Rng::with_seed(seed ^ round.wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -1,14 +1,14 @@
-//! The findings of a campaign.
+//! The report of a crash campaign.
 
 use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Text in place of a container's state, for a fault that should have hit a copier when no copier
-/// ran.
+/// Text that replaces a container's state in the report if the fault targets a copier and no copier
+/// was running.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
-/// A violated invariant, with the round that found it.
+/// A violated invariant, and the round in which it was found.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     /// Number of the round. Together with the seed it reproduces the finding.
@@ -28,16 +28,16 @@ pub struct Report {
     pub seed: u64,
     /// Number of rounds that ran.
     pub rounds: u64,
-    /// Number of faults, by kind of fault and by the container's state at that time.
+    /// Number of faults by kind, and by the state of the watched container when the fault occurred.
     pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
-    /// Number of verified processes, summed over all rounds.
+    /// Number of process verifications, summed over all rounds.
     pub verified: u64,
-    /// Number of wakes from `Offloaded`, summed over all rounds.
+    /// Number of restores caused by a CUDA call in the state `Offloaded`, summed over all rounds.
     pub wakes: u64,
-    /// Number of rounds that began while two containers shared contents.
+    /// Number of rounds that began while the twins shared contents.
     pub together: u64,
-    /// Longest time from the end of a controller to the next controller's first reply to a command,
-    /// in milliseconds. The time includes the start of the command's process.
+    /// Longest time from the end of a controller to the first reply of the next controller, in
+    /// milliseconds. The time includes the start of the command that receives the reply.
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.
     pub seconds: f64,
@@ -46,7 +46,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether there are findings.
+    /// Whether the campaign has findings.
     #[must_use]
     pub fn failed(&self) -> bool {
         !self.findings.is_empty()
@@ -72,7 +72,7 @@ impl Report {
         *self.strikes.entry(fault).or_default().entry(state.to_owned()).or_default() += 1;
     }
 
-    /// The report as a table for people.
+    /// Returns the report as a table for the terminal.
     #[must_use]
     pub fn table(&self) -> String {
         let mut text = String::new();

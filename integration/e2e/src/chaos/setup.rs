@@ -1,26 +1,28 @@
-//! The conditions of an environment of a campaign.
+//! The setup of an environment of a crash campaign.
 
 use std::time::Duration;
 
 use crate::{gpu::Gpu, wait::WAIT_TIMEOUT};
 
-/// Conditions of an environment: the duration of moves in the simulated driver, and whether host
-/// memory is short. The longer a move takes, the more faults can occur during it.
+/// Setup of an environment: how long offloads and restores take in the simulated driver, and
+/// whether host memory is limited. During longer offloads and restores, more faults can occur.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
-    /// A move takes slightly longer than the copy of the memory.
+    /// An offload or restore takes only slightly longer than the copy of the memory.
     Quick,
-    /// Moves take seconds, as moves of many GiB do. They can exceed time limits that quick moves
-    /// never exceed.
+    /// An offload or restore takes seconds, as with many GiB of memory. It can exceed time limits
+    /// that a quick one never exceeds.
     Slow,
-    /// Short moves, with too little VRAM and too little host memory for all containers. The memory
-    /// limit of the containers' cgroup is below the memory that they need while all are offloaded.
+    /// Short offloads and restores, but VRAM and host memory do not suffice for all containers. The
+    /// memory limit of the containers' cgroup is below the memory that they need while all are
+    /// offloaded.
     Squeezed,
 }
 
 impl Setup {
-    /// The setup for the block of this round. Of ten blocks, one is slow and one is squeezed. On a
-    /// real GPU every block is `Quick`, because the real driver determines the duration of moves.
+    /// Returns the setup of the block that contains this round. Of ten blocks, one is slow and one
+    /// is squeezed. On a real GPU every block is `Quick`, because the real driver determines how
+    /// long offloads take.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {
@@ -30,7 +32,7 @@ impl Setup {
         }
     }
 
-    /// Duration of a move in the simulated driver, in milliseconds.
+    /// Fixed duration of an offload or restore in the simulated driver, in milliseconds.
     pub(super) fn move_ms(self) -> &'static str {
         match self {
             Setup::Quick | Setup::Squeezed => "30",
@@ -38,7 +40,7 @@ impl Setup {
         }
     }
 
-    /// Time limit until a scene's watched container enters the state at which the fault is caused.
+    /// Time limit until the watched container of a scene enters the state that triggers the fault.
     #[must_use]
     pub fn step_patience(self) -> Duration {
         match self {
@@ -55,7 +57,7 @@ impl Setup {
         }
     }
 
-    /// Time limit of a round. It is far longer than a round takes on a healthy machine.
+    /// Time limit of a round. A round on a healthy machine takes far less time.
     pub(super) fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,

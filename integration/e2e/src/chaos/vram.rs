@@ -5,19 +5,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::gpu::Holders;
 
-/// VRAM that may be in use while every container is offloaded.
+/// Amounts of VRAM that may be in use while every container is offloaded.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
-    /// Maximum VRAM in bytes by process id, for kept contexts and for copiers.
+    /// Maximum VRAM in bytes by process id: for copiers, and for processes whose context stays in
+    /// VRAM.
     pub by_pid: BTreeMap<i32, u64>,
-    /// Processes that may hold any amount of VRAM. They only serve to reduce the free VRAM.
+    /// Process ids of unmanaged programs that may hold any amount of VRAM. These programs only
+    /// occupy VRAM.
     pub ballast: BTreeSet<i32>,
     /// Maximum VRAM in use that the driver attributes to no process, in bytes. It is the driver's
     /// own reserve.
     pub unnamed_bytes: u64,
 }
 
-/// Describes VRAM that is in use and not allowed. Empty if there is none.
+/// Describes each use of VRAM that `allowed` does not permit. Empty if there is none.
 #[must_use]
 pub fn leaks(holders: &Holders, allowed: &Allowed) -> Vec<String> {
     let mut found = Vec::new();

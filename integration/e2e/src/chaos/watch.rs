@@ -1,4 +1,5 @@
-//! Follows the controller's events, also across restarts of the controller.
+//! Follows the controller's events. After a restart of the controller, the new controller's events
+//! are followed.
 
 use std::{
     collections::BTreeMap,
@@ -14,10 +15,10 @@ use std::{
 
 use crate::cli::{Cli, EventRow};
 
-/// Pause before the next attempt to connect to a controller after one has ended.
+/// Pause before the next attempt to connect, after a controller has ended.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// A thread that follows `affinode events`.
+/// A thread that reads the output of `affinode events`.
 pub struct Watch {
     seen: Arc<Seen>,
     thread: Option<JoinHandle<()>>,
@@ -33,7 +34,7 @@ struct Seen {
 
 #[derive(Default)]
 struct Events {
-    /// Last state of each container.
+    /// Last state of each container, by the container's name.
     state: BTreeMap<String, String>,
     /// Events since the last [`Watch::clear`].
     log: Vec<EventRow>,
@@ -66,8 +67,8 @@ impl Watch {
         self.seen.events().state.get(name).cloned().unwrap_or_default()
     }
 
-    /// Waits until a container enters a state, ignoring the first `from` events. Returns false if
-    /// the time limit has passed.
+    /// Waits until a container enters a state. Returns false if the time limit has passed. The
+    /// first `from` events are ignored.
     #[must_use]
     pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
@@ -127,7 +128,7 @@ impl Seen {
         }
     }
 
-    /// Follows the events of one controller until it ends.
+    /// Follows the events of one controller. Returns when the controller ends.
     fn follow_one(&self, cli: &Cli) {
         let mut command = cli.command(&["events", "--follow", "-o", "json"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
