@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::wait::{WAIT_TIMEOUT, until};
 
-/// The `affinode` command for one controller.
+/// The command `affinode`, bound to the controller of one run directory.
 #[derive(Clone, Debug)]
 pub struct Cli {
     binary: PathBuf,
@@ -23,7 +23,7 @@ pub struct Cli {
 pub struct Node {
     /// The controller's process id.
     pub controller_pid: i32,
-    /// Host memory that holds offloaded contents, in bytes.
+    /// Host memory in use for the contents of offloaded containers, in bytes.
     pub host_used_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<GpuRow>,
@@ -43,25 +43,28 @@ pub struct GpuRow {
     pub vram_total_bytes: u64,
     /// VRAM in use, from NVML, in bytes.
     pub vram_used_bytes: u64,
-    /// VRAM that offloads have freed, in bytes.
+    /// VRAM that is free because containers on this GPU are offloaded, in bytes.
     pub vram_reclaimed_bytes: u64,
-    /// Whether NVML is the simulated one.
+    /// Whether the figures come from the simulated NVML.
     pub simulated: bool,
-    /// Process id of the GPU's copier. It is 0 if there is no copier.
+    /// Process id of the GPU's copier (the process that copies VRAM for others). It is 0 if there
+    /// is no copier.
     pub copier_pid: i32,
-    /// Number of processes that the GPU's copiers have restored.
+    /// Number of restores that the GPU's copiers (processes that copy VRAM for others) have
+    /// performed.
     pub copier_restores: u64,
-    /// Number of processes whose memory is registered with the copier.
+    /// Number of processes whose host memory is registered with the copier.
     pub copier_registered: u32,
-    /// Content that processes share with other processes, summed over all processes, in bytes.
+    /// Amount of content that processes share with other processes, summed over all processes, in
+    /// bytes.
     pub copier_shared_bytes: u64,
     /// Size of the files that hold shared content, in bytes.
     pub copier_stored_bytes: u64,
-    /// Number of processes that the GPU's copiers have copied out.
+    /// Number of offloads in which one of the GPU's copiers has copied out a process.
     pub copier_offloads: u64,
     /// Number of resident processes whose host memory is prefaulted.
     pub copier_prefaulted: u32,
-    /// Number of processes whose memory is being registered.
+    /// Number of processes whose host memory the copier is registering at this moment.
     pub copier_registering: u32,
     /// VRAM of the copier itself, in bytes.
     pub copier_vram_bytes: u64,
@@ -71,7 +74,7 @@ pub struct GpuRow {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ContainerRow {
-    /// Name of the form namespace/pod/container, or namespace/id.
+    /// Name of the container, of the form namespace/pod/container, or namespace/id.
     pub name: String,
     /// Key by which the controller identifies the container.
     pub key: String,
@@ -91,15 +94,15 @@ pub struct ContainerRow {
     pub state: String,
     /// Time of the last change of state, in milliseconds since 1970.
     pub since_unix_ms: i64,
-    /// Stable word of the reason for the state.
+    /// Stable word that states why the container is in its state.
     pub reason: String,
     /// VRAM that the container holds, in bytes.
     pub vram_bytes: u64,
     /// VRAM that the container's offload has freed, in bytes.
     pub offloaded_bytes: u64,
-    /// Idle timeout in effect for the container, in milliseconds.
+    /// Idle timeout that applies to the container, in milliseconds.
     pub idle_timeout_ms: u64,
-    /// Engine in effect for the container.
+    /// Engine that applies to the container.
     pub engine: String,
     /// Fraction of the container's VRAM that the library can copy at bus speed. `None` if unknown.
     pub copyable_share: Option<f64>,
@@ -107,13 +110,14 @@ pub struct ContainerRow {
     pub staying_bytes: u64,
     /// Reasons why VRAM of the container stays on the GPU while the container is offloaded.
     pub staying_reasons: Vec<String>,
-    /// Number of offloads up to now.
+    /// Number of the container's offloads up to now.
     pub offloads: u64,
-    /// Number of restores up to now.
+    /// Number of the container's restores up to now.
     pub restores: u64,
     /// Duration of the last offload, in milliseconds.
     pub last_offload_ms: u64,
-    /// Duration of the last wake, measured by the calling process, in milliseconds.
+    /// Duration of the last wake (a restore that a CUDA call caused), measured by the process that
+    /// made the call, in milliseconds.
     pub last_wake_ms: u64,
     /// CUDA processes of the container.
     pub processes: Vec<ProcessRow>,
@@ -122,7 +126,7 @@ pub struct ContainerRow {
 }
 
 impl ContainerRow {
-    /// The first CUDA process that registered.
+    /// Returns the first CUDA process that registered.
     ///
     /// # Errors
     /// When no process has registered; [`Cli::registered`] waits for one.
@@ -137,19 +141,20 @@ impl ContainerRow {
 pub struct ProcessRow {
     /// Process id in the controller's pid namespace.
     pub pid: i32,
-    /// Phase that the process's agent reports.
+    /// Phase of the process, as its agent (the library's thread in the process) reports it.
     pub phase: String,
     /// Number of CUDA calls up to now.
     pub calls: u64,
-    /// VRAM that the process's agent can copy, in bytes.
+    /// VRAM that the library in the process can copy out, in bytes.
     pub swappable_bytes: u64,
-    /// VRAM that is copied out now, in bytes.
+    /// VRAM whose contents are copied out at present, in bytes.
     pub copied_out_bytes: u64,
     /// Host memory that the process retains while it is resident, in bytes.
     pub kept_bytes: u64,
-    /// Unchanged content that the last offload did not copy, in bytes.
+    /// Amount of unchanged content that the last offload skipped, in bytes.
     pub unchanged_bytes: u64,
-    /// Memory full of zeros, which the last offload did not store, in bytes.
+    /// Amount of memory that contained only zeros and that the last offload did not store, in
+    /// bytes.
     pub zero_bytes: u64,
     /// Names of the process's hazards. A hazard makes an offload unsafe.
     pub hazards: Vec<String>,
@@ -157,37 +162,39 @@ pub struct ProcessRow {
     pub last_call: String,
     /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
-    /// Percentage of the last sampling interval during which kernels of the process ran.
+    /// Percentage of the last sampling interval in which kernels of the process ran. `None` if
+    /// unknown.
     pub utilization_percent: Option<u32>,
 }
 
-/// A line of `affinode events -o json`.
+/// An event of the controller, parsed from a line of `affinode events -o json`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct EventRow {
-    /// Sequence number. Each controller starts at 1.
+    /// Sequence number of the event. Each controller starts at 1.
     pub sequence: u64,
     /// Time of the event, in milliseconds since 1970.
     pub unix_ms: i64,
     /// Kind of event: state, refused, annotation, controller or process.
     pub kind: String,
-    /// Name of the form namespace/pod/container, or namespace/id.
+    /// Name of the container, of the form namespace/pod/container, or namespace/id.
     pub container: String,
     /// State before the event.
     pub from: String,
     /// State after the event.
     pub to: String,
-    /// Stable word of the reason.
+    /// Stable word that states the reason for the event.
     pub reason: String,
-    /// VRAM that was moved, in bytes.
+    /// VRAM that the offload or restore moved, in bytes.
     pub bytes: u64,
-    /// Duration of the move, in milliseconds.
+    /// Duration of the offload or restore, in milliseconds.
     pub elapsed_ms: u64,
     /// Text of the event for people.
     pub text: String,
 }
 
-/// The output of `affinode offload -o json`.
+/// Reply of the controller to an offload request, parsed from the output of `affinode offload -o
+/// json`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ActionRow {
@@ -197,20 +204,20 @@ pub struct ActionRow {
     pub state: String,
     /// Reason of the refusal, if the offload was refused.
     pub reason: String,
-    /// VRAM that was moved, in bytes.
+    /// VRAM that the offload moved, in bytes.
     pub bytes: u64,
-    /// Duration of the move, in milliseconds.
+    /// Duration of the offload, in milliseconds.
     pub elapsed_ms: u64,
 }
 
 const PS: [&str; 3] = ["ps", "-o", "json"];
-/// Exit status of `timeout` if the time limit of the command has passed.
+/// Exit status of the program `timeout` after it has ended a command at the time limit.
 const TIMED_OUT: i32 = 124;
-/// Error that the command prints if no controller listens. On a busy machine, a controller may
-/// start to listen a moment later.
+/// Error text of the command `affinode` if no controller listens. On a busy machine, a controller
+/// may listen only a moment later.
 const NO_CONTROLLER: &str = "cannot connect to the controller";
-/// Reasons of temporary refusals. For example, a call is in progress, or the process has not
-/// registered yet.
+/// Reasons of a refused offload that disappear by themselves. For example, a call is in progress,
+/// or the process has not registered yet.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
 impl Cli {
@@ -226,7 +233,7 @@ impl Cli {
         &self.run_dir
     }
 
-    /// A command with these arguments.
+    /// Builds the command `affinode` with these arguments.
     #[must_use]
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
@@ -234,7 +241,7 @@ impl Cli {
         command
     }
 
-    /// Runs the command, with any exit status.
+    /// Runs the command and returns its output, whatever its exit status.
     ///
     /// # Errors
     /// When the command cannot be run, or does not end within [`WAIT_TIMEOUT`].
@@ -254,7 +261,8 @@ impl Cli {
         Ok(output)
     }
 
-    /// Runs the command and requires success. Waits for a controller that is starting.
+    /// Runs the command, requires success, and returns its stdout. Waits if the controller is still
+    /// starting.
     ///
     /// # Errors
     /// When the command fails, or no controller starts.
@@ -281,7 +289,7 @@ impl Cli {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// The output of `affinode ps`. Waits for a controller that is starting.
+    /// Returns the output of `affinode ps`. Waits if the controller is still starting.
     ///
     /// # Errors
     /// When no controller starts, or its reply cannot be parsed.
@@ -291,7 +299,7 @@ impl Cli {
         })
     }
 
-    /// The output of `affinode ps` from a controller that already runs.
+    /// Returns the output of `affinode ps`. A controller must already run.
     ///
     /// # Errors
     /// When no controller runs, or its reply cannot be parsed.
@@ -309,8 +317,7 @@ impl Cli {
             .with_context(|| format!("cannot parse the output of `affinode ps -o json`: {text}"))
     }
 
-    /// The first GPU. This function waits until a controller that has just started has read the
-    /// GPU.
+    /// Returns the first GPU. Waits if the controller has started but has not read the GPU yet.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails, or there is no GPU.
@@ -318,8 +325,8 @@ impl Cli {
         until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
     }
 
-    /// The first GPU, as soon as `wanted` returns true for it. `what` completes the error "waited
-    /// for …".
+    /// Waits until `wanted` returns true for the first GPU, and returns this GPU. `what` completes
+    /// the error "waited for …".
     ///
     /// # Errors
     /// When [`Cli::ps`] fails, or `wanted` does not return true in time.
@@ -332,7 +339,7 @@ impl Cli {
         .with_context(|| format!("last reading: {last:?}"))
     }
 
-    /// The container with this id of containerd, if the controller lists it.
+    /// Returns the container with this containerd id. `None` if the controller does not list it.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails.
@@ -341,7 +348,8 @@ impl Cli {
         Ok(rows.into_iter().find(|row| row.id == id))
     }
 
-    /// The row of a container. Waits until the controller lists it.
+    /// Waits until the controller lists a container, and returns the container's row of `affinode
+    /// ps`.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails, or the container is not listed in time.
@@ -349,8 +357,8 @@ impl Cli {
         until(&format!("{id} to be known"), || self.container(id))
     }
 
-    /// The row of a container with a registered process. Waits until the process's first call has
-    /// reached the controller.
+    /// Waits until a process of the container has registered and its first call has reached the
+    /// controller. Returns the container's row of `affinode ps`.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails, or no process registers in time.
@@ -358,9 +366,9 @@ impl Cli {
         self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
     }
 
-    /// The row of a container, as soon as it matches. `what` completes the error "waited for the
-    /// container …". A wait is necessary because a program's reply can arrive before the controller
-    /// has recorded the move.
+    /// Waits until `wanted` returns true for a container's row of `affinode ps`, and returns the
+    /// row. `what` completes the error "waited for the container …". The wait is necessary because
+    /// a program's reply can arrive before the controller has recorded the offload or restore.
     ///
     /// # Errors
     /// When the row does not match in time.
@@ -384,8 +392,8 @@ impl Cli {
         .with_context(|| format!("last reading: {last}"))
     }
 
-    /// The events, as soon as one of them matches. The controller publishes an event slightly after
-    /// its cause.
+    /// Waits until `wanted` returns true for an event, and returns all events. The controller
+    /// publishes an event slightly after its cause.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails, or no event matches in time.
@@ -402,7 +410,7 @@ impl Cli {
         .with_context(|| format!("events so far: {last:#?}"))
     }
 
-    /// The events since the controller's start, oldest first.
+    /// Returns the events since the controller's start, oldest first.
     ///
     /// # Errors
     /// When [`Cli::ps`] fails.
@@ -415,8 +423,8 @@ impl Cli {
             .collect()
     }
 
-    /// Runs `affinode offload` for a resident container. Repeats the command after a temporary
-    /// refusal.
+    /// Runs `affinode offload` for a resident container, and returns the reply. Repeats the command
+    /// after a temporary refusal.
     ///
     /// # Errors
     /// If the command cannot be run.
@@ -447,8 +455,8 @@ impl Cli {
         Ok(said)
     }
 
-    /// Waits until a container is resident: active or idle. On a slow machine the container may
-    /// become idle again before it is seen as active.
+    /// Waits until a container is resident (active or idle), and returns its row. On a slow machine
+    /// the container may become idle again before the test sees it as active.
     ///
     /// # Errors
     /// When the container is not resident in time.

@@ -1,8 +1,8 @@
-//! Containers that are run with `ctr`, with and without a GPU.
+//! Containers that tests run with `ctr`, with and without a GPU.
 //!
 //! A test communicates with a container's program through two named pipes in a mounted folder. The
-//! pipes do not depend on `ctr` or containerd, so they continue to work when these end. The pipes
-//! work with CRI, too.
+//! pipes do not depend on `ctr` or containerd, so they still work after these have ended.
+//! Containers that are started through CRI use the same pipes.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -15,13 +15,13 @@ use nix::{sys::stat::Mode, unistd::mkfifo};
 
 use crate::{containerd, image, testbed::Testbed, wait::until};
 
-/// Folder of the client programs in a container.
+/// Folder inside a container that contains the client programs.
 pub const CLIENTS: &str = "/opt/clients";
 /// Flags of `ctr` that make a container's cgroup visible inside it, as Kubernetes and nerdctl do by
 /// default.
 pub const SEES_ITS_CGROUP: [&str; 2] =
     ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
-/// Folder of the pipes in a container.
+/// Folder inside a container that contains the pipes to the test.
 pub const PIPES: &str = "/io";
 
 /// Description of a container to run.
@@ -31,11 +31,11 @@ pub struct Spec {
     pub id: String,
     /// Runtime type in containerd.
     pub runtime: String,
-    /// Name of an image that the module [`image`] writes.
+    /// Name of the container's image. The module [`image`] writes the images.
     pub image: String,
-    /// An existing root filesystem in place of the image.
+    /// An existing root filesystem. If it is set, it replaces the image.
     pub rootfs: Option<PathBuf>,
-    /// Whether the container gets the testbed's GPU.
+    /// Whether the container can use the testbed's GPU.
     pub gpu: bool,
     /// Environment variables of the program.
     pub env: Vec<(String, String)>,
@@ -45,18 +45,18 @@ pub struct Spec {
     pub mounts: Vec<(PathBuf, PathBuf)>,
     /// Further flags of `ctr run`.
     pub flags: Vec<String>,
-    /// Program and its arguments.
+    /// The container's program and its arguments.
     pub argv: Vec<String>,
 }
 
 impl Spec {
-    /// A GPU container of runtime affinode that runs `argv` as root.
+    /// Describes a GPU container with the runtime `affinode` that runs `argv` as root.
     #[must_use]
     pub fn gpu(id: &str, argv: &[&str]) -> Self {
         Self { gpu: true, ..Self::plain(id, argv) }
     }
 
-    /// A container without a GPU, of runtime affinode.
+    /// Describes a container without a GPU, with the runtime `affinode`, that runs `argv`.
     #[must_use]
     pub fn plain(id: &str, argv: &[&str]) -> Self {
         Self {
@@ -80,16 +80,17 @@ impl Spec {
         self
     }
 
-    /// Sets an idle timeout that is long enough for a worker that makes a call every 20 ms to stay
-    /// active, even on a slow machine.
+    /// Sets a longer idle timeout. A worker that makes a call every 20 ms then stays active, even
+    /// on a slow machine.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
         self.annotation("affinode.io/idle-timeout", "1h")
     }
 
-    /// Turns on prefaulting of host memory. The short idle timeout lets the prefault start soon
-    /// after the last call.
+    /// Turns on the prefault of host memory (the memory is touched and registered before an
+    /// offload). Also sets a short idle timeout, so that the prefault starts soon after the last
+    /// call.
     #[must_use]
     pub fn prepared(self) -> Self {
         self.annotation("affinode.io/engine", "full")
@@ -112,21 +113,22 @@ impl Spec {
         self
     }
 
-    /// Uses another runtime type.
+    /// Sets the runtime type of containerd.
     #[must_use]
     pub fn runtime(mut self, runtime: &str) -> Self {
         runtime.clone_into(&mut self.runtime);
         self
     }
 
-    /// Runs the program from another image.
+    /// Sets the image that the container runs from.
     #[must_use]
     pub fn image(mut self, image: &str) -> Self {
         image.clone_into(&mut self.image);
         self
     }
 
-    /// The command `ctr run` with these flags before the image: `--rm`, `--detach`, `--tty`.
+    /// Builds the command `ctr run` for this container. `flags` are flags such as `--rm`,
+    /// `--detach` and `--tty`.
     ///
     /// # Errors
     /// When a file that the GPU needs cannot be found.
@@ -166,7 +168,7 @@ impl Spec {
         Ok(command)
     }
 
-    /// Runs the container in the foreground to its end, removes it, and returns its stdout.
+    /// Runs the container in the foreground until it ends, removes it, and returns its stdout.
     ///
     /// # Errors
     /// When the container fails.
@@ -183,14 +185,14 @@ impl Spec {
         Ok(self.running())
     }
 
-    /// A handle for the container of this description, for containers that [`Spec::start`] has not
-    /// started.
+    /// Creates a handle for a container that was started by other means than [`Spec::start`].
     #[must_use]
     pub fn running(&self) -> Running {
         Running { id: self.id.clone() }
     }
 
-    /// Connects the program's standard input and output to pipes. Returns the folder of the pipes.
+    /// Connects the program's standard input and output to pipes, which the test can open. Returns
+    /// the folder of the pipes.
     ///
     /// # Errors
     /// When the pipes cannot be created.
@@ -203,7 +205,8 @@ impl Spec {
     }
 }
 
-/// Wraps `argv` so that it reads from and writes to the pipes in [`PIPES`].
+/// Wraps the command line `argv` in a shell command that connects its input and output to the pipes
+/// in [`PIPES`].
 #[must_use]
 pub fn piped(argv: &[String]) -> Vec<String> {
     let script = format!("exec \"$@\" <{PIPES}/in >{PIPES}/out 2>{PIPES}/err.log");
@@ -212,7 +215,7 @@ pub fn piped(argv: &[String]) -> Vec<String> {
     command
 }
 
-/// Creates a folder with the pipes `in` and `out`. Every user may open them.
+/// Creates a folder with the named pipes `in` and `out`, which every user may open.
 ///
 /// # Errors
 /// When the folder or a pipe cannot be created.
@@ -220,7 +223,8 @@ pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
     make_pipe_pairs(world, id, &[""])
 }
 
-/// Creates a folder with a pair of pipes for each suffix, as [`make_pipes`] does.
+/// Creates a folder with the named pipes `in` and `out` for each suffix. The suffix is added to
+/// their names.
 ///
 /// # Errors
 /// When the folder or a pipe cannot be created.
@@ -244,7 +248,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
     Ok(folder)
 }
 
-/// A container that was started.
+/// Handle of a container that was started.
 #[derive(Clone, Debug)]
 pub struct Running {
     /// Id of the container in containerd.
@@ -265,7 +269,8 @@ impl Running {
         Ok(pid.parse()?)
     }
 
-    /// Status of the task, such as RUNNING or STOPPED. `None` if there is no task.
+    /// Status of the container's task in containerd, such as RUNNING or STOPPED. `None` if there is
+    /// no task.
     ///
     /// # Errors
     /// When ctr fails.
@@ -275,10 +280,10 @@ impl Running {
         Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
     }
 
-    /// Runs a program in the container, and returns its standard output.
+    /// Runs a program in the container with `ctr tasks exec`, and returns its standard output.
     ///
-    /// `ctr` drops the output of a program that ends before `ctr` has opened the pipes. The program
-    /// is therefore run by a shell, which ends only after the output has arrived.
+    /// If a program ends before `ctr` has opened the pipes, `ctr` drops the program's output. The
+    /// program is therefore run by a shell, which ends only after the output has arrived.
     ///
     /// # Errors
     /// When the program fails.
@@ -313,7 +318,7 @@ impl Running {
         }
     }
 
-    /// Sends SIGKILL and waits until the task has stopped.
+    /// Sends SIGKILL to the container's task, and waits until the task has stopped.
     ///
     /// # Errors
     /// When the task does not stop.

@@ -28,31 +28,31 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
-/// Snippet for a version 2 configuration, as the documents show it to users. The tests install the
-/// same text.
+/// Configuration snippet that registers Affinode with a version 2 configuration of containerd. The
+/// tests install the same file that the documents show to users.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
 /// Program name of Affinode's shim. The next constant is its path in the snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
 
-/// Origin of containerd's configuration file.
+/// Origin of containerd's configuration file, which determines the form of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// From a distribution, which writes the file once, at its installation.
+    /// A distribution has written the file once, at the installation of containerd.
     #[default]
     Usual,
-    /// From Docker's packages, which disable CRI.
+    /// Docker's packages have installed the file. It disables CRI.
     Docker,
-    /// From k3s or rke2, which write the file at each start.
+    /// k3s or rke2 writes the file at each start.
     Rancher {
-        /// Whether containerd's file imports a folder next to the file. Newer versions of k3s and
+        /// Whether the file imports the files of a folder next to it. Newer versions of k3s and
         /// rke2 write such files for containerd 2.
         imports: bool,
     },
 }
 
-/// A containerd in a testbed's folder.
+/// A private containerd whose files are in a testbed's folder.
 pub struct Containerd {
     release: Release,
     layout: Layout,
@@ -63,8 +63,8 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Writes the configuration, without Affinode's runtime. containerd runs with the environment
-    /// `env`, which shims and the controller inherit.
+    /// Writes containerd's configuration without Affinode's runtime. containerd gets the
+    /// environment `env`, which shims and the controller inherit.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -102,7 +102,7 @@ impl Containerd {
         Some(Rancher { line: self.release.line, imports, dir: &self.dir, store: &self.store })
     }
 
-    /// Registers Affinode's runtime with the documented snippets.
+    /// Adds Affinode's runtime to the configuration, with the documented snippets.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -123,13 +123,13 @@ impl Containerd {
         Ok(std::fs::write(file, text)?)
     }
 
-    /// Release of this containerd.
+    /// Release of containerd that this value runs.
     #[must_use]
     pub fn release(&self) -> &Release {
         &self.release
     }
 
-    /// Path of the configuration file that containerd is started with.
+    /// Path of containerd's configuration file.
     #[must_use]
     pub fn config_file(&self) -> PathBuf {
         match self.rancher() {
@@ -156,7 +156,7 @@ impl Containerd {
         self.dir.join("containerd.sock")
     }
 
-    /// Folder with the bundles of a namespace.
+    /// Folder of the OCI bundles of the containers in a containerd namespace.
     #[must_use]
     pub fn bundles(&self, namespace: &str) -> PathBuf {
         self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
@@ -168,7 +168,7 @@ impl Containerd {
         self.dir.join("containerd.log")
     }
 
-    /// Starts containerd and waits until it replies.
+    /// Starts containerd and waits until it replies to requests.
     ///
     /// # Errors
     /// When containerd ends or does not reply.
@@ -200,8 +200,8 @@ impl Containerd {
         })
     }
 
-    /// Ends containerd with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers
-    /// continue.
+    /// Ends containerd with a signal: SIGTERM as systemd does, or SIGKILL to simulate a crash.
+    /// Containers continue to run.
     ///
     /// # Errors
     /// When containerd is not running or does not end.
@@ -216,7 +216,7 @@ impl Containerd {
         until("containerd to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// Ends containerd as systemd does when its unit is stopped.
+    /// Ends containerd as systemd does when containerd's unit is stopped.
     ///
     /// # Errors
     /// When [`Containerd::stop`] fails, or the unit's settings would end other processes as well.
@@ -230,7 +230,7 @@ impl Containerd {
         }
     }
 
-    /// Imports the archive of generated images into a namespace.
+    /// Imports an archive of images into a containerd namespace.
     ///
     /// # Errors
     /// When ctr fails.
@@ -238,7 +238,7 @@ impl Containerd {
         run(self.ctr(keeper, namespace).args(["images", "import"]).arg(archive)).map(|_| ())
     }
 
-    /// The command `ctr` for this containerd, in the supervisor's mount namespace.
+    /// Builds the command `ctr` for this containerd. It runs in the supervisor's mount namespace.
     #[must_use]
     pub fn ctr(&self, keeper: &Keeper, namespace: &str) -> Command {
         let mut command = keeper.command(&self.release.bin_dir.join("ctr"));
@@ -247,7 +247,7 @@ impl Containerd {
         command
     }
 
-    /// The folder of snapshots and images.
+    /// Folder of containerd's snapshots and images.
     #[must_use]
     pub fn store(&self) -> &Path {
         &self.store
@@ -268,7 +268,7 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(out.into_owned())
 }
 
-/// The end of a program's output, which contains the error.
+/// Returns the last part of a program's output, which contains the error.
 fn last(text: &str) -> String {
     let lines: Vec<&str> = text.trim().lines().collect();
     lines.split_at(lines.len().saturating_sub(30)).1.join("\n")
@@ -280,8 +280,9 @@ pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
 }
 
-/// The configuration of containerd in Docker's package. The first line is copied from the package's
-/// file. Like that file, this configuration has no `version`.
+/// Returns the configuration of the containerd in Docker's package, in which CRI is disabled. The
+/// first line is copied from the package's file. Like that file, this configuration has no
+/// `version`.
 fn config_without_cri(dir: &Path, store: &Path) -> String {
     let (dir, store) = (dir.display(), store.display());
     format!(

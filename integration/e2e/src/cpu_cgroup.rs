@@ -1,4 +1,4 @@
-//! The cgroup that gives a container its share of the processors.
+//! Limits the CPU time of a container through its cgroup.
 
 use std::{
     fs,
@@ -26,8 +26,8 @@ pub fn set_percent(pid: i32, percent: Option<u32>) -> Result<()> {
     fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// The cgroup folder of a process, and whether the hierarchy is of version 2. Lines are
-/// `id:controllers:path`.
+/// Returns the cgroup folder of a process, and whether the hierarchy is of version 2. The lines of
+/// `/proc/PID/cgroup` have the form `id:controllers:path`.
 fn folder_of(pid: i32) -> Result<(PathBuf, bool)> {
     let text = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
     let root = Path::new("/sys/fs/cgroup");

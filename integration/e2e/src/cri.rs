@@ -1,5 +1,6 @@
-//! The part of CRI with which a kubelet runs a pod. The module contains a client of the socket of
-//! containerd or CRI-O, pods, and GPU containers whose programs exchange lines with the test.
+//! A client for the part of CRI with which a kubelet runs a pod. The module connects to the socket
+//! of containerd or CRI-O, and describes pods and containers. It also connects the program of a GPU
+//! container to the test.
 
 mod messages;
 
@@ -38,8 +39,8 @@ pub struct Cri {
 }
 
 impl Cri {
-    /// Connects, and waits until CRI is served, which begins shortly after the start of containerd
-    /// or CRI-O.
+    /// Connects to the socket. Waits until the runtime serves CRI, which begins shortly after the
+    /// start of containerd or CRI-O.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -63,8 +64,8 @@ impl Cri {
         Ok(cri)
     }
 
-    /// The features that containerd reports for a runtime handler. A kubelet rejects a pod that
-    /// needs a feature that is not reported.
+    /// Returns the features that containerd reports for a runtime handler. A kubelet rejects a pod
+    /// that needs a feature that is not reported.
     ///
     /// # Errors
     /// When a request to CRI fails, or there is no such handler.
@@ -76,7 +77,8 @@ impl Cri {
             .context("containerd reports no such runtime handler to CRI")
     }
 
-    /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
+    /// Creates the sandbox of a pod with a runtime handler, as a kubelet does for a RuntimeClass.
+    /// Returns the pod's id.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -95,7 +97,7 @@ impl Cri {
         Ok(answer.id)
     }
 
-    /// Creates and starts a container, with the labels that a kubelet gives it.
+    /// Creates and starts a container in a pod. The container has the labels that a kubelet sets.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -119,7 +121,7 @@ impl Cri {
         Ok(id)
     }
 
-    /// Runs a program in a container.
+    /// Runs a program in a container, and returns its output and exit code.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -131,7 +133,7 @@ impl Cri {
         )
     }
 
-    /// The state of a container.
+    /// Returns CRI's number for the state of a container.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -139,7 +141,7 @@ impl Cri {
         Ok(self.status(container_id)?.state)
     }
 
-    /// The exit code of a container that has ended.
+    /// Waits until a container has ended, and returns its exit code.
     ///
     /// # Errors
     /// When the container has not ended in time, or a request to CRI fails.
@@ -156,7 +158,7 @@ impl Cri {
         answer.status.context("the response of CRI has no status")
     }
 
-    /// Stops a container: SIGTERM, and after a number of seconds SIGKILL.
+    /// Stops a container with SIGTERM. The runtime sends SIGKILL after this number of seconds.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -209,7 +211,7 @@ impl Cri {
     }
 }
 
-/// Configuration of a pod on the host's network. The cgroups of its containers are below
+/// Describes a pod that uses the host's network. The cgroups of its containers are below
 /// `cgroup_parent`.
 pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
     let (uid, namespace) = (format!("uid-{name}"), "team");
@@ -232,8 +234,8 @@ fn host_network() -> Namespaces {
     Namespaces { network: NODE, userns_options: None }
 }
 
-/// Puts a pod and one of its containers into a user namespace, as a kubelet does for `hostUsers:
-/// false`. Such a pod also has a network namespace of its own.
+/// Changes a pod and one of its containers so that they use a user namespace, as a kubelet does for
+/// `hostUsers: false`. Such a pod also has a network namespace of its own.
 pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
     let ids = vec![OWN_USERS];
     let users = UserNamespace { uids: ids.clone(), gids: ids.clone() };
@@ -251,7 +253,7 @@ pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
     }
 }
 
-/// Configuration of a container on the host's network.
+/// Describes a container that uses the host's network.
 pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into() }),
@@ -265,8 +267,8 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
     }
 }
 
-/// Configuration of a container with the testbed's GPU, and the pipes to its program. The container
-/// runs the usual CUDA program with this much VRAM.
+/// Describes a container with the testbed's GPU, and opens the pipes to its program. The program is
+/// the usual CUDA worker, with this much VRAM.
 ///
 /// # Errors
 /// When the pipes cannot be created.

@@ -1,5 +1,5 @@
-//! CRI-O in a testbed, with `affinode-runtime` as one of its runtime handlers. CRI-O's files are in
-//! the testbed's folder, and it shares Podman's images, because it cannot import images itself.
+//! Runs CRI-O in a testbed, with `affinode-runtime` as one of its runtime handlers. CRI-O's files
+//! are in the testbed's folder. CRI-O uses Podman's images, because it cannot import images itself.
 
 use std::{
     fs,
@@ -25,32 +25,35 @@ use crate::{
     wait::until,
 };
 
-/// Name of the runtime handler with Affinode, as the documents configure it.
+/// Name of the runtime handler that uses Affinode, as in the documented configuration.
 pub const AFFINODE: &str = "affinode";
-/// Name of the runtime handler without Affinode.
+/// Name of the runtime handler that does not use Affinode.
 pub const OWN: &str = "own";
-/// Configuration file from the documents. The tests use the same text.
+/// CRI-O's configuration file for Affinode. The tests install the same file that the documents
+/// show.
 const REGISTER: &str = include_str!("../../../config/crio/affinode.conf");
-/// Script in front of runc. CRI-O gives the first process of a pod a negative score, which needs
-/// CAP_SYS_RESOURCE. Build machines often lack this capability, so the script puts the machine's
-/// own score in its place. conmon runs it in the folder of the spec.
+/// Shell script that edits a container's spec and then runs runc. CRI-O gives the first process of
+/// a pod a negative OOM score, which needs CAP_SYS_RESOURCE. Build machines often lack this
+/// capability, so the script inserts the machine's own score. conmon runs the script in the folder
+/// of the spec.
 const RUNC: &str = r#"#!/bin/sh
 score=$(cat /proc/self/oom_score_adj)
 [ -f config.json ] && sed -i "s/\"oomScoreAdj\": -[0-9]*/\"oomScoreAdj\": $score/" config.json
 exec @RUNC@ "$@"
 "#;
 
-/// Program of a pod's first container. CRI-O waits for its end after SIGTERM, which the first
-/// process of a pid namespace ignores unless it has a handler.
+/// Entry point of a pod's first container, which sleeps until it receives SIGTERM. The process
+/// needs a handler for SIGTERM, because the first process of a pid namespace ignores this signal
+/// otherwise.
 const PAUSE: &str = r#"ENTRYPOINT ["/bin/sh", "-c", "trap exit TERM; /bin/sleep infinity & wait"]"#;
 
-/// CRI-O and the programs that it needs, built or installed.
+/// Paths of CRI-O and of the programs that it needs, built or installed.
 #[derive(Clone, Debug)]
 pub struct CrioPrograms {
     /// Folder with the programs `crio` and `pinns`.
     pub folder: PathBuf,
-    /// Path of a runc that knows the version of the spec that CRI-O writes. crun of a distribution
-    /// may be too old.
+    /// Path of a runc that supports the spec version that CRI-O writes. A distribution's crun may
+    /// be too old.
     pub runc: PathBuf,
     /// Programs that CRI-O and Podman have in common.
     pub podman: PodmanPrograms,
@@ -68,7 +71,7 @@ impl CrioPrograms {
     }
 }
 
-/// A CRI-O in a testbed's folder, with Podman's images.
+/// A running CRI-O with its files in a testbed's folder. It uses Podman's images.
 pub struct Crio<'a> {
     world: &'a Testbed,
     folder: PathBuf,
@@ -111,7 +114,8 @@ impl<'a> Crio<'a> {
         self.dir().join("crio.conf.d")
     }
 
-    /// The script must have the name of the runtime that it runs, as Affinode's runtime knows it.
+    /// Path of the script that runs runc. The script must be named `runc`, because Affinode's
+    /// runtime recognises the runtime by this name.
     fn runc(&self) -> PathBuf {
         self.dir().join("runc")
     }
@@ -136,8 +140,8 @@ impl<'a> Crio<'a> {
         Cri::connect(&self.socket())
     }
 
-    /// The documented configuration of Affinode's handler, with the testbed's paths. CRI-O passes
-    /// no environment variables to a runtime, except those that the handler lists.
+    /// Returns the documented configuration of Affinode's handler, with the testbed's paths. CRI-O
+    /// passes only those environment variables to a runtime that the handler lists.
     fn handler(&self) -> Result<String> {
         let program = self.world.artifacts().bin("affinode-runtime")?;
         let env = self.world.oci_runtime_env(&self.runc());
@@ -146,7 +150,7 @@ impl<'a> Crio<'a> {
         Ok(format!("{text}monitor_env = {env:?}\n"))
     }
 
-    /// CRI-O's own configuration file, without the handler of Affinode.
+    /// Returns the text of CRI-O's own configuration file, without the handler of Affinode.
     fn config(&self) -> String {
         let dir = self.dir();
         let path = |name: &str| dir.join(name);
@@ -221,7 +225,7 @@ enable_nri = false
         self.cri().map(drop)
     }
 
-    /// Ends CRI-O with a signal. Containers continue.
+    /// Ends CRI-O with a signal. Its containers continue to run.
     ///
     /// # Errors
     /// When CRI-O is not running or does not end.
@@ -233,7 +237,8 @@ enable_nri = false
         until("CRI-O to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// The spec of a container as CRI-O has written it, and the spec that its runtime has read.
+    /// Returns the spec of a container twice: as CRI-O has written it, and as its runtime has read
+    /// it.
     ///
     /// # Errors
     /// When a file cannot be read.

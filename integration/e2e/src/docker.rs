@@ -1,4 +1,4 @@
-//! A dockerd in a testbed. It uses the testbed's containerd. Its files, sockets and images are in
+//! Runs dockerd in a testbed, with the testbed's containerd. Its files, sockets and images are in
 //! the testbed's folder, and its containers have no network.
 
 use std::{
@@ -24,13 +24,13 @@ use crate::{
     worker::Worker,
 };
 
-/// Path of the daemon, below the folder with Docker's unpacked packages.
+/// Path of `dockerd`, relative to the folder with Docker's unpacked packages.
 const DAEMON: &str = "usr/sbin/dockerd";
 const COMMAND: &str = "usr/bin/docker";
-/// Path of the daemon in Ubuntu's packages.
+/// Path of `dockerd` in Ubuntu's packages, relative to the folder with the unpacked packages.
 const DAEMON_OF_UBUNTU: &str = "usr/bin/dockerd";
 
-/// Paths of Docker's programs, which `cargo xtask deps` has unpacked.
+/// Paths of Docker's programs in the packages that `cargo xtask deps` has unpacked.
 #[derive(Clone, Debug)]
 pub struct DockerPrograms {
     /// Path of the daemon `dockerd`.
@@ -40,7 +40,7 @@ pub struct DockerPrograms {
 }
 
 impl DockerPrograms {
-    /// The programs in a folder with unpacked packages. `None` if a program is missing.
+    /// Finds Docker's programs in a folder with unpacked packages. `None` if a program is missing.
     #[must_use]
     pub fn in_folder(folder: &Path) -> Option<Self> {
         let daemon = [DAEMON, DAEMON_OF_UBUNTU].map(|name| folder.join(name));
@@ -49,14 +49,14 @@ impl DockerPrograms {
         command.is_file().then_some(Self { daemon, command })
     }
 
-    /// The programs that `cargo xtask deps` unpacked. `None` if it found no packages.
+    /// Finds Docker's programs that `cargo xtask deps` unpacked. `None` if it found no packages.
     #[must_use]
     pub fn find(artifacts: &Artifacts) -> Option<Self> {
         Self::in_folder(&artifacts.docker_dir())
     }
 }
 
-/// A dockerd that was started. It can be stopped and started again.
+/// A dockerd in a testbed. It can be stopped and started again.
 pub struct Docker<'a> {
     world: &'a Testbed,
     programs: DockerPrograms,
@@ -64,7 +64,7 @@ pub struct Docker<'a> {
 }
 
 impl<'a> Docker<'a> {
-    /// Starts dockerd with this `daemon.json`, and loads the usual image into it.
+    /// Starts dockerd with `config` as its `daemon.json`, and loads the usual image into it.
     ///
     /// # Errors
     /// When dockerd does not start.
@@ -93,7 +93,7 @@ impl<'a> Docker<'a> {
         self.world.dir().join("docker.sock")
     }
 
-    /// A folder that is the first entry of dockerd's PATH.
+    /// Folder that is the first entry of dockerd's PATH. Tests write scripts into it.
     #[must_use]
     pub fn hooks(&self) -> PathBuf {
         self.world.dir().join("hooks")
@@ -149,7 +149,7 @@ impl<'a> Docker<'a> {
         until("dockerd to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// A `docker` command for this dockerd.
+    /// Builds a `docker` command that connects to this dockerd.
     #[must_use]
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.world.keeper().command(&self.programs.command);
@@ -177,7 +177,7 @@ impl<'a> Docker<'a> {
         Ok(self.run(&["info", "--format", names])?.lines().any(|name| name == runtime))
     }
 
-    /// Part of a container's description, selected by a Go template.
+    /// Runs `docker inspect` for a container, and returns the value that a Go template selects.
     ///
     /// # Errors
     /// When the container is unknown.
@@ -185,7 +185,7 @@ impl<'a> Docker<'a> {
         self.run(&["inspect", "--format", template, container])
     }
 
-    /// Flags of a container that gets the testbed's GPU.
+    /// Returns the flags of `docker run` that give a container the testbed's GPU.
     ///
     /// # Errors
     /// When a file that the GPU needs cannot be found.

@@ -1,4 +1,4 @@
-//! Flags that the commands `docker` and `podman` have in common.
+//! Helpers for the commands `docker` and `podman`, which have these flags in common.
 
 use anyhow::Result;
 
@@ -9,7 +9,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Flags of a container that gets the testbed's GPU.
+/// Returns the flags of `docker run` or `podman run` that give a container the testbed's GPU.
 ///
 /// # Errors
 /// When a file that the GPU needs cannot be found.
@@ -28,8 +28,8 @@ pub fn gpu_flags(world: &Testbed) -> Result<Vec<String>> {
     Ok(flags)
 }
 
-/// Starts a CUDA program in the background with these flags, and waits until it has filled its
-/// VRAM. `run` executes the command and returns the container's id.
+/// Starts a CUDA program in a background container with these flags, and waits until it has filled
+/// its VRAM. `run` executes the `docker` or `podman` command and returns the container's id.
 ///
 /// # Errors
 /// When the container does not start, or a CUDA call fails.

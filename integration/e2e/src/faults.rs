@@ -1,5 +1,6 @@
-//! Causes faults during an installation. After each fault, the node must be unchanged or Affinode
-//! must be installed correctly. containerd must reply, and the error must contain the remedy.
+//! Causes faults during an installation of Affinode. After each fault, either the node must be
+//! unchanged or Affinode must be installed correctly. containerd must reply, and the error must
+//! contain the remedy.
 
 mod killed;
 
@@ -10,10 +11,11 @@ use nix::sys::signal::Signal;
 
 use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Testbed};
 
-/// Causes a fault on a node without an installation. Returns a description of the result.
+/// Function that causes a fault on a node without an installation. It returns a description of the
+/// result.
 pub type Fault = fn(&Testbed) -> Result<String>;
 
-/// The faults by name.
+/// All faults, each with its name and function.
 pub const ALL: [(&str, Fault); 6] = [
     ("containerd fails to restart", restart_fails),
     ("full disk", full_disk),
@@ -25,7 +27,7 @@ pub const ALL: [(&str, Fault); 6] = [
 
 const HANDLER: &str = "affinode";
 
-/// State of the node before the fault, for comparison.
+/// State of the node before the fault. It is compared with the state after the fault.
 struct Scene<'a> {
     world: &'a Testbed,
     installation: Installation<'a>,
@@ -50,8 +52,8 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Creates a mount namespace, runs the commands `mounts` in it, and then runs an installation
-    /// in it. Returns the installation's output, and a list of the files that are in the folder
+    /// Runs an installation in a new mount namespace, in which the shell commands `mounts` have
+    /// run. Returns the installation's output, and a list of the files that are in the folder
     /// `looked_at` afterwards.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
@@ -77,7 +79,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Requires that the output contains each of these texts.
+/// Requires that the output `said` contains each of the texts in `of`.
 fn tells(said: &str, of: &[&str]) -> Result<()> {
     of.iter().try_for_each(|word| {
         ensure!(said.contains(word), "expected {word:?} in: {said}");
@@ -85,7 +87,8 @@ fn tells(said: &str, of: &[&str]) -> Result<()> {
     })
 }
 
-/// containerd does not start with the new configuration. The installer must restore the old one.
+/// containerd fails to start with the new configuration. The installer must restore the old
+/// configuration.
 fn restart_fails(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -127,7 +130,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// The disk has space for Affinode's files, but not for a copy of containerd's configuration.
+/// The disk has space for Affinode's files, but not for a copy of containerd's configuration file.
 fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
@@ -152,7 +155,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     tells(&said?, &["No space left", &scene.file_name()])
 }
 
-/// A node with a read-only /etc or /usr.
+/// Installs on a node whose /etc or /usr is read-only.
 fn read_only(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let (prefix, state) = (world.prefix(), scene.installation.state(""));
@@ -176,7 +179,7 @@ fn read_only(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// containerd's configuration was made invalid after containerd had started.
+/// A change has made containerd's configuration invalid since containerd started.
 fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
@@ -206,7 +209,7 @@ fn broken_import(world: &Testbed) -> Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// A second installer starts while the first waits for containerd.
+/// A second installer starts while the first installer waits for containerd.
 fn second_installer(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -231,8 +234,8 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// The installation is killed before each of its steps. The installed programs are replaced by
-/// small files to save time, because the installer treats all programs alike.
+/// Kills the installation before each of its steps. Small files replace the installed programs to
+/// save time, because the installer treats all programs alike.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();

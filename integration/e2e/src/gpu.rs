@@ -1,7 +1,8 @@
-//! The GPU of a testbed: the simulated one, or the machine's own.
+//! The GPU of a testbed: a simulated GPU, or the machine's own.
 //!
-//! Both kinds of GPU provide what the controller on the host needs, and what a container needs. For
-//! a container these are the same parts that NVIDIA's container toolkit adds.
+//! For both kinds of GPU, the module provides what the controller on the host needs, and what a
+//! container needs. A container gets the same variables, files and devices that NVIDIA's container
+//! toolkit adds.
 
 use std::{
     collections::BTreeMap,
@@ -17,16 +18,16 @@ use crate::{
     wait::until,
 };
 
-/// Environment variable that names the simulated driver's socket.
+/// Environment variable with the path of the simulated driver's socket.
 const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
-/// Folder of the simulated driver's socket in containers.
+/// Folder inside containers that contains the simulated driver's socket.
 const SIM_FOLDER: &str = "/run/affinode-sim";
-/// Folder of the driver's libraries in containers. glibc searches it by default.
+/// Folder inside containers that contains the driver's libraries. glibc searches it by default.
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-/// Path of `nvidia-smi` in containers.
+/// Path of `nvidia-smi` inside containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
-/// The driver's libraries for compute. The container toolkit mounts the same libraries for the
-/// capabilities `compute,utility`.
+/// File names of the driver's libraries for compute. The container toolkit mounts the same
+/// libraries for the capabilities `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
     "libcuda.so.1",
     "libnvidia-ml.so.1",
@@ -39,7 +40,7 @@ const DRIVER_LIBRARIES: [&str; 6] = [
 /// The GPU of a testbed.
 #[derive(Clone, Debug)]
 pub enum Gpu {
-    /// A GPU that a daemon simulates.
+    /// A GPU that the daemon `affinode-sim-gpud` simulates.
     Simulated {
         /// Total VRAM in bytes.
         vram_bytes: u64,
@@ -55,7 +56,8 @@ impl Gpu {
         Path::new("/dev/nvidiactl").exists() && device_node(0).exists()
     }
 
-    /// Number of GPUs. A simulated machine has one unless its options say otherwise.
+    /// Number of the machine's GPUs. With a simulated GPU it is one, whatever the options of the
+    /// daemon.
     #[must_use]
     pub fn count(&self) -> usize {
         match self {
@@ -64,7 +66,7 @@ impl Gpu {
         }
     }
 
-    /// Name of the kind of GPU in outputs.
+    /// Name of the kind of GPU (simulated or real), for outputs.
     #[must_use]
     pub fn as_str(&self) -> &'static str {
         match self {
@@ -73,7 +75,7 @@ impl Gpu {
         }
     }
 
-    /// Environment variables for containerd. The controller inherits them.
+    /// Environment variables with which containerd runs. The controller inherits them.
     #[must_use]
     pub fn host_env(&self, artifacts: &Artifacts, dir: &Path) -> BTreeMap<String, String> {
         let mut env = BTreeMap::new();
@@ -86,8 +88,8 @@ impl Gpu {
         env
     }
 
-    /// Starts the processes that the GPU needs before the first container. `options` are options of
-    /// the daemon that simulates GPUs.
+    /// Starts the processes that the GPU needs before the first container starts. `options` are
+    /// options of the daemon that simulates GPUs.
     ///
     /// # Errors
     /// When the simulated driver does not start.
@@ -133,7 +135,7 @@ fn device_node(index: usize) -> PathBuf {
     format!("/dev/nvidia{index}").into()
 }
 
-/// VRAM in use on GPUs, in total and by process.
+/// VRAM in use on a GPU, in total and by process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
     /// VRAM in use by all processes and by the driver itself, in bytes.
@@ -143,8 +145,8 @@ pub struct Holders {
 }
 
 impl Gpu {
-    /// VRAM in use on the GPU with this index. The figures come from the driver, not from the controller:
-    /// from the simulated driver's daemon, or from `nvidia-smi`.
+    /// Returns the VRAM in use on the GPU with this index. The figures do not come from the
+    /// controller. They come from the simulated driver's daemon, or from `nvidia-smi`.
     ///
     /// # Errors
     /// When the daemon or the tool does not reply, or shows no GPU.
@@ -180,7 +182,7 @@ fn real_holders(index: usize) -> Result<Holders> {
     Ok(Holders { used_bytes: used_mib(&id)? << 20, by_pid: listed_holders(&text)? })
 }
 
-/// Parses lines with a process id and a number of MiB.
+/// Parses lines that each contain a process id and a number of MiB.
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     let mut by_pid = BTreeMap::new();
     for line in text.lines().filter(|line| !line.trim().is_empty()) {
@@ -201,9 +203,9 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
 pub struct ContainerParts {
     /// Environment variables for the container's program.
     pub env: BTreeMap<String, String>,
-    /// Read-only bind mounts: host path, path in the container.
+    /// Read-only bind mounts, each with the path on the host and the path in the container.
     pub mounts: Vec<(PathBuf, PathBuf)>,
-    /// Device nodes that a container needs.
+    /// Device nodes of the GPU that a container needs.
     pub devices: Vec<PathBuf>,
 }
 
@@ -253,8 +255,8 @@ fn real_parts() -> Result<ContainerParts> {
     Ok(parts)
 }
 
-/// The folder of the machine's `libcuda.so.1`. It is looked up in the loader's cache, then in the
-/// folder that container toolkits use.
+/// Finds the folder of the machine's `libcuda.so.1`. The function searches the loader's cache, then
+/// the folder that container toolkits use.
 ///
 /// # Errors
 /// When the library is not found.
@@ -290,7 +292,7 @@ fn nvidia_smi() -> Result<PathBuf> {
         .context("cannot find the NVIDIA driver's nvidia-smi: is the driver installed?")
 }
 
-/// VRAM in use on the machine's first GPU, as `nvidia-smi` reports it.
+/// Returns the VRAM in use on the machine's first GPU, as `nvidia-smi` reports it.
 ///
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.
@@ -298,7 +300,8 @@ pub fn nvidia_smi_used_bytes() -> Result<u64> {
     Ok(used_mib("--id=0")? << 20)
 }
 
-/// VRAM in use on the GPU that this option of `nvidia-smi` selects, in MiB.
+/// Returns the VRAM in use on one GPU, in MiB. `id` is the option of `nvidia-smi` that selects the
+/// GPU.
 fn used_mib(id: &str) -> Result<u64> {
     let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
     let output = std::process::Command::new(nvidia_smi()?).args(query).arg(id).output();

@@ -1,5 +1,6 @@
-//! The hazard suite runs one small program per hazard, without Affinode and with it. The programs
-//! run in real containers, on the simulated GPU or on the machine's own.
+//! The hazard suite, which runs one small program for each hazard (a situation that can end or
+//! damage a process while its GPU memory is moved). Each program runs without Affinode and with it,
+//! in a real container, on the simulated GPU or on the machine's own.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -8,7 +9,7 @@
 //! | [`memory`] | kinds of memory that a checkpoint can, or cannot, restore |
 //! | [`host`] | too little host memory for the VRAM |
 //! | [`setup`] | processes that cannot be managed, at all or at present |
-//! | [`moments`] | events during a move |
+//! | [`moments`] | events during an offload or restore |
 //! | [`ends`] | a container ends or is paused while it is offloaded or waits for VRAM |
 //! | [`tools`] | profilers and video, which enter the driver without its public functions |
 //! | [`exits`] | a program ends by itself while it is offloaded |
@@ -17,9 +18,9 @@
 //! | [`manual_ops`] | helper functions for all hazards |
 //! | [`report`] | the table of results |
 //!
-//! The result without Affinode is only reported. The result with Affinode decides: the process must
-//! continue with its memory intact, and its offload must succeed or be refused with the expected
-//! reason.
+//! Only the result with Affinode decides whether the hazard passes: the process must continue with
+//! its memory intact, and its offload must succeed or be refused with the expected reason. The
+//! result without Affinode is only reported.
 
 mod calls;
 mod ends;
@@ -47,8 +48,8 @@ use crate::{
     wait::until,
 };
 
-/// Configuration in which containers are offloaded only on request. An offload waits only briefly
-/// for a running kernel.
+/// Affinode's configuration for the hazard suite. Containers are offloaded only on request, and an
+/// offload waits only briefly for a running kernel.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -60,12 +61,12 @@ lock_timeout = "1s"
 [history]
 dir = "off"
 "#;
-/// Options of the simulated GPUs. The GPUs are large and mostly unused, and the last GPU is in MIG
-/// mode. Moves are slow enough that events can happen during them.
+/// Options of the simulated GPUs. The last of the three GPUs is in MIG mode. Offloads and restores
+/// are slow enough that a test can cause an event during them.
 const SIMULATED: [&str; 8] =
     ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
-/// Limit in bytes below which the VRAM in use on a GPU counts as none. The value is more than a
-/// driver keeps for itself and less than any process holds.
+/// VRAM use in bytes below which a GPU counts as unused. The value is more than a driver reserves
+/// for itself and less than any process of the suite uses.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
 const SIMULATED_BYTES: u64 = 8_192 * MIB;
@@ -73,14 +74,14 @@ const SIMULATED_BYTES: u64 = 8_192 * MIB;
 /// A hazard that the suite runs.
 struct Case {
     name: String,
-    /// Reason why the hazard cannot be run on a real GPU. `None` if it can.
+    /// Reason why the hazard cannot be run on a real GPU. `None` if it can be run there.
     simulated_only: Option<&'static str>,
     play: Play,
 }
 
 type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
-/// Result of a hazard.
+/// Result of a hazard: two outcomes, or the reason why it was skipped.
 enum Found {
     /// The outcomes of a hazard that was run.
     Row {
@@ -124,12 +125,12 @@ pub struct Options {
     /// Runs only hazards whose names contain one of these texts. If the list is empty, all hazards
     /// run.
     pub filters: Vec<String>,
-    /// Number of times that two containers are woken at the same time.
+    /// Number of times that the wake race wakes two containers at the same time.
     pub turns: usize,
 }
 
-/// Runs the hazards in testbeds of this configuration. A hazard that fails does not stop the
-/// others.
+/// Runs the hazards in testbeds that `recipe` configures. The remaining hazards still run if a
+/// hazard fails. `tell` receives lines about the progress.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -181,7 +182,7 @@ fn play(world: &Testbed, case: Case, report: &mut Report) {
     report.add(&case.name, found.and_then(|found| cleared.map(|()| found)));
 }
 
-/// Removes every container, and waits until the controller lists none.
+/// Removes every container of the testbed, and waits until the controller lists none.
 fn clear(world: &Testbed) -> Result<()> {
     until("the containers to be removed", || {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;

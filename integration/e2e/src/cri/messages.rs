@@ -1,14 +1,14 @@
-//! The messages of `runtime.v1` that the tests use, with their field numbers.
+//! Protobuf messages of CRI's `runtime.v1` that the tests use, with their field numbers.
 #![expect(missing_docs, reason = "the fields are CRI's, where they are explained")]
 
 use std::collections::HashMap;
 
 use prost::Message;
 
-/// Value of CRI's `NamespaceMode.NODE`. The tests' pods use the host's network, so they need no CNI
-/// plugin.
+/// Value of CRI's `NamespaceMode.NODE`, which selects the host's namespace. The tests' pods use the
+/// host's network, so they need no CNI plugin.
 pub(super) const NODE: i32 = 2;
-/// The value of CRI's `NamespaceMode.POD`.
+/// Value of CRI's `NamespaceMode.POD`, which selects a namespace of the pod's own.
 pub(super) const POD: i32 = 0;
 /// The value of CRI's `ContainerState.CONTAINER_EXITED`.
 pub const EXITED: i32 = 2;
@@ -60,7 +60,8 @@ pub struct Namespaces {
     pub userns_options: Option<UserNamespace>,
 }
 
-/// User namespace of a pod. Its field `mode` is 0 (`POD`), the default, so it is not sent.
+/// User namespace of a pod. CRI's field `mode` is missing here because its value is 0 (`POD`),
+/// which is the default and is not sent.
 #[derive(Clone, PartialEq, Message)]
 pub struct UserNamespace {
     #[prost(message, repeated, tag = "2")]
@@ -79,7 +80,7 @@ pub struct IdMapping {
     pub length: u32,
 }
 
-/// A container of a pod.
+/// Configuration of a container of a pod.
 #[derive(Clone, PartialEq, Message)]
 pub struct ContainerConfig {
     #[prost(message, optional, tag = "1")]
@@ -158,7 +159,7 @@ pub(super) struct RunPodSandboxRequest {
     pub(super) runtime_handler: String,
 }
 
-/// A message whose only content is an id in field 1. Several requests and replies have this form.
+/// A message that contains only an id, in field 1. Several requests and replies have this form.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Id {
     #[prost(string, tag = "1")]
@@ -193,7 +194,7 @@ pub(super) struct ExecSyncRequest {
     pub(super) timeout: i64,
 }
 
-/// Result of a program that was run in a container.
+/// Output and exit code of a program that CRI ran in a container.
 #[derive(Clone, PartialEq, Message)]
 pub struct ExecSyncResponse {
     #[prost(bytes = "vec", tag = "1")]
@@ -218,7 +219,7 @@ pub(super) struct ContainerStatus {
     pub(super) exit_code: i32,
 }
 
-/// Features of all runtime handlers, from CRI's response to the request `Status`.
+/// Features of all runtime handlers, as CRI's reply to the request `Status` lists them.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct StatusResponse {
     #[prost(message, repeated, tag = "3")]

@@ -1,5 +1,5 @@
-//! Kills a program before its n-th step. A step changes a file or starts another program. The
-//! program is traced, so that each step is hit exactly once.
+//! Kills a program before its n-th step. A step is a system call that changes a file or starts
+//! another program. The program is traced with ptrace, so that each step is hit exactly once.
 
 use std::{
     io::Write,
@@ -17,7 +17,7 @@ use nix::{
     unistd::Pid,
 };
 
-/// System calls that change a file or start a program.
+/// System calls that change a file or start a program, each with its name.
 const STEPS: [(i64, &str); 10] = [
     (libc::SYS_mkdir, "mkdir"),
     (libc::SYS_rmdir, "rmdir"),
@@ -31,8 +31,8 @@ const STEPS: [(i64, &str); 10] = [
     (libc::SYS_openat, "open to write"),
 ];
 
-/// Runs a command and kills it before its n-th step. Returns the name of that step. `None` if the
-/// command ends earlier.
+/// Runs a command and kills it before its n-th step (a system call that changes a file or starts a
+/// program). Returns the name of that step. `None` if the command ends earlier.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
     // The shell waits until it is traced before it runs the command.
     let mut traced = Command::new("sh");
@@ -72,7 +72,8 @@ pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static
     }
 }
 
-/// Name of the step that the process is about to execute. `None` for any other system call.
+/// Returns the name of the step that the traced process is about to execute. `None` for any other
+/// system call.
 fn step(pid: Pid) -> Result<Option<&'static str>> {
     let registers = ptrace::getregs(pid)?;
     // At the entry of a system call, the register of the return value contains -ENOSYS.

@@ -1,4 +1,4 @@
-//! A container ends, or is paused, while it is offloaded or while it waits for VRAM.
+//! Hazards in which a container ends, or is paused, while it is offloaded or waits for VRAM.
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -83,8 +83,8 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "ends as it would; nothing is left".into() })
 }
 
-/// Uses up the container's memory limit. The kernel then first kills the process whose GPU state is
-/// offloaded, because this process has the highest `oom_score_adj`.
+/// Uses up the container's memory limit, so that the kernel kills a process. The offloaded process
+/// is killed first, because the function gives it the highest `oom_score_adj`.
 fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;

@@ -1,4 +1,4 @@
-//! An offloaded container ends while another container holds all VRAM.
+//! Hazards in which an offloaded container's program ends while another container holds all VRAM.
 
 use anyhow::{Result, ensure};
 
@@ -30,7 +30,7 @@ fn spec(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
 }
 
-/// Runs the program without Affinode. Returns the output of its exit handler, and its exit status.
+/// Runs a program without Affinode. Returns what its exit handler printed, and its exit status.
 fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;
@@ -53,14 +53,14 @@ fn check(held: Held, said: &Answer, as_bare: &(Answer, Option<i32>)) -> Result<(
     Ok(())
 }
 
-/// Sequence number of the newest event.
+/// Returns the sequence number of the controller's newest event.
 fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// Requires that the container has no unexpected event after the sequence number `since`.
-/// Unexpected are a refusal, and each of the states Queued, Restoring and Lost that is not in
-/// `allowed`.
+/// Requires that the container has no unexpected event after the sequence number `since`. Every
+/// refusal is unexpected. A change to the state Queued, Restoring or Lost is unexpected unless
+/// `allowed` contains the state.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {
@@ -97,7 +97,8 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// An exit handler must read the correct results from the GPU.
+/// Runs programs whose exit handler reads results from the GPU. With each engine, the results must
+/// be as without Affinode.
 fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
     ensure!(

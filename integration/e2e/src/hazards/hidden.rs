@@ -1,5 +1,5 @@
-//! A thread calls the driver through a function that Affinode does not hook, while the process is
-//! offloaded.
+//! Hazard in which a thread calls the driver through a function that Affinode does not hook, while
+//! the process is offloaded.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a hanging process without Affinode is observed. The observation is only reported.
-/// It does not decide whether the hazard fails.
+/// Time for which the test watches whether the process hangs without Affinode. The outcome is only
+/// reported, and does not decide whether the hazard fails.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
@@ -83,7 +83,8 @@ fn play(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: without.into(), with })
 }
 
-/// Requires that an event and the container's row report the hidden call once.
+/// Requires that exactly one event reports the hidden call, and that the container's row lists it
+/// as a hazard.
 fn told(world: &Testbed, id: &str) -> Result<()> {
     let name = format!("default/{id}");
     until("an event about the hidden call", || {

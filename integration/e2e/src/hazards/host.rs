@@ -1,5 +1,5 @@
-//! Offloads for which host memory is too small. The controller must refuse them. Otherwise the
-//! kernel would kill the process during its checkpoint.
+//! Hazards in which host memory is too small for an offload. The controller must refuse the
+//! offload. Otherwise the kernel would kill the process during its checkpoint.
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -63,8 +63,8 @@ fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Requires that an offload is refused when the node's budget of host memory is used up. The
-/// controller reads the budget when it starts.
+/// Requires that an offload is refused when the node's budget of host memory is used up. Restarts
+/// the controller, because it reads the budget only at its start.
 fn budget_spent(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "budget", 16)?;
     let file = world.dir().join("affinode/config.toml");
@@ -79,7 +79,7 @@ fn budget_spent(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Kills the controller and waits for the next one.
+/// Kills the controller, and waits until the next controller replies.
 pub fn next_controller(world: &Testbed) -> Result<()> {
     let old = world.controller()?.context("no controller is running")?.pid;
     kill(old, Signal::SIGKILL)?;

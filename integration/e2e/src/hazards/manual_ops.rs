@@ -16,11 +16,11 @@ use crate::{
     worker::{Answer, USUAL, Worker},
 };
 
-/// `CUprocessState` of a locked process.
+/// Value of the driver's `CUprocessState` for a locked process.
 pub const LOCKED: i32 = 1;
 pub const CHECKPOINTED: i32 = 2;
 
-/// A container that runs in the foreground, so that the test observes its end.
+/// A container that a foreground command runs, so that the test observes the end of its program.
 pub struct Held {
     /// The program in the container.
     pub worker: Worker,
@@ -55,7 +55,7 @@ impl Held {
             .collect()
     }
 
-    /// The driver's state of the process. Waits for a call in progress.
+    /// Returns the driver's checkpoint state of the process. Waits for a call in progress.
     pub fn state(&self, world: &Testbed) -> Result<i32> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");
@@ -66,8 +66,8 @@ impl Held {
         answer.value.with_context(|| format!("cannot find the state in: {text}"))
     }
 
-    /// Offloads and restores the process with the driver's checkpoint calls, which another program
-    /// makes. Returns a description of the outcome.
+    /// Offloads and restores the process by the driver's checkpoint calls, made from another
+    /// program. Returns a description of the outcome.
     pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
         if out != [0, 0] {
@@ -85,7 +85,7 @@ impl Held {
         Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
     }
 
-    /// Whether the program replies and all its memory is unchanged.
+    /// Whether the program replies and its memory is unchanged.
     pub fn verifies(&mut self) -> Result<bool> {
         let answer = self.worker.ask("verify")?;
         Ok(answer.result == 0 && answer.ok == Some(true))
@@ -111,8 +111,8 @@ impl Held {
     }
 }
 
-/// Requests an offload and returns the reply. Repeats the request only if it is refused because a
-/// call is in progress or has just been made.
+/// Requests an offload and returns the reply. If the request is refused because a call is in
+/// progress or was made a moment ago, it is repeated.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -124,7 +124,7 @@ pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     })
 }
 
-/// Requires that an offload is refused with this reason, and that users can see the reason.
+/// Requires that an offload is refused with this reason, and that an event shows the reason.
 pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -149,13 +149,13 @@ pub fn intact(worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// An offload in progress. The test has observed its start.
+/// An offload in progress that a test has requested.
 pub struct Offload {
     answer: JoinHandle<Result<ActionRow>>,
 }
 
 impl Offload {
-    /// Requests an offload, and waits until the driver executes it.
+    /// Requests an offload, and waits until the driver is executing it.
     pub fn begin(world: &Testbed, id: &str) -> Result<Self> {
         let watch = Watch::start(world.cli());
         let (cli, asked) = (world.cli().clone(), id.to_owned());
@@ -168,7 +168,7 @@ impl Offload {
         Ok(Self { answer })
     }
 
-    /// Waits for the reply to the request. The content of the reply is not checked.
+    /// Waits for the controller's reply to the offload request. The reply's content is not checked.
     pub fn end(self) -> Result<()> {
         let ended = self
             .answer
@@ -181,19 +181,19 @@ impl Offload {
     }
 }
 
-/// A container that runs the usual CUDA program with `mib` MiB of VRAM.
+/// Describes a container that runs the usual CUDA program with `mib` MiB of VRAM.
 pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }
 
-/// A container that runs the program for this kind of hazard.
+/// Describes a container that runs the hazard program. `kind` selects what the program does.
 pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
-/// Amount in MiB by which the size of an allocation is reduced until the allocation fits.
+/// Step in MiB by which the size of a failed allocation is reduced until the allocation succeeds.
 const LESS_MIB: u64 = 4;
-/// The driver's result `CUDA_ERROR_OUT_OF_MEMORY`.
+/// The driver's error code `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i32 = 2;
 
 /// Starts an unmanaged program that allocates all VRAM of the first GPU except `leave_bytes`.

@@ -1,5 +1,5 @@
-//! Kinds of memory. If a container has memory that a checkpoint cannot restore, its offload is
-//! refused before any driver call. Other containers are offloaded.
+//! Hazards of the kinds of GPU memory. If a container has memory that a checkpoint cannot restore,
+//! its offload must be refused before any driver call. Other containers must be offloaded.
 
 use anyhow::Result;
 
@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// Name of the case, argument of `hazards.c` that selects the kind of memory, and reason why the
-/// offload is refused. `None`: the container is offloaded.
+/// The cases: a name, the argument of `hazards.c` that selects the kind of memory, and the reason
+/// for which the offload must be refused. `None` if the container must be offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),

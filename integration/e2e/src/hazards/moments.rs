@@ -1,4 +1,4 @@
-//! Events during an offload or restore.
+//! Hazards in which an event occurs during an offload or restore.
 
 use std::{
     io::{BufRead, BufReader, Read},
@@ -96,7 +96,7 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
 }
 
 /// An offloaded process calls `exit`. At that time the CUDA driver has already shut down, another
-/// thread waits in a CUDA call, and an exit handler still runs.
+/// thread waits in a CUDA call, and an exit handler is still running.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -142,8 +142,8 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
-/// Kills a program that checkpoints a process, while the driver executes the checkpoint. The kill
-/// was at the right moment if the program printed no result and the process is checkpointed
+/// Kills a program that checkpoints another process, while the driver executes the checkpoint. The
+/// moment was right if the program printed no result and the other process is checkpointed
 /// afterwards. Otherwise the kill is repeated.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
@@ -247,7 +247,8 @@ fn together(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })
 }
 
-/// Requires that the memory is intact in every process that no fault has ended.
+/// Requires that the memory of every process is intact, except processes that a fault was meant to
+/// end.
 pub fn all_intact(actor: &mut ChaosContainer) -> Result<()> {
     for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
         process.ask("verify")?;

@@ -1,5 +1,5 @@
-//! NVML calls in the process itself. While the context is checkpointed, every function of NVML
-//! blocks.
+//! Hazards of NVML calls that a process makes while its own context is checkpointed. Without
+//! Affinode, every NVML function then blocks.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The table of hazards.
+//! The table of results of the hazard suite.
 
 use std::fmt::Write;
 
@@ -54,7 +54,7 @@ impl Report {
         self.rows.iter().any(|row| !row.survived)
     }
 
-    /// The report as a table for people.
+    /// Returns the report as a table for the terminal.
     #[must_use]
     pub fn table(&self) -> String {
         let widest = |column: fn(&Row) -> &str, title: &str| {

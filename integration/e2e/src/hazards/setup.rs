@@ -1,4 +1,4 @@
-//! Processes that Affinode cannot manage, either never or not at present.
+//! Hazards of processes that Affinode cannot manage, never or not at present.
 
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -17,7 +17,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Prefix of the checkpoint functions. Drivers before release 570 do not have them.
+/// Name prefix of the driver's checkpoint functions. Drivers before release 570 do not have them.
 const ENTRY_POINTS: &[u8] = b"cuCheckpointProcess";
 
 pub fn cases() -> Vec<Case> {
@@ -33,8 +33,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Starts a container, and requires that its offload is refused with this reason and that its
-/// program still works.
+/// Starts a container. Requires that its offload is refused with this reason and that its program
+/// still works.
 fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -59,7 +59,8 @@ fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
-/// A container gets a simulated driver without the symbols of the checkpoint functions.
+/// Runs a container with a simulated driver from whose library the symbols of the checkpoint
+/// functions were removed.
 fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
@@ -72,8 +73,8 @@ fn old_driver(world: &Testbed) -> Result<Found> {
     stays(world, spec.flags(&["--mount", &mount]), "driver-too-old")
 }
 
-/// Makes every dynamic symbol with this prefix undefined and weak, as if the library did not define
-/// these symbols.
+/// Edits an ELF library so that it no longer defines the dynamic symbols with this prefix. They
+/// become undefined and weak.
 fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
     const DYNSYM: u64 = 11;
     const SYMBOL_BYTES: u64 = 24;
@@ -120,7 +121,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// A container with two CUDA processes, one of which has not loaded the library.
+/// Runs a container with two CUDA processes, one of which has not loaded the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

@@ -1,6 +1,6 @@
-//! Profilers in the process, and video. Both call the driver without its public functions.
-//! `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU, this replacement
-//! makes its process hang or end, as CUPTI does on a real GPU.
+//! Hazards of profilers in the process, and of video decoding. Both call the driver without its
+//! public functions. `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU,
+//! this replacement makes its process hang or end, as CUPTI does on a real GPU.
 
 use anyhow::{Context, Result, ensure};
 
@@ -41,7 +41,7 @@ fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Waits until the program's first thread is in this system call.
+/// Waits until the program's first thread is executing this system call.
 fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
     let file = format!("/proc/{}/syscall", worker.running.pid(world)?);
     until(&format!("the program to be in system call {number}"), || {
@@ -50,7 +50,8 @@ fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
     })
 }
 
-/// Returns the outcome of a program whose profiler was active during a checkpoint.
+/// Requires that a restore fails because a profiler was active during the checkpoint. Kills the
+/// program, and returns a description of the outcome.
 fn lost(world: &Testbed, bare: Held) -> Result<String> {
     let restored = bare.tool(world, &["restore"])?;
     ensure!(
@@ -130,8 +131,8 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
 }
 
-/// Requires that an offload of the container copies only its memory out, and that its context stays
-/// on the GPU.
+/// Requires that an offload of the container only copies its memory out, and leaves its context on
+/// the GPU.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
     // The controller reads the amount of copyable memory together with the counters, so this amount
     // is 0 at first.

@@ -1,5 +1,6 @@
-//! Two offloaded containers are woken at the same time, many times, but VRAM suffices for one. No
-//! process may be lost, and the container that requested first must be served first.
+//! Hazard in which two offloaded containers are woken at the same time, many times, but VRAM
+//! suffices for one. No process may be lost, and the container that requested first must be
+//! restored first.
 
 use anyhow::{Context, Result, ensure};
 
@@ -29,7 +30,7 @@ sample_interval = "20ms"
 dir = "off"
 "#;
 const NAMES: [&str; 2] = ["alpha", "beta"];
-/// Maximum amount of VRAM that the controller keeps free on a device for the driver.
+/// Upper limit of the VRAM that the controller leaves free on a device for the driver.
 const MARGIN_BYTES: u64 = 512 * MIB;
 
 pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
@@ -92,7 +93,8 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Offloads both containers by request, then restores both at the same time.
+/// Runs two programs without Affinode. Checkpoints both with the driver's calls, then restores one
+/// after the other. Returns how many restores failed.
 fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
     let mut bare = Vec::new();
     for name in NAMES {
