@@ -1,7 +1,7 @@
-//! Images made from the machine's own files, without a registry or network.
+//! Container images made from the machine's own files, without a registry or network.
 //!
-//! The usual images share one layer: the dynamic loader and C library, a shell, a few tools, and
-//! Python if the machine has one. They differ in their configuration.
+//! The images share one layer: the dynamic loader and C library, a shell, a few tools, and Python
+//! if the machine has one. They differ in their configuration.
 
 mod layer;
 mod oci;
@@ -20,11 +20,11 @@ use crate::shared_libs;
 pub use layer::Layer;
 pub use oci::Archive;
 
-/// Image whose program runs as root. It starts a shell.
+/// Name of the image whose program, a shell, runs as root.
 pub const PLAIN: &str = "localhost/affinode/plain:1";
-/// Image like [`PLAIN`], but its program runs as uid and gid 1000.
+/// Name of an image like [`PLAIN`], but its program runs as uid and gid 1000.
 pub const UNPRIVILEGED: &str = "localhost/affinode/user:1";
-/// Image of the sandbox of a pod.
+/// Name of the image of a pod's sandbox.
 pub const PAUSE: &str = "localhost/affinode/pause:1";
 
 /// Programs that are copied from the machine into the images, if they exist.
@@ -46,10 +46,11 @@ const TOOLS: [&str; 16] = [
     "/usr/bin/tty",
     "/usr/bin/python3",
 ];
-/// Libraries that programs built on this machine need, in addition to the libraries of the tools.
+/// Libraries that programs built on this machine need. The tools need further libraries, which are
+/// found with `ldd`.
 const LIBRARIES: [&str; 5] =
     ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
-/// Parts of Python's standard library that no test imports.
+/// Parts of Python's standard library that no test imports. They are not copied into the images.
 const PYTHON_LEFT_OUT: [&str; 12] = [
     "test",
     "__pycache__",
@@ -65,7 +66,8 @@ const PYTHON_LEFT_OUT: [&str; 12] = [
     "venv",
 ];
 
-/// Writes an archive with the usual images to `archive`.
+/// Writes an OCI archive with the images [`PLAIN`], [`UNPRIVILEGED`] and [`PAUSE`] to the file
+/// `archive`.
 ///
 /// # Errors
 /// When a file of the machine cannot be read, or the archive cannot be written.
@@ -83,7 +85,7 @@ pub fn write_usual(archive: &Path) -> Result<()> {
     images.write(archive)
 }
 
-/// The layer that the usual images share. It is built once per process, because reading the
+/// Returns the layer that all images share. It is built once per process, because reading the
 /// machine's files is slow.
 fn shared_layer() -> Result<&'static [u8]> {
     static LAYER: OnceLock<Result<Vec<u8>, String>> = OnceLock::new();
@@ -92,7 +94,7 @@ fn shared_layer() -> Result<&'static [u8]> {
     made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// The layer of the usual images, for tests that add files to it.
+/// Returns the layer that all images share, for tests that add files to it.
 ///
 /// # Errors
 /// When a file of the machine cannot be read.
@@ -104,7 +106,7 @@ pub fn usual_layer() -> Result<Layer> {
     Ok(layer)
 }
 
-/// Paths of the tools, of Python's modules, and of every library that they need.
+/// Returns the paths of the tools, of Python's modules, and of every library that they need.
 fn files() -> Result<BTreeSet<PathBuf>> {
     let mut files: BTreeSet<PathBuf> =
         TOOLS.iter().map(PathBuf::from).filter(|tool| tool.is_file()).collect();
@@ -122,7 +124,7 @@ fn files() -> Result<BTreeSet<PathBuf>> {
     Ok(files)
 }
 
-/// The folder `/usr/lib/python3.N` of the machine's own Python.
+/// Finds the folder `/usr/lib/python3.N` of the machine's own Python.
 fn python_modules() -> Option<PathBuf> {
     let real = std::fs::canonicalize("/usr/bin/python3").ok()?;
     let modules = Path::new("/usr/lib").join(real.file_name()?);

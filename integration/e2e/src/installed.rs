@@ -1,6 +1,6 @@
-//! An installation in a testbed, created and removed by the command `affinode`. To restart
-//! containerd, the command runs a script `systemctl` in its PATH. The script sends a request to the
-//! test, and waits.
+//! An installation of Affinode in a testbed, created and removed by the command `affinode`. To
+//! restart containerd, the command runs `systemctl`, which is a script here. The script sends a
+//! request to the test, and waits until the test has restarted containerd.
 
 use std::{
     fs,
@@ -19,12 +19,12 @@ use crate::{artifacts::Artifacts, release::Line, testbed::Testbed};
 
 /// Name of the installed shim.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
-/// Installed files, below the prefix.
+/// Paths of the installed files, relative to the installation's prefix.
 pub const FILES: [&str; 3] =
     ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// An installation in a testbed. The object exists before the files are installed.
+/// An installation of Affinode in a testbed. This value exists before the files are installed.
 pub struct Installation<'a> {
     world: &'a Testbed,
     prefix: PathBuf,
@@ -34,8 +34,8 @@ pub struct Installation<'a> {
 }
 
 impl<'a> Installation<'a> {
-    /// Describes an installation below `prefix` with a handler of this name. Nothing is installed
-    /// yet.
+    /// Describes an installation below `prefix` whose containerd handler has this name. Nothing is
+    /// installed yet.
     ///
     /// # Errors
     /// When the testbed's folder cannot be written.
@@ -46,7 +46,7 @@ impl<'a> Installation<'a> {
         Ok(Self { world, prefix: prefix.to_owned(), state_dir, tools, handler: handler.into() })
     }
 
-    /// Path of an installed file.
+    /// Path of an installed file. `name` is relative to the prefix.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.prefix.join(name)
@@ -58,7 +58,7 @@ impl<'a> Installation<'a> {
         self.file("bin").join(SHIM)
     }
 
-    /// Path of a file in the folder of the installation's record.
+    /// Path of a file in the folder in which the installation records its state.
     #[must_use]
     pub fn state(&self, name: &str) -> PathBuf {
         self.state_dir.join(name)
@@ -70,8 +70,8 @@ impl<'a> Installation<'a> {
         self.world.containerd().config_file()
     }
 
-    /// Path of the file to which the installer adds the handler. If containerd imports a folder,
-    /// this is a separate file in that folder.
+    /// Path of the file to which the installer adds containerd's handler for Affinode. If
+    /// containerd imports a folder, this is a separate file in that folder.
     #[must_use]
     pub fn handler_file(&self) -> PathBuf {
         match self.world.containerd().release().line {
@@ -80,8 +80,8 @@ impl<'a> Installation<'a> {
         }
     }
 
-    /// Builds the command `affinode install`, `uninstall` or `status` for this node. `more`
-    /// overrides the usual arguments.
+    /// Builds the command `affinode install`, `uninstall` or `status` for this node. The arguments
+    /// in `more` override the usual arguments.
     ///
     /// # Errors
     /// When the command was not built.
@@ -108,7 +108,8 @@ impl<'a> Installation<'a> {
         Ok(command)
     }
 
-    /// Runs the command, whatever its exit status.
+    /// Runs `affinode install`, `uninstall` or `status`, and returns its output, whatever the exit
+    /// status.
     ///
     /// # Errors
     /// When the command cannot be run.
@@ -116,7 +117,7 @@ impl<'a> Installation<'a> {
         Ok(self.command(verb, more)?.output()?)
     }
 
-    /// Runs the command, requires success, and returns its output.
+    /// Runs `affinode install`, `uninstall` or `status`, requires success, and returns its output.
     ///
     /// # Errors
     /// When the command fails.
@@ -131,7 +132,8 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// Runs the command, requires exit status 1, and returns its error text.
+    /// Runs `affinode install`, `uninstall` or `status`, requires exit status 1, and returns its
+    /// error text.
     ///
     /// # Errors
     /// When the command ends with another status.
@@ -146,7 +148,7 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// Installs a `systemctl` whose `restart` runs this script.
+    /// Writes a `systemctl` whose subcommand `restart` runs this shell script.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -156,7 +158,7 @@ impl<'a> Installation<'a> {
         self.tool("systemctl", &text)
     }
 
-    /// Puts a script of this name into the command's PATH.
+    /// Writes a script with this name into a folder of the command's PATH.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -166,8 +168,8 @@ impl<'a> Installation<'a> {
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }
 
-    /// Runs `work`, and restarts containerd whenever `systemctl` requests a restart. Returns the
-    /// result of `work`, and the number of restarts.
+    /// Runs `work`. Meanwhile, restarts containerd whenever the script `systemctl` requests a
+    /// restart. Returns the result of `work`, and the number of restarts.
     ///
     /// # Errors
     /// When `work` fails, or containerd does not start again.
@@ -181,8 +183,9 @@ impl<'a> Installation<'a> {
         })
     }
 
-    /// Like [`Installation::restarted`], but calls `restart` for each request. `restart` gets the
-    /// number of earlier requests, and returns whether the restart succeeded.
+    /// Runs `work`. Meanwhile, calls `restart` whenever the script `systemctl` requests a restart.
+    /// `restart` gets the number of earlier requests, and returns whether the restart succeeded.
+    /// Returns the result of `work`, and the number of requests.
     ///
     /// # Errors
     /// When `work` or `restart` fails.
@@ -217,8 +220,8 @@ impl<'a> Installation<'a> {
     }
 }
 
-/// Fills a folder with files that count as another build of the same version. Bytes that loaders
-/// ignore are appended to each program and the library.
+/// Fills a folder with files that differ from the built files but have the same version. Bytes that
+/// loaders ignore are appended to each program and the library.
 ///
 /// # Errors
 /// When a file is missing, or cannot be copied.

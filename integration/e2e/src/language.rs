@@ -1,6 +1,6 @@
-//! Counts words and forms that the project avoids, and compares the counts with limits.
+//! Counts words and phrases that the project avoids, and compares the counts with limits.
 //!
-//! The limits are in [`LIMITS_FILE`] and are only lowered. The counts cover comments and string
+//! The limits are in [`LIMITS_FILE`] and may only be lowered. The counts cover comments and string
 //! literals in Rust, Markdown files, and the files below `config/`.
 
 mod links;
@@ -17,25 +17,26 @@ use anyhow::{Context, Result, bail};
 pub use links::broken_links;
 use rust_text::RustText;
 
-/// The table of limits: a name and a number on each line.
+/// Path of the file with the limits. Each line contains a name and a number.
 pub const LIMITS_FILE: &str = "integration/e2e/language-limits.txt";
-/// Folders without text of the project.
+/// Folders that are not searched, because they contain no text of the project.
 const SKIPPED: [&str; 5] = ["target", "node_modules", "corpus", ".git", ".cache"];
-/// Files of this module. They are not counted, because they contain the markers themselves.
+/// Files of this module. They are not counted, because they contain the avoided words themselves.
 const OWN: [&str; 2] = ["integration/e2e/src/language.rs", "integration/e2e/src/language"];
-/// Endings of files below `config/` that are not text.
+/// File name extensions below `config/` that are not text.
 const BINARY: [&str; 1] = ["png"];
-/// Crates of the product. Only the names of their types are counted.
+/// Folders of the product's crates. The share of one-word type names is counted only in these
+/// crates.
 const PRODUCT: [&str; 4] = ["proto", "preload", "controller", "runtime-shim"];
 /// Maximum length of a test's name, in characters.
 const MAX_TEST_NAME: usize = 45;
 /// Number of words up to which an item's documentation counts as too short.
 const SHORT_DOC_WORDS: usize = 3;
 
-/// Counts by scope and marker.
+/// Counts by name. A name has the form `scope.marker`, such as `comments.nobody`.
 pub type Counts = BTreeMap<String, u64>;
 
-/// A marker and the number of its occurrences in a line.
+/// Name of a marker (an avoided word or phrase), and a function that counts the marker in a line.
 type Marker = (&'static str, fn(&str) -> usize);
 
 const MARKERS: [Marker; 6] = [
@@ -47,7 +48,7 @@ const MARKERS: [Marker; 6] = [
     ("away", |line| usize::from(has_word(line, &["away"]))),
 ];
 
-/// Texts that contain a marker legitimately. They are not counted.
+/// Texts in which an avoided word is legitimate. They are not counted.
 const EXCEPTIONS: [&str; 6] = [
     // The entry of the user `nobody` in `/etc/passwd`.
     "nobody:x:65534:65534:nobody",
@@ -60,7 +61,7 @@ const EXCEPTIONS: [&str; 6] = [
     "takes the GPU away",
 ];
 
-/// Counts everything below a repository's root.
+/// Counts all markers (avoided words and phrases) in the files below a repository's root.
 ///
 /// # Errors
 /// When a file cannot be read.
@@ -113,7 +114,7 @@ pub fn count(root: &Path) -> Result<Counts> {
     Ok(counts)
 }
 
-/// Reads the table of limits.
+/// Parses the text of the file with the limits.
 ///
 /// # Errors
 /// When a line is neither a comment nor a name and a number.
@@ -133,7 +134,7 @@ pub fn parse_limits(text: &str) -> Result<Counts> {
     Ok(limits)
 }
 
-/// One line for each count that exceeds its limit or has no limit.
+/// Returns one line of text for each count that exceeds its limit or has no limit.
 #[must_use]
 pub fn above(limits: &Counts, counts: &Counts) -> Vec<String> {
     let over = counts.iter().filter_map(|(name, count)| match limits.get(name) {
@@ -144,7 +145,7 @@ pub fn above(limits: &Counts, counts: &Counts) -> Vec<String> {
     over.collect()
 }
 
-/// One line for each limit that is higher than its count or has no count.
+/// Returns one line of text for each limit that is higher than its count or has no count.
 #[must_use]
 pub fn slack(limits: &Counts, counts: &Counts) -> Vec<String> {
     let loose = limits.iter().filter_map(|(name, limit)| match counts.get(name) {
@@ -155,7 +156,8 @@ pub fn slack(limits: &Counts, counts: &Counts) -> Vec<String> {
     loose.collect()
 }
 
-/// The table with every limit lowered to its count. No limit is raised.
+/// Returns the text of the file with the limits, with each limit lowered to its count. No limit is
+/// raised.
 #[must_use]
 pub fn lowered(text: &str, counts: &Counts) -> String {
     let line = |line: &str| {
@@ -166,8 +168,8 @@ pub fn lowered(text: &str, counts: &Counts) -> String {
     text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
 }
 
-/// Number of words of a Markdown text, and number of words of its longest paragraph. Code blocks
-/// are excluded. An item of a list counts as a paragraph, but a row of a table does not.
+/// Returns the number of words of a Markdown text, and of its longest paragraph. Code blocks are
+/// excluded. An item of a list counts as a paragraph, but a row of a table does not.
 #[must_use]
 pub fn markdown_words(text: &str) -> (usize, usize) {
     let (mut all, mut longest, mut paragraph) = (0, 0, 0);
@@ -189,7 +191,7 @@ pub fn markdown_words(text: &str) -> (usize, usize) {
     (all, longest)
 }
 
-/// Files of the project, in a fixed order.
+/// Lists the files of the project, in a fixed order.
 fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let (mut found, mut folders) = (Vec::new(), vec![root.to_owned()]);
     while let Some(folder) = folders.pop() {
@@ -228,7 +230,7 @@ fn has_word(line: &str, wanted: &[&str]) -> bool {
     words(line).any(|word| wanted.iter().any(|other| word.eq_ignore_ascii_case(other)))
 }
 
-/// Number of matches of `(?i)(^|[.;:,(]\s*)(who|whoever)\s`.
+/// Counts the matches of `(?i)(^|[.;:,(]\s*)(who|whoever)\s` in a line.
 fn who_clauses(line: &str) -> usize {
     let lower = line.to_ascii_lowercase();
     let opens = |at: usize| {
@@ -243,7 +245,7 @@ fn who_clauses(line: &str) -> usize {
     found("who") + found("whoever")
 }
 
-/// Whether the line matches `\b[Ss]o (many|often|long|soon|much)\b(?! (as|that))`.
+/// Whether a line matches `\b[Ss]o (many|often|long|soon|much)\b(?! (as|that))`.
 fn has_so_many(line: &str) -> bool {
     let amounts = ["many", "often", "long", "soon", "much"];
     after_each(line, &["So ", "so "]).any(|rest| {
@@ -254,7 +256,7 @@ fn has_so_many(line: &str) -> bool {
     })
 }
 
-/// Whether the line matches `\b[Oo]f (one|those) that\b`.
+/// Whether a line matches `\b[Oo]f (one|those) that\b`.
 fn has_of_one_that(line: &str) -> bool {
     after_each(line, &["Of ", "of "]).any(|rest| {
         let mut next = words(rest);
@@ -263,7 +265,8 @@ fn has_of_one_that(line: &str) -> bool {
     })
 }
 
-/// The text after each occurrence of one of the beginnings at the start of a word.
+/// Returns the text after each occurrence of one of `beginnings`. An occurrence counts only at the
+/// start of a word.
 fn after_each<'a>(line: &'a str, beginnings: &[&'a str]) -> impl Iterator<Item = &'a str> {
     beginnings.iter().flat_map(|beginning| line.match_indices(*beginning)).filter_map(
         |(at, beginning)| {
@@ -274,7 +277,7 @@ fn after_each<'a>(line: &'a str, beginnings: &[&'a str]) -> impl Iterator<Item =
     )
 }
 
-/// Number of `///` blocks with three words or fewer.
+/// Counts the `///` blocks with three words or fewer.
 fn count_short_docs(text: &str) -> u64 {
     let (mut short, mut block): (u64, Option<usize>) = (0, None);
     for line in text.lines().chain([""]) {
@@ -292,7 +295,7 @@ fn count_short_docs(text: &str) -> u64 {
     short
 }
 
-/// Number of constants that are named MOST, LEAST or LONGEST instead of MAX or MIN.
+/// Counts the constants whose names begin with MOST, LEAST or LONGEST instead of MAX or MIN.
 fn count_bounds(code: &str) -> u64 {
     let named = |line: &str| {
         let name = words(line).skip_while(|word| *word != "const" && *word != "static").nth(1);
@@ -302,7 +305,7 @@ fn count_bounds(code: &str) -> u64 {
     code.lines().filter(|line| named(line)).count() as u64
 }
 
-/// Number of tests whose names are longer than 45 characters.
+/// Counts the tests whose names are longer than 45 characters.
 fn count_long_tests(code: &str) -> u64 {
     let (mut long, mut is_test) = (0, false);
     for line in code.lines().map(str::trim_start) {
@@ -317,7 +320,8 @@ fn count_long_tests(code: &str) -> u64 {
     long
 }
 
-/// Names of structs, enums, traits and type aliases at the beginning of a line.
+/// Returns the names of structs, enums, traits, unions and type aliases that are declared at the
+/// beginning of a line.
 fn type_names(code: &str) -> impl Iterator<Item = String> + '_ {
     code.lines().filter_map(|line| {
         let mut words = words(line)
@@ -329,7 +333,7 @@ fn type_names(code: &str) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// Whether a name consists of one word: its only capital is the first letter.
+/// Whether a type name consists of one word: its only capital is the first letter.
 fn is_one_word(name: &str) -> bool {
     name.chars().filter(char::is_ascii_uppercase).count() == 1
 }

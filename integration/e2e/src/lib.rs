@@ -1,5 +1,6 @@
-//! Private testbeds for the end-to-end suite. The demo, the bench and the kit for GPU machines use
-//! them, too.
+//! Library for tests that run containers in private testbeds. A testbed is a containerd, a GPU and
+//! a controller of its own, in one folder. The end-to-end tests, the demo, the benchmark and the
+//! kit for GPU machines use it.
 //!
 //! | module | content |
 //! | --- | --- |

@@ -1,11 +1,12 @@
-//! The logs of a failed test's testbed, which are printed before the testbed is removed.
+//! Prints the logs of a testbed after a failed test. The logs are printed before the testbed's
+//! files are removed.
 
 use std::path::{Path, PathBuf};
 
-/// Number of lines that are printed of each log.
+/// Number of lines that are printed from the end of each log.
 const LINES: usize = 40;
 
-/// The logs of a testbed: in its folder, and in its folders `run` and `io`.
+/// Returns the paths of the log files in a testbed's folder, and in its subfolders `run` and `io`.
 pub(crate) fn all(dir: &Path) -> impl Iterator<Item = PathBuf> {
     let folders = [dir.to_path_buf(), dir.join("run"), dir.join("io")];
     let entries = folders.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten();
@@ -13,8 +14,8 @@ pub(crate) fn all(dir: &Path) -> impl Iterator<Item = PathBuf> {
     paths.filter(|path| path.extension().is_some_and(|extension| extension == "log"))
 }
 
-/// Prints the end of each log to standard error. If `AFFINODE_E2E_KEEP_LOGS` names a folder, copies
-/// the logs there.
+/// Prints the last lines of each log to standard error. If `AFFINODE_E2E_KEEP_LOGS` contains the
+/// path of a folder, the logs are also copied to it.
 #[expect(clippy::print_stderr, reason = "a failing test's output")]
 pub(crate) fn show(dir: &Path) {
     for path in all(dir) {
@@ -28,8 +29,8 @@ pub(crate) fn show(dir: &Path) {
     }
 }
 
-/// Copies a log of a testbed to the folder in the variable `AFFINODE_E2E_KEEP_LOGS`, if the
-/// variable is set.
+/// Copies a log of a testbed to the folder whose path is in the variable `AFFINODE_E2E_KEEP_LOGS`.
+/// Without the variable, nothing is copied.
 pub(crate) fn keep(dir: &Path, log: &Path) {
     let keep = std::env::var_os("AFFINODE_E2E_KEEP_LOGS").map(PathBuf::from);
     if let (Some(keep), Some(name)) = (keep, log.file_name()) {

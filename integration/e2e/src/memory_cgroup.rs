@@ -1,5 +1,5 @@
-//! The memory cgroup above all containers of a testbed. It is like the memory cgroup of a pod in a
-//! cluster.
+//! The memory cgroup that contains all containers of a testbed. It is like the memory cgroup of a
+//! pod in a cluster.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,8 @@ use anyhow::{Context, Result};
 
 use crate::{container::Spec, supervisor::cgroup_folders, testbed::Testbed};
 
-/// The testbed's cgroup folder in the hierarchy of the memory controller. If the cgroup does not
-/// exist yet, a first container is run to create it.
+/// Returns the testbed's cgroup folder in the hierarchy of the memory controller. If the cgroup
+/// does not exist yet, a first container is run to create it.
 ///
 /// # Errors
 /// When no cgroup hierarchy has the memory controller, or that container fails.
@@ -23,7 +23,7 @@ pub fn folder(world: &Testbed) -> Result<PathBuf> {
         .context("no cgroup hierarchy has the memory controller")
 }
 
-/// Memory charged to the cgroup, in bytes.
+/// Returns the memory that is charged to the cgroup, in bytes.
 ///
 /// # Errors
 /// When the cgroup's file cannot be read.
@@ -37,7 +37,7 @@ pub fn used_bytes(folder: &Path) -> Result<u64> {
         .with_context(|| format!("expected a number in {}, got {text}", file.display()))
 }
 
-/// Sets a memory limit. `None` removes the limit.
+/// Sets the memory limit of the cgroup, in bytes. `None` removes the limit.
 ///
 /// # Errors
 /// When the kernel refuses the limit.

@@ -1,5 +1,6 @@
-//! Scripts in place of NVIDIA's programs that add the driver to a container: the prestart hook of
-//! `docker run --gpus`, and `nvidia-container-cli`, which is the hook of `ctr run --gpus`.
+//! Scripts that replace NVIDIA's programs, which add the driver to a container. One script is the
+//! prestart hook of `docker run --gpus`. The other is `nvidia-container-cli`, which `ctr run
+//! --gpus` uses as its hook.
 
 use std::{
     fs,
@@ -9,25 +10,26 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Name of the program that dockerd looks for at its start.
+/// Name of the NVIDIA program that dockerd looks for at its start.
 const HOOK: &str = "nvidia-container-runtime-hook";
-/// Name of the program that `ctr` looks for.
+/// Name of the NVIDIA program that `ctr` looks for.
 const CLI: &str = "nvidia-container-cli";
-/// Shell commands with which the hook finds the container's process and root filesystem.
+/// Shell commands with which the prestart hook finds the container's process and root filesystem in
+/// the state on its standard input.
 const BY_STATE: &str = r#"state=$(cat)
 field() { echo "$state" | sed "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/"; }
 pid=$(field pid) bundle=$(field bundle)
 root=$(sed 's/.*"root":{"path":"\([^"]*\)".*/\1/' "$bundle/config.json")
 "#;
 /// Shell commands with which `nvidia-container-cli` finds the container's process and root
-/// filesystem in its arguments. The last argument is the root filesystem.
+/// filesystem in its own arguments. The last argument is the root filesystem.
 const BY_ARGUMENTS: &str = r#"for word; do
     case $word in --pid=*) pid=${word#--pid=} ;; esac
     root=$word
 done
 "#;
-/// Mounts files and folders into the root filesystem, in the container's mount namespace. The
-/// container's own mounts already exist at that time.
+/// Shell commands that mount files and folders into the root filesystem, in the container's mount
+/// namespace. The container's own mounts already exist at that time.
 const MOUNT: &str = r#"export root
 nsenter --mount="/proc/$pid/ns/mnt" sh -e -c 'while read -r host inside; do
     if [ -d "$host" ]; then mkdir -p "$root$inside"
@@ -37,8 +39,8 @@ done' < @DIR@/hook-mounts
 echo "$1" > @DIR@/hook-ran
 "#;
 
-/// Writes the hook into `folder`. The hook mounts these paths of the host at paths of the
-/// container, and records its call in the folder `notes`.
+/// Writes the script that replaces NVIDIA's prestart hook into `folder`. The script mounts the
+/// paths in `mounts` (host, container), and records its call in the folder `notes`.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -46,7 +48,8 @@ pub fn place(folder: &Path, notes: &Path, mounts: &[(PathBuf, PathBuf)]) -> Resu
     write(&folder.join(HOOK), BY_STATE, notes, mounts)
 }
 
-/// Like [`place`], but writes the program `nvidia-container-cli`, which `ctr run --gpus` calls.
+/// Like [`place`], but writes a script that replaces `nvidia-container-cli`, which `ctr run --gpus`
+/// calls.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -64,7 +67,7 @@ fn write(program: &Path, find: &str, notes: &Path, mounts: &[(PathBuf, PathBuf)]
     Ok(fs::set_permissions(program, fs::Permissions::from_mode(0o755))?)
 }
 
-/// The phase in which the hook last ran.
+/// Returns the phase of the container's start in which the hook last ran.
 ///
 /// # Errors
 /// When the hook has not run.

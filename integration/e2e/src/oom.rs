@@ -12,12 +12,13 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Interval of the checks. A runtime takes far longer than this to remove the cgroup of a killed
-/// process, so no kill is missed.
+/// Interval of the checks. A container runtime takes far longer than this to remove the cgroup of a
+/// killed process, so no kill is missed.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Number of processes that the kernel has killed because of the memory limit of a cgroup or of a
-/// cgroup above it. `None` if the folder does not exist, or the hierarchy does not count memory.
+/// Returns the number of processes that the kernel has killed because a memory limit was reached.
+/// The limit may belong to this cgroup or to a cgroup above it. `None` if the folder does not
+/// exist, or the hierarchy does not count memory.
 #[must_use]
 pub fn kills(folder: &Path) -> Option<u64> {
     // `memory.events` is the file of cgroup version 2, `memory.oom_control` that of version 1.
@@ -28,8 +29,8 @@ pub fn kills(folder: &Path) -> Option<u64> {
     count.and_then(|count| count.trim().parse().ok())
 }
 
-/// Host memory, in bytes, that is in use in a cgroup and the cgroups below it. Anonymous and shared
-/// memory count. Files that the kernel may drop do not count.
+/// Returns the host memory in use in a cgroup and the cgroups below it, in bytes. Anonymous and
+/// shared memory count. Files that the kernel may drop do not count.
 ///
 /// # Errors
 /// When the cgroup's hierarchy does not count memory.
@@ -55,7 +56,7 @@ pub struct OomWatch {
 }
 
 impl OomWatch {
-    /// Starts to poll these folders.
+    /// Starts to poll the cgroups with these folders.
     #[must_use]
     pub fn start(folders: Vec<PathBuf>) -> Self {
         let (seen, over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
@@ -70,7 +71,7 @@ impl OomWatch {
         Self { seen, over, thread: Some(thread) }
     }
 
-    /// The highest number of kills in any of the folders so far.
+    /// Returns the highest number of kills in any of the folders so far.
     #[must_use]
     pub fn kills(&self) -> u64 {
         self.seen.load(Ordering::SeqCst)

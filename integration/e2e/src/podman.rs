@@ -1,5 +1,5 @@
-//! Podman in a testbed, with `affinode-runtime` as one of its runtimes. Podman's files and images
-//! are in the testbed's folder, and its containers have no network.
+//! Runs Podman in a testbed, with `affinode-runtime` as one of its runtimes. Podman's files and
+//! images are in the testbed's folder, and its containers have no network.
 
 use std::{
     fs,
@@ -19,22 +19,24 @@ use crate::{
     worker::Worker,
 };
 
-/// Name of the runtime in Podman's configuration.
+/// Name of Affinode's runtime in Podman's configuration.
 pub const AFFINODE: &str = "affinode";
-/// Name under which Podman's own runtime is configured.
+/// Name of the runtime without Affinode in Podman's configuration.
 pub const OWN: &str = "own";
-/// Configuration file from the documents. The tests use the same text.
+/// Podman's configuration file for Affinode. The tests install the same file that the documents
+/// show.
 const REGISTER: &str = include_str!("../../../config/podman/affinode.conf");
 /// Path of Affinode's OCI runtime in the documents' configuration files.
 pub(crate) const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 /// Program name of Affinode's OCI runtime.
 const PROGRAM: &str = "affinode-runtime";
 
-/// Mount point of cgroup version 2 on a machine with both versions. crun refuses such a machine, so
-/// the mount is hidden.
+/// Mount point of cgroup version 2 on a machine that uses both cgroup versions. crun refuses to run
+/// on such a machine, so the testbed hides this mount.
 const UNIFIED: &str = "/sys/fs/cgroup/unified";
-/// Script between Podman and its runtime. Podman passes no environment variables to its runtime, so
-/// the script sets those of the testbed. It also stores the last spec that Podman passed.
+/// Shell script that Podman runs as its OCI runtime. Podman passes no environment variables to its
+/// runtime, so the script sets those of the testbed. It also stores the last spec that Podman
+/// passed.
 const RUNTIME: &str = r#"#!/bin/sh
 @EXPORTS@last=
 for word; do
@@ -49,7 +51,7 @@ exec @PROGRAM@ "$@"
 const COMMAND: &str = r#"dir=$1; shift; "$@" >"$dir/stdout" 2>"$dir/stderr"
 echo $? >"$dir/code.new"; mv "$dir/code.new" "$dir/code""#;
 
-/// The machine's Podman, and its OCI runtimes.
+/// Paths of the machine's Podman and of its OCI runtimes.
 #[derive(Clone, Debug)]
 pub struct PodmanPrograms {
     /// Path of the command `podman`.
@@ -61,7 +63,7 @@ pub struct PodmanPrograms {
 }
 
 impl PodmanPrograms {
-    /// Finds the installed programs. `None` if one of them is missing.
+    /// Finds Podman and the OCI runtimes on the machine. `None` if one of them is missing.
     #[must_use]
     pub fn find() -> Option<Self> {
         let path = std::env::var_os("PATH")?;
@@ -74,14 +76,14 @@ impl PodmanPrograms {
     }
 }
 
-/// Podman with files and images of its own, in a testbed.
+/// A Podman in a testbed, with its own files and images.
 pub struct Podman<'a> {
     world: &'a Testbed,
     programs: PodmanPrograms,
     commands: AtomicU32,
 }
 
-/// Result of a command.
+/// Result of a `podman` command.
 #[derive(Clone, Debug)]
 pub struct PodmanOutput {
     /// Exit code of the command.
@@ -93,7 +95,7 @@ pub struct PodmanOutput {
 }
 
 impl<'a> Podman<'a> {
-    /// Writes Podman's configuration, and imports the usual image.
+    /// Writes Podman's configuration, and imports the image of the tests.
     ///
     /// # Errors
     /// When Podman cannot be run.
@@ -112,13 +114,13 @@ impl<'a> Podman<'a> {
         Ok(podman)
     }
 
-    /// Folders of images and containers, and of the state of running containers.
+    /// Returns two folders: of images and containers, and of the state of running containers.
     pub(crate) fn storage_folders(dir: &Path) -> (PathBuf, PathBuf) {
         (dir.join(STORE).join("podman"), dir.join("podman-run"))
     }
 
-    /// Imports the usual image's files under another name. Each change is an instruction of a
-    /// Dockerfile.
+    /// Imports the files of the tests' image under the name `name`. Each entry of `changes` is an
+    /// instruction of a Dockerfile that is applied to the image.
     pub(crate) fn import(&self, name: &str, changes: &[&str]) -> Result<()> {
         let archive = self.world.dir().join("podman-image.tar");
         fs::write(&archive, image::usual_layer()?.finish()?)?;
@@ -140,7 +142,7 @@ impl<'a> Podman<'a> {
         self.world.dir().join("storage.conf")
     }
 
-    /// Path of the runtime program, as users would configure it.
+    /// Path of the runtime program that Podman's configuration contains.
     #[must_use]
     pub fn runtime(&self) -> PathBuf {
         self.world.dir().join(PROGRAM)
@@ -152,8 +154,8 @@ impl<'a> Podman<'a> {
         self.world.dir().join("given.json")
     }
 
-    /// Writes the script that is configured as Podman's runtime program. The script runs the OCI
-    /// runtime `behind`.
+    /// Writes the script that Podman's configuration contains as a runtime program. The script runs
+    /// Affinode's runtime, which calls the OCI runtime `behind`.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -173,7 +175,7 @@ impl<'a> Podman<'a> {
         Ok(fs::rename(fresh, self.runtime())?)
     }
 
-    /// Configures Podman with this text of a configuration file.
+    /// Writes `text` as a configuration file of Podman.
     ///
     /// # Errors
     /// When the configuration cannot be written.
@@ -197,8 +199,8 @@ tmp_dir = "{}"
         Ok(fs::write(self.config_file(), config)?)
     }
 
-    /// Runs the command `podman` as a child of the testbed's supervisor. Podman's remaining
-    /// processes become children of the supervisor.
+    /// Runs the command `podman` as a child of the testbed's supervisor. Processes that Podman
+    /// starts and that outlive the command become children of the supervisor.
     ///
     /// # Errors
     /// When the command cannot be run, or does not end.
@@ -241,7 +243,7 @@ tmp_dir = "{}"
         Ok(ended.stdout.trim_end().to_owned())
     }
 
-    /// Part of a container's description, selected by a Go template.
+    /// Runs `podman inspect` for a container, and returns the value that a Go template selects.
     ///
     /// # Errors
     /// When the container is unknown.
@@ -249,7 +251,7 @@ tmp_dir = "{}"
         self.run(&["inspect", "--format", template, container])
     }
 
-    /// The flags that every container of the testbed needs.
+    /// Returns the flags of `podman run` that every container of the testbed needs.
     #[must_use]
     pub fn flags(&self, runtime: &str) -> [String; 2] {
         [format!("--runtime={runtime}"), format!("--cgroup-parent=/{}", self.world.cgroup_parent())]
@@ -277,7 +279,7 @@ tmp_dir = "{}"
         engine::worker(self.world, name, mib, &all, |words| self.run(words))
     }
 
-    /// The spec of a container as its runtime has read it.
+    /// Returns the OCI spec of a container, as its runtime has read it.
     ///
     /// # Errors
     /// When the file cannot be read.

@@ -1,4 +1,4 @@
-//! The processes of a testbed: the supervisor's descendants.
+//! Lists the processes of a testbed, which are the descendants of its supervisor.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -10,7 +10,7 @@ use affinode_proto::wire::counters::PAGE_BYTES;
 use anyhow::{Context, Result};
 use nix::unistd::Pid;
 
-/// A process and how it was started.
+/// A process and its command line.
 #[derive(Clone, Debug)]
 pub struct Process {
     /// Process id on the host.
@@ -19,7 +19,7 @@ pub struct Process {
     pub command: String,
 }
 
-/// Target of each open descriptor of a process: `socket:[…]`, `/memfd:…`, a path.
+/// Returns the target of each open descriptor of a process: `socket:[…]`, `/memfd:…`, or a path.
 ///
 /// # Errors
 /// When the process has ended.
@@ -31,7 +31,7 @@ pub fn descriptors(pid: i32) -> Result<Vec<String>> {
     Ok(links.map(|link| link.to_string_lossy().into_owned()).collect())
 }
 
-/// Resident memory of a process, in bytes.
+/// Returns the resident memory of a process, in bytes.
 ///
 /// # Errors
 /// When the process has ended.
@@ -44,8 +44,8 @@ pub fn resident_bytes(pid: i32) -> Result<u64> {
     Ok(kib.trim().parse::<u64>()? << 10)
 }
 
-/// Inodes of the sealed files that a process has mapped. Such a file contains contents that
-/// processes share.
+/// Returns the inodes of the sealed memory files that a process has mapped. Such a file stores
+/// contents that several processes share.
 ///
 /// # Errors
 /// When the process has ended.
@@ -56,8 +56,8 @@ pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
     Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
 }
 
-/// Content of the counters that a process of a container shares with the controller. The process
-/// may be stopped.
+/// Reads the shared page in which a CUDA process of a container counts its calls. The process may
+/// be stopped.
 ///
 /// # Errors
 /// When the process has ended, or has made no CUDA call yet.
@@ -84,7 +84,7 @@ pub fn is_zombie(pid: i32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
 }
 
-/// All descendants of a process whose command line contains `part`.
+/// Lists all descendants of the process `of` whose command line contains `part`.
 pub fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {
         let raw = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
@@ -94,7 +94,7 @@ pub fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     Ok(found.collect())
 }
 
-/// All descendants of a process.
+/// Returns the process ids of all descendants of a process.
 pub(crate) fn descendants(of: i32) -> Result<Vec<i32>> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
     for entry in std::fs::read_dir("/proc").context("cannot read /proc")? {

@@ -1,5 +1,6 @@
-//! Simulates the parts of k3s and rke2 that matter to an installation: how they configure, start and
-//! stop containerd. The simulation follows their source code. k3s and rke2 do not run here.
+//! Simulates how k3s and rke2 configure, start and stop containerd. These are the parts that matter
+//! to an installation of Affinode. The simulation follows their source code. k3s and rke2 do not
+//! run here.
 //!
 //! ```text
 //! start: the user's template, or the built-in one ──> config.toml ──> containerd -c config.toml …, in the unit's cgroup
@@ -15,24 +16,24 @@ use anyhow::{Context, Result, bail};
 
 use crate::{image, release::Line, supervisor::cgroup_parent};
 
-/// Name of the unit. The installer of k3s lets the user choose it.
+/// Name of the systemd unit. The installer of k3s lets the user choose this name.
 pub const UNIT: &str = "k3s-lab";
-/// Folder of containerd's configuration, below the data folder of k3s or rke2.
+/// Folder of containerd's configuration, relative to the data folder of k3s or rke2.
 const FOLDER: &str = "agent/etc/containerd";
 const BASE: &str = "{{ template \"base\" . }}";
-/// Names of the users' templates, and the configuration version of each. k3s and rke2 read the
-/// first one that exists.
+/// Names of the configuration templates that a user may write, and the configuration version of
+/// each. k3s and rke2 read the first template that exists.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
-/// Name of the program by which k3s and rke2 detect NVIDIA's runtime. In this simulation the
-/// program is runc.
+/// Name of the program whose presence tells k3s and rke2 that NVIDIA's runtime is installed. In
+/// this simulation the program is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
 /// A simulated k3s or rke2 in a testbed.
 pub struct Rancher<'a> {
     /// Release line of the containerd that k3s or rke2 runs.
     pub line: Line,
-    /// Whether the configuration imports a folder next to it. Newer versions of k3s and rke2 do so
-    /// with containerd 2.
+    /// Whether containerd's configuration file imports the files of a folder next to it. Newer
+    /// versions of k3s and rke2 write such files for containerd 2.
     pub imports: bool,
     /// Folder of the testbed.
     pub dir: &'a Path,
@@ -72,7 +73,7 @@ impl Rancher<'_> {
         Ok(fs::write(self.config_file(), template.replace(BASE, &self.base(version)))?)
     }
 
-    /// The content of the built-in template, with all values filled in.
+    /// Returns the content of the built-in template, with all values filled in.
     fn base(&self, version: u8) -> String {
         let [dir, store, folder] =
             [self.dir, self.store, &self.folder()].map(|path| path.display().to_string());
@@ -131,8 +132,8 @@ SystemdCgroup = false
         )
     }
 
-    /// Command line with which k3s or rke2 starts containerd. containerd is found in PATH, and runs
-    /// in the cgroup of the unit.
+    /// Returns the command line with which k3s or rke2 starts containerd. containerd is found in
+    /// PATH, and runs in the cgroup of the unit.
     pub fn argv(&self) -> Result<Vec<String>> {
         let unit = self.cgroup();
         fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
@@ -154,7 +155,7 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// Requires that rke2 would kill no shim. When rke2's unit has stopped, rke2 lists the
+    /// Requires that rke2 would kill no shim when its unit stops. After the stop, rke2 lists the
     /// processes in the unit's cgroup. It kills each process whose line has a process id before the
     /// word containerd or kubelet.
     pub fn stopped(&self) -> Result<()> {
@@ -171,7 +172,7 @@ SystemdCgroup = false
     }
 }
 
-/// Whether a line contains a number, a blank, and the word.
+/// Whether a line contains a digit, a blank and the word, in this order and next to each other.
 fn is_listed(line: &str, word: &str) -> bool {
     let digit = |at: usize| line[..at].ends_with(|last: char| last.is_ascii_digit());
     line.match_indices(&format!(" {word}")).any(|(at, _)| digit(at))

@@ -1,5 +1,5 @@
-//! The containerd releases with which a suite can run: the machine's own, and those that `cargo
-//! xtask deps` unpacked next to it.
+//! The containerd releases with which the tests can run: the release on the machine, and releases
+//! that `cargo xtask deps` unpacked.
 
 use std::{
     collections::BTreeMap,
@@ -11,26 +11,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifacts::Artifacts;
 
-/// A line of containerd releases with the same interface to shims.
+/// A release line of containerd. All releases of a line have the same interface to shims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Line {
-    /// containerd 1.6: one `start` per container, which replies with an address as text.
+    /// containerd 1.6: it runs a shim's `start` once per container. `start` replies with an address
+    /// as text.
     #[serde(rename = "1.6")]
     V1_6,
-    /// containerd 1.7: like 1.6, but a shim gets more environment variables.
+    /// containerd 1.7: like 1.6, but containerd passes more environment variables to a shim.
     #[serde(rename = "1.7")]
     V1_7,
-    /// containerd 2.x: `start` replies with JSON. This line also has sandboxes, and runs a shim
-    /// with `-info`.
+    /// containerd 2.x: a shim's `start` replies with JSON. This line also has sandboxes, and runs a
+    /// shim with `-info`.
     #[serde(rename = "2")]
     V2,
 }
 
 impl Line {
-    /// All lines, the oldest first.
+    /// All release lines, the oldest first.
     pub const ALL: [Line; 3] = [Line::V1_6, Line::V1_7, Line::V2];
 
-    /// The release line of a version such as `1.7.24~ds1`. `None` if the line is unknown.
+    /// Returns the release line of a version such as `1.7.24~ds1`. `None` if the line is unknown.
     #[must_use]
     pub fn of(version: &str) -> Option<Line> {
         let version = version.trim_start_matches('v');
@@ -50,14 +51,14 @@ impl Line {
     }
 }
 
-/// One containerd with its own ctr and stock shim.
+/// One release of containerd, with the `ctr` and the stock shim of the same release.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Release {
-    /// Release line of this version.
+    /// Release line to which this release belongs.
     pub line: Line,
-    /// Version that the program prints.
+    /// Version that `containerd --version` prints.
     pub version: String,
-    /// The folder of `containerd`, `ctr` and `containerd-shim-runc-v2`.
+    /// Folder with `containerd`, `ctr` and `containerd-shim-runc-v2`.
     pub bin_dir: PathBuf,
 }
 
@@ -89,8 +90,8 @@ impl Releases {
             .with_context(|| format!("cannot parse {}: run `cargo xtask deps`", file.display()))
     }
 
-    /// The release of a line. `None` if this machine has no release of the line. The reason is then
-    /// printed to stderr.
+    /// Returns the release of a line. `None` if this machine has no release of the line. In this
+    /// case the reason is printed to stderr.
     ///
     /// # Errors
     /// When the list does not mention the line.
@@ -103,7 +104,7 @@ impl Releases {
         })
     }
 
-    /// The machine's own containerd, which is listed first.
+    /// Returns the machine's own containerd, which is the first in the list.
     ///
     /// # Errors
     /// When the list is empty.
@@ -113,7 +114,7 @@ impl Releases {
 }
 
 impl Release {
-    /// Queries the version of a containerd.
+    /// Runs the containerd in this folder to find its version, and returns the release.
     ///
     /// # Errors
     /// When containerd cannot be run, or its line is unknown.

@@ -1,4 +1,4 @@
-//! The shared libraries that a program needs, from the machine's own loader.
+//! Finds the shared libraries that a program needs, with the machine's own dynamic loader.
 
 use std::{
     collections::BTreeSet,
@@ -8,8 +8,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// The files that the dynamic loader would map for `program`, without `program` itself. A static
-/// program has none.
+/// Returns the files that the dynamic loader would map for `program`, except `program` itself.
+/// Empty for a static program.
 ///
 /// # Errors
 /// When `ldd` cannot be run, or does not find a library.
@@ -26,8 +26,8 @@ pub fn libraries(program: &Path) -> Result<BTreeSet<PathBuf>> {
     Ok(text.lines().filter_map(path_in).collect())
 }
 
-/// The path in a line such as `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)` or
-/// `/lib64/ld-linux-x86-64.so.2 (0x…)`.
+/// Returns the path in a line of `ldd`, such as `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6
+/// (0x…)` or `/lib64/ld-linux-x86-64.so.2 (0x…)`.
 fn path_in(line: &str) -> Option<PathBuf> {
     let (before, _address) = line.trim().split_once(" (0x")?;
     let path = before.rsplit(' ').next()?;

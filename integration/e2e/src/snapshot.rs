@@ -1,4 +1,4 @@
-//! A snapshot of a node's files, which compares names, modes and contents.
+//! Takes a snapshot of a node's files, to compare their names, modes and contents later.
 
 use std::{
     collections::BTreeMap,
@@ -10,16 +10,16 @@ use std::{
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
-/// Folders and files that containerd, containers and this program write in a testbed's folder. They
-/// are not the node's files.
+/// Names in a testbed's folder that containerd, containers and this program write. A snapshot omits
+/// them, because they are not the node's files.
 const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "store", "tools"];
 
-/// Every file and folder, with its mode and content.
+/// Every file and folder of a node, with its mode and content.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Snapshot(BTreeMap<PathBuf, String>);
 
 impl Snapshot {
-    /// Reads a testbed's folder, except for logs and sockets.
+    /// Reads all files in a testbed's folder, except logs and sockets.
     ///
     /// # Errors
     /// When a file cannot be read.
@@ -52,7 +52,7 @@ impl Snapshot {
         Ok(Self(seen))
     }
 
-    /// Number of files and folders.
+    /// Number of files and folders in the snapshot.
     #[must_use]
     pub fn count(&self) -> usize {
         self.0.len()
@@ -81,7 +81,7 @@ impl Snapshot {
     }
 }
 
-/// A file's SHA-256, in hexadecimal.
+/// Returns the SHA-256 of a file, in hexadecimal.
 ///
 /// # Errors
 /// When the file cannot be read.

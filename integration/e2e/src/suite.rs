@@ -78,7 +78,8 @@ pub use no_checkpoint::default_makes_no_call;
 pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
-/// Configuration with an idle timeout of one second and without a minimum residency.
+/// Affinode's configuration for the suite, with an idle timeout of one second and almost no minimum
+/// residency.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -92,12 +93,12 @@ sample_interval = "100ms"
 [log]
 level = "info,affinode_controller::agents=debug"
 "#;
-/// Annotation of a container that is offloaded on request only.
+/// Annotation of a container that is offloaded only on request.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
 /// Runs the parts whose names contain one of the words in `wanted`, with this containerd and GPU.
-/// Runs all parts if `wanted` is empty. A failed part is reported as such, and the other parts
-/// still run.
+/// Runs all parts if `wanted` is empty. If a part fails, the report contains the error and the
+/// other parts still run.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -179,7 +180,8 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
 
-/// Runs programs of many kinds with each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
+/// Runs programs of many kinds (such as transformers, cuDNN, CUDA graphs, CuPy and Triton) with
+/// each engine.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -196,7 +198,7 @@ pub fn steps(release: &Release, gpu: Gpu, words: &[&str]) -> Result<Report> {
     alone_with(release, gpu, words, steps::all)
 }
 
-/// Runs one part in a testbed of its own, and returns a report of its own.
+/// Runs one part in a separate testbed, and returns a separate report.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
@@ -223,8 +225,8 @@ fn finish(world: &Testbed, report: &mut Report) {
     }
 }
 
-/// Measures the costs of moves with each engine. Writes a file `calibration-ENGINE.toml` for each
-/// engine into a folder.
+/// Measures how long offloads and restores take with each engine. Writes a file
+/// `calibration-ENGINE.toml` for each engine into `folder`, and returns the paths.
 ///
 /// # Errors
 /// When no testbed can be created, or a process does not move.
@@ -241,7 +243,8 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
     Ok(files)
 }
 
-/// Records the dashboard's stream of a node with three containers, as files in a folder.
+/// Records the stream of events that the dashboard reads, on a node with three containers. Writes
+/// the recording as files into `folder`, and returns their paths.
 ///
 /// # Errors
 /// When no testbed can be created, or a container does not start.
@@ -250,9 +253,10 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
     recording::record(&world, folder)
 }
 
-/// Waits until the copier has registered the memory of offloaded processes and released the memory
-/// of restored processes. A container that has kept its state for some seconds does not delay the
-/// end of the wait, because the controller no longer counts it.
+/// Waits until the copier has no more host memory to register or to release. The copier registers
+/// the memory of offloaded processes and releases the memory of restored processes. The controller
+/// counts a process only for some seconds after its container's last change of state, so an older
+/// process does not extend the wait.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
@@ -260,7 +264,8 @@ fn wait_held(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Waits until the host memory of `many` processes is prefaulted for their next offload.
+/// Waits until the host memory of `many` processes is prefaulted (touched and registered for their
+/// next offload).
 fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     let mut last = Node::default();
     until_within(Duration::from_secs(30), "prefaulted host memory", || {
@@ -273,8 +278,8 @@ fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     })
 }
 
-/// VRAM in use on the first GPU without the copier's own VRAM. Waits until the value satisfies
-/// `wanted`.
+/// Waits until the VRAM in use on the first GPU satisfies `wanted`, and returns it in bytes. The
+/// copier's own VRAM is not included.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;
     until("the VRAM in use to change", || {

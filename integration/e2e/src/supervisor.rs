@@ -1,5 +1,5 @@
 //! The supervisor: a process that owns everything that a testbed starts. No process or mount
-//! outlives the test, the demo or the bench, even if these are killed.
+//! outlives the test, the demo or the benchmark, even if these are killed.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
@@ -8,12 +8,12 @@
 //!    v                                  ├─ shims, controller, containers (orphans come to it)
 //!  same mount namespace                 └─ …
 //!
-//! stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
+//!  stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
 //!                                               unmount, remove cgroups and folder, exit
 //! ```
 //!
-//! The supervisor needs no list of names. It kills its own descendants, and unmounts the mounts of
-//! its own namespace.
+//! The supervisor needs no list of process names. It kills its own descendants, and unmounts the
+//! mounts of its own namespace.
 
 mod cleanup;
 mod client;
@@ -32,19 +32,19 @@ pub use server::serve;
 /// because overlayfs cannot be stacked on the overlayfs that a machine's root may be.
 pub(crate) const STORE: &str = "store";
 
-/// The parts of the machine that are private to a testbed.
+/// Determines which parts of the machine are private to a testbed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// Only mounts that the testbed creates.
+    /// Only the mounts that the testbed creates are private.
     #[default]
     Mounts,
-    /// In addition the network, and the fixed folders of a kubelet. Such a testbed is a node of a
-    /// cluster.
+    /// The network, and the fixed folders of a kubelet, are private as well. Such a testbed is a
+    /// node of a cluster.
     Node,
 }
 
 impl Scope {
-    /// Second argument of the supervisor that selects [`Scope::Node`].
+    /// Value of the supervisor's second argument that selects [`Scope::Node`].
     const NODE: &str = "node";
 
     /// Parses the supervisor's second argument.
@@ -54,7 +54,7 @@ impl Scope {
     }
 }
 
-/// A program that the supervisor must start.
+/// A program that the supervisor is requested to start.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Job {
     /// Program and its arguments.
@@ -69,20 +69,20 @@ pub struct Job {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Reply {
-    /// Process id. The supervisor is ready, or the job runs.
+    /// The supervisor is ready, or the program runs. The value is its process id.
     Pid(u32),
-    /// Reason of the failure.
+    /// The start has failed. The value is the reason.
     Error(String),
 }
 
-/// The cgroup of a testbed's containers, as a path below each hierarchy.
+/// Returns the path of the cgroup of a testbed's containers, relative to each cgroup hierarchy.
 #[must_use]
 pub fn cgroup_parent(world: &std::path::Path) -> String {
     let name = world.file_name().map_or_else(|| "world".into(), |name| name.to_string_lossy());
     format!("affinode-e2e-{name}")
 }
 
-/// Folders of the testbed's cgroup, in every hierarchy that has it.
+/// Returns the folders of the testbed's cgroup in all hierarchies that contain it.
 #[must_use]
 pub fn cgroup_folders(world: &std::path::Path) -> Vec<PathBuf> {
     let parent = cgroup_parent(world);

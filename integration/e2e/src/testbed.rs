@@ -1,4 +1,4 @@
-//! A private environment: one containerd, one GPU and one controller, in one folder.
+//! A private environment for a test: one containerd, one GPU and one controller, in one folder.
 
 use std::{
     collections::BTreeMap,
@@ -22,13 +22,14 @@ use crate::{
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
-/// VRAM of a simulated GPU for tests in which VRAM must not become short.
+/// VRAM of a simulated GPU in tests that must not run out of VRAM.
 pub const PLENTY_BYTES: u64 = 4096 * MIB;
 
-/// Name of the installation's folder in the testbed of a node.
+/// Name of the subfolder in which Affinode is installed, in the testbed of a node.
 const PREFIX: &str = "prefix";
 
-/// Configuration of a testbed. [`TestbedConfig::world`] creates the testbed.
+/// Configuration of a testbed (a private containerd, GPU and controller). [`TestbedConfig::world`]
+/// creates the testbed.
 pub struct TestbedConfig {
     artifacts: Option<Artifacts>,
     release: Option<Release>,
@@ -41,7 +42,8 @@ pub struct TestbedConfig {
     scope: Scope,
     layout: Layout,
     own_users: bool,
-    /// Whether the variables that name Affinode's folders are left out of containerd's environment.
+    /// Whether containerd runs without the environment variables that contain the paths of
+    /// Affinode's folders.
     without_folders: bool,
     name: Option<String>,
 }
@@ -88,16 +90,16 @@ impl TestbedConfig {
         self
     }
 
-    /// Uses this `config.toml` of Affinode.
+    /// Sets the text of Affinode's `config.toml`.
     #[must_use]
     pub fn config(mut self, text: &str) -> Self {
         text.clone_into(&mut self.config);
         self
     }
 
-    /// Keeps the default engine. Without this call, a configuration that names no engine gets the
-    /// engine `checkpoint`. Most tests expect that an offload leaves 0 bytes on the GPU, as this
-    /// engine does.
+    /// Lets the controller use its default engine. Without this call, a configuration that names no
+    /// engine gets the engine `checkpoint`. Most tests expect that an offload leaves 0 bytes on the
+    /// GPU, as this engine does.
     #[must_use]
     pub fn default_engine(mut self) -> Self {
         self.default_engine = true;
@@ -117,23 +119,24 @@ impl TestbedConfig {
         }
     }
 
-    /// Imports the images into CRI's namespace as well.
+    /// Imports the images into containerd's namespace for CRI as well.
     #[must_use]
     pub fn cri(mut self) -> Self {
         self.images.push("k8s.io");
         self
     }
 
-    /// A node of a cluster without Affinode: a private network, and a containerd that finds
-    /// Affinode's files in [`Testbed::prefix`] when they are installed there.
+    /// Configures a node of a cluster on which Affinode is not installed. The node has a private
+    /// network. Its containerd finds Affinode's files when they are installed in
+    /// [`Testbed::prefix`].
     #[must_use]
     pub fn node(mut self) -> Self {
         self.scope = Scope::Node;
         self.cri()
     }
 
-    /// A machine with Docker and without Affinode. CRI is disabled in its containerd, which finds
-    /// Affinode's files when they are installed in [`Testbed::prefix`].
+    /// Configures a machine with Docker on which Affinode is not installed. CRI is disabled in its
+    /// containerd, which finds Affinode's files when they are installed in [`Testbed::prefix`].
     #[must_use]
     pub fn docker(mut self) -> Self {
         self.scope = Scope::Node;
@@ -142,7 +145,8 @@ impl TestbedConfig {
         self
     }
 
-    /// A node of k3s or rke2, which write containerd's configuration at each start.
+    /// Configures a node of k3s or rke2, which write containerd's configuration at each start.
+    /// `imports` sets whether this configuration imports a folder.
     #[must_use]
     pub fn rancher(mut self, imports: bool) -> Self {
         self.layout = Layout::Rancher { imports };
@@ -156,15 +160,15 @@ impl TestbedConfig {
         self
     }
 
-    /// Leaves the variables that name Affinode's folders out of containerd's environment, as on a
-    /// node whose operator has set none.
+    /// Removes the variables with the paths of Affinode's folders from containerd's environment, as
+    /// on a node whose operator has set none.
     #[must_use]
     pub fn without_folders(mut self) -> Self {
         self.without_folders = true;
         self
     }
 
-    /// Creates the testbed in a folder whose name ends in this word instead of a number.
+    /// Sets the last part of the name of the testbed's folder. Without this call it is a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = Some(name.into());
@@ -248,7 +252,8 @@ impl TestbedConfig {
     }
 }
 
-/// A running testbed. Dropping this value ends all its processes, and removes its mounts and files.
+/// A private containerd, GPU and controller that are running. Dropping this value ends all its
+/// processes, and removes its mounts and files.
 pub struct Testbed {
     // Fields are dropped in this order. The supervisor comes first, because it ends the processes.
     keeper: Keeper,
@@ -260,8 +265,8 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// Creates a testbed with defaults: the machine's containerd, and a simulated GPU with enough
-    /// VRAM.
+    /// Creates a testbed with the defaults: the machine's containerd, and a simulated GPU with
+    /// enough VRAM.
     ///
     /// # Errors
     /// When [`TestbedConfig::world`] fails.
@@ -275,7 +280,7 @@ impl Testbed {
         &self.dir
     }
 
-    /// Folder of Affinode's installation in the testbed of a node.
+    /// Folder in which Affinode is installed, in the testbed of a node.
     #[must_use]
     pub fn prefix(&self) -> PathBuf {
         self.dir.join(PREFIX)
@@ -305,20 +310,20 @@ impl Testbed {
         &self.cli
     }
 
-    /// The built files in use.
+    /// The built files that this testbed uses.
     #[must_use]
     pub fn artifacts(&self) -> &Artifacts {
         &self.artifacts
     }
 
-    /// The command `ctr` for the testbed's containerd.
+    /// Builds the command `ctr` for the testbed's containerd.
     #[must_use]
     pub fn ctr(&self) -> std::process::Command {
         self.containerd.ctr(&self.keeper, "default")
     }
 
-    /// Command for a program on the host, outside of all containers, with the environment to find
-    /// the testbed's GPU.
+    /// Builds a command for a program on the host, outside of all containers. Its environment lets
+    /// it find the testbed's GPU.
     #[must_use]
     pub fn host_gpu_command(&self, program: &Path) -> std::process::Command {
         let mut command = std::process::Command::new(program);
@@ -326,8 +331,8 @@ impl Testbed {
         command
     }
 
-    /// Environment of Affinode's OCI runtime in this testbed. `behind` is the OCI runtime that it
-    /// runs.
+    /// Environment variables of Affinode's OCI runtime in this testbed. `behind` is the OCI runtime
+    /// that Affinode's runtime calls.
     #[must_use]
     pub fn oci_runtime_env(&self, behind: &Path) -> BTreeMap<String, String> {
         let mut env = self.gpu.host_env(&self.artifacts, &self.dir);
@@ -342,14 +347,14 @@ impl Testbed {
         env
     }
 
-    /// The cgroup of the testbed's containers, as a path below each hierarchy.
+    /// Path of the cgroup of the testbed's containers, relative to each cgroup hierarchy.
     #[must_use]
     pub fn cgroup_parent(&self) -> String {
         cgroup_parent(&self.dir)
     }
 
-    /// The running shims: stock shims and Affinode's. The controller is the same binary as
-    /// Affinode's shim, and is not included.
+    /// Lists the running shims, both stock shims and Affinode's. The controller is the same binary
+    /// as Affinode's shim, but is not included.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -359,7 +364,7 @@ impl Testbed {
         Ok(found)
     }
 
-    /// The controller's process, if one runs.
+    /// Finds the controller's process. `None` if no controller runs.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -368,7 +373,7 @@ impl Testbed {
         Ok(found.into_iter().find(is_controller))
     }
 
-    /// Processes of the testbed whose command lines contain `part`.
+    /// Lists the processes of the testbed whose command lines contain `part`.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -396,23 +401,23 @@ impl Testbed {
         Ok(())
     }
 
-    /// Ends everything in the testbed, before the testbed is dropped.
+    /// Ends all processes of the testbed before the testbed is dropped.
     pub fn end(&self) {
         self.keeper.end();
     }
 
-    /// Prints the logs of the testbed's programs, for a failed test.
+    /// Prints the end of each log of the testbed's programs, for a failed test.
     pub fn show_logs(&self) {
         crate::logs::show(&self.dir);
     }
 
-    /// Copies the logs to the folder in the variable `AFFINODE_E2E_KEEP_LOGS`, if the variable is
-    /// set.
+    /// Copies the logs to the folder whose path is in the variable `AFFINODE_E2E_KEEP_LOGS`.
+    /// Without the variable, nothing is copied.
     pub fn keep_logs(&self) {
         crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
     }
 
-    /// Restarts containerd as its unit does.
+    /// Restarts containerd as systemd does with containerd's unit.
     ///
     /// # Errors
     /// When containerd does not end or start, or when the unit's settings would end other processes
@@ -446,7 +451,7 @@ pub fn is_controller(process: &Process) -> bool {
     process.command.trim_end().ends_with("containerd-shim-affinode-v1 controller")
 }
 
-/// Creates a folder with a short name, because a socket path has at most 107 bytes.
+/// Creates the testbed's folder. Its name is short, because a socket path has at most 107 bytes.
 fn new_folder(name: Option<&str>) -> Result<PathBuf> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = || format!("{:x}", NEXT.fetch_add(1, Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! A simulated systemd for the controller's unit. Its `systemctl` sends its arguments to this
+//! Simulates systemd for the controller's unit. A script `systemctl` sends its arguments to this
 //! program, which runs the unit's command in the testbed.
 
 use std::{
@@ -18,7 +18,7 @@ use nix::{
 
 use crate::{installed::Installation, supervisor::Job, testbed::Testbed, wait::until};
 
-/// Name of the unit.
+/// Name of the controller's systemd unit.
 const UNIT: &str = "affinode-controller";
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -31,17 +31,18 @@ pub struct SimulatedSystemd<'a> {
 
 #[derive(Default)]
 struct UnitRun {
-    /// Text of the unit's file when it was last loaded. `None` if it was never loaded.
+    /// Text of the unit's file at the last `systemctl daemon-reload`. `None` if it was never
+    /// loaded.
     loaded: Option<String>,
     enabled: bool,
     pid: Option<i32>,
     calls: Vec<String>,
-    /// Arguments for which `systemctl` fails.
+    /// Arguments with which `systemctl` must fail.
     broken: Option<String>,
 }
 
 impl<'a> SimulatedSystemd<'a> {
-    /// Puts `systemctl` into the PATH of an installation.
+    /// Writes a script `systemctl` into the PATH of an installation.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -60,25 +61,25 @@ impl<'a> SimulatedSystemd<'a> {
         Ok(Self { world, folder, state: Mutex::default() })
     }
 
-    /// Folder of the units.
+    /// Folder that contains the unit files.
     #[must_use]
     pub fn units(&self) -> PathBuf {
         self.folder.join("system/units")
     }
 
-    /// Path of the unit's file.
+    /// Path of the controller's unit file.
     #[must_use]
     pub fn unit(&self) -> PathBuf {
         self.units().join(format!("{UNIT}.service"))
     }
 
-    /// Pid of the unit's process, while it runs.
+    /// Pid of the unit's process. `None` while it does not run.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         self.state().pid
     }
 
-    /// Whether the unit starts with the machine.
+    /// Whether the unit is enabled, so that it starts with the machine.
     #[must_use]
     pub fn is_enabled(&self) -> bool {
         self.state().enabled
@@ -89,14 +90,14 @@ impl<'a> SimulatedSystemd<'a> {
         self.state().broken = arguments.map(str::to_owned);
     }
 
-    /// The arguments of each call of `systemctl` since this function was last called. Queries are
-    /// left out.
+    /// Returns the arguments of each call of `systemctl` since the last call of this function.
+    /// Queries are omitted.
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         std::mem::take(&mut self.state().calls)
     }
 
-    /// Runs `work`, and executes the calls of `systemctl` that arrive meanwhile.
+    /// Runs `work`. Meanwhile, executes the calls of `systemctl` that arrive.
     ///
     /// # Errors
     /// When `work` fails, or the unit cannot be run.
@@ -163,7 +164,7 @@ impl<'a> SimulatedSystemd<'a> {
         Ok(("0", String::new()))
     }
 
-    /// Waits until the unit's controller waits for another controller to end.
+    /// Waits until the unit's controller is blocked on the lock that another controller holds.
     ///
     /// # Errors
     /// When the unit's controller does not wait for the lock in time.
@@ -179,7 +180,7 @@ impl<'a> SimulatedSystemd<'a> {
         format!("MainPID={pid}\nActiveState={active}\nUnitFileState={enabled}\n")
     }
 
-    /// Runs the unit's command with the variables of the unit.
+    /// Runs the unit's command with the environment variables of the unit.
     fn start(&self, state: &mut UnitRun) -> Result<()> {
         if state.pid.is_some() {
             return Ok(());

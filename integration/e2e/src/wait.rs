@@ -1,14 +1,15 @@
-//! Waits for conditions. The time limits are long, because a wait must not fail on a slow machine.
+//! Functions that wait for a condition. Their time limits are long, because a wait must not fail on
+//! a slow machine.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Time limit of a wait, far longer than a healthy machine needs. If a wait reaches this limit, the
-/// test has failed.
+/// Time limit of a wait. It is far longer than a healthy machine needs, so a test that reaches it
+/// has failed.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Calls `probe` until it returns a value, and returns that value.
+/// Calls `probe` repeatedly until it returns a value, and returns that value.
 ///
 /// # Errors
 /// When the probe fails, or [`WAIT_TIMEOUT`] has passed. `what` completes the error "waited for …".

@@ -1,4 +1,5 @@
-//! The CUDA program that tests drive. It receives commands and replies with lines of JSON.
+//! The CUDA program that tests control. It receives commands on its standard input and replies with
+//! lines of JSON.
 
 use std::{
     fs::{File, OpenOptions},
@@ -18,7 +19,7 @@ use crate::{
     wait::WAIT_TIMEOUT,
 };
 
-/// Lines to and from a program through the pipes of its container.
+/// Connection to the program of a container, through two pipes. It sends and receives lines.
 pub struct Lines {
     requests: File,
     replies: File,
@@ -26,7 +27,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Opens both pipes of a folder without waiting for the program to open its ends.
+    /// Opens both pipes in a folder. Does not wait until the program has opened its ends.
     ///
     /// # Errors
     /// When the pipes cannot be opened.
@@ -34,7 +35,7 @@ impl Lines {
         Self::open_pair(folder, "")
     }
 
-    /// Like [`Lines::open`], for pipes with a suffix after `in` and `out`.
+    /// Like [`Lines::open`], for pipes whose names are `in` and `out` with a suffix.
     ///
     /// # Errors
     /// When the pipes cannot be opened.
@@ -47,7 +48,7 @@ impl Lines {
         Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
-    /// Closes the program's standard input. Afterwards nothing can be sent to the program.
+    /// Closes the program's standard input. After this call, nothing can be sent to the program.
     ///
     /// # Errors
     /// When `/dev/null` cannot be opened.
@@ -56,7 +57,7 @@ impl Lines {
         Ok(())
     }
 
-    /// Sends a line.
+    /// Sends a line to the program.
     ///
     /// # Errors
     /// When the program has closed the pipe.
@@ -64,7 +65,7 @@ impl Lines {
         Ok(self.requests.write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Waits for the next line.
+    /// Waits for the program's next line.
     ///
     /// # Errors
     /// When no line arrives in time.
@@ -75,7 +76,7 @@ impl Lines {
         })
     }
 
-    /// Waits for the next line until the deadline. `None` if no line has arrived.
+    /// Waits for the program's next line until the deadline. `None` if no line has arrived.
     ///
     /// # Errors
     /// When the pipe cannot be read.
@@ -97,7 +98,7 @@ impl Lines {
         }
     }
 
-    /// Whether a line, or a part of a line, is readable.
+    /// Whether the program has written a line, or a part of a line, that was not read yet.
     ///
     /// # Errors
     /// When the pipe cannot be polled.
@@ -107,63 +108,64 @@ impl Lines {
     }
 }
 
-/// A reply of a client program: one line of JSON.
+/// A reply of a CUDA test program, parsed from one line of JSON.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
     /// The command that was sent.
     pub command: String,
-    /// The `CUresult` of the command.
+    /// Result code (`CUresult`) of the CUDA call.
     pub result: i32,
     /// Duration of the call, in microseconds.
     pub elapsed_us: u64,
     /// Whether every word of the program's VRAM had the expected value.
     pub ok: Option<bool>,
-    /// Line of the program's source at which a check failed.
+    /// Line number in the program's source code at which a check failed.
     pub line: Option<u32>,
     /// Description of the failure, if the program provides one.
     pub why: String,
     /// Number of bytes that were compared.
     pub bytes: Option<u64>,
-    /// Checksum over all words of the program's VRAM.
+    /// Checksum of all words in the program's VRAM.
     pub checksum: Option<String>,
-    /// Number of commands that have changed every word of the program's VRAM.
+    /// Number of commands so far that have changed every word of the program's VRAM.
     pub touches: Option<u64>,
     /// User id of the program.
     pub uid: Option<u32>,
     /// Process id in the program's own pid namespace.
     pub pid: Option<i32>,
-    /// Name of the GPU from the driver.
+    /// Name of the GPU, as the driver reports it.
     pub device_name: Option<String>,
     /// Free VRAM in bytes.
     /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
     /// Size of the VRAM in bytes.
     pub total_bytes: Option<u64>,
-    /// VRAM in bytes that was free at the program's start but is not free at its end.
+    /// VRAM in bytes that was free at the program's start and is not free at its end.
     pub missing_bytes: Option<u64>,
-    /// Number of calls that the program's polling thread has made.
+    /// Number of queries that the program's polling thread has made.
     pub polls: Option<u32>,
-    /// Result that a forked child returned.
+    /// Result of the CUDA call in a forked child of the program.
     pub child_result: Option<i32>,
-    /// Value that a checkpoint call returned in addition to its result.
+    /// Value that a checkpoint call of the driver returned in addition to its result code.
     pub value: Option<i32>,
-    /// Handle of CUDA's legacy IPC, in hexadecimal.
+    /// Handle of CUDA's legacy IPC (`cuIpcGetMemHandle`), in hexadecimal.
     pub handle: Option<String>,
 }
 
-/// A container that runs the CUDA program `worker.c`, and its pipes.
+/// A container that runs a CUDA test program, and the pipes to the program.
 pub struct Worker {
     /// The container that runs the program.
     pub running: Running,
     lines: Lines,
 }
 
-/// Name of the worker program that finds the driver by `dlopen` and `dlsym`.
+/// Name of the test program that most tests run. It finds the driver by `dlopen` and `dlsym`.
 pub const USUAL: &str = "dlopen_dlsym";
 
 impl Worker {
-    /// Starts a worker as root, and waits until it has filled its VRAM.
+    /// Starts a worker (a container with the CUDA test program) as root. Waits until it has filled
+    /// its VRAM.
     ///
     /// # Errors
     /// When the container does not start, or a CUDA call fails.
@@ -173,8 +175,8 @@ impl Worker {
         Ok(worker)
     }
 
-    /// The container spec that [`Worker::start`] uses, with any of the programs built from
-    /// `worker.c`.
+    /// Describes the container that [`Worker::start`] starts. `program` is one of the programs
+    /// built from `worker.c`.
     #[must_use]
     pub fn spec(id: &str, program: &str, mib: u64) -> Spec {
         let program = format!("{CLIENTS}/{program}");
@@ -184,13 +186,14 @@ impl Worker {
         Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", &seed.to_string()])
     }
 
-    /// Container spec for the program that maps its memory in pieces, with an engine.
+    /// Describes a container with this engine. Its program maps its memory in pieces, as some
+    /// allocators do.
     #[must_use]
     pub fn segments(id: &str, engine: &str, mib: u64) -> Spec {
         Worker::pieces(id, engine, mib, &[])
     }
 
-    /// Like [`Worker::segments`], with more arguments for the program.
+    /// Like [`Worker::segments`], but with more arguments for the program.
     #[must_use]
     pub fn pieces(id: &str, engine: &str, mib: u64, more: &[&str]) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/segments"), mib.to_string());
@@ -198,7 +201,7 @@ impl Worker {
         Spec::gpu(id, &argv).annotation("affinode.io/engine", engine)
     }
 
-    /// Container spec for the program with stream-ordered memory, with an engine.
+    /// Describes a container with this engine. Its program allocates from stream-ordered pools.
     #[must_use]
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
@@ -208,8 +211,8 @@ impl Worker {
             .annotation("affinode.io/engine", engine)
     }
 
-    /// Commands for the pool program. A test sends one command between two moves. Each reply says
-    /// whether the program's checks passed.
+    /// Commands for the program with stream-ordered pools. A test sends one command before each
+    /// offload. Each reply reports whether the program's checks passed.
     pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
@@ -235,8 +238,7 @@ impl Worker {
         Self::attach(&spec, &pipes)
     }
 
-    /// Attaches to a container with pipes that is started by other means, before or after this
-    /// call.
+    /// Opens the pipes of a container that is started by other means, before or after this call.
     ///
     /// # Errors
     /// When the pipes cannot be opened.
@@ -244,15 +246,16 @@ impl Worker {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
-    /// The program of a container that was started by other means and has this id.
+    /// Creates a worker from open pipes, for a container with this id that was started by other
+    /// means.
     #[must_use]
     pub fn over(lines: Lines, id: &str) -> Self {
         Self { running: Running { id: id.into() }, lines }
     }
 
-    /// Ends a program of [`Worker::segments`]. Returns whether all of its VRAM is free again. VRAM
-    /// that the driver keeps (for streams and registered host memory) and the copier's VRAM do not
-    /// count.
+    /// Ends a program that [`Worker::segments`] describes. Returns whether all of its VRAM is free
+    /// again. Two uses of VRAM are ignored: the driver's own (for streams and registered host
+    /// memory), and the copier's.
     ///
     /// # Errors
     /// When the program does not reply.
@@ -264,7 +267,7 @@ impl Worker {
         Ok(missing <= DRIVERS_OWN_BYTES + copiers)
     }
 
-    /// Reads the first two replies of `worker.c`. After them the program has filled its VRAM.
+    /// Waits for the first two replies of the program. After them the program has filled its VRAM.
     ///
     /// # Errors
     /// When a CUDA call fails.
@@ -285,7 +288,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Reads and parses a reply.
+    /// Reads and parses the program's next reply.
     ///
     /// # Errors
     /// When no reply arrives in time.
@@ -295,7 +298,7 @@ impl Worker {
             .with_context(|| format!("{}: cannot parse the reply: {line}", self.running.id))
     }
 
-    /// Reads the next line.
+    /// Reads the program's next line, without parsing it.
     ///
     /// # Errors
     /// When no line arrives in time.
@@ -312,7 +315,7 @@ impl Worker {
         line.with_context(|| format!("container {} sent no first line in time", self.running.id))
     }
 
-    /// Sends a command without waiting for its reply.
+    /// Sends a command to the program without waiting for the reply.
     ///
     /// # Errors
     /// When the program has closed the pipe.
@@ -320,7 +323,7 @@ impl Worker {
         self.lines.send(command)
     }
 
-    /// Whether a reply is readable.
+    /// Whether the program has written a reply that was not read yet.
     ///
     /// # Errors
     /// When the pipe cannot be polled.
@@ -328,7 +331,7 @@ impl Worker {
         self.lines.has_reply()
     }
 
-    /// Sends a command and waits for its reply, whatever the result.
+    /// Sends a command to the program and returns its reply, whatever the result code.
     ///
     /// # Errors
     /// When no reply arrives in time.
@@ -337,7 +340,7 @@ impl Worker {
         self.receive().with_context(|| format!("cannot read the reply to {command}"))
     }
 
-    /// Sends a command and requires success.
+    /// Sends a command to the program, and requires that the reply is a success.
     ///
     /// # Errors
     /// When the command fails.
@@ -349,7 +352,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Closes the program's standard input. Returns whether the program then ends.
+    /// Closes the program's standard input. Returns whether the program ends afterwards.
     ///
     /// # Errors
     /// If containerd cannot be reached.
@@ -362,7 +365,8 @@ impl Worker {
         }
     }
 
-    /// Whether all VRAM has the expected words and this size in bytes. Kernels read the memory.
+    /// Whether the program's VRAM has this size in bytes and the expected contents. Kernels on the
+    /// GPU compare the memory.
     ///
     /// # Errors
     /// When a CUDA call fails.
@@ -375,7 +379,7 @@ impl Worker {
         answer.ok.context("the reply to `check` has no field `ok`")
     }
 
-    /// Whether all VRAM has the expected words.
+    /// Whether all of the program's VRAM has the expected contents.
     ///
     /// # Errors
     /// When a CUDA call fails.

@@ -1,5 +1,5 @@
-//! Layers of images. A layer is a tar in memory with files of the machine or of an unpacked
-//! package.
+//! Layers of container images. A layer is a tar in memory. It contains files of the machine or of
+//! an unpacked package.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ impl Default for Layer {
 }
 
 impl Layer {
-    /// A layer with the folders and users that every image contains.
+    /// Creates a layer with the folders and users that every image contains.
     ///
     /// # Errors
     /// When memory is short.
@@ -26,7 +26,7 @@ impl Layer {
         Self::with_users(passwd, "root:x:0:\nuser:x:1000:\n")
     }
 
-    /// Like [`Layer::base`], with these contents of `/etc/passwd` and `/etc/group`.
+    /// Like [`Layer::base`], but with these contents of `/etc/passwd` and `/etc/group`.
     ///
     /// # Errors
     /// When memory is short.
@@ -68,7 +68,8 @@ impl Layer {
         Ok(self.tar.append_data(&mut header, path, content)?)
     }
 
-    /// Adds a file of the machine at `inside`. Symbolic links are followed.
+    /// Copies the machine's file `host` to the path `inside` of the layer. Symbolic links are
+    /// followed.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -78,7 +79,7 @@ impl Layer {
         self.file(inside.strip_prefix("/").unwrap_or(inside), 0o755, &content)
     }
 
-    /// Adds a symbolic link.
+    /// Adds a symbolic link at the path `inside`.
     ///
     /// # Errors
     /// When a path is too long for a tar.

@@ -1,4 +1,5 @@
-//! OCI archives: layers, configurations and manifests by digest, in one tar.
+//! Writes OCI archives. An archive is one tar with layers, configurations and manifests, which are
+//! named by their digests.
 
 use std::path::Path;
 
@@ -12,7 +13,7 @@ const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
-/// An archive that is being written.
+/// An OCI archive that is being written.
 #[derive(Default)]
 pub struct Archive {
     blobs: Vec<(String, Vec<u8>)>,
@@ -20,25 +21,26 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// The media type of an image's manifest.
+    /// Media type of an image's manifest.
     pub const MANIFEST: &str = MANIFEST;
 
-    /// The digest of an image's manifest, with the name of its algorithm.
+    /// Returns the digest of the manifest of the image with this name. The digest begins with the
+    /// name of its algorithm.
     #[must_use]
     pub fn named(&self, name: &str) -> Option<&str> {
         let is_it = |m: &&Value| m["annotations"]["io.containerd.image.name"] == name;
         self.manifests.iter().find(is_it)?["digest"].as_str()
     }
 
-    /// The blob with this SHA-256 digest.
+    /// Returns the blob with this SHA-256 digest.
     #[must_use]
     pub fn blob(&self, digest: &str) -> Option<&[u8]> {
         let found = self.blobs.iter().find(|(known, _)| known == digest);
         found.map(|(_, content)| content.as_slice())
     }
 
-    /// Adds an image of one layer. `process` becomes the field `config` in the image's
-    /// configuration.
+    /// Adds an image that consists of one layer. `process` becomes the field `config` in the
+    /// image's configuration.
     ///
     /// # Errors
     /// When memory is short.
@@ -82,7 +84,7 @@ impl Archive {
         tar.finish()
     }
 
-    /// Adds a blob and returns its descriptor. Equal contents are stored once.
+    /// Adds a blob and returns its OCI descriptor. Blobs with equal contents are stored once.
     fn store(&mut self, content: Vec<u8>, media_type: &str) -> Value {
         let digest: String =
             Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();

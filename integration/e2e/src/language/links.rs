@@ -1,4 +1,4 @@
-//! Links of Markdown files to files and headings of the project.
+//! Finds broken links in Markdown files. A link may lead to a file or a heading of the project.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::files;
 
-/// Links whose target does not exist, as file, line and target.
+/// Returns each link whose target does not exist, as file, line and target.
 ///
 /// # Errors
 /// When a file cannot be read.
@@ -62,7 +62,7 @@ fn fault(
     (!anchor.is_empty() && !known()).then_some("no such heading")
 }
 
-/// The path with `.` and `..` resolved.
+/// Resolves `.` and `..` in a path.
 fn normal(path: &Path) -> PathBuf {
     let mut parts = PathBuf::new();
     for part in path.components() {
@@ -77,7 +77,7 @@ fn normal(path: &Path) -> PathBuf {
     parts
 }
 
-/// Lines outside code blocks, with their numbers.
+/// Returns the lines of a Markdown text outside code blocks, with their numbers.
 fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
     text.lines().enumerate().filter_map(move |(at, line)| {
@@ -87,7 +87,8 @@ fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Targets of `[text](target)` and `[name]: target`, with their lines.
+/// Returns the targets of links of the forms `[text](target)` and `[name]: target`, with their line
+/// numbers.
 fn targets(text: &str) -> Vec<(usize, &str)> {
     let mut found = Vec::new();
     for (number, line) in prose(text) {
@@ -113,7 +114,7 @@ fn targets(text: &str) -> Vec<(usize, &str)> {
     found
 }
 
-/// The anchors of the headings, as GitHub makes them.
+/// Returns the anchors of the headings of a Markdown text, as GitHub generates them.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for (_, line) in prose(text) {
@@ -132,7 +133,8 @@ fn anchors(text: &str) -> BTreeSet<String> {
     found
 }
 
-/// Lower case, spaces as hyphens, no other punctuation than `-` and `_`.
+/// Returns the anchor of a heading: lower case, spaces replaced by hyphens, and no punctuation
+/// except `-` and `_`.
 fn anchor(title: &str) -> String {
     let kept = title.chars().filter_map(|c| match c {
         ' ' => Some('-'),

@@ -1,18 +1,19 @@
-//! Divides a Rust file into comments, string literals and code.
+//! Splits the text of a Rust file into comments, string literals and code.
 
-/// The parts of a file.
+/// The comments, string literals and code of a Rust file.
 #[derive(Debug, Default)]
 pub struct RustText {
-    /// Each line of each comment, without its slashes.
+    /// Each line of each comment, without the leading slashes.
     pub comments: Vec<String>,
-    /// Each string literal, as written.
+    /// Contents of each string literal, as written in the file.
     pub strings: Vec<String>,
-    /// The file without comments and contents of strings. Line breaks are kept.
+    /// The file's text without comments and contents of strings. Line breaks are kept.
     pub code: String,
 }
 
 impl RustText {
-    /// Divides a text. Never fails: text that is not valid Rust is divided in an unspecified way.
+    /// Splits the text of a Rust file. Never fails: text that is not valid Rust is split in an
+    /// unspecified way.
     #[must_use]
     pub fn of(text: &str) -> Self {
         let mut parts = Self::default();
@@ -23,8 +24,8 @@ impl RustText {
         parts
     }
 
-    /// Removes one comment, literal or character from the beginning of the text. Returns the
-    /// remaining text.
+    /// Reads one comment, literal or character from the beginning of the text, and stores it.
+    /// Returns the remaining text.
     fn take<'a>(&mut self, text: &'a str, c: char) -> &'a str {
         if let Some(comment) = text.strip_prefix("//") {
             let end = comment.find('\n').unwrap_or(comment.len());
@@ -59,7 +60,8 @@ impl RustText {
         }
     }
 
-    /// Reads a literal whose opening quote was removed. Returns the text after the literal's end.
+    /// Reads and stores a string literal. `text` begins after the opening quote. Returns the text
+    /// after the literal's end.
     fn string<'a>(&mut self, text: &'a str, ending: &str, escapes: bool) -> &'a str {
         let mut at = 0;
         while at < text.len() && !text[at..].starts_with(ending) {
@@ -77,7 +79,7 @@ impl RustText {
         text.get(at + ending.len()..).unwrap_or_default()
     }
 
-    /// Reads a character literal or a lifetime.
+    /// Reads a character literal, or the quote of a lifetime. Returns the remaining text.
     fn quote<'a>(&mut self, text: &'a str) -> &'a str {
         let inside = &text[1..];
         let mut chars = inside.char_indices();

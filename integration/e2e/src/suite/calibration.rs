@@ -1,5 +1,5 @@
-//! Measures the costs of moves on this machine, and writes the file for `affinode simulate
-//! --calibration`.
+//! Measures how long offloads and restores take on this machine, and writes the file for `affinode
+//! simulate --calibration`.
 
 use std::path::Path;
 
@@ -15,28 +15,29 @@ use crate::{
 
 const ROUNDS: usize = 3;
 
-/// Fixed time and speed of each move. The cost of a cold start is not measured, because it depends
-/// on the program.
+/// Measured costs of an offload and a restore: each takes a fixed time plus a time for its bytes.
+/// The cost of a cold start is not measured, because it depends on the program.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
     /// Fixed time of an offload, in milliseconds.
     pub offload_fixed_ms: u64,
-    /// Speed of an offload.
+    /// Speed of the copy in an offload.
     pub offload_bytes_per_second: f64,
     /// Fixed time of a restore, in milliseconds.
     pub restore_fixed_ms: u64,
-    /// Speed of a restore.
+    /// Speed of the copy in a restore.
     pub restore_bytes_per_second: f64,
 }
 
-/// Size of a move in bytes, and its duration in milliseconds.
+/// Size of an offload or restore in bytes, and its duration in milliseconds.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     bytes: u64,
     ms: f64,
 }
 
-/// Moves a small and a large process with one engine, repeatedly.
+/// Offloads and restores a small and a large process repeatedly with one engine, and returns the
+/// costs.
 ///
 /// # Errors
 /// When a process does not start or move.
@@ -60,7 +61,7 @@ pub fn measure(world: &Testbed, engine: &str) -> Result<Calibration> {
 }
 
 impl Calibration {
-    /// Writes the calibration as TOML.
+    /// Writes the calibration to a TOML file.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -78,7 +79,8 @@ impl Calibration {
     }
 }
 
-/// Median durations of offload and restore. The first cycle is a warm-up and does not count.
+/// Returns the median durations of offload and restore. The first cycle is a warm-up and does not
+/// count.
 fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
     let id = format!("calibration-{engine}-{name}");
     let spec =
@@ -101,9 +103,9 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
     Ok((took(&out), took(&back)))
 }
 
-/// Fits a straight line through the durations of both moves. Returns the milliseconds at 0 bytes,
-/// and the bytes per second. If noise makes the large move as fast as the small move, the whole
-/// duration counts as copying.
+/// Fits a straight line through the durations of a small and a large offload or restore. Returns
+/// the milliseconds at 0 bytes, and the bytes per second. If noise makes the large one as fast as
+/// the small one, the whole duration counts as copying.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };

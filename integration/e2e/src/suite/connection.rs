@@ -1,4 +1,4 @@
-//! A restore before the next call, because a network connection arrived.
+//! Test of prewake: an incoming network connection causes a restore before the next CUDA call.
 
 use std::{
     fs::File,
@@ -15,7 +15,8 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Runs a client and a server in the network namespace of a container, on its loopback.
+/// Runs a client that connects to a server on the loopback interface of a container's network
+/// namespace.
 ///
 /// # Errors
 /// When the container has no process, or its namespace cannot be entered.
@@ -33,8 +34,8 @@ pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     there.join().map_err(|_| anyhow!("the thread in the container's network namespace panicked"))?
 }
 
-/// Offloads a container and connects to it. The connection must cause a restore although the
-/// container makes no call.
+/// Offloads a container and connects to it. The connection must restore the container although the
+/// container makes no CUDA call.
 pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "listens";
     let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");

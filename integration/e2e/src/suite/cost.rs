@@ -1,5 +1,5 @@
-//! Compares the cost of a hooked call and of a wake with the cost of the driver's own call and
-//! restore.
+//! Measures the overhead of Affinode's hooks and wakes. It compares a hooked CUDA call with the
+//! driver's own call, and a wake with the driver's own restore.
 
 use std::fs::File;
 
@@ -16,21 +16,22 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Number of measured wakes, with and without Affinode.
+/// Number of measured wakes with Affinode, and of measured restores without it.
 const WAKES: usize = 10;
-/// Duration of the loop of calls in seconds. Calls are traced during most of it.
+/// Duration in seconds of the loop of CUDA calls. During most of it, the calls are traced.
 const LOOP_SECONDS: &str = "6";
-/// VRAM of a small process, in MiB. The copy takes so little time that other costs are visible.
+/// VRAM of a small process, in MiB. Its copy takes little time, so that other costs are visible.
 const SMALL_MIB: u64 = 64;
 
-/// A line that `call_cost` prints for each function.
+/// Measured cost of one function, parsed from a line of the program `call_cost`.
 #[derive(Deserialize)]
 struct CallCost {
     call: String,
     ns_median: f64,
 }
 
-/// Compares hooked and direct calls of the driver, alternately in containers of both runtimes.
+/// Compares the duration of hooked and direct calls of the driver. The calls run alternately in
+/// containers of Affinode's and of the stock runtime.
 pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
         let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
@@ -68,7 +69,7 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a loop of hooked calls with and without call tracing.
+/// Compares a loop of hooked calls with call tracing and without it.
 pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str| -> Result<f64> {
         let program = format!("{CLIENTS}/call_cost");
@@ -98,8 +99,8 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a call that wakes the container with the driver's restore and unlock, called from
-/// another process.
+/// Compares the duration of a call that wakes the container with the driver's restore and unlock,
+/// called from another process.
 pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (driver, felt) = wake_ms(world)?;
     rows.tell("restore and unlock by the driver alone", driver, "ms");
@@ -109,8 +110,8 @@ pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Median durations in milliseconds: of the driver's restore and unlock, and of a call that wakes
-/// the container.
+/// Returns two median durations in milliseconds: of the driver's restore and unlock, and of a call
+/// that wakes the container.
 ///
 /// # Errors
 /// When a container or a cycle fails.
@@ -124,8 +125,8 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     Ok((median(&driver), median(&felt)))
 }
 
-/// Measures a call that wakes the container, first without other load. Then another container makes
-/// all attacks on the controller during the call.
+/// Measures how long a call takes that wakes the container. It is measured first without other
+/// load, and then while another container attacks the controller.
 pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
@@ -156,7 +157,8 @@ fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Durations in milliseconds of calls that wake the container, measured by the calling program.
+/// Returns durations in milliseconds of calls that wake the container, measured by the calling
+/// program.
 fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     let id = worker.running.id.clone();
     let mut felt = Vec::new();
@@ -167,7 +169,8 @@ fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     Ok(felt)
 }
 
-/// Durations in milliseconds of restore plus unlock of an unmanaged process of the same size.
+/// Returns durations in milliseconds of the driver's restore plus unlock. The process is unmanaged
+/// and has the same size.
 fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
     #[derive(Deserialize)]
     struct Step {

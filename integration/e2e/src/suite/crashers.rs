@@ -1,5 +1,5 @@
-//! Five CUDA calls that crash a process while its GPU state is checkpointed, with and without the
-//! library.
+//! Makes five CUDA calls that crash a process while its GPU state is checkpointed. Each call runs
+//! with the library loaded and without it.
 
 use std::process::Stdio;
 
@@ -13,12 +13,13 @@ use crate::{
 };
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
-/// Number of rounds for each of the five calls: thirty rounds in total.
+/// Number of rounds. Each round makes the five calls once, so there are thirty calls in total.
 const ROUNDS: usize = 6;
-/// Exit status of a shell whose program ended by a segmentation fault.
+/// Exit status of a shell whose program was ended by SIGSEGV.
 const SEGMENTATION_FAULT: i32 = 128 + 11;
 
-/// Requires that the calls return if the library is loaded, and end the program if it is not.
+/// Requires that the calls return if the library is loaded, and that they end the program
+/// otherwise.
 pub fn with_and_without(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut returned = 0;
     let mut died = 0;
@@ -53,8 +54,8 @@ fn returns(world: &Testbed, call: &str) -> Result<usize> {
     Ok(good)
 }
 
-/// Whether a call ends the program if the driver's own tool has checkpointed the program before the
-/// call.
+/// Whether a call ends the program without Affinode, after another program has checkpointed it by
+/// the driver's calls.
 fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;

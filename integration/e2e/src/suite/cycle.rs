@@ -1,4 +1,4 @@
-//! A plain CUDA process is idle, offloaded and restored, with the same contents.
+//! Offloads and restores a plain CUDA process, and requires that its memory contents do not change.
 
 use anyhow::{Context, Result};
 
@@ -11,11 +11,11 @@ use crate::{
 
 /// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 1024;
-/// VRAM in use up to which a device counts as unused, in bytes. The driver keeps a little VRAM for
+/// VRAM in bytes up to which a device counts as unused. The driver reserves a little VRAM for
 /// itself.
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
-/// Runs the cycle as `root`, or as uid 1000.
+/// Runs the cycle of offload and restore, with a process of the user `who`: `root`, or uid 1000.
 pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     let id = format!("plain-{who}");
     let image = if who == "root" { image::PLAIN } else { image::UNPRIVILEGED };
@@ -41,8 +41,8 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Whether three kernels give the same results in both cases: without an offload, and with an
-/// offload and restore after each kernel.
+/// Whether three kernels produce the same results with and without an offload and restore after
+/// each kernel.
 fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
     for offloaded in [false, true] {

@@ -1,5 +1,5 @@
-//! Two containers with the same content. Measures the host memory in use while both are offloaded,
-//! the time until the content is stored once, and the speed of each restore.
+//! Measures dedup with two containers that have equal contents: the host memory in use while both
+//! are offloaded, the time until the contents are stored once, and the speed of each restore.
 
 use std::time::Instant;
 
@@ -18,11 +18,11 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Namespace for which the suite's configuration enables dedup.
+/// Kubernetes namespace for which the suite's configuration enables dedup.
 const NAMESPACE: &str = "together";
 const IDS: [&str; 2] = ["one", "other"];
 
-/// Measures two containers with the same contents.
+/// Measures the offload of two containers with equal contents.
 pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),

@@ -1,6 +1,6 @@
-//! Compares the engines with the same program in one run. `checkpoint` uses only the driver's
-//! checkpoint. `auto` copies memory and leaves the context on the device. `full` copies memory, and
-//! checkpoints the context and all memory that was not copied.
+//! Compares the engines (methods of moving GPU memory) with the same program. `checkpoint` uses
+//! only the driver's checkpoint. `auto` copies memory and leaves the context on the device. `full`
+//! copies memory, and checkpoints the context and all memory that was not copied.
 
 use std::{thread, time::Duration};
 
@@ -26,20 +26,21 @@ use crate::{
 
 /// The engines that are compared. The first engine uses only the driver's checkpoint.
 pub const ENGINES: [&str; 3] = ["checkpoint", "auto", "full"];
-/// The annotation that selects an engine.
+/// Name of the annotation that selects an engine.
 pub const ENGINE: &str = "affinode.io/engine";
-/// Used in place of an engine's name: engine `full` in a container that retains its host copy.
+/// Pseudo engine name for a comparison: engine `full` in a container that retains its host copy.
 pub const KEPT: &str = "kept";
 
-/// Used in place of an engine's name: engine `full` in a container whose host memory is prefaulted
-/// while it is idle.
+/// Pseudo engine name for a comparison: engine `full` in a container whose host memory is
+/// prefaulted (touched and registered) while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// Used in place of an engine's name: engine `full` in a container that verifies its memory after a
-/// restore.
+/// Pseudo engine name for a comparison: engine `full` in a container that verifies its memory after
+/// a restore.
 pub const CHECKED: &str = "checked";
 
-/// Settings of a container for an engine, or for [`KEPT`], [`PREPARED`] or [`CHECKED`].
+/// Adds the settings for an engine to a container's spec. `engine` may also be [`KEPT`],
+/// [`PREPARED`] or [`CHECKED`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
         KEPT => {
@@ -53,21 +54,21 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// Time after which released memory counts as scrubbed. Copies are slower while the device scrubs.
+/// Time after which the GPU has scrubbed (cleared) released memory. Copies are slower before.
 /// Programs without Affinode copied 60 GiB at 49.7 GB/s directly after the release, and at 54.8
 /// GB/s from 0.2 s on.
 pub const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
 /// Delay between an offload and an early call. At the time of this call, the copier has not
-/// registered all memory yet, and the device still scrubs.
+/// registered all memory yet, and the GPU is still scrubbing (clearing) released memory.
 const SOON: Duration = Duration::from_millis(300);
 
-/// Size of a process, and number of its moves. The process's memory is filled with a pattern in
-/// which each word depends on its position. The memory is compared with the pattern after every
-/// restore.
+/// Size of a process's memory, and number of its offloads. The memory is filled with a pattern in
+/// which each word depends on its position. After every restore, the memory is compared with the
+/// pattern.
 struct Load {
     filled_mib: u64,
-    /// Number of further allocations of the same size.
+    /// Number of further allocations of the size `filled_mib`.
     more: u64,
     rounds: usize,
 }
@@ -78,8 +79,8 @@ impl Load {
     }
 }
 
-/// Compares the engines with a small process. The copy of little memory is fast, so the moves of
-/// this process show the other costs. [`super::torch`] uses a larger process.
+/// Compares the engines with a small process. Little memory is copied fast, so the measured times
+/// show the other costs. [`super::torch`] uses a larger process.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -88,7 +89,8 @@ pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     ENGINES.iter().try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// Compares the engines with sizes for which the driver's checkpoint alone would take minutes.
+/// Compares the engines with a process so large that the driver's checkpoint alone would take
+/// minutes.
 pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
@@ -107,7 +109,7 @@ pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// A load of medium size.
+/// Returns a load of medium size for this GPU.
 fn medium(world: &Testbed) -> Load {
     match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 1, rounds: 5 },
@@ -115,16 +117,17 @@ fn medium(world: &Testbed) -> Load {
     }
 }
 
-/// Measures a container whose host memory is prefaulted.
+/// Measures offloads and restores of a container whose host memory is prefaulted (touched and
+/// registered before an offload).
 pub fn prepared(world: &Testbed, rows: &mut Rows) -> Result<()> {
     cycles(world, rows, PREPARED, &medium(world))
 }
 
-/// Number of processes in the container of [`four_processes`].
+/// Number of processes in the container that [`four_processes`] starts.
 const PROCESSES: u64 = 4;
 
-/// Measures a container of four processes with the default engine, which copies their memory at the
-/// same time.
+/// Measures offloads and restores of a container with four processes. The default engine copies
+/// their memory at the same time.
 pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => (2048, 5),
@@ -158,7 +161,7 @@ pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     running.delete(world)
 }
 
-/// Measures the verification of restored memory, and checks that corruption is detected.
+/// Measures the cost of verifying restored memory, and checks that corruption is detected.
 pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = medium(world);
     ["full", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
@@ -174,9 +177,9 @@ pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Waits until the process has freed the host memory of its last restore, which takes seconds for
-/// 60 GiB. If the node has little more host memory than the process needs, an offload is refused
-/// until then.
+/// Waits until the node has enough free host memory for an offload of `bytes`. After a restore of
+/// 60 GiB, the process needs seconds to free its host memory. Until then the controller may refuse
+/// the next offload.
 fn wait_host_memory(world: &Testbed, bytes: u64) -> Result<()> {
     if matches!(world.gpu(), Gpu::Simulated { .. }) {
         return Ok(());
@@ -280,8 +283,9 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     worker.running.delete(world)
 }
 
-/// Offloads once more, and makes a call before the copier has registered all memory and the device
-/// has scrubbed. Returns the time that the call waits, in milliseconds.
+/// Offloads the container, and soon afterwards makes a call. At that time the copier has not
+/// registered all memory and the GPU has not scrubbed it. Returns the time that the call waits, in
+/// milliseconds.
 fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64> {
     if engine == PREPARED {
         wait_prepared(world, 1)?;
@@ -291,18 +295,18 @@ fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64
     Ok(worker.call("streamsync")?.elapsed_us as f64 / 1000.0)
 }
 
-/// Number of restores through copiers so far.
+/// Number of restores that copiers (processes that copy VRAM for others) have performed so far.
 fn fills(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_restores).sum())
 }
 
-/// Number of offloads through copiers so far.
+/// Number of offloads that copiers (processes that copy VRAM for others) have performed so far.
 pub fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
-/// Measures the speed of moves of a program that maps its memory in pieces, as some allocators do,
-/// after each kind of change of the mappings.
+/// Measures the speed of offloads and restores of a program that maps its memory in pieces, as some
+/// allocators do. It is measured after each kind of change of the mappings.
 pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
@@ -356,8 +360,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Runs each step of the program that uses stream-ordered pools, with the stock runtime and with
-/// each engine. Measures the offload and wake after each step, and the time of one allocation and
+/// Runs the program that uses stream-ordered pools, with the stock runtime and with each engine.
+/// Measures the offload and wake after each step of the program, and the time of one allocation and
 /// free.
 pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size_mib = match world.gpu() {
@@ -407,7 +411,8 @@ pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Pairs of commands for the program: one command before a move, one command after it.
+/// Pairs of commands for the program that maps its memory in pieces. The first command runs before
+/// an offload, the second after it.
 const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),
     ("swap", "swap"),
@@ -423,12 +428,12 @@ struct Figure {
     value: f64,
 }
 
-/// Number of program starts with each kind of allocation, in turn. Several starts are measured
-/// because the speed differs between starts.
+/// Number of program starts with each kind of allocation. The kinds alternate. Several starts are
+/// measured because the speed differs between starts.
 const STARTS: usize = 7;
 
-/// Compares swappable allocations with the driver's own, as the median over several starts. Also
-/// measures the speed of a copy from pinned memory.
+/// Compares the speed of swappable allocations (which the library can move) with the driver's own,
+/// as the median over several starts. Also measures the speed of a copy from pinned memory.
 pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
         let program = format!("{CLIENTS}/memory_cost");
@@ -472,7 +477,7 @@ pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A line of JSON from the programs that check calls.
+/// Result of one checked call, parsed from a line of JSON.
 #[derive(Debug, PartialEq, Deserialize)]
 struct Check {
     command: String,
@@ -480,12 +485,13 @@ struct Check {
     ok: Option<bool>,
 }
 
-/// Names of the output lines that are known to differ between swappable memory and the driver's own
-/// memory. Swappable memory ends at a multiple of 2 MiB, so a copy is refused only beyond that end.
-/// The summary line `done` then differs as well.
+/// Names of output lines that may differ between swappable memory (which the library can move) and
+/// the driver's own memory. Swappable memory ends at a multiple of 2 MiB, so a copy is refused only
+/// beyond that end. The summary line `done` then differs as well.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
-/// Requires that each call on swappable memory has the same result as on the driver's own memory.
+/// Requires that each call on swappable memory (which the library can move) has the same result as
+/// on the driver's own memory.
 pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
     for (program, arguments) in [
         ("memory_check", &[][..]),

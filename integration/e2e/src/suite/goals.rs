@@ -1,4 +1,5 @@
-//! Goals of the engines on an H200, compared with the results of this run.
+//! Goals for the speed of the engines on an H200. They are compared with the results of the suite's
+//! run.
 
 use super::report::Rows;
 
@@ -9,15 +10,15 @@ const MEMORY: &str = "engines, memory";
 const PINNED: &str = "a bare program, 60.0 GiB: pinned copy in";
 const LARGE_WAKE: &str = "full, 60.0 GiB: wake";
 
-/// Bound that a goal sets for a value.
+/// Upper or lower bound that a goal sets for a measured value.
 #[derive(Clone, Copy)]
 enum Bound {
     AtMost(f64),
     AtLeast(f64),
 }
 
-/// Adds a row for each goal that this run has measured. `value` looks up a figure by the part of
-/// the suite, the figure's name and its unit.
+/// Adds a row to `rows` for each goal whose value was measured in this run. `value` returns a
+/// measured value by the part of the suite, the value's name and its unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};
     let mut want = |what: &str, value: Option<f64>, unit: &'static str, bound: Bound| {

@@ -1,7 +1,7 @@
-//! Tests that need two GPUs of one model. Some restore a container on the second GPU when its own
-//! GPU is full. Others run programs that share memory between processes or GPUs: shared memory must
-//! stay on its GPU, and the results must be as without Affinode. [`together`] wakes containers on
-//! both GPUs at the same time. [`links`] measures what two GPUs can do without Affinode.
+//! Tests that need two GPUs of one model. Some tests restore a container on the second GPU when its
+//! own GPU is full. Others run programs that share memory between processes or GPUs: shared memory
+//! must stay on its GPU, and the results must be as without Affinode. [`together`] wakes containers
+//! on both GPUs at the same time. [`links`] measures what two GPUs can do without Affinode.
 
 pub mod links;
 pub mod together;
@@ -24,32 +24,35 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// The engines of the programs that share memory. The first engine is the default.
+/// Engines with which the programs that share memory are run. The first engine is the default.
 const ENGINES: [&str; 3] = ["auto", "checkpoint", "full"];
-/// Number of migrations of each program.
+/// Number of times that each program is migrated (restored on the other GPU).
 const HOPS: usize = 4;
-/// VRAM left free on a filled GPU, in MiB. It is less than any program of these tests needs.
+/// VRAM in MiB that remains free on a GPU that a test has filled. Every program of these tests
+/// needs more.
 const LEFT_MIB: u64 = 2048;
 const PLAIN_MIB: u64 = 4096;
 /// Memory that torch allocates but does not use, in GiB.
 const HELD_GIB: u64 = 23;
 const STEPS: u32 = 3;
 
-/// A program that shares memory between processes or GPUs.
+/// A test program that shares memory between processes or GPUs.
 struct Sharing {
     part: &'static str,
     kind: &'static str,
     settings: &'static [(&'static str, &'static str)],
-    /// Reasons for which the container is not offloaded. `None` if it is offloaded.
+    /// Reasons for which the controller may refuse to offload the container. `None` if the
+    /// container must be offloaded.
     stays: Option<&'static [&'static str]>,
 }
 
-/// VRAM in bytes that the programs allocate on all GPUs and do not share: two times 2 GiB.
+/// VRAM in bytes that the programs allocate on all GPUs together and do not share: two times 2 GiB.
 const UNSHARED_BYTES: u64 = 4096 * MIB;
 
 const SHARED_ALONE: &[&str] = &["shared-memory"];
 const SHARED: Option<&[&str]> = Some(SHARED_ALONE);
-/// Environment variables that both ranks of NCCL need if there is no network except loopback.
+/// Environment variables that restrict NCCL to the loopback interface. Both ranks need them if
+/// there is no other network.
 const LOCAL: [(&str, &str); 1] = [("NCCL_SOCKET_IFNAME", "lo")];
 /// Flags of `ctr` that give a container more shared memory than the default of 64 MiB.
 const SHARED_MEMORY: [&str; 2] =
@@ -90,7 +93,7 @@ const SHARING: [Sharing; 5] = [
 const PLAIN: &str = "gpus, another one, plain process";
 const TORCH: &str = "gpus, another one, torch";
 
-/// Runs all of these parts, if there are two GPUs.
+/// Runs all tests of this module if the machine has two GPUs.
 pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     let parts = SHARING.iter().map(|sharing| sharing.part);
     let parts = parts.chain([PLAIN, TORCH, together::PART, links::PART]);
@@ -140,8 +143,8 @@ fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a training loop that migrates after each turn with a training loop that stays on its
-/// GPU.
+/// Runs a training loop that migrates to the other GPU after each turn. Compares its results with a
+/// loop that stays on its GPU.
 fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
@@ -186,13 +189,13 @@ fn movable(spec: Spec, engine: &str) -> Spec {
     if engine == "off" { spec } else { spec.annotation(ENGINE, engine) }
 }
 
-/// A container that is moved from one GPU to the other.
+/// A container that a test moves from one GPU to the other, repeatedly.
 struct Hops<'w> {
     world: &'w Testbed,
     id: &'w str,
     /// Index of the GPU on which the container runs.
     on: usize,
-    /// Program that fills the container's GPU while the container is offloaded.
+    /// Program that fills the container's previous GPU while the container is offloaded.
     filler: Option<Worker>,
     fillers: usize,
 }
@@ -202,8 +205,8 @@ impl<'w> Hops<'w> {
         Hops { world, id, on: 0, filler: None, fillers: 0 }
     }
 
-    /// Offloads the container and fills the GPU on which it ran, so that it can be restored only on
-    /// the other GPU.
+    /// Offloads the container, and then fills the GPU on which it ran. The container can now be
+    /// restored only on the other GPU.
     fn leave(&mut self) -> Result<()> {
         self.end()?;
         wait_held(self.world)?;
@@ -231,7 +234,8 @@ impl<'w> Hops<'w> {
         Ok((gpu.vram_total_bytes, gpu.vram_used_bytes))
     }
 
-    /// Waits until the container is resident, and requires that it is on the other GPU.
+    /// Waits until the container is resident. Requires that it is on the other GPU, which becomes
+    /// its current GPU.
     fn arrived(&mut self) -> Result<()> {
         self.on = 1 - self.on;
         self.world.cli().wait_resident(self.id)?;
@@ -251,8 +255,8 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
-    /// VRAM of the container in bytes, once the controller has read that the program has allocated
-    /// all of it.
+    /// Waits until the controller has read that the program has allocated all of its VRAM. Returns
+    /// the container's VRAM in bytes.
     fn in_use(world: &Testbed, id: &str) -> Result<u64> {
         let row = world
             .cli()
@@ -260,7 +264,8 @@ impl Sharing {
         Ok(row.vram_bytes)
     }
 
-    /// Reports how much VRAM an offload has given back.
+    /// Adds rows with the VRAM that the container used before its offload, and the VRAM that the
+    /// offload freed.
     fn given_back(
         world: &Testbed,
         rows: &mut Rows,
@@ -280,7 +285,7 @@ impl Sharing {
         Ok(())
     }
 
-    /// Requires the same results with each engine as with the stock runtime.
+    /// Runs the program with each engine and with the stock runtime. Requires the same results.
     fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let world = python.world;
         let mut first = String::new();

@@ -1,5 +1,5 @@
-//! A program calls NVML without passing Affinode's hooks, while its context is checkpointed. The
-//! call blocks until the process is restored.
+//! Test of an NVML call that bypasses Affinode's hooks, while the process's context is
+//! checkpointed. The call blocks until the process is restored.
 
 use anyhow::Result;
 
@@ -14,8 +14,8 @@ use crate::{
 
 const MIB: &str = "1024";
 
-/// Requires that the process is restored within seconds, and that its context stays on the GPU from
-/// then on.
+/// Requires that the process is restored within seconds after the hidden call. From then on, its
+/// context must stay on the GPU.
 pub fn hidden_call_restores(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let way = if matches!(world.gpu(), Gpu::Real) { "nvml" } else { "call" };
     for engine in ["checkpoint", "full"] {

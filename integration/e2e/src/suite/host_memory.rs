@@ -1,8 +1,8 @@
-//! Torch containers that work in bursts need more VRAM than the GPU has. Their offloads together
-//! need more host memory than the node has. No container may be killed, and all results must be
-//! correct.
+//! Torch containers that work in bursts and together need more VRAM than the GPU has. Their
+//! offloads together need more host memory than the node has. No container may be killed, and all
+//! results must be correct.
 //!
-//! For a machine with 140 GiB of VRAM and about 128 GiB of host memory.
+//! This part is for a machine with 140 GiB of VRAM and about 128 GiB of host memory.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -34,16 +34,16 @@ sample_interval = "100ms"
 "#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
 const ENGINES: [&str; 3] = ["auto", "full", "checkpoint"];
-/// Number of containers in a group, and GiB of VRAM of each container.
+/// Groups of containers: the number of containers, and the GiB of VRAM of each container.
 const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
-/// Number of rounds. Each round is a pause and a burst.
+/// Number of rounds. In each round a container pauses and then works in a burst.
 const ROUNDS: usize = 3;
 const PAUSE: Duration = Duration::from_secs(5);
-/// Maximum time that a container waits for its turn.
+/// Maximum time that a container waits for free VRAM.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 
-/// Runs each group of containers with each engine, or only those with one of the wanted words in
-/// their names.
+/// Runs each group of containers with each engine. If `wanted` is not empty, only runs whose names
+/// contain one of its words take place.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -142,7 +142,7 @@ fn offloads(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
 }
 
-/// A value of `/proc/meminfo`, in bytes.
+/// Returns a value of `/proc/meminfo`, in bytes.
 pub(super) fn meminfo_bytes(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let value = text.lines().find_map(|line| line.strip_prefix(name))?;

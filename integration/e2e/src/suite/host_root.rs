@@ -1,5 +1,5 @@
-//! A root filesystem for containers that need the machine's installed software. It is the machine's
-//! own root, below a layer that takes all writes and is discarded.
+//! Root filesystem for containers that need the machine's installed software. It is the machine's
+//! own root below a writable overlay layer, whose contents are discarded.
 
 use std::path::{Path, PathBuf};
 
@@ -7,14 +7,14 @@ use anyhow::{Context, Result};
 
 use crate::{containerd, supervisor::STORE, testbed::Testbed};
 
-/// Types of filesystems that can contain programs. Other types belong to the kernel or are
-/// temporary.
+/// Types of filesystems that can contain installed programs. Filesystems of other types belong to
+/// the kernel or are temporary.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
-/// Folders that a container's runtime provides.
+/// Folders that the container runtime provides. They are not taken from the machine.
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
-/// Mounts the machine's root below a writable layer. The mount exists only in the testbed's mount
-/// namespace.
+/// Mounts the machine's root below a writable overlay layer, and returns the mount point. The mount
+/// exists only in the testbed's mount namespace.
 pub fn mount(world: &Testbed) -> Result<PathBuf> {
     let folder = world.dir().join(STORE).join("host");
     let path = folder.display();
@@ -27,8 +27,8 @@ pub fn mount(world: &Testbed) -> Result<PathBuf> {
     Ok(folder.join("root"))
 }
 
-/// The machine's mounts below its root, which are mounted in the container, too. Without them an
-/// overlay shows only the empty mount points.
+/// Lists the machine's mounts below its root, as source and destination. They must be mounted in
+/// the container as well, because an overlay shows only their empty mount points.
 pub fn other_mounts(world: &Testbed) -> Result<Vec<(PathBuf, PathBuf)>> {
     let table =
         std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;

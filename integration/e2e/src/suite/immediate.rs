@@ -1,5 +1,5 @@
-//! With the restore policy `immediate`, a call does not wait until the containers in use become
-//! idle.
+//! Test of the restore policy `immediate`. A call that needs a restore does not wait until the
+//! containers in use become idle.
 
 use anyhow::Result;
 
@@ -12,7 +12,8 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Configuration in which a container is idle only after an hour, so every offload is forced.
+/// Affinode's configuration for this test. A container is idle only after an hour, so every offload
+/// is forced.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "pressure"
@@ -24,8 +25,8 @@ restore = "by-annotation"
 sample_interval = "50ms"
 "#;
 
-/// VRAM of the device in the scenario, and VRAM of each of its two containers. Each container needs
-/// more than half of the device.
+/// Returns two sizes in MiB: the VRAM of the device that the scenario uses, and the VRAM of each of
+/// its two containers. With its context, a container needs more than half of the first size.
 fn sizes(world: &Testbed) -> (u64, u64) {
     match world.gpu() {
         Gpu::Real => (8192, 4096),
@@ -33,8 +34,8 @@ fn sizes(world: &Testbed) -> (u64, u64) {
     }
 }
 
-/// Requires that a container in use is offloaded for the waiting container and later continues.
-/// Requires that a container is ended if it cannot be offloaded.
+/// Requires that a container in use is offloaded for a waiting container, and continues later. Also
+/// requires that a container is ended if it cannot be offloaded.
 pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (room_mib, each_mib) = sizes(world);
     let _ballast = hazards::ballast(world, room_mib * MIB)?;

@@ -1,4 +1,4 @@
-//! JAX with each engine, and its calls while it is idle.
+//! Tests of JAX: it is offloaded with each engine, and its CUDA calls while it is idle are listed.
 
 use std::collections::BTreeMap;
 
@@ -18,12 +18,12 @@ const JAX: &[&str] = &["jax_worker.py"];
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
 /// Restricts JAX to one GPU. With several GPUs, JAX enables peer access between them.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
-/// The settings for JAX with each engine.
+/// JAX's training program, for the test that offloads a program with each engine.
 pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
-/// Time for which calls are watched, in seconds. An idle JAX makes calls every five seconds.
+/// Time for which calls are recorded, in seconds. An idle JAX makes calls every five seconds.
 const SECONDS: &str = "12";
 
-/// The fields of a line of `affinode calls -o json`.
+/// One sample of the call trace, parsed from a line of `affinode calls -o json`.
 #[derive(Deserialize)]
 struct Batch {
     processes: Vec<Process>,
@@ -50,16 +50,18 @@ struct Call {
     thread: u32,
 }
 
-/// The calls of one function.
+/// The recorded calls of one CUDA function.
 #[derive(Default)]
 struct Seen {
     calls: u64,
-    /// Number of readings that contained calls of this function. There are five readings a second.
+    /// Number of samples of the call trace that contained calls of this function. There are five
+    /// samples a second.
     moments: u64,
     threads: Vec<u32>,
 }
 
-/// Trains, then stays idle. Prints every call by name.
+/// Runs JAX's training, then leaves it idle. Prints the name of every CUDA function that it calls
+/// while idle.
 pub fn calls_while_idle(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let id = "jax-idle";

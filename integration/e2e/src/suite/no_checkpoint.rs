@@ -1,5 +1,5 @@
-//! A program that ends when the driver's checkpoint is called in it. The default engine must not
-//! make such a call.
+//! Test with a program that ends when the driver's checkpoint is called in it. The default engine
+//! must not make such a call.
 
 use anyhow::Result;
 
@@ -12,12 +12,11 @@ use crate::{
     worker::Worker,
 };
 
-/// Number of the driver's functions that the program overwrites.
+/// Number of the driver's functions that the program overwrites with traps.
 const TRAPPED: i32 = 4;
 
 /// Requires that the program survives offloads by the engine `auto`. An offload by the engine
-/// `checkpoint` must end the program. Without this second check, a trap that does not work would go
-/// unnoticed.
+/// `checkpoint` must end the program, because otherwise the trap in the program does not work.
 pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => ("1024", 5),

@@ -1,4 +1,5 @@
-//! The controller does not reply. A process that makes a call restores itself.
+//! Test of a process that makes a call while the controller does not reply. The process must
+//! restore itself.
 
 use std::time::Instant;
 
@@ -14,8 +15,9 @@ use crate::{
 /// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 256;
 
-/// Requires that the process restores itself. The controller is stopped, not killed, because the
-/// shims would immediately restart it.
+/// Stops the controller, and requires that an offloaded process restores itself at its next call.
+/// The controller is stopped, not killed, because the shims would immediately restart a killed
+/// controller.
 pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "alone";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;

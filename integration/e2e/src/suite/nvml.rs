@@ -1,5 +1,5 @@
-//! NVML queries in an offloaded process. They return without a wake, with the same results as under
-//! the stock runtime.
+//! Tests of NVML queries in an offloaded process. The queries must return without a restore, with
+//! the same results as under the stock runtime.
 
 use anyhow::{Result, bail, ensure};
 
@@ -18,15 +18,15 @@ use crate::{
 /// Command line of the program that uses pynvml.
 const PROGRAM: &[&str] = &["nvml_program.py"];
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// Number of times that each engine offloads the process.
+/// Number of times that the process is offloaded with each engine.
 const ROUNDS: usize = 20;
 
 fn managed(spec: Spec, engine: &str) -> Spec {
     spec.annotation("affinode.io/engine", engine).annotation(BY_ORDER.0, BY_ORDER.1)
 }
 
-/// Requires that all commands return while the process stays offloaded, and that its memory is
-/// unchanged.
+/// Sends NVML commands to an offloaded process. Requires that all commands return while the process
+/// stays offloaded, and that its memory is unchanged.
 fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) -> Result<()> {
     for command in commands {
         worker.call(command)?;
@@ -37,7 +37,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// Queries from a C program that initialises NVML only after it was offloaded.
+/// Tests NVML queries from a C program that initialises NVML only after it was offloaded.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
@@ -63,7 +63,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Queries from pynvml, compared with the stock runtime.
+/// Tests NVML queries from pynvml, and compares the results with the stock runtime.
 pub fn python(python: &Python, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 3] = ["figures", "shutdown", "init"];
     let world = python.world;

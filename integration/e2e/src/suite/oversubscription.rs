@@ -1,6 +1,6 @@
-//! Containers that together need more VRAM than the GPU has. Three containers work in bursts, but
-//! VRAM suffices for only one of them. A fourth container allocates most of this VRAM, and its
-//! allocations must wait.
+//! Test with containers that together need more VRAM than the GPU has. Three containers work in
+//! bursts, but VRAM suffices for only one of them. A fourth container allocates most of this VRAM,
+//! and its allocations must wait.
 
 use std::thread;
 
@@ -19,7 +19,7 @@ use crate::{
 /// Names of the containers that work in bursts.
 const WORKERS: [&str; 3] = ["burst-a", "burst-b", "burst-c"];
 const BURSTS: usize = 2;
-/// Number of kernels in a burst, before a pause.
+/// Number of kernels that a container runs in a burst, before a pause.
 const KERNELS: usize = 4;
 const PAUSE: &str = "sleep 2000";
 /// Size of the fourth container's first allocation, in MiB. The container allocates its other
@@ -27,11 +27,11 @@ const PAUSE: &str = "sleep 2000";
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
-/// VRAM of the scenario. An unmanaged program allocates the other VRAM of the device.
+/// Amounts of VRAM in the scenario. An unmanaged program allocates the other VRAM of the device.
 struct Sizes {
     room_mib: u64,
-    /// VRAM that a worker uses, in MiB. The next field is VRAM that the worker allocates but does
-    /// not use.
+    /// VRAM that a worker uses, in MiB. The next field is the VRAM that the worker additionally
+    /// allocates and does not use.
     works_on_mib: u64,
     holds_more_mib: u64,
     piece_mib: u64,
@@ -104,7 +104,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A container whose allocations wait for VRAM.
+/// Describes a container whose allocations wait if VRAM does not suffice (`on_oom = "wait"`).
 fn waiting(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
         .annotation("affinode.io/on-oom", "wait")
@@ -124,8 +124,8 @@ fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     Ok(ballast)
 }
 
-/// Runs the bursts of all workers in parallel, and `beside` at the same time. Returns the number of
-/// successful bursts.
+/// Runs the bursts of all workers in parallel, and calls `beside` at the same time. Returns the
+/// number of successful bursts.
 fn bursts(workers: &mut [Worker], beside: impl FnOnce() -> Result<()>) -> Result<usize> {
     thread::scope(|scope| {
         let busy: Vec<_> = workers.iter_mut().map(|w| scope.spawn(|| work(w))).collect();

@@ -1,12 +1,12 @@
-//! Programs of many kinds, offloaded with each engine: the results must be the same as without an
+//! Offloads programs of many kinds with each engine. Their results must be the same as without an
 //! offload.
 
 use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
-/// Script that runs the program named by its argument.
+/// Python script that contains the programs. Its argument selects one of them.
 const PROGRAM: &str = "programs.py";
-/// Names of the programs in the report, and their settings.
+/// Names of the programs in the report, and how each program is run.
 const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "transformers, a language model",
@@ -29,7 +29,7 @@ const PROGRAMS: [(&str, Flavour); 7] = [
     ("two processes", Flavour { processes: 2, ..Flavour::small("pair", &[PROGRAM, "pair"]) }),
 ];
 
-/// Runs all programs, each as a part of the report.
+/// Runs all programs. Each program is a separate part of the report.
 pub fn all(world: &Testbed, report: &mut Report) {
     match Python::find(world) {
         Ok(python) => {

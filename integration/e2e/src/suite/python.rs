@@ -1,4 +1,4 @@
-//! The machine's Python with torch, and the replies of its programs.
+//! Runs programs in the machine's Python with torch, and reads their replies.
 
 use std::{
     path::PathBuf,
@@ -17,14 +17,16 @@ use crate::{
     worker::Worker,
 };
 
-/// Environment that a Python and its GPU libraries may need.
+/// Environment variables that a Python and its GPU libraries may need. They are passed to the
+/// container.
 const ENVIRONMENT: [&str; 5] =
     ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
 
-/// Time limit for the imports. A machine that has just started reads large libraries slowly.
+/// Time limit until a program has imported its libraries. A machine that has just started reads
+/// large libraries slowly.
 const IMPORTS: Duration = Duration::from_secs(180);
 
-/// A Python, and a root filesystem that contains it.
+/// A Python with torch, and a root filesystem that contains it.
 pub struct Python<'w> {
     /// Testbed in which the Python containers run.
     pub world: &'w Testbed,
@@ -32,13 +34,14 @@ pub struct Python<'w> {
     root: PathBuf,
 }
 
-/// A reply of one of the programs. A field that was not requested has its default value.
+/// Reply of a Python program to a command. A field that is missing in the reply has its default
+/// value.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
     command: String,
     result: i32,
-    /// Reason why the program cannot run here.
+    /// Reason why the program cannot run on this machine.
     why: String,
     digest: String,
     /// Median duration of a step, in milliseconds.
@@ -47,12 +50,12 @@ pub struct Answer {
     pub best_ms: f64,
     /// Duration of a call that waits for the device, in milliseconds.
     pub sync_ms: f64,
-    /// Device memory that all of the program's allocators hold, in bytes.
+    /// Device memory in bytes that all allocators of the program have reserved together.
     pub held_bytes: Option<u64>,
 }
 
 impl Answer {
-    /// Digest of the requested contents.
+    /// Returns the digest of the contents that the command requested.
     ///
     /// # Errors
     /// When the reply has no digest. Two replies without a digest would count as equal.
@@ -63,7 +66,7 @@ impl Answer {
 }
 
 impl<'w> Python<'w> {
-    /// Finds Python and torch.
+    /// Finds the machine's Python with torch, and mounts a root filesystem that contains it.
     ///
     /// # Errors
     /// When the machine has no such Python, or the GPU is not a real one.
@@ -81,7 +84,8 @@ impl<'w> Python<'w> {
         Ok(Self { world, path, root: host_root::mount(world)? })
     }
 
-    /// A container of one of the programs in [`CLIENTS`], with its arguments.
+    /// Describes a container that runs one of the Python programs in [`CLIENTS`] with its
+    /// arguments, as the user `who`.
     ///
     /// # Errors
     /// When the mount table cannot be read.
@@ -111,7 +115,8 @@ impl<'w> Python<'w> {
         command.output().is_ok_and(|out| out.status.success())
     }
 
-    /// Waits for a program's first line. Returns the reason if the program cannot run here.
+    /// Waits for a program's first line. Returns the reason if the program reports that it cannot
+    /// run on this machine.
     ///
     /// # Errors
     /// When the program prints something else, or could run outside a container.
@@ -129,8 +134,8 @@ impl<'w> Python<'w> {
         }
     }
 
-    /// Whether a program starts outside a container. Its standard input is closed, so that it ends
-    /// after its start.
+    /// Whether a program can start outside a container. The function closes the program's standard
+    /// input, so that the program ends after its start.
     fn has(&self, program: &[&str]) -> Result<bool> {
         let (name, arguments) =
             program.split_first().context("the list of words has no program")?;

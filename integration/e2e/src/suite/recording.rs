@@ -1,5 +1,5 @@
-//! Records the dashboard's stream of a node with working containers. `cargo xtask browser
-//! --recorded FILE` replays the recording later, on a machine with a browser.
+//! Records the stream of events that the dashboard reads, on a node with working containers. `cargo
+//! xtask browser --recorded FILE` replays the recording later, on a machine with a browser.
 
 use std::{
     io::{BufRead, BufReader, Read, Write, copy},
@@ -24,12 +24,13 @@ use crate::{
 const SECONDS: u64 = 45;
 /// Maximum size of a recording in bytes.
 const MAX_BYTES: u64 = 8 << 20;
-/// Name of the offloaded container. The next constant names a container that is resident and idle.
+/// Name of the container that is offloaded in the recording. The next constant names a container
+/// that is resident and idle.
 const OFFLOADED: &str = "notebook";
 const WAITING: &str = "model-server";
 const AT_WORK: &str = "training";
 
-/// A part of the stream, and the time at which it arrived.
+/// A piece of the recorded stream, and the time at which it arrived.
 #[derive(Serialize)]
 struct Part {
     ms: u64,
@@ -37,8 +38,8 @@ struct Part {
 }
 
 /// Starts three containers: one trains, one is offloaded, one is idle and stays resident. Writes
-/// the stream to `dashboard.jsonl`. Also writes the timeline of the training container and the
-/// node's report to the same folder.
+/// the dashboard's stream of events to `dashboard.jsonl` in `folder`. Also writes the timeline of
+/// the training container and the node's report to this folder.
 ///
 /// # Errors
 /// When a container does not start or the controller does not reply.
@@ -88,7 +89,7 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Records the stream of the node for [`SECONDS`], with the arrival time of each event.
+/// Records the dashboard's stream of events for [`SECONDS`], with the arrival time of each event.
 fn stream(world: &Testbed, to: &Path) -> Result<()> {
     let mut file =
         std::fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
@@ -113,8 +114,8 @@ fn stream(world: &Testbed, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The body of a response from the testbed's controller, read through its socket. The request uses
-/// HTTP 1.0, so the body is not chunked.
+/// Requests a path from the testbed's controller through its socket, and returns the body of the
+/// response. The request uses HTTP 1.0, so the body is not chunked.
 fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)

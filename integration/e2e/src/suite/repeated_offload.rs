@@ -1,5 +1,5 @@
-//! A program that works in turns. With each engine, it is offloaded after each turn. The results
-//! must be the same as without an offload.
+//! Runs a program in turns, and offloads it after each turn, with each engine. The results must be
+//! the same as without an offload.
 
 use std::{any::Any, thread, time::Instant};
 
@@ -18,35 +18,35 @@ use crate::{container::Spec, worker::Worker};
 
 /// Number of steps in a turn.
 pub(super) const STEPS: u32 = 5;
-/// Used in place of an engine's name for the container that is never offloaded.
+/// Pseudo engine name of the container that is never offloaded.
 const STILL: &str = "off";
 /// Phases that a process can have while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 
-/// A program, and the settings of its offloads.
+/// A program, and how it is offloaded in the test.
 pub struct Flavour {
     /// Prefix of the names of the program's containers.
     pub name: &'static str,
-    /// File name of the program below the clients folder, and its arguments.
+    /// File name of the program in the folder of client programs, and its arguments.
     pub program: &'static [&'static str],
     /// Environment variables, for example to select an allocator.
     pub settings: &'static [(&'static str, &'static str)],
-    /// Engines with which the program is offloaded.
+    /// Engines with which the program is run and offloaded.
     pub engines: &'static [&'static str],
     /// Number of offloads with each engine.
     pub rounds: usize,
     /// Memory that the program allocates but does not use, in GiB.
     pub held_gib: u64,
-    /// Number of processes with memory on the device.
+    /// Number of processes of the program that allocate memory on the device.
     pub processes: usize,
-    /// Whether the containers run one at a time. Measured times and remaining VRAM are then those
-    /// of a single container. Otherwise the containers run and move concurrently, which is faster.
+    /// Whether the containers run one at a time, so that measured times and remaining VRAM belong
+    /// to a single container. Otherwise all containers run at the same time, which is faster.
     pub is_alone: bool,
 }
 
 impl Flavour {
-    /// A program that is large enough to make all costs except the copy negligible. Its run takes
-    /// minutes.
+    /// Describes a program whose memory is so large that its copy takes most of the time. A run of
+    /// the program takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -60,13 +60,14 @@ impl Flavour {
         }
     }
 
-    /// A small program, but large enough that the library copies its memory. Its run takes seconds.
+    /// Describes a small program whose memory is large enough that the library copies it. A run of
+    /// the program takes seconds.
     pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
         Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
     }
 
-    /// Container spec for this program with an engine. With [`STILL`], the container is never
-    /// offloaded.
+    /// Describes a container that runs this program with an engine. If `engine` is [`STILL`], the
+    /// container is never offloaded.
     fn spec(&self, python: &Python, engine: &str) -> Result<Spec> {
         let id = format!("{}-{engine}", self.name);
         let spec = python.spec(&id, "root", self.program)?.annotation(BY_ORDER.0, BY_ORDER.1);
@@ -134,7 +135,7 @@ impl Flavour {
         Ok(())
     }
 
-    /// Runs one container from its start to its end.
+    /// Runs the container of one engine from its start to its end.
     fn lane(&self, python: &Python, engine: &'static str) -> Finished {
         let mut rows = Rows::default();
         let outcome = (|| {
@@ -150,7 +151,7 @@ impl Flavour {
         (rows, outcome)
     }
 
-    /// Runs the turns of one container. Each turn ends with an offload.
+    /// Runs the turns of one container. Each turn ends with an offload, except with [`STILL`].
     fn turns(
         &self,
         python: &Python,
@@ -236,14 +237,14 @@ impl Flavour {
     }
 }
 
-/// The report rows of one container, and its outcome.
+/// The report rows of one container, and either its results or an error.
 type Finished = (Rows, Result<Lane>);
 
 fn panicked(_: Box<dyn Any + Send>) -> Finished {
     (Rows::default(), Err(anyhow!("the thread of a container panicked")))
 }
 
-/// Results of one container.
+/// Results of the container of one engine.
 #[derive(Default)]
 struct Lane {
     engine: &'static str,

@@ -1,4 +1,4 @@
-//! Results of the suite, as rows of a table and as JSON.
+//! The report of the suite, with its results as rows of a table and as JSON.
 
 use std::fmt::{self, Write};
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// Error of a part that needs software that is not installed. Contains the reason.
+/// Error of a part of the suite that needs software that is not installed. It contains the reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 
@@ -20,31 +20,31 @@ impl fmt::Display for NotHere {
 
 impl std::error::Error for NotHere {}
 
-/// One result of a part.
+/// One measured value of a part of the suite.
 #[derive(Debug, Serialize)]
 pub struct Row {
     part: String,
     what: String,
     value: f64,
     unit: &'static str,
-    /// The value that the measured one must reach, as text. Empty if there is no such goal.
+    /// Description of the goal for the measured value. Empty if there is no goal.
     goal: String,
     met: bool,
 }
 
-/// Rows of one part.
+/// The rows of one part of the suite.
 #[derive(Default)]
 pub struct Rows {
     rows: Vec<(String, f64, &'static str, String, bool)>,
 }
 
 impl Rows {
-    /// Adds a figure without a goal.
+    /// Adds a row with a measured value that has no goal.
     pub fn tell(&mut self, what: &str, value: f64, unit: &'static str) {
         self.rows.push((what.into(), value, unit, String::new(), true));
     }
 
-    /// Adds a figure with a goal.
+    /// Adds a row with a measured value and its goal. `met` is true if the value meets the goal.
     pub fn want(&mut self, what: &str, value: f64, unit: &'static str, goal: &str, met: bool) {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
@@ -54,7 +54,7 @@ impl Rows {
         self.rows.append(&mut others.rows);
     }
 
-    /// Names of the figures that missed their goal.
+    /// Describes each value that missed its goal.
     #[must_use]
     pub fn missed(&self) -> Vec<String> {
         let missed = self.rows.iter().filter(|row| !row.4);
@@ -63,13 +63,14 @@ impl Rows {
             .collect()
     }
 
-    /// Values of all figures.
+    /// Returns the values of all rows.
     #[cfg(test)]
     pub(super) fn values(&self) -> impl Iterator<Item = f64> {
         self.rows.iter().map(|row| row.1)
     }
 
-    /// Prints an intermediate result, so that it is not lost if the run is interrupted.
+    /// Prints the rows of a part before the run ends, so that they are not lost if the run is
+    /// interrupted.
     #[expect(clippy::print_stderr, reason = "what is being done now")]
     fn say(&self, part: &str) {
         for (what, value, unit, ..) in &self.rows {
@@ -77,29 +78,29 @@ impl Rows {
         }
     }
 
-    /// Adds a row "`good` of `of`". Its goal is that both are equal.
+    /// Adds a row with the value `good`. Its goal is met if `good` equals `of`.
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
     }
 }
 
-/// All results of the suite.
+/// All results of a run of the suite.
 #[derive(Debug, Serialize)]
 pub struct Report {
     gpu: String,
     gpu_name: String,
     containerd: String,
     rows: Vec<Row>,
-    /// Parts that failed, and the errors.
+    /// Name of each part that failed, and its error.
     errors: Vec<(String, String)>,
-    /// Parts that this machine cannot run, and the reasons.
+    /// Name of each part that this machine cannot run, and the reason.
     skipped: Vec<(String, String)>,
     #[serde(skip)]
     wanted: Vec<String>,
 }
 
 impl Report {
-    /// Starts an empty report.
+    /// Creates an empty report for the parts in `wanted`.
     pub(super) fn new(world: &Testbed, wanted: &[&str]) -> Self {
         Self {
             gpu: world.gpu().as_str().into(),
@@ -112,13 +113,14 @@ impl Report {
         }
     }
 
-    /// Whether a part is to be run.
+    /// Whether the report's words select this part of the suite. Without words, every part is
+    /// selected.
     pub(super) fn wants(&self, part: &str) -> bool {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Runs a part. After an error, the part's results so far are kept and its containers are
-    /// removed.
+    /// Runs a part of the suite, and adds its rows. If the part fails, the rows so far are kept and
+    /// its containers are removed.
     pub(super) fn part(
         &mut self,
         world: &Testbed,
@@ -151,7 +153,7 @@ impl Report {
         self.skipped.push((part.into(), why.into()));
     }
 
-    /// Adds the rows for goals, if the GPU is the model for which the goals are set.
+    /// Adds the rows with the goals, if the GPU is the model for which the goals are set.
     pub(super) fn judge(&mut self) {
         if self.gpu != "real" || !self.gpu_name.contains("H200") {
             return;
@@ -170,7 +172,7 @@ impl Report {
         name.clone_into(&mut self.gpu_name);
     }
 
-    /// Whether a part failed, a goal was missed, or no part has the wanted name.
+    /// Whether a part failed, a goal was missed, or the words selected no part.
     #[must_use]
     pub fn failed(&self) -> bool {
         !self.errors.is_empty() || self.rows.iter().any(|row| !row.met) || self.is_empty()
@@ -180,12 +182,12 @@ impl Report {
         self.rows.is_empty() && self.errors.is_empty() && self.skipped.is_empty()
     }
 
-    /// Whether a part failed to run.
+    /// Whether at least one part failed with an error.
     pub(super) fn broke(&self) -> bool {
         !self.errors.is_empty()
     }
 
-    /// The report as a table for people.
+    /// Returns the report as a table for the terminal.
     #[must_use]
     pub fn table(&self) -> String {
         let mut text =

@@ -1,11 +1,11 @@
-//! The overhead of the library in a working program: the time of its steps with an engine, compared
-//! with the stock runtime.
+//! Measures the overhead of the library in a working program. It compares the time of the program's
+//! steps with an engine and with the stock runtime.
 //!
 //! The speed of a program differs from start to start, and the load of a host changes. Therefore
-//! several containers of each side run at the same time and are measured in turn, several times.
-//! The figure of a container is its fastest step. The noise is the largest difference between two
-//! halves of the containers with the stock runtime. A difference between the sides that is smaller
-//! than the noise is not significant.
+//! several containers of each kind (with Affinode and with the stock runtime) run at the same time
+//! and are measured in turn, several times. The value of a container is its fastest step. The noise
+//! is the largest difference between two halves of the containers with the stock runtime. A
+//! difference between the two kinds that is smaller than the noise is not significant.
 
 use std::time::Instant;
 
@@ -26,17 +26,18 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, decoding", &["programs.py", "llm"]),
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
-/// The engine of the runs with Affinode. With `full`, the library also serves allocations instead
+/// Engine of the containers with Affinode. With `full`, the library also serves allocations instead
 /// of the driver.
 const ENGINE_ON: &str = "full";
-/// Number of containers of each side.
+/// Number of containers with Affinode, and number of containers with the stock runtime.
 const STARTS: usize = 4;
-/// Number of measurements of each container.
+/// Number of times that each container is measured.
 const ROUNDS: usize = 3;
-/// Maximum overhead in percent. If the noise is greater, the noise is the maximum.
+/// Maximum overhead in percent that meets the goal. If the noise is greater, the noise is the
+/// maximum.
 const GOAL_PERCENT: f64 = 1.0;
 
-/// A container, and its fastest steps so far.
+/// A running container, and its fastest times so far.
 struct Start {
     worker: Worker,
     best_ms: f64,
@@ -113,8 +114,8 @@ fn measure(start: &mut Start) -> Result<()> {
     Ok(())
 }
 
-/// Compares both sides by one measure, and determines the noise from the containers with the stock
-/// runtime.
+/// Compares the containers with Affinode and with the stock runtime by one measure, such as the
+/// fastest step. Determines the noise from the containers with the stock runtime.
 fn compared(
     rows: &mut Rows,
     what: &str,
@@ -138,8 +139,8 @@ fn compared(
     }
 }
 
-/// The noise: the largest difference, in percent, between the figures of two halves of `starts`,
-/// over all ways to divide them. `starts` has one value for each container.
+/// Returns the noise in percent. It is the largest difference between the measures of two halves of
+/// `starts`, over all ways to divide them. `starts` has one value for each container.
 fn noise(starts: &[f64], measure: impl Fn(&[f64]) -> f64) -> f64 {
     let mut most: f64 = 0.0;
     for halves in 0..1_u32 << starts.len() {

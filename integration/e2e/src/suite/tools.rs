@@ -1,5 +1,6 @@
-//! Tools on a real GPU, with each engine and with the stock runtime: torch.profiler in several
-//! orders, NVTX, compute-sanitizer, ncu, and a session of NVDEC.
+//! Tests of CUDA tools on a real GPU, with each engine and with the stock runtime: torch.profiler
+//! in several orders, NVTX, compute-sanitizer, ncu, and a session of NVDEC. An order is a sequence
+//! of profiling and offloading.
 //!
 //! | order | sequence |
 //! | --- | --- |
@@ -35,44 +36,44 @@ use crate::{
 
 const PROGRAM: &str = "tool_program.py";
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// Name of the side that uses the stock runtime.
+/// Pseudo engine name of the container that uses the stock runtime.
 const STILL: &str = "stock";
-/// Number of processes with which a sequence of steps is repeated, for sequences that never hung or
-/// lost a process.
+/// Number of repetitions of a sequence in which no process was ever seen to hang or to be lost.
 const FEW: usize = 4;
-/// Time after which the program reports that a command hangs.
+/// Time after which the program reports that a command does not return.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);
-/// Time limit for the program's first line. A machine that has just started reads large libraries
-/// slowly.
+/// Time limit until the program prints its first line. A machine that has just started reads large
+/// libraries slowly.
 const IMPORTS: Duration = Duration::from_secs(180);
 
-/// A reply of the program.
+/// A reply of the program `tool_program.py`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Said {
     command: String,
     why: String,
     digest: String,
-    /// Number of processes that replied with success.
+    /// Number of processes of the container that executed the command successfully.
     count: usize,
-    /// Lowest number of GPU events in any profile.
+    /// Number of GPU events in the profile with the fewest events.
     events: u64,
 }
 
-/// Result of an order for one container.
+/// Results of one container after a sequence of profiling and offloading.
 #[derive(Default)]
 struct Seen {
-    /// Number of commands to which all processes replied.
+    /// Number of commands that all processes executed.
     answered: usize,
     asked: usize,
     digest: String,
     /// Whether at least one profile contains no GPU event.
     blind: bool,
-    /// Result of the offload as text: a phase, or the reason why the container was not offloaded.
+    /// Result of the offload as text: the phase of the process, or the reason why the container was
+    /// not offloaded.
     left: String,
 }
 
-/// A container of the program, and its results.
+/// A container that runs the program `tool_program.py`, and its results.
 struct Subject<'w> {
     world: &'w Testbed,
     engine: &'static str,
@@ -81,13 +82,13 @@ struct Subject<'w> {
     seen: Seen,
 }
 
-/// Number of repetitions of orders in which a process once hung or was lost.
+/// Number of repetitions of sequences in which a process was once seen to hang or to be lost.
 fn rounds() -> usize {
     let asked = std::env::var("AFFINODE_TOOL_ROUNDS").ok();
     asked.and_then(|rounds| rounds.parse().ok()).unwrap_or(20)
 }
 
-/// Runs the profiler in every order that the module lists.
+/// Runs torch.profiler in every order that the table of the module lists.
 pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     let orders: [(&str, usize, Order); 5] = [
         ("begun while offloaded", rounds(), offloaded),
@@ -104,8 +105,8 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// Requires that the use of NVTX ranges does not count as a profiler, so that the context is
-/// checkpointed.
+/// Requires that Affinode does not treat the use of NVTX ranges as a profiler, so that the context
+/// is checkpointed.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -122,7 +123,7 @@ pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     )
 }
 
-/// Runs a session of NVDEC before and during a move.
+/// Decodes video with NVDEC before and during an offload and restore.
 pub fn video(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -202,7 +203,7 @@ impl<'w> Subject<'w> {
         Ok(subject)
     }
 
-    /// Sends a command to all processes, and waits for their replies.
+    /// Sends a command to all processes of the container, and waits for their replies.
     fn ask(&mut self, command: &str) -> Result<()> {
         self.worker.send(command)?;
         self.hear(command)
@@ -235,13 +236,13 @@ impl<'w> Subject<'w> {
         Ok(())
     }
 
-    /// Profiles one step of the program.
+    /// Profiles one step of the program with torch.profiler.
     fn profile(&mut self) -> Result<()> {
         ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
     }
 
-    /// Requests the offload. Records its result: the phase of the process, or the reason for the
-    /// refusal.
+    /// Requests an offload of the container. Stores the result: the phase of the process, or the
+    /// reason for the refusal.
     fn leave(&mut self) -> Result<()> {
         if self.engine == STILL {
             return Ok(());
@@ -270,7 +271,8 @@ impl<'w> Subject<'w> {
     }
 }
 
-/// Runs an order with each engine and with the stock runtime, all at the same time.
+/// Runs a sequence of profiling and offloading with each engine and with the stock runtime, all at
+/// the same time.
 fn beside_stock(
     python: &Python,
     name: &str,
@@ -323,7 +325,7 @@ fn beside_stock(
     outcome
 }
 
-/// Requires that a process becomes idle again after it has used a profiler.
+/// Requires that a container becomes idle again after its process has used a profiler.
 fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     const WITHIN: Duration = Duration::from_secs(20);
     let mut subject = Subject::start(python, "copy", 1, &[], |spec| spec)?;
@@ -346,7 +348,8 @@ fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     subject.end()
 }
 
-/// Runs compute-sanitizer and ncu, one after the other, because they cannot run at the same time.
+/// Runs the program under compute-sanitizer and under ncu, one after the other, because the tools
+/// cannot run at the same time.
 pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
     const TOOLS: [(&str, &[&str]); 2] = [
         ("compute-sanitizer", &["--log-file", "/tmp/sanitizer.log"]),
@@ -395,7 +398,7 @@ pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Path of a CUDA tool, from the search path or the folders of its packages.
+/// Finds the path of a CUDA tool in PATH or in the folders of the CUDA packages.
 fn find(name: &str) -> Option<PathBuf> {
     let folders = std::env::var_os("PATH").unwrap_or_default();
     let mut places: Vec<PathBuf> = std::env::split_paths(&folders).collect();

@@ -1,5 +1,5 @@
-//! A training loop of torch: idle, offloaded and restored, with the same weights. The module also
-//! measures the cost of a step.
+//! Tests of a training loop of torch, which is idle, offloaded and restored. Its weights must be
+//! the same as without an offload. The module also measures the cost of a step.
 
 use anyhow::Result;
 
@@ -15,20 +15,20 @@ use super::{
 };
 use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 
-/// The program's command line.
+/// Command line of the torch program.
 const TORCH: &[&str] = &["torch_worker.py"];
-/// The training loop with each engine.
+/// The training loop, offloaded with each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
-/// An inference loop. A pass changes only the memory that it allocates itself.
+/// An inference loop. A pass of it changes only memory that the pass itself allocates.
 pub const INFERENCE: Flavour =
     Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
-/// The training loop with the allocator that maps its memory itself.
+/// The training loop with torch's allocator that maps memory itself (expandable segments).
 pub const SEGMENTS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
     rounds: 3,
     ..Flavour::large("segments", TORCH)
 };
-/// The training loop with the stream-ordered allocator.
+/// The training loop with CUDA's stream-ordered allocator.
 pub const POOLS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
     engines: &["checkpoint", "full"],
@@ -36,8 +36,8 @@ pub const POOLS: Flavour = Flavour {
     ..Flavour::large("pools", TORCH)
 };
 
-/// Trains, becomes idle, is offloaded, and continues to train. Also runs the same steps without an
-/// offload, and compares the results.
+/// Trains, waits until the container is idle and offloaded, and continues to train. Also runs the
+/// same steps without an offload, and compares the results.
 pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let mut digests = Vec::new();
@@ -73,8 +73,8 @@ pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Measures a step alternately under Affinode's runtime and under the stock runtime, and compares
-/// the times.
+/// Measures a training step alternately under Affinode's runtime and under the stock runtime, and
+/// compares the times.
 pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let (mut with, mut without) = (Vec::new(), Vec::new());

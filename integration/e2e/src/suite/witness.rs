@@ -1,4 +1,5 @@
-//! Work that still runs while the process makes no call. NVML reports that the process is in use.
+//! Test of a kernel that still runs while its process makes no call. The container must not be
+//! offloaded, because NVML reports that the process uses the GPU.
 
 use std::time::Instant;
 
@@ -16,7 +17,8 @@ const WORKER_MIB: u64 = 256;
 /// Time for which the process's kernel runs. It is longer than the idle timeout.
 const KERNEL_MS: u64 = 6_000;
 
-/// Launches one kernel, and makes no further call.
+/// Launches one kernel and makes no further call. Requires that the container is not offloaded
+/// while the kernel runs.
 pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "runner";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;

@@ -1,4 +1,4 @@
-//! Ends everything that a testbed started.
+//! Ends all processes that a testbed started, and removes its cgroups.
 
 use std::{
     path::{Path, PathBuf},
@@ -14,7 +14,7 @@ use nix::{
 use super::cgroup_folders;
 use crate::{processes::descendants, wait::until};
 
-/// Kills every descendant of this process, until none is left. The kill is repeated, because a
+/// Kills every descendant of this process until none is left. One pass is not enough, because a
 /// process may fork while it is killed. The new process then becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the testbed to end", || {
@@ -41,8 +41,8 @@ pub(super) fn remove_cgroups(world: &Path) {
     }
 }
 
-/// Removes a cgroup and all cgroups below it. In cgroupfs only folders can be removed, the
-/// innermost first.
+/// Removes a cgroup and all cgroups below it. The innermost cgroups are removed first, because
+/// cgroupfs removes only folders without subfolders.
 fn remove_tree(folder: &Path) {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return;

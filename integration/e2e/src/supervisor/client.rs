@@ -1,5 +1,5 @@
-//! The test's side of the connection to a supervisor: starts the supervisor and requests processes
-//! from it.
+//! The client of a supervisor, which runs in the test. It starts the supervisor and requests
+//! processes from it.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{Job, Reply, Scope};
 
-/// A running supervisor. Dropping this value ends everything that the supervisor started.
+/// Handle of a running supervisor. Dropping this value ends everything that the supervisor started.
 pub struct Keeper {
     pid: u32,
     pipes: Mutex<Option<Pipes>>,
@@ -63,7 +63,8 @@ impl Keeper {
         pipes.reply().with_context(|| format!("cannot start {}", job.argv.join(" ")))
     }
 
-    /// A command that will run in the supervisor's mounts and network, as a child of the caller.
+    /// Builds a command that runs in the supervisor's mount and network namespaces, as a child of
+    /// the caller.
     #[must_use]
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
@@ -74,8 +75,8 @@ impl Keeper {
         command
     }
 
-    /// Ends the supervisor with all its processes, and waits for its end. A concurrent call waits
-    /// as well. Further calls have no effect.
+    /// Ends the supervisor with all its processes, and waits until it has ended. A concurrent call
+    /// waits as well. Further calls have no effect.
     pub fn end(&self) {
         let mut pipes = self.lock();
         if let Some(Pipes { mut child, requests, replies }) = pipes.take() {

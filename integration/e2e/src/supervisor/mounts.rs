@@ -1,5 +1,5 @@
-//! The mounts of a testbed. They are made in a private mount namespace, so that the machine never
-//! sees them.
+//! The mounts of a testbed. They are created in a private mount namespace, so other processes of
+//! the machine do not see them.
 
 use std::path::{Path, PathBuf};
 
@@ -11,21 +11,23 @@ use nix::{
 
 use super::{STORE, Scope};
 
-/// Folders that containerd, runc and crun use with any configuration.
+/// Folders that containerd, runc and crun use whatever their configuration. Each testbed gets
+/// private ones.
 const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 
-/// Folders that a kubelet and the CNI plugins use with any configuration.
+/// Folders that a kubelet and the CNI plugins use whatever their configuration. A node's testbed
+/// gets private ones.
 const KUBELET_STATE: [&str; 4] =
     ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers", "/var/lib/cni"];
 
-/// Folders of CDI specifications, which containerd reads with any configuration.
+/// Folders of CDI specifications, which containerd reads whatever its configuration.
 const CDI_SPECS: [&str; 2] = ["/etc/cdi", "/run/cdi"];
 
-/// Folders that dockerd uses with any configuration.
+/// Folders that dockerd uses whatever its configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
-/// Enters a mount namespace, so that changes to mounts are private. The testbed of a node also gets
-/// a network namespace.
+/// Moves this process into a private mount namespace. For the testbed of a node, also into a
+/// private network namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();

@@ -1,4 +1,4 @@
-//! The supervisor itself: the main function of `affinode-keeper`.
+//! The main function of the supervisor, the program `affinode-keeper`.
 
 use std::{
     fs::OpenOptions,
@@ -20,7 +20,8 @@ use nix::{
 
 use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 
-/// Serves requests from standard input until its end, then cleans up.
+/// Serves requests from standard input until it is closed, then ends and removes everything in the
+/// testbed.
 ///
 /// # Errors
 /// When the namespace cannot be created, or a process, mount or folder cannot be removed.
@@ -84,7 +85,8 @@ fn answer(reply: &Reply) -> Result<()> {
     Ok(stdout.flush()?)
 }
 
-/// Collects every child that has ended, including orphaned descendants, so that no zombies remain.
+/// Thread that reaps every child that has ended, including orphaned descendants, so that no zombies
+/// remain.
 struct Reaper {
     started: Arc<(Mutex<u64>, Condvar)>,
 }

@@ -1,8 +1,9 @@
-//! The kernel settings that a kubelet changes, restored when its testbed ends.
+//! Kernel settings that a kubelet changes. The supervisor restores them when the kubelet's testbed
+//! ends.
 
 use std::fs;
 
-/// Files with their original contents.
+/// Paths of the settings' files, each with its original content.
 pub(super) struct Tunables(Vec<(&'static str, String)>);
 
 impl Tunables {
@@ -15,13 +16,13 @@ impl Tunables {
         "/proc/sys/kernel/keys/root_maxbytes",
     ];
 
-    /// Reads the contents before the testbed changes them.
+    /// Reads the kernel settings before the testbed changes them.
     pub(super) fn remember() -> Self {
         let read = |file| Some((file, fs::read_to_string(file).ok()?));
         Self(Self::KEPT.into_iter().filter_map(read).collect())
     }
 
-    /// Writes the original contents back.
+    /// Restores the original kernel settings.
     pub(super) fn put_back(&self) {
         for (file, value) in &self.0 {
             // If this process cannot write a file, the kubelet could not change the file either.

@@ -1,6 +1,6 @@
-//! Runs the program `links` with the stock runtime. It measures copies over the links of one GPU
-//! and of both GPUs. It also checks memory that both GPUs or two processes map, and that is
-//! released and created again at the same address.
+//! Runs the program `links` with the stock runtime. The program measures copies over the links of
+//! one GPU and of both GPUs. It also checks memory that both GPUs or two processes map, and memory
+//! that is released and created again at the same address.
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -14,11 +14,11 @@ use crate::{
 
 pub const PART: &str = "gpus, links";
 
-/// A line of the program's output.
+/// A line that the program `links` prints.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
-    /// A check of contents.
+    /// Result of a check of memory contents.
     Check {
         what: String,
         ok: bool,
@@ -30,7 +30,7 @@ enum Line {
     },
 }
 
-/// Measures two GPUs without Affinode.
+/// Measures copies between two GPUs without Affinode.
 ///
 /// # Errors
 /// When the program fails.

@@ -1,6 +1,6 @@
-//! Two containers on two GPUs are woken at the same time. Each container must be restored as fast
-//! as if it were woken alone. It may be slower only if both share a link, a memory controller or
-//! the controller's threads.
+//! Wakes two containers on two GPUs at the same time. Each container must be restored as fast as if
+//! it were woken alone. It may be slower only if both share a link, a memory controller or the
+//! controller's threads.
 
 use std::{thread, time::Duration};
 
@@ -21,13 +21,13 @@ pub const PART: &str = "gpus, woken together";
 
 const ROUNDS: usize = 5;
 
-/// Size of a container's memory: allocations of one size, and their number.
+/// Memory of a container: the size of each allocation, and the number of allocations.
 struct Load {
     each_mib: u64,
     count: u64,
 }
 
-/// Wakes each container alone, then both at the same time.
+/// Wakes each container alone, then both at the same time, and compares the times.
 ///
 /// # Errors
 /// When a container does not start, or a call fails.
@@ -95,7 +95,7 @@ fn start(world: &Testbed, engine: &str, gpu: usize, load: &Load) -> Result<Worke
     Ok(worker)
 }
 
-/// Offloads all containers, and waits until their GPUs have scrubbed the released memory.
+/// Offloads all containers. Waits until their GPUs have scrubbed (cleared) the released memory.
 fn offload(world: &Testbed, workers: &[Worker]) -> Result<()> {
     wait_held(world)?;
     for worker in workers {
@@ -109,12 +109,13 @@ fn offload(world: &Testbed, workers: &[Worker]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the time that the first call waits, in milliseconds.
+/// Makes a call that wakes the container. Returns the time that the call waits, in milliseconds.
 fn wake(worker: &mut Worker) -> Result<f64> {
     Ok(worker.call("streamsync")?.elapsed_us as f64 / 1000.0)
 }
 
-/// Calls all containers at the same time. Returns the time that each call waits, in milliseconds.
+/// Makes a call in all containers at the same time. Returns the time that each call waits, in
+/// milliseconds.
 fn wake_all(workers: &mut [Worker]) -> Result<Vec<f64>> {
     thread::scope(|scope| {
         let calls: Vec<_> =
