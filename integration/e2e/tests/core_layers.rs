@@ -1,5 +1,6 @@
-//! Checks that the files of `controller/core`, and the modules of `controller/src`, depend on each
-//! other in one direction only, and that no type has methods in many files.
+//! Checks the structure of the controller's source code. The files of `controller/core`, and the
+//! modules of `controller/src`, may depend on each other in one direction only. The methods of a
+//! type may be in two files at most.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,11 +11,11 @@ use std::{
 use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result};
 
-/// Names of files or modules, and the others that each of them calls or refers to.
+/// A call graph: the name of a file or module, and the names of the others to which it refers.
 type Calls = BTreeMap<String, BTreeSet<String>>;
 
-/// A reader can understand the core file by file, from the bottom up, only if no files call each
-/// other in a circle.
+/// Checks that no files of the controller's core call each other in a circle. The core can then be
+/// read file by file, from the bottom up.
 #[test]
 fn core_files_call_in_one_direction() -> Result<()> {
     let folder = workspace_dir().join("controller/core/src");
@@ -33,8 +34,8 @@ fn core_files_call_in_one_direction() -> Result<()> {
     Ok(())
 }
 
-/// A reader can understand the modules of the controller from the bottom up only if no modules
-/// refer to each other in a circle.
+/// Checks that no modules of the controller refer to each other in a circle. The modules can then
+/// be read from the bottom up.
 #[test]
 fn controller_modules_refer_in_one_direction() -> Result<()> {
     let folder = workspace_dir().join("controller/src");
@@ -54,7 +55,8 @@ fn controller_modules_refer_in_one_direction() -> Result<()> {
     Ok(())
 }
 
-/// The type that holds all data of a crate would otherwise grow a method for each feature.
+/// Checks that no type has methods in more than two files. The type that holds all data of a crate
+/// would otherwise grow a method for each feature.
 #[test]
 fn a_type_has_methods_in_two_files_at_most() -> Result<()> {
     let crates = [
@@ -126,8 +128,8 @@ fn implementing_lines_name_their_type() {
     assert_eq!(name("impl<T> Drop for Guard<T> {"), "");
 }
 
-/// Reads the product code below a folder, file by file. Files that their parent declares for tests
-/// only are left out.
+/// Reads the product code below a folder, file by file. Files that are compiled only for tests are
+/// omitted.
 fn product_files(folder: &Path) -> Result<BTreeMap<PathBuf, String>> {
     let (mut files, mut tests) = (BTreeMap::new(), BTreeSet::new());
     let mut folders = vec![folder.to_owned()];
@@ -160,7 +162,7 @@ fn product_files(folder: &Path) -> Result<BTreeMap<PathBuf, String>> {
     Ok(files)
 }
 
-/// The name of the type in a line such as `impl Node {` or `impl<'a> Node<'a> {`.
+/// Returns the name of the type in a line such as `impl Node {` or `impl<'a> Node<'a> {`.
 fn implemented(line: &str) -> Option<String> {
     let rest = line.strip_prefix("impl")?.strip_suffix(" {")?;
     let rest = match rest.strip_prefix('<') {
@@ -171,7 +173,8 @@ fn implemented(line: &str) -> Option<String> {
     (!name.is_empty() && !rest.contains(" for ")).then(|| name.to_owned())
 }
 
-/// Collects the references between modules: `crate::name`, and the names in `crate::{…}`.
+/// Collects the references between modules. It searches for `crate::name`, and for the names in
+/// `crate::{…}`.
 fn references(modules: &BTreeMap<String, String>) -> Calls {
     let of = |(name, text): (&String, &String)| {
         let paths = text.match_indices("crate::").map(|(at, path)| &text[at + path.len()..]);
@@ -182,7 +185,8 @@ fn references(modules: &BTreeMap<String, String>) -> Calls {
     modules.iter().map(of).collect()
 }
 
-/// The first names of a path. A path in braces has several.
+/// Returns the first name of a path. For a path in braces, returns the first name of each path in
+/// it.
 fn first_names(path: &str) -> Vec<String> {
     let Some(group) = path.strip_prefix('{') else { return vec![identifier(path).to_owned()] };
     let (mut depth, mut outer) = (0, String::new());
@@ -198,8 +202,8 @@ fn first_names(path: &str) -> Vec<String> {
     outer.split(',').map(|name| identifier(name.trim()).to_owned()).collect()
 }
 
-/// Collects the calls between files: functions by the file's name, and `node.method(` if the method
-/// is one of `NodeState`.
+/// Collects the calls between files. It searches for functions after the name of their file, and
+/// for `node.method(` if the method belongs to `NodeState`.
 fn calls(files: &BTreeMap<String, String>) -> Calls {
     let product: BTreeMap<&String, String> =
         files.iter().map(|(name, text)| (name, without_tests(text))).collect();
@@ -270,8 +274,8 @@ fn identifier(text: &str) -> &str {
     &text[..end]
 }
 
-/// Removes files that call no other remaining file, or that no remaining file calls, until none is
-/// left to remove. What remains forms a circle.
+/// Returns the files that form a circle of calls. `None` if there is no circle. It repeatedly
+/// removes files that call no remaining file or that no remaining file calls.
 fn circle(calls: &Calls) -> Option<BTreeSet<String>> {
     let mut left = calls.clone();
     loop {

@@ -1,4 +1,5 @@
-//! Tests of the controller's HTTP API, on a real node with a simulated GPU.
+//! Tests of the controller's HTTP API (the API of the dashboard), on a node with a real controller
+//! and a simulated GPU.
 
 use std::{
     io::{Read, Write},
@@ -25,7 +26,8 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-/// Sends a request over the socket in a private controller's run directory.
+/// Sends an HTTP request to the testbed's controller, over the socket in its run directory. Returns
+/// the status code and the body.
 fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     let socket = world.cli().run_dir().join("http.sock");
     let stream = UnixStream::connect(&socket)
@@ -87,8 +89,8 @@ fn api_and_command_agree() -> Result<()> {
     hook_overhead_is_reported(&world)
 }
 
-/// Requires that the process reports the measured overhead of a hook, and the time that calls
-/// waited for a restore.
+/// Requires that the controller reports two values for a process: the measured overhead of a hook,
+/// and the time that its calls waited for a restore.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be reported", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
@@ -149,8 +151,7 @@ fn port_in_use_disables_only_the_dashboard() -> Result<()> {
     Ok(())
 }
 
-/// Runs the command `affinode` on the host, with the environment in which it finds the testbed's
-/// NVML.
+/// Runs the command `affinode` on the host. Its environment lets it find the testbed's NVML.
 fn command(world: &Testbed, arguments: &[&str]) -> Result<Output> {
     let mut command = world.host_gpu_command(&world.artifacts().bin("affinode")?);
     command.env("AFFINODE_RUN_DIR", world.cli().run_dir()).args(arguments);
@@ -193,7 +194,7 @@ fn empty_node_shows_its_gpus() -> Result<()> {
     Ok(())
 }
 
-/// Starts a controller as a unit does, without a container.
+/// Starts a controller as its systemd unit does, without a container.
 fn start_unit(world: &Testbed) -> Result<()> {
     let shim = world.artifacts().bin("containerd-shim-affinode-v1")?;
     let path = |path: &str| world.dir().join(path).display().to_string();
@@ -211,8 +212,8 @@ fn start_unit(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Opens a TCP address without a token. Every user of the machine can reach it, so it must accept
-/// only read requests.
+/// Checks that a TCP port without a token accepts only read requests, because every user of the
+/// machine can connect to it.
 #[test]
 fn port_without_token_only_shows() -> Result<()> {
     for (actions, allowed) in [("", false), ("actions = \"any-client\"\n", true)] {

@@ -1,5 +1,5 @@
-//! Log entries that the controller writes to systemd's journal. The test simulates the journal with
-//! a socket, in a mount namespace of the controller.
+//! Test of the log entries that the controller writes to systemd's journal. The test simulates the
+//! journal with a socket, in a mount namespace of the controller.
 
 use std::{
     os::unix::net::UnixDatagram,
@@ -11,8 +11,8 @@ use std::{
 use affinode_e2e::{artifacts::Artifacts, cli::Cli, wait::until};
 use anyhow::{Context, Result};
 
-/// Shell script that makes the folder of the socket appear at the journal's path, for this process
-/// and its children.
+/// Shell script that mounts the folder of the test's socket at the journal's path and then starts
+/// the controller. Only the script and its children see this mount.
 const PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     mount --bind \"$1\" /run/systemd/journal && exec \"$2\" controller";
 
@@ -25,7 +25,7 @@ impl Drop for Controller {
     }
 }
 
-/// The entry of the journal that contains this text.
+/// Waits for the journal entry that contains this text, and returns it.
 fn entry(journal: &UnixDatagram, text: &str) -> Result<String> {
     let mut buffer = [0; 64 << 10];
     loop {
@@ -73,8 +73,8 @@ fn events_are_journal_entries_with_fields() -> Result<()> {
     Ok(())
 }
 
-/// Whether an entry has a field. The journal's protocol has two forms: `NAME=value`, or the name,
-/// the value's length in eight bytes, and the value.
+/// Whether a journal entry contains a field with this value. The journal's protocol has two forms
+/// of a field: `NAME=value`, or the name, the value's length in eight bytes, and the value.
 fn has(entry: &str, field: &str, value: &str) -> bool {
     entry.contains(&format!("{field}={value}\n"))
         || entry

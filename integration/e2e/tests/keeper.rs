@@ -1,4 +1,5 @@
-//! Tests that no process outlives a supervisor, even if its parent is killed.
+//! Tests that no process outlives a supervisor (the process that owns a testbed), even if its
+//! parent is killed.
 
 use std::{
     collections::BTreeMap,
@@ -20,8 +21,8 @@ fn world(name: &str) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// A job that starts processes that are hard to find: background processes, a process in a session
-/// of its own, and an orphan.
+/// Returns a job that starts processes that are hard to find: background processes, a process in a
+/// session of its own, and an orphan. `mark` occurs in their command lines.
 fn flee(mark: &str) -> Job {
     let script = format!(
         "sleep {mark} & setsid sleep {mark} & (setsid sh -c 'setsid sleep {mark} &' &) ; mount -t tmpfs x \"$DIR\"; wait"
@@ -66,8 +67,8 @@ fn dropping_it_ends_everything() -> Result<()> {
     Ok(())
 }
 
-/// Kills the parent with SIGKILL, as a test or the demo may be killed. The supervisor notices the
-/// kill only because its pipe is closed.
+/// Kills the supervisor's parent with SIGKILL, as a test or the demo may be killed. The supervisor
+/// notices this only because its pipe is closed. It must end all processes.
 #[test]
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;

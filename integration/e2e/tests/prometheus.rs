@@ -1,4 +1,5 @@
-//! A real Prometheus scrapes a node, and every query of the Grafana dashboards finds data.
+//! Test with a real Prometheus, which scrapes a node. Every query of the Grafana dashboards must
+//! find data.
 
 use std::{
     collections::BTreeSet,
@@ -39,7 +40,7 @@ fn ask(address: SocketAddr, method: &str, path: &str, host: &str) -> Result<(u16
     Ok((status, body.to_owned()))
 }
 
-/// Every expression of every dashboard, with its variables filled in.
+/// Returns every query expression of every Grafana dashboard, with its variables filled in.
 fn queries() -> Result<BTreeSet<String>> {
     let mut queries = BTreeSet::new();
     for entry in std::fs::read_dir(workspace_dir().join("config/grafana"))? {

@@ -30,7 +30,7 @@ fn declared_rust_version_is_the_tested_one() -> Result<()> {
     Ok(())
 }
 
-/// The text in the first line of the form `key = "text"`.
+/// Returns the text in the first line of the form `key = "text"`.
 fn value(toml: &str, key: &str) -> Result<String> {
     let text = toml.lines().find_map(|line| {
         line.strip_prefix(key)?
@@ -47,7 +47,8 @@ fn read(path: &str) -> Result<String> {
     fs::read_to_string(workspace_dir().join(path)).with_context(|| format!("cannot read {path}"))
 }
 
-/// Metadata of all packages for this platform. The build has already downloaded these packages.
+/// Returns Cargo's metadata of all packages for this platform. The build has already downloaded
+/// these packages.
 fn metadata() -> Result<Value> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)

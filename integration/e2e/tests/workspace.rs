@@ -1,4 +1,5 @@
-//! Checks the shape of the repository: dependencies between crates, and the contents of the root.
+//! Checks the structure of the repository: the dependencies between its crates, and the names in
+//! its root folder.
 
 use std::{
     collections::BTreeSet,
@@ -10,7 +11,7 @@ use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-/// Folder of a crate, and the crates of the workspace that it may use.
+/// Folder of each crate, and the crates of the workspace on which it may depend.
 ///
 /// `integration` uses the product only as binaries. If it linked the product's crates, the tests
 /// would test programs that users do not run.
@@ -41,12 +42,13 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
-/// Dependencies of `controller/core`, which makes the controller's decisions. They include no async
-/// runtime, no network protocol and no system calls.
+/// Crates on which `controller/core` may depend, which makes the controller's decisions. They
+/// include no async runtime, no network protocol and no system calls.
 const DECISIONS_LINK: [&str; 6] =
     ["affinode-proto", "foldhash", "humantime", "indexmap", "serde", "thiserror"];
 
-/// Names that the root folder may contain, without dot files.
+/// File and folder names that the repository's root may contain, in addition to names with a
+/// leading dot.
 const ROOT: [&str; 15] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
@@ -64,12 +66,13 @@ const ROOT: [&str; 15] = [
     "proto",
     "runtime-shim",
 ];
-/// Configuration files of tools that read them only from the root.
+/// Configuration files in the root folder of tools that read them only there.
 const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
-/// A crate that the tests of all crates may use. No product program links it.
+/// Name of the crate for test notes. The tests of all crates may use it, but no product program
+/// links it.
 const TEST_NOTES: &str = "affinode-test-notes";
-/// A crate that tests functions that parse bytes. It therefore links the crates of these functions.
+/// Name of the crate with the fuzz tests. It links the product crates whose functions parse bytes.
 /// No crate links it.
 const FUZZ: &str = "affinode-fuzz";
 

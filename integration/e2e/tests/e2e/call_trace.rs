@@ -37,8 +37,8 @@ struct Recorded {
     name: String,
 }
 
-/// `affinode calls` in the background. The command writes to a file, because it would block on a
-/// pipe that the test does not read yet.
+/// The command `affinode calls`, running in the background. It writes to a file, because it would
+/// block on a pipe that the test does not read yet.
 struct Watch {
     child: Child,
     output: PathBuf,
@@ -51,8 +51,8 @@ fn watch(world: &Testbed, arguments: &[&str]) -> Result<Watch> {
     Ok(Watch { child, output })
 }
 
-/// Makes calls with the worker without pause, and returns the functions that the call trace
-/// recorded.
+/// Makes calls with the worker until `affinode calls` ends. Returns the processes and functions
+/// that the call trace recorded.
 fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
     let status = loop {
         worker.call("streamsync")?;

@@ -7,7 +7,8 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// Plays the rounds, and requires that they have no finding.
+/// Runs the rounds of a crash campaign, and requires that they have no finding (no violated
+/// invariant).
 fn without_findings(options: &Options) -> Result<Report> {
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, options, &mut |text| {
@@ -28,8 +29,8 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     Ok(())
 }
 
-/// The GPU's VRAM and the cgroup's memory limit are too small for all containers. Containers must
-/// wait for their turn, and the kernel must not kill any container.
+/// Runs rounds in which the GPU's VRAM and the cgroup's memory limit are too small for all
+/// containers. Containers must wait for their turn, and the kernel must not kill any container.
 #[test]
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
@@ -40,8 +41,8 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Each move takes seconds. This is longer than the controller's time limits for an agent's report,
-/// for a pause of allocations and for a reading of NVML.
+/// Runs rounds in which each offload or restore takes seconds. This is longer than the controller's
+/// time limits for an agent's report, for a hold of allocations and for a reading of NVML.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
@@ -52,8 +53,8 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Two containers use one GPU, and the other containers use another GPU. Each GPU has a copier of
-/// its own.
+/// Runs rounds on two GPUs. Two containers use one GPU, and the other containers use the other GPU.
+/// Each GPU has its own copier.
 #[test]
 fn rounds_on_two_gpus_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };

@@ -1,4 +1,5 @@
-//! Tests of `checksum`, with which a restore verifies that the contents are unchanged.
+//! Tests of the setting `checksum`, with which a restore verifies that the memory contents are
+//! unchanged.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -9,7 +10,7 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// The driver's result `CUDA_ERROR_ECC_UNCORRECTABLE`.
+/// The driver's error code `CUDA_ERROR_ECC_UNCORRECTABLE`.
 const ECC_UNCORRECTABLE: i32 = 214;
 const WORKER_MIB: u64 = 96;
 const NO_COPIER: &str = "[copier]\nenabled = false\n";
@@ -59,9 +60,10 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     Ok(())
 }
 
-/// Spoils the first large copy to the device, which belongs to the restore, because the program
-/// computes its contents on the device. With `checksum`, the restore must repeat the copy. Without
-/// `checksum`, the contents are wrong.
+/// Corrupts a copy to the device during a restore. With `checksum`, the restore must repeat the
+/// copy. Without `checksum`, the contents are wrong. The corrupted copy is the first large copy to
+/// the device. It belongs to the restore, because the program itself computes its contents on the
+/// device.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;
@@ -86,8 +88,8 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     Ok(())
 }
 
-/// Offloads repeatedly, with contents that are retained, skipped or changed between the offloads.
-/// The checksums must match each time.
+/// Offloads repeatedly, and verifies the checksums each time. Between the offloads, contents are
+/// retained, skipped or changed.
 #[test]
 fn unchanged_contents_are_reported() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

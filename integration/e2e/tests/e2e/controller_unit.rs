@@ -1,5 +1,5 @@
-//! Tests of the systemd unit that `affinode install` writes. systemd, which is simulated here,
-//! keeps a controller running, through upgrades, until an operator stops the unit.
+//! Tests of the systemd unit that `affinode install` writes. A simulated systemd keeps a controller
+//! running, through upgrades, until an operator stops the unit.
 
 use std::{
     fs,
@@ -35,7 +35,7 @@ impl<'a> Place<'a> {
         Ok(Self { world, installation, systemd })
     }
 
-    /// Runs `affinode` with the variables of the testbed's installation.
+    /// Runs the command `affinode` with the environment variables of the testbed's installation.
     fn run(&self, verb: &str, more: &[&str]) -> Result<Output> {
         let unit = format!("--controller-unit={}", self.systemd.units().display());
         let mut arguments = vec![];
@@ -67,7 +67,8 @@ impl<'a> Place<'a> {
         Ok(said)
     }
 
-    /// Waits until the unit's controller replies to the command `affinode`. Returns its pid.
+    /// Waits until the unit's controller replies to the command `affinode`. Returns the
+    /// controller's pid.
     fn unit_serves(&self) -> Result<i32> {
         let unit = self.systemd.pid().context("the unit does not run")?;
         until("the unit's controller to serve", || {
@@ -129,7 +130,7 @@ fn installed_unit_keeps_a_controller() -> Result<()> {
     })
 }
 
-/// Replaces the programs while a container is offloaded.
+/// Installs other builds of Affinode's programs while a container is offloaded.
 fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     let old = place.unit_serves()?;
     let from = build.display().to_string();
@@ -148,8 +149,8 @@ fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// An operator stops the unit, which must then stay stopped. The container's shim starts a
-/// controller. When the unit is started again, that controller continues to run.
+/// Stops the unit as an operator does. The unit must stay stopped, and the container's shim starts
+/// another controller. When the unit is started again, that controller continues to run.
 fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     place.world.cli().move_out("worker")?;
     let old = place.unit_serves()?;
@@ -188,8 +189,8 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
     Ok(())
 }
 
-/// An operator has written a unit of the same name. Affinode must refuse the installation, and must
-/// change and remove only files that it wrote itself.
+/// Installs on a machine where an operator has written a unit of the same name. Affinode must
+/// refuse the installation, and must change and remove only files that it wrote itself.
 #[test]
 fn unit_of_an_operator_stays() -> Result<()> {
     in_place(|place| {

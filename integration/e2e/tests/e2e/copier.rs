@@ -1,4 +1,5 @@
-//! Restores through the copier, and restores of processes whose copier has ended.
+//! Tests of restores by the copier (the process that copies VRAM for others), and of restores after
+//! the copier has ended.
 
 use affinode_e2e::{
     cli::GpuRow,
@@ -24,7 +25,8 @@ fn config() -> String {
     MANUAL.replace("[policy]", "[copier]\nenabled = true\n[policy]\nengine = \"full\"")
 }
 
-/// Offloads a container, and waits until a copier has registered its memory.
+/// Offloads a container, and waits until a copier has registered its memory. Returns the copier's
+/// pid.
 fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     world.cli().move_out(id)?;
     until("a copier to register the memory of the container", || {
@@ -33,16 +35,17 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     })
 }
 
-/// Waits until the copier has released all processes, then returns the number of restores by
-/// copiers. A program can reply before its restore is counted, but the count is right before the
+/// Waits until the copier has released all processes. Then returns the number of restores by
+/// copiers. A program can reply before its restore is counted, but the count is correct before the
 /// copier releases the process.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
     Ok(world.cli().wait_gpu("the copier to release the memory", let_go)?.copier_restores)
 }
 
-/// Offloads and restores until a copier performed a restore. The library waits half a second for
-/// the copier. On a busy machine, the copier can be too late several times in a row.
+/// Offloads and restores a container until a copier has performed a restore. The library waits only
+/// half a second for the copier, so on a busy machine the copier can be too late several times in a
+/// row.
 fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
@@ -138,8 +141,8 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     Ok(())
 }
 
-/// After its first offload, a process reports that no copier can restore its memory. The controller
-/// must then not start another copier for this process.
+/// Checks that the controller starts no copier for a process that cannot use one. After its first
+/// offload, the process reports that no copier can restore its memory.
 #[test]
 fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -157,8 +160,8 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     filled_once(&world, &mut plain)
 }
 
-/// Starts a program that maps its memory itself. The memory is created with these handle types for
-/// export.
+/// Starts a program that maps its memory itself. `handle_types` are the types of handles by which
+/// the memory can be exported.
 fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     let arguments = ["--piece-mib", "16", "--handle-types", handle_types];
     let mut worker = Worker::start_as(world, Worker::pieces(id, "full", WORKER_MIB, &arguments))?;
@@ -166,9 +169,9 @@ fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// A process imports the memory with which a copier restores it, and imported memory cannot be
-/// exported again. A process that creates its memory for export must therefore be restored without
-/// a copier.
+/// Checks that memory that the application created for export is restored without a copier. A
+/// process imports the memory with which a copier restores it, and imported memory cannot be
+/// exported again.
 #[test]
 fn application_mapped_memory_is_unchanged() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -196,8 +199,8 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// The driver returns no IPC handle for memory with which a copier has restored the process. The
-/// command `affinode` must show a warning that names a remedy.
+/// Checks that legacy IPC fails for memory that a copier has restored, because the driver returns
+/// no IPC handle for it. The command `affinode` must show a warning that names a remedy.
 #[test]
 fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;

@@ -1,5 +1,5 @@
-//! Tests with CRI-O, which does not use shims. Pods of the handler whose runtime is
-//! `affinode-runtime` are offloaded, woken and killed, next to pods of a handler without Affinode.
+//! Tests with CRI-O, which does not use shims. One runtime handler uses `affinode-runtime`, and its
+//! pods are offloaded, woken and killed. Pods of a handler without Affinode run at the same time.
 
 use std::{collections::HashMap, fs};
 
@@ -26,7 +26,7 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Runs a case with a CRI-O that has Affinode as one of its runtime handlers.
+/// Runs a test with a CRI-O that has Affinode as one of its runtime handlers.
 fn with_crio(case: impl FnOnce(&Testbed, &Crio<'_>) -> Result<()>) -> Result<()> {
     let Some(programs) = CrioPrograms::find(&Artifacts::find()?) else {
         affinode_test_notes::skip("crio", "no CRI-O: `cargo xtask deps` builds it with Go");
@@ -37,7 +37,7 @@ fn with_crio(case: impl FnOnce(&Testbed, &Crio<'_>) -> Result<()>) -> Result<()>
     crio.and_then(|crio| case(&world, &crio)).inspect_err(|_| world.show_logs())
 }
 
-/// A pod with one GPU container.
+/// A pod that contains one GPU container.
 struct GpuPod {
     pod_id: String,
     id: String,
@@ -87,8 +87,8 @@ fn crio_pod_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// An offloaded container is ended by SIGTERM and by SIGKILL as any other. The controller forgets
-/// it before it is removed.
+/// Ends an offloaded container with SIGTERM or SIGKILL. It must end as any other container. The
+/// controller must forget it before it is removed.
 #[test]
 fn crio_offloaded_container_can_be_ended() -> Result<()> {
     with_crio(|world, crio| {
@@ -114,8 +114,8 @@ fn crio_offloaded_container_can_be_ended() -> Result<()> {
     })
 }
 
-/// Kills the controller, the keeper and CRI-O, one after the other, while the container is
-/// offloaded.
+/// Kills the controller, the keeper (the process that keeps the controller alive) and CRI-O, one
+/// after the other, while the container is offloaded.
 #[test]
 fn crio_pod_outlives_crio_and_the_controller() -> Result<()> {
     with_crio(|world, crio| {
@@ -152,7 +152,7 @@ fn crio_pod_outlives_crio_and_the_controller() -> Result<()> {
     })
 }
 
-/// Kills conmon while the container is offloaded.
+/// Kills conmon, the container's monitor, while the container is offloaded.
 #[test]
 fn crio_pod_without_its_monitor_is_removed() -> Result<()> {
     with_crio(|world, crio| {
@@ -170,7 +170,8 @@ fn crio_pod_without_its_monitor_is_removed() -> Result<()> {
     })
 }
 
-/// A container without a GPU must be run by the original runtime without changes.
+/// Checks that the original runtime runs a container without a GPU, without changes to the
+/// container.
 #[test]
 fn crio_plain_container_is_untouched() -> Result<()> {
     with_crio(|world, crio| {
@@ -199,8 +200,8 @@ fn crio_plain_container_is_untouched() -> Result<()> {
     })
 }
 
-/// Starts a container that its runtime cannot create, next to another. Nothing of the first must be
-/// left.
+/// Starts a container that its runtime cannot create, while another container runs. Nothing of the
+/// failed container must remain.
 #[test]
 fn crio_container_that_fails_leaves_nothing() -> Result<()> {
     with_crio(|world, crio| {

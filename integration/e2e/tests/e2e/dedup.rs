@@ -1,5 +1,5 @@
-//! Tests of `dedup`: equal contents of containers in one namespace are stored once while the
-//! containers are offloaded.
+//! Tests of `dedup`: equal contents of containers in one namespace are stored once in host memory
+//! while the containers are offloaded.
 
 use std::{
     collections::BTreeSet,
@@ -23,7 +23,8 @@ use nix::{
 
 use crate::{offload::MANUAL, recovery::shoot_controller};
 
-/// VRAM of a worker in MiB: two chunks of 128 MiB, and a partial chunk, which is never shared.
+/// VRAM of a worker in MiB. It has two chunks of 128 MiB, which can be shared, and a partial chunk,
+/// which is never shared.
 const WORKER_MIB: u64 = 288;
 const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
@@ -46,7 +47,8 @@ fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Starts two containers with the same contents, which dedup may share.
+/// Starts two containers with the same contents. Their namespace permits dedup to share the
+/// contents.
 fn twins(world: &Testbed) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
 }
@@ -55,7 +57,7 @@ fn pid(world: &Testbed, id: &str) -> Result<i32> {
     Ok(world.cli().registered(id)?.process()?.pid)
 }
 
-/// Size of the unshared part of a process's memory file, in bytes.
+/// Returns the size in bytes of the part of a process's memory file that is not shared.
 fn own_bytes(pid: i32) -> Result<u64> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
@@ -66,7 +68,7 @@ fn own_bytes(pid: i32) -> Result<u64> {
     Ok(0)
 }
 
-/// Offloads the containers, and waits until they share all contents that can be shared.
+/// Offloads the containers. Waits until they share all contents that can be shared.
 fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     for id in ids {
         if world.cli().known(id)?.state != "Offloaded" {
@@ -92,7 +94,8 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     })
 }
 
-/// Waits until the copier has ended. A controller that has just started has not read the GPU yet.
+/// Waits until the copier with this pid has ended. If the controller has just started and has not
+/// read the GPU yet, the wait continues.
 fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
     until("the copier to end", || {
         let gpus = world.cli().ps()?.gpus;
@@ -167,8 +170,8 @@ fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     Ok(())
 }
 
-/// Checks that retained copies, prefaulted memory and checksums work with dedup as they do without
-/// dedup.
+/// Checks that retained host copies, prefaulted memory and checksums work with dedup as they do
+/// without it.
 #[test]
 fn dedup_with_retained_copies_and_digests() -> Result<()> {
     let world = world()?;
@@ -194,7 +197,8 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// Causes faults right after the offload, and while only a part of the contents is shared.
+/// Causes faults at two moments: directly after the offload, and while only a part of the contents
+/// is shared.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -227,8 +231,8 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     Ok(())
 }
 
-/// Ends the copier, the controller and one of the processes. The shared contents must survive each
-/// end.
+/// Ends the copier, the controller and one of the processes, one after the other. The shared
+/// contents must survive each end.
 #[test]
 fn contents_survive_copier_and_controller_death() -> Result<()> {
     let world = world()?;
@@ -250,8 +254,8 @@ fn contents_survive_copier_and_controller_death() -> Result<()> {
     Ok(())
 }
 
-/// Tries as root to write to the sealed files with shared contents. The writes must fail, because
-/// no process may write to shared contents, not even the process that created them.
+/// Checks that no process can change shared contents. As root, it tries to write to the sealed
+/// files that store them. The writes must fail, even for the process that created the files.
 #[test]
 fn a_sealed_file_is_read_alone() -> Result<()> {
     let world = world()?;

@@ -1,5 +1,5 @@
 //! Tests with a real dockerd. Containers of Affinode's runtime are offloaded, woken and killed,
-//! next to containers of Docker's own runtime.
+//! while containers of Docker's own runtime run.
 
 use affinode_e2e::{
     artifacts::Artifacts,
@@ -19,8 +19,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Docker's programs. `None` if this machine cannot have them. The test is then recorded as
-/// skipped.
+/// Finds Docker's programs. `None` if this machine cannot have them. In this case the test is
+/// recorded as skipped.
 pub fn programs() -> Result<Option<DockerPrograms>> {
     let found = DockerPrograms::find(&Artifacts::find()?);
     if found.is_none() {
@@ -29,7 +29,8 @@ pub fn programs() -> Result<Option<DockerPrograms>> {
     Ok(found)
 }
 
-/// Runs a case with a dockerd of this configuration. Affinode is in the PATH of the testbed.
+/// Runs a test with a dockerd of this configuration. Affinode's programs are in the PATH of the
+/// testbed.
 fn with_docker(config: &str, case: impl FnOnce(&Testbed, &Docker<'_>) -> Result<()>) -> Result<()> {
     let Some(programs) = programs()? else { return Ok(()) };
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -99,8 +100,8 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// Kills the controller, the shim and dockerd in turn. The container ends only with the shim, as it
-/// does with the stock shim.
+/// Kills the controller, the shim and dockerd in turn. The container must end only when its shim is
+/// killed, as with the stock shim.
 #[test]
 fn docker_container_outlives_its_daemons() -> Result<()> {
     with_docker(r#"{"live-restore": true}"#, |world, docker| {
@@ -136,8 +137,8 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
     })
 }
 
-/// A memory limit below the container's VRAM must prevent an offload, until `docker update` raises
-/// the limit.
+/// Checks that a memory limit below the container's VRAM prevents an offload, until `docker update`
+/// raises the limit.
 #[test]
 fn docker_update_raises_the_memory_limit() -> Result<()> {
     with_docker("{}", |world, docker| {
@@ -170,8 +171,8 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
 }
 
 /// Runs a container with `--gpus all` and NVIDIA's hook. When the shim creates the container, only
-/// the environment names a GPU. The hook mounts the driver's libraries into the new root after
-/// Affinode's mounts are made.
+/// the environment names a GPU. The hook mounts the driver's libraries into the container's root
+/// only after Affinode's mounts exist.
 #[test]
 fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
     with_docker("{}", |world, docker| {

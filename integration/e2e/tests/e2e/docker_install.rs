@@ -1,4 +1,4 @@
-//! `affinode install` and `uninstall` on a machine on which only Docker runs containers.
+//! Tests of `affinode install` and `uninstall` on a machine on which only Docker runs containers.
 
 use std::fs;
 
@@ -15,8 +15,8 @@ use anyhow::{Result, ensure};
 use crate::{docker::programs, offload::MANUAL};
 
 const RUNTIME: &str = "affinode";
-/// Configuration with unsorted keys and a runtime of the operator. No program would write it in
-/// this form.
+/// Docker's configuration with unsorted keys and a runtime of the operator. No program would write
+/// it in this form, so any rewrite of the file is noticed.
 const CONFIG: &str = r#"{
    "mtu": 1400,
    "log-opts": {"max-size": "10m"},
@@ -56,7 +56,7 @@ impl Place<'_> {
     }
 }
 
-/// Runs a case with a containerd in which CRI is disabled, as in Docker's packages.
+/// Runs a test on a machine whose containerd has CRI disabled, as in Docker's packages.
 fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
     in_world(TestbedConfig::default().docker().config(MANUAL), CONFIG, case)
 }
@@ -81,8 +81,8 @@ fn docker_serves_the_installed_runtime() -> Result<()> {
     with_place(serves_and_removes)
 }
 
-/// containerd 2 prints settings of CRI even if CRI is disabled. Affinode must be installed as a
-/// runtime of Docker nevertheless.
+/// Installs next to containerd 2, which prints settings of CRI even if CRI is disabled. Affinode
+/// must be installed as a runtime of Docker nevertheless.
 #[test]
 fn docker_beside_containerd_2_serves_it_too() -> Result<()> {
     let releases = Releases::read(&Artifacts::find()?)?;
@@ -150,8 +150,8 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Causes several failures. After each one, Docker's file must be unchanged, and the error must
-/// name the reason.
+/// Causes several failures of the installation. After each one, Docker's configuration file must be
+/// unchanged, and the error must name the reason.
 #[test]
 fn failed_docker_install_changes_nothing() -> Result<()> {
     with_place(|_, place| {
@@ -184,8 +184,8 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
     })
 }
 
-/// An operator's changes to Docker's file must be kept. After an installer was killed before it
-/// wrote the file, an installation must still be possible.
+/// Checks that an installation keeps an operator's changes to Docker's file. It must also be
+/// possible to install after an earlier installer was killed before it wrote the file.
 #[test]
 fn docker_config_changes_of_others_are_kept() -> Result<()> {
     with_place(|_, place| {
@@ -228,9 +228,9 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     })
 }
 
-/// CRI is enabled in containerd, so the installer must change both Docker and containerd, or
-/// neither of them. Before the installation, Docker's file has no list of runtimes. After the
-/// uninstallation, dockerd must not have Affinode's runtime.
+/// Installs on a machine where containerd has CRI enabled. The installer must change both Docker's
+/// and containerd's configuration, or neither of them. Before the installation, Docker's file has
+/// no list of runtimes. After the uninstallation, dockerd must not have Affinode's runtime.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";

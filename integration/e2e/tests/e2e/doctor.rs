@@ -1,4 +1,4 @@
-//! Tests of `affinode doctor` on machines without and with faults.
+//! Tests of `affinode doctor` on machines with and without faults.
 
 use std::process::Output;
 
@@ -53,7 +53,7 @@ on_every_containerd!(
     finds_nothing_wrong_where_containers_run,
 );
 
-/// Containers run on this machine, so any fault that the doctor reports is a false one.
+/// Runs `affinode doctor` on a machine on which containers run. It must report no fault.
 fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     let _worker = Worker::start(world, "runs", 32)?;
     let (findings, code) = findings(world)?;

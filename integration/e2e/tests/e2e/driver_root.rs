@@ -1,5 +1,5 @@
-//! Tests with a driver outside the loader's folders, as in the driver container of NVIDIA's GPU
-//! Operator.
+//! Tests with a driver that is not in the folders that the dynamic loader searches, as in the
+//! driver container of NVIDIA's GPU Operator.
 
 use std::{fs, path::Path};
 
@@ -12,10 +12,10 @@ use anyhow::Result;
 
 use crate::{copier::fills, offload::MANUAL};
 
-/// The libraries that the controller and its copiers open.
+/// File names of the driver libraries that the controller and its copiers load.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libcuda.so.1"];
 
-/// Installs the driver's libraries in a root, as new files.
+/// Copies the driver's libraries into a folder of another root folder.
 fn install(world: &Testbed, root: &Path, folder: &str) -> Result<()> {
     let folder = root.join(folder);
     fs::create_dir_all(&folder)?;
@@ -29,7 +29,7 @@ fn install(world: &Testbed, root: &Path, folder: &str) -> Result<()> {
 }
 
 /// Offloads and wakes the container until a copier has restored it. The controller needs NVML for
-/// this, and the copier needs libcuda.
+/// this, and the copier needs libcuda, so both have found the driver.
 fn offload_and_wake_by_copier(world: &Testbed, worker: &mut Worker) -> Result<()> {
     until("a restore by the copier", || {
         let before = fills(world)?;

@@ -1,5 +1,5 @@
-//! Tests of the engines that copy memory in the library: offload and restore, with and without the
-//! context, and faults.
+//! Tests of the engines (methods of moving GPU memory) that copy memory in the library. They
+//! offload and restore with and without the context, and cause faults.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -18,7 +18,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
 
 const ENGINES: [&str; 2] = ["copy", "full"];
 const WORKER_MIB: u64 = 300;
-/// VRAM of a context of the simulated GPU, rounded up.
+/// Upper limit of the VRAM of a context of the simulated GPU.
 const CONTEXT_BYTES: u64 = 32 * MIB;
 
 fn config(engine: &str) -> String {
@@ -36,7 +36,7 @@ fn row(world: &Testbed, id: &str) -> Result<ContainerRow> {
     world.cli().known(id)
 }
 
-/// Waits until NVML reports only the memory that the engine leaves on the GPU.
+/// Waits until the VRAM in use, as NVML reports it, is only what the engine leaves on the GPU.
 fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
     if engine == "copy" {
         wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
@@ -78,8 +78,8 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
     Ok(())
 }
 
-/// Uses the shipped configuration, and a process that ends if the driver's checkpoint is called in
-/// it.
+/// Checks that the default engine makes no driver checkpoint. The test uses the shipped
+/// configuration, and a process that ends if the driver's checkpoint is called in it.
 #[test]
 fn default_engine_needs_no_checkpoint() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).default_engine().world()?;
@@ -97,7 +97,7 @@ fn default_engine_needs_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// A requested offload must read the process's counters again, because the process may have
+/// Checks that a requested offload reads the process's counters again. The process may have
 /// allocated memory since the controller's last sample.
 #[test]
 fn request_sees_memory_of_this_moment() -> Result<()> {
@@ -112,8 +112,8 @@ fn request_sees_memory_of_this_moment() -> Result<()> {
     Ok(())
 }
 
-/// The program overwrites the driver's functions itself, so this test needs no support by the
-/// simulated GPU.
+/// Checks that the default engine makes no driver checkpoint, with a program that overwrites the
+/// driver's functions itself. The simulated GPU needs no support for this test.
 #[test]
 fn default_engine_calls_no_checkpoint() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -123,8 +123,8 @@ fn default_engine_calls_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// When another container needs VRAM, the context of an idle container must be checkpointed. The
-/// contents must stay unchanged.
+/// Checks that the context of an idle container is checkpointed when another container needs VRAM.
+/// The contents must stay unchanged.
 #[test]
 fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     const IDLE: [&str; 2] = ["one", "two"];
@@ -160,9 +160,9 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     Ok(())
 }
 
-/// The program maps memory itself, and changes the mappings as an allocator does. The library must
-/// copy memory that is completely mapped at one address. With a checkpoint, the driver moves all
-/// other memory. Without a checkpoint, that memory stays on the GPU with the context.
+/// Tests a program that maps memory itself, and changes the mappings as an allocator does. The
+/// library must copy memory that is completely mapped at one address. With a checkpoint, the driver
+/// moves all other memory. Without a checkpoint, that memory stays on the GPU with the context.
 #[test]
 fn application_mapped_memory_is_copied() -> Result<()> {
     const PIECE_MIB: u64 = 4;
@@ -207,8 +207,8 @@ fn application_mapped_memory_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Ends a program that frees all of its memory. Requires that none of that memory is in use or
-/// copyable afterwards.
+/// Makes a program free its memory and end. Requires that none of that memory is still in use or
+/// listed as copyable.
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: VRAM of the program is still in use");
@@ -219,8 +219,9 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory that other devices on the bus may access takes longer to map and unmap. The library must
-/// create such memory only if there are other devices.
+/// Checks when the library creates memory that other devices on the bus may access. Such memory
+/// takes longer to map and unmap, so the library must create it only if the container has another
+/// device.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -240,8 +241,8 @@ fn peer_access_with_other_devices() -> Result<()> {
     Ok(())
 }
 
-/// Like the test of mapped memory, but with a stream-ordered pool. The pool's unused memory must
-/// neither be copied nor prevent the offload.
+/// Tests a program that allocates from a stream-ordered pool. The pool's memory must be copied,
+/// except unused memory. The unused memory must not prevent the offload.
 #[test]
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
@@ -278,9 +279,9 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     Ok(())
 }
 
-/// Offloads a process whose allocation is too small for a copy, a larger process, and a process
-/// with the engine `checkpoint` by annotation. Only the larger process may have memory that the
-/// library copies.
+/// Offloads three processes: one whose allocation is too small for a copy, a larger one, and one
+/// with the engine `checkpoint` by annotation. The library may copy memory only of the larger
+/// process.
 #[test]
 fn annotation_overrides_configured_engine() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"full\"");
@@ -298,8 +299,8 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     Ok(())
 }
 
-/// Requires that calls on swappable memory have the same results and guarantees as calls on the
-/// driver's own memory.
+/// Requires that CUDA calls on swappable memory (which the library can move) have the same results
+/// and guarantees as on the driver's own memory.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = TestbedConfig::default().config(&config("copy")).world()?;
@@ -320,8 +321,8 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     Ok(())
 }
 
-/// The controller is killed with SIGKILL in each state. The contents of the process must not
-/// change.
+/// Kills the controller with SIGKILL while a container is offloaded, with each engine. The next
+/// controller must restore the container with unchanged contents.
 #[test]
 fn next_controller_restores_copied_out_process() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -365,8 +366,8 @@ fn copied_out_process_restores_itself() -> Result<()> {
     Ok(())
 }
 
-/// An unmanaged process allocates the freed VRAM. The container's restore fails and must be tried
-/// again, and no contents may be lost.
+/// Lets an unmanaged process allocate the VRAM that an offload has freed. The container's restore
+/// fails and must be tried again, and no contents may be lost.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     let world = TestbedConfig::default()
@@ -395,8 +396,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Five calls end an application whose context is checkpointed. They must wait while the process is
-/// copied out.
+/// Makes five CUDA calls that end an application whose context is checkpointed. With Affinode, they
+/// must wait while the process is copied out.
 #[test]
 fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     for engine in ENGINES {
@@ -416,8 +417,8 @@ fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     Ok(())
 }
 
-/// Forks a child while the process is copied out. The child has neither the GPU memory nor the
-/// library's table of this memory, and must not affect the parent.
+/// Forks a child while the process is copied out. The child inherits neither the GPU memory nor the
+/// library's table of this memory. It must not affect the parent.
 #[test]
 fn child_of_copied_process_changes_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -431,7 +432,7 @@ fn child_of_copied_process_changes_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Requests an offload while a kernel runs. The offload must wait for the kernel, or fail, because
+/// Requests an offload while a kernel runs. The offload must wait for the kernel or fail, because
 /// memory in use must never be copied.
 #[test]
 fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
@@ -452,7 +453,7 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     Ok(())
 }
 
-/// Measures the costs of moves, and runs a simulation with them.
+/// Measures how long offloads and restores take, and runs a simulation with these costs.
 #[test]
 fn simulation_uses_measured_costs() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

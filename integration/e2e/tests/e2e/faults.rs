@@ -1,5 +1,5 @@
-//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` causes
-//! the same faults on every containerd.
+//! Causes each fault of an installation, with the machine's own containerd. `cargo xtask matrix`
+//! causes the same faults with every containerd release.
 
 use affinode_e2e::{
     faults,

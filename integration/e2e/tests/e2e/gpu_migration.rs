@@ -1,4 +1,5 @@
-//! Restores on another GPU of the same model, if the container's own GPU is full.
+//! Tests of restores on another GPU of the same model, which take place if the container's own GPU
+//! is full.
 
 use std::path::Path;
 
@@ -17,7 +18,7 @@ use crate::offload::MANUAL;
 
 const VRAM_MIB: u64 = 512;
 const WORKER_MIB: u64 = 192;
-/// VRAM of a filler that leaves too little for the worker.
+/// VRAM in MiB of a filler program. It fills a GPU so that the worker does not fit.
 const FILLER_MIB: u64 = 352;
 
 fn two_gpus(options: &[&str]) -> Result<Testbed> {
@@ -29,7 +30,8 @@ fn two_gpus(options: &[&str]) -> Result<Testbed> {
         .world()
 }
 
-/// Starts a worker with this engine that can open the device files of these GPUs.
+/// Starts a worker with this engine. It can open only the device files of the GPUs with the indexes
+/// in `files`.
 fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Worker> {
     let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
@@ -47,8 +49,8 @@ fn fill_first(world: &Testbed) -> Result<Worker> {
     Worker::start(world, "filler", FILLER_MIB)
 }
 
-/// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB. The copiers' VRAM
-/// does not count.
+/// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB. The copiers' VRAM is
+/// not included.
 fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
     until("the expected VRAM use of both GPUs", || {
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
@@ -94,8 +96,8 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
     Ok(())
 }
 
-/// The container's process cannot open the other GPU's device file. The container must therefore
-/// wait for its own GPU.
+/// Checks that a container waits for its own GPU if its process cannot open the other GPU's device
+/// file.
 #[test]
 fn container_of_one_gpu_waits_for_it() -> Result<()> {
     for files in [&[0][..], &[]] {
@@ -144,8 +146,8 @@ fn containers_of_two_gpus_are_woken_together() -> Result<()> {
     Ok(())
 }
 
-/// The program that measures two GPUs must also run on simulated GPUs, except for functions that
-/// these lack.
+/// Runs the program that measures the links of two GPUs on simulated GPUs. It must succeed, except
+/// for functions that simulated GPUs lack.
 #[test]
 fn links_of_two_gpus_are_measured() -> Result<()> {
     let world = two_gpus(&[])?;

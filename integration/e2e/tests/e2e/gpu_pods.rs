@@ -1,4 +1,5 @@
-//! GPU containers in pods: names, annotations, and two containers that are moved independently.
+//! Tests of GPU containers in pods: their names and annotations, and two containers that are
+//! offloaded and restored independently.
 
 use std::collections::HashMap;
 

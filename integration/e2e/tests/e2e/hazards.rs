@@ -1,4 +1,4 @@
-//! Runs every hazard, without Affinode and with it, as `cargo xtask hazards` does.
+//! Runs every hazard test, without Affinode and with it, as `cargo xtask hazards` does.
 
 use affinode_e2e::{
     gpu::Gpu,

@@ -1,4 +1,5 @@
-//! Tests of the hints `idle` and `busy` about a container.
+//! Tests of the hints `idle` and `busy`, by which a program or an operator reports whether a
+//! container is in use.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -24,8 +25,8 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
 
-/// A program writes the hint `idle` in its container, which must then be offloaded. The program's
-/// next call must restore the container.
+/// Writes the hint `idle` from a program in the container. The container must then be offloaded,
+/// and the program's next call must restore it.
 #[test]
 fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -37,8 +38,8 @@ fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     Ok(())
 }
 
-/// A container with the hint `busy` makes no calls. It must stay resident until an operator gives
-/// the hint `idle`.
+/// Gives the hint `busy` for a container that makes no calls. The container must stay resident
+/// until an operator gives the hint `idle`.
 #[test]
 fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -60,8 +61,9 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
 }
 
 /// Gives the hint `idle` while a kernel runs and no call is in progress. The container must stay
-/// resident, because NVML reports the running work. Without NVML's report, the driver would refuse
-/// to lock the process, and an event would show this refusal.
+/// resident, because NVML reports the running work. Without that report, the controller would order
+/// an offload. The driver would then refuse to lock the process, and an event would show this
+/// refusal.
 #[test]
 fn running_work_overrides_idle_hint() -> Result<()> {
     let world =

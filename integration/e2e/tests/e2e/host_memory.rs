@@ -34,7 +34,7 @@ const VRAM_MIB: u64 = 512;
 /// containers.
 const ROOM_MIB: u64 = 900;
 
-/// Two containers of one pod, whose memory limit allows one offload.
+/// A pod with two containers, whose memory limit permits the offload of only one.
 struct OversubscribedPod {
     world: Testbed,
     workers: [Worker; 2],
@@ -62,7 +62,7 @@ impl OversubscribedPod {
         Worker::spec(id, USUAL, VRAM_MIB).annotation("affinode.io/engine", engine)
     }
 
-    /// Requests both offloads at the same time.
+    /// Requests the offloads of both containers at the same time.
     fn offload_both(&self) -> Result<[ActionRow; 2]> {
         let cli = self.world.cli();
         std::thread::scope(|scope| {
@@ -110,7 +110,8 @@ fn pod_limit_lets_one_leave_by_both() -> Result<()> {
     one_leaves_and_one_stays("full")
 }
 
-/// A second program of the pod. It allocates memory on request, and keeps it.
+/// A second program in the container's pod. It allocates host memory on request, and does not free
+/// it.
 struct PodNeighbour {
     child: Child,
     start: Option<ChildStdin>,
@@ -157,7 +158,7 @@ impl Drop for PodNeighbour {
     }
 }
 
-/// A process that is stopped until this value is dropped.
+/// A process that was stopped with SIGSTOP. Dropping this value continues the process.
 struct StoppedProcess(Pid);
 
 impl StoppedProcess {
@@ -167,7 +168,7 @@ impl StoppedProcess {
         Ok(StoppedProcess(pid))
     }
 
-    /// Whether the controller has cancelled the copy out that is in progress.
+    /// Whether the controller has ordered the process to cancel its copy out.
     fn is_turned_back(&self) -> Result<bool> {
         let counters = processes::counters(self.0.as_raw())?;
         let word = |at: usize| counters.get(at..at + 8).context("the counters are too short");
@@ -182,20 +183,21 @@ impl Drop for StoppedProcess {
     }
 }
 
-/// Number of processes of a pod that the kernel has killed. With cgroup version 1, the count is in
-/// the cgroup of each container, so the counts are added.
+/// Number of processes of a pod that the kernel has killed. With cgroup version 1, each container's
+/// cgroup has its own count, so the counts are added.
 fn kills_in(pod: &Path) -> Result<u64> {
     let below = std::fs::read_dir(pod)?.flatten().map(|entry| entry.path());
     Ok(below.chain([pod.to_owned()]).filter_map(|folder| oom::kills(&folder)).sum())
 }
 
-/// During a copy out, another program of the pod takes the memory that was promised to the copy.
-/// The library cannot see the pod's limit. Without the controller, the kernel would kill the
-/// container.
+/// Checks that the controller cancels a copy out if another program of the pod allocates the host
+/// memory that was promised to the copy. The library cannot see the pod's limit. Without the
+/// controller, the kernel would kill the container.
 #[test]
 fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     const NAME: &str = "slow";
-    /// Host memory that the neighbour leaves, in MiB. The copy still needs far more.
+    /// Host memory in MiB that remains free after the other program's allocation. The copy still
+    /// needs far more.
     const LEFT_MIB: u64 = 96;
     let world = TestbedConfig::default().config(CONFIG).world()?;
     let folder = memory_cgroup::folder(&world)?;

@@ -1,4 +1,4 @@
-//! Hostile input from a container does not affect any other container.
+//! Tests that hostile input from a container does not affect any other container.
 
 use std::{
     io::{Read, Write},
@@ -35,7 +35,8 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     Ok(())
 }
 
-/// A process overwrites its counters with arbitrary bytes. Other containers must not be affected.
+/// Overwrites the counters (a page that a process shares with the controller) with arbitrary bytes.
+/// Other containers must not be affected.
 #[test]
 fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -60,19 +61,19 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     })
 }
 
-/// Number of connections that a container opens. It is more than the controller serves at the same
+/// Number of connections that a hostile container opens. The controller serves fewer at the same
 /// time.
 const FLOOD: usize = 2000;
 const MAX_OPEN: usize = 512;
 
-/// Whether the peer has kept the connection open.
+/// Whether the controller has kept the connection open.
 fn is_open(mut stream: &UnixStream) -> bool {
     // The controller sends nothing before a greeting. A read therefore returns either an error (no
     // data) or the end of the stream.
     !matches!(stream.read(&mut [0]), Ok(0)) && stream.peer_addr().is_ok()
 }
 
-/// A container opens connections without limit. The controller must close them, and must still
+/// Opens connections from a container without limit. The controller must close them, and must still
 /// serve the other container.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
@@ -108,9 +109,9 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     flooder.delete(&world)
 }
 
-/// A container makes all attacks of `attack.c` at the same time. Offloads and restores of another
-/// container must continue. The attacker's use of the controller's resources must be limited, and
-/// must end with the attacker.
+/// Runs a container that makes all attacks of `attack.c` at the same time. Offloads and restores of
+/// another container must continue. The attacker's use of the controller's resources must be
+/// limited, and must end with the attacker.
 #[test]
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -137,9 +138,9 @@ fn combined_attack_harms_no_other_container() -> Result<()> {
     Ok(())
 }
 
-/// A container must see only its own files. It must have no path to the control API or to another
-/// container, and may write only to the pipe for its own hints. Its processes have one more mapped
-/// page and one more socket than without Affinode.
+/// Checks that a container sees only its own files. It must have no path to the control API or to
+/// another container, and may write only to the pipe for its own hints. Its processes have one more
+/// mapped page and one more socket than without Affinode.
 #[test]
 fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -204,8 +205,8 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     Ok(())
 }
 
-/// Other users of the host must not be able to open a container's socket and pipe, although they
-/// may traverse the folders of their own jobs.
+/// Checks that other users of the host cannot open a container's socket and pipe, although they may
+/// traverse the folders of their own jobs.
 #[test]
 fn host_users_cannot_reach_container_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;
@@ -225,8 +226,8 @@ fn host_users_cannot_reach_container_socket() -> Result<()> {
     Ok(())
 }
 
-/// With an invalid configuration Affinode cannot manage the container. The container must run as
-/// with the stock shim.
+/// Starts a container while Affinode's configuration is invalid. Affinode cannot manage the
+/// container, so the container must run as with the stock shim.
 #[test]
 fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;

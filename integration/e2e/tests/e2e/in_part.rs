@@ -9,12 +9,12 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// Memory of the program in MiB, without the hazard's memory.
+/// Memory of the test program in MiB, without the memory that the hazard adds.
 const PLAIN_MIB: u64 = 64;
 
-/// Offloads a program with managed memory. This memory must stay on the GPU with the context, and
-/// all other memory must be offloaded. The program `hazards` checks the contents of both kinds of
-/// memory.
+/// Offloads a program with managed memory (CUDA's `cuMemAllocManaged`). This memory must stay on
+/// the GPU with the context, and all other memory must be offloaded. The program `hazards` checks
+/// the contents of both kinds of memory.
 #[test]
 fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

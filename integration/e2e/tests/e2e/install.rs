@@ -1,5 +1,5 @@
-//! Tests of `affinode install` and `uninstall` on each containerd. After the install, pods can use
-//! the handler. After the uninstall, all files are as before.
+//! Tests of `affinode install` and `uninstall` with each release of containerd. After the
+//! installation, pods can use the handler. After the uninstallation, all files are as before.
 
 use std::{
     fs,
@@ -94,8 +94,9 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The installer must also add the handler to a file that overrides the main file. NVIDIA's toolkit
-/// writes such a file. With containerd 1.x, this file replaces the whole section of the main file.
+/// Checks that the installer also adds the handler to a file that overrides containerd's main file.
+/// NVIDIA's toolkit writes such a file. With containerd 1.x, this file replaces the whole section
+/// of the main file.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -160,8 +161,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// The installer runs in a container of the node. It cannot see containerd, containerd's
-/// configuration or the installed files directly.
+/// Runs the installer in a container of the node. From there, the installer cannot directly see
+/// containerd, containerd's configuration or the installed files.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -197,8 +198,8 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     Ok(())
 }
 
-/// Causes several failures. After each one, containerd's file must be unchanged, and the error must
-/// contain the reason.
+/// Causes several failures of the installation. After each one, containerd's configuration file
+/// must be unchanged, and the error must contain the reason.
 #[test]
 fn failed_install_keeps_configuration() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -298,8 +299,8 @@ fn failed_install_keeps_configuration() -> Result<()> {
     Ok(())
 }
 
-/// An operator has written the handler by hand, as in config/containerd. The installation must
-/// record the handler, and the uninstallation must remove it.
+/// Installs on a node where an operator has written the handler by hand, as in config/containerd.
+/// The installation must record the handler, and the uninstallation must remove it.
 #[test]
 fn a_handler_that_is_there_is_used() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -316,8 +317,8 @@ fn a_handler_that_is_there_is_used() -> Result<()> {
     Ok(())
 }
 
-/// Installs under another handler name while a shim runs. The shim's pod can still start
-/// containers, so containerd must keep the handler of the old name.
+/// Installs under another handler name while a shim runs. containerd must keep the handler of the
+/// old name, because the shim's pod can still start containers.
 #[test]
 fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -353,7 +354,8 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     Ok(())
 }
 
-/// An uninstallation would delete the program file of a running shim, so it must be refused.
+/// Checks that an uninstallation is refused while a shim runs, because it would delete the shim's
+/// program file.
 #[test]
 fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;

@@ -1,5 +1,5 @@
-//! An installation in which all folders are moved, under a containerd whose environment does not
-//! name them.
+//! Test of an installation whose folders are not the default ones, under a containerd whose
+//! environment does not contain their paths.
 
 use std::{fs, process::Command};
 
@@ -12,7 +12,7 @@ use anyhow::{Result, ensure};
 
 use crate::offload::MANUAL;
 
-/// File below the prefix that lists the folders of the installation.
+/// Path of the file that lists the folders of the installation, relative to the prefix.
 const PATHS: &str = "share/affinode/paths.conf";
 const NO_RESTART: [&str; 2] = ["--restart-mode", "none"];
 

@@ -1,5 +1,5 @@
-//! Tests that calls are counted and wait while the process is offloaded, in whatever way a program
-//! reaches the driver.
+//! Tests that Affinode intercepts CUDA calls: they are counted, and they wait while the process is
+//! offloaded. This must work in whatever way a program finds the driver.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -73,8 +73,8 @@ fn python_with_ctypes() -> Result<()> {
     cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
 }
 
-/// Eight threads repeatedly make calls at the same time. All threads must wait while the process is
-/// offloaded, and no thread may compute with wrong contents.
+/// Makes calls from eight threads at the same time, repeatedly. All threads must wait while the
+/// process is offloaded, and no thread may compute with wrong contents.
 #[test]
 fn many_threads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

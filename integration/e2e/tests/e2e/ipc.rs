@@ -1,5 +1,6 @@
-//! Legacy IPC of swappable memory. With every engine, processes can open each other's memory.
-//! Shared memory stays resident. A process that has only shared memory is not offloaded.
+//! Tests of CUDA's legacy IPC with swappable memory (which the library can move). With every
+//! engine, processes can open each other's memory. Shared memory stays resident. A process that has
+//! only shared memory is not offloaded.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -19,12 +20,12 @@ fn program(id: &str, engine: &str, arguments: &[&str]) -> Spec {
     Spec::gpu(id, &[&[&*program], arguments].concat()).annotation("affinode.io/engine", engine)
 }
 
-/// A worker with this much memory and the configured engine.
+/// Describes a container whose program exports this much memory, with the configured engine.
 pub fn giver(id: &str, mib: u64) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/ipc"), "--mib", &mib.to_string()])
 }
 
-/// A process that has allocated and filled memory.
+/// Starts a container whose program allocates and fills memory that it can export.
 fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     let (mib, seed) = (SHARED_MIB.to_string(), SEED.to_string());
     let spec = program(id, engine, &["--mib", &mib, "--seed", &seed]);
@@ -33,8 +34,9 @@ fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// A process without memory, in the network namespace of another process, like a container of the
-/// same pod. It loads the driver as CUDA's runtime does.
+/// Starts a container whose program imports memory of another container and has no memory of its
+/// own. It runs in the network namespace of the other container, like a container of the same pod.
+/// It loads the driver as CUDA's runtime does.
 fn importer(world: &Testbed, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
     let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
     let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
@@ -85,8 +87,9 @@ fn leaves_in_part(world: &Testbed, id: &str) -> Result<()> {
     Ok(())
 }
 
-/// The importer reads, writes, closes and opens the memory while the exporter is offloaded. When
-/// the exporter makes another handle, this call must restore the exporter.
+/// Shares memory between an exporter and an importer, and offloads the exporter. The importer then
+/// reads, writes, closes and opens the memory. When the exporter makes another handle, this call
+/// must restore the exporter.
 #[test]
 fn sharing_processes_leave_in_part() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -138,9 +141,9 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Runs with several pairs of engines: of the exporter and of the importer. The engine `checkpoint`
-/// comes first. It uses the driver's own memory, and therefore shows the behaviour that the other
-/// engines must match.
+/// Shares memory between an exporter and an importer with several pairs of engines. The engine
+/// `checkpoint` comes first, because it uses the driver's own memory. It shows the behaviour that
+/// the other engines must match.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -242,8 +245,8 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
     Ok(())
 }
 
-/// A process without swappable memory must recognise Affinode's handles as well. All other invalid
-/// handles must be rejected by the driver.
+/// Checks how a process without swappable memory opens IPC handles. It must recognise Affinode's
+/// handles. The driver must reject all other invalid handles.
 #[test]
 fn invalid_handle_opens_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -271,8 +274,8 @@ fn invalid_handle_opens_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Other processes of the network namespace can neither block a process that imports memory nor get
-/// the exporter's memory.
+/// Sends garbage to the exporter's socket from another process of the network namespace. Such
+/// processes can neither block a process that imports memory nor get the exporter's memory.
 #[test]
 fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -296,7 +299,7 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     stays(&world, "giver")
 }
 
-/// Ends the process that exported the memory. The process that imported it must keep the memory,
+/// Ends the process that exported the memory. The process that imported the memory must keep it,
 /// and only the handle must become invalid.
 #[test]
 fn imported_memory_outlives_its_exporter() -> Result<()> {
@@ -320,8 +323,8 @@ fn imported_memory_outlives_its_exporter() -> Result<()> {
     Ok(())
 }
 
-/// Destroys a context. Memory that was imported into this context must be closed, and other imports
-/// must stay open.
+/// Destroys a context. Memory that was imported into this context must be closed, and memory that
+/// was imported into other contexts must stay open.
 #[test]
 fn context_end_closes_its_imports() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,5 @@
-//! Tests of jobs: programs that `affinode run` starts without a container and that the controller
-//! manages.
+//! Tests of jobs, which are programs that `affinode run` starts without a container. The controller
+//! manages them as it manages containers.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -24,13 +24,13 @@ use nix::{
 
 use crate::offload::{EAGER, wait_gpu_empty};
 
-/// A user without any rights.
+/// User id of a user without any rights.
 const UNPRIVILEGED: u32 = 65_534;
 
-/// A node without containers. It has only a controller, started as systemd does.
+/// A node without containers, on which only a controller runs. It is started as systemd does.
 struct Node {
     world: Testbed,
-    /// Folder of the users' programs, which all users can read.
+    /// Folder of the programs of the node's users. All users can read it.
     shared: PathBuf,
 }
 
@@ -75,7 +75,7 @@ impl Node {
         self.start_controller().map(drop)
     }
 
-    /// The command `affinode run` with these arguments, as a user of the node runs it.
+    /// Builds the command `affinode run` with these arguments, as a user of the node runs it.
     fn run(&self, words: &[&str]) -> Command {
         let mut command = self.world.host_gpu_command(&self.shared.join("affinode"));
         command.env("LD_LIBRARY_PATH", &self.shared).env("AFFINODE_LIB_DIR", &self.shared);
@@ -180,8 +180,9 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     node.wait_nothing_left("train")
 }
 
-/// Starts a job while no controller runs. The job must use the configured engine, because an
-/// earlier controller has written the engine's name next to the socket.
+/// Starts a job while no controller runs. The job must use the configured engine from its first
+/// allocation. It reads the engine's name from a file next to the socket, which an earlier
+/// controller has written.
 #[test]
 fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -198,8 +199,8 @@ fn job_engine_applies_from_first_allocation() -> Result<()> {
     Ok(())
 }
 
-/// Runs two jobs in one cgroup. The processes of one job must not count as unregistered processes
-/// of the other job.
+/// Runs two jobs in one cgroup, and offloads them. For each job, the processes of the other job
+/// must not count as unregistered processes.
 #[test]
 fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -212,8 +213,8 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     Ok(())
 }
 
-/// A job preloads another library that hooks the driver. That library must work, and its calls must
-/// wait while the job is offloaded.
+/// Runs a job that preloads another library that hooks the driver. That library must work, and its
+/// calls must wait while the job is offloaded.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let node = Node::new("enabled = true")?;

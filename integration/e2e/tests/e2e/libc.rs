@@ -1,4 +1,5 @@
-//! Images with other C libraries. Affinode's library either works in them or has no effect.
+//! Tests with images that contain other C libraries. Affinode's library either works in them or has
+//! no effect.
 
 use std::{path::Path, process::Command};
 
@@ -15,7 +16,7 @@ use serde_json::json;
 const OLD: &str = "localhost/affinode/old-glibc:1";
 const MUSL: &str = "localhost/affinode/musl:1";
 
-/// Imports an image that consists of this layer, under this name.
+/// Imports an image under this name. The image consists of this layer.
 pub fn import(world: &Testbed, name: &str, layer: &[u8]) -> Result<()> {
     let mut archive = Archive::default();
     archive.image(name, layer, &json!({"Env": ["PATH=/usr/bin:/bin"]}))?;
@@ -24,7 +25,7 @@ pub fn import(world: &Testbed, name: &str, layer: &[u8]) -> Result<()> {
     world.containerd().import(world.keeper(), "default", &file)
 }
 
-/// Adds every file below a folder, under the same path in the image.
+/// Adds every file below `folder` of the root `root` to the layer, under the same path.
 fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
@@ -40,7 +41,8 @@ fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Affinode's library must load in an image with the programs and the C library of an older Debian.
+/// Checks that Affinode's library loads in an image with the programs and the C library of an older
+/// Debian.
 #[test]
 fn an_old_glibc_loads_it() -> Result<()> {
     let tree = Artifacts::find()?.cache_dir().join("libc-old");
@@ -66,7 +68,8 @@ fn an_old_glibc_loads_it() -> Result<()> {
     Ok(())
 }
 
-/// musl ignores /etc/ld.so.preload, but loads Affinode's library with LD_PRELOAD.
+/// Checks Affinode's library in an image with musl. musl ignores /etc/ld.so.preload, but loads the
+/// library with LD_PRELOAD.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
     let world = TestbedConfig::default().world()?;

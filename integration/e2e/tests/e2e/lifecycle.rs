@@ -1,4 +1,4 @@
-//! The life of containers without a GPU. Every case runs with the stock runtime and with
+//! Tests of the life of containers without a GPU. Every test runs with the stock runtime and with
 //! Affinode's, and the results must be equal.
 
 use std::{
@@ -124,7 +124,7 @@ fn reports_a_program_that_is_not_there(world: &Testbed) -> Result<()> {
     nothing_is_left(world)
 }
 
-/// Requires that no shim, bundle or cgroup is left.
+/// Requires that no shim, bundle or cgroup of a removed container remains.
 pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     no_shim_or_bundle_is_left(world)?;
     let mut left = Vec::new();
@@ -139,7 +139,7 @@ pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     .with_context(|| format!("these are left: {left:?}"))
 }
 
-/// Requires only that no shim process and no bundle is left.
+/// Requires that no shim process and no bundle remains. Cgroups are not checked.
 fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let mut left = Vec::new();
@@ -155,7 +155,7 @@ fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     .with_context(|| format!("these are left: {left:?}"))
 }
 
-/// Runs a command on a terminal, and returns its output.
+/// Runs a command on a pseudo-terminal, and returns its output.
 fn on_a_terminal(mut command: Command) -> Result<String> {
     let pty = nix::pty::openpty(None, None)?;
     let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };

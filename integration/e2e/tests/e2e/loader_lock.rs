@@ -1,6 +1,6 @@
-//! A thread holds the dynamic loader's lock while its CUDA call waits for the agent (Affinode's
-//! thread in the process). The agent needs the same lock, because it loads a module for the first
-//! time.
+//! Test of a possible deadlock at the dynamic loader's lock. A thread holds this lock while its
+//! CUDA call waits for the agent (Affinode's thread in the process). The agent needs the same lock
+//! when it loads a module for the first time.
 
 use std::{
     fs::File,
@@ -21,8 +21,8 @@ use affinode_proto::wire::{
 };
 use anyhow::{Context, Result, ensure};
 
-/// Time limit for the agent's report that a copy waits for the lock. The agent reports this far
-/// earlier.
+/// Time limit until the agent reports that a copy waits for the lock. The agent usually reports
+/// this far earlier.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 const VRAM_BYTES: u64 = 8 << 20;
 const CLOSE: Action = Action::Close { deadline_ms: 5_000 };
@@ -32,7 +32,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: false, then_checkpoint: false, check: true },
 };
 
-/// The program on the host, and the connection of a simulated controller that sends it orders.
+/// A program on the host, and its connection to a simulated controller, which sends it orders.
 struct OrderedProgram {
     child: Child,
     commands: ChildStdin,

@@ -1,4 +1,5 @@
-//! Local memory of contexts, which is offloaded with the memory that the library copies.
+//! Tests of local memory (the stacks and spilled registers of the GPU's threads, which are a part
+//! of a context). It is offloaded together with the memory that the library copies.
 
 use affinode_e2e::{
     testbed::{MIB, TestbedConfig},
@@ -9,14 +10,14 @@ use anyhow::Result;
 use crate::offload::MANUAL;
 
 const WORKER_MIB: u64 = 64;
-/// Bytes of local memory for each thread: twice as much as in a new context.
+/// Local memory of each GPU thread, in bytes. It is twice as much as in a new context.
 const STACK_BYTES: i32 = 2048;
-/// Size in MiB of a context of the simulated GPU without local memory. With the usual stack limit a
-/// context takes twice as much.
+/// Size in MiB of a context of the simulated GPU without local memory. With the default stack
+/// limit, a context takes twice as much.
 const CONTEXT_MIB: u64 = 8;
 
-/// After each restore, the stack limit must be as the program set it. VRAM for local memory must
-/// count as needed for the restore.
+/// Offloads and restores a program that has set a stack limit. After each restore, the limit must
+/// be as the program set it. VRAM for local memory must count as needed for the restore.
 #[test]
 fn local_memory_leaves_with_the_copy() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

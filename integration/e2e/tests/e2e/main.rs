@@ -1,5 +1,5 @@
-//! The end-to-end suite: real containerd, real runc, the built shim, controller
-//! and preload library, a simulated GPU. Each test has a testbed of its own.
+//! The end-to-end test suite. It uses a real containerd, a real runc, the built shim, controller
+//! and preload library, and a simulated GPU. Each test has a testbed of its own.
 //!
 //! `cargo xtask test --e2e` builds these programs first.
 

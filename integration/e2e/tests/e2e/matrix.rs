@@ -1,4 +1,4 @@
-//! Runs the same cases with every containerd of the machine.
+//! Runs the same tests with every containerd release of the machine.
 
 use affinode_e2e::{
     artifacts::Artifacts,
@@ -7,8 +7,8 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// A testbed with a containerd of this release line. `None`: the machine cannot have such a
-/// containerd, and `cargo xtask deps` has printed the reason.
+/// Creates a testbed with a containerd of this release line. `None` if the machine cannot have such
+/// a containerd. In this case `cargo xtask deps` has printed the reason.
 pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
     match releases.get(line)? {

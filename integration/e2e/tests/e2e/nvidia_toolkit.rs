@@ -1,7 +1,7 @@
-//! Tests of `affinode install` next to NVIDIA's toolkit, which writes containerd's files anew
-//! whenever it starts. The tests write the same files themselves, in the form that `cargo xtask
-//! matrix` observes. Keys are sorted, comments are removed, and the section of CRI is copied into a
-//! file that containerd imports.
+//! Tests of `affinode install` next to NVIDIA's container toolkit, which rewrites containerd's
+//! files whenever it starts. The tests write the same files themselves, in the form that `cargo
+//! xtask matrix` observes. Keys are sorted, comments are removed, and the section of CRI is copied
+//! into a file that containerd imports.
 
 use std::{
     fs,
@@ -32,16 +32,16 @@ on_every_containerd!(
 const HANDLER: &str = "affinode";
 const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Configuration that the toolkit copies into its file.
+/// Source of the configuration that NVIDIA's toolkit copies into its own file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
-    /// Only containerd's file, as with `nvidia-ctk runtime configure`.
+    /// containerd's main file alone, as with `nvidia-ctk runtime configure`.
     File,
-    /// The merged configuration that containerd reads from all files, as with GPU Operator.
+    /// The configuration that containerd merges from all its files, as with GPU Operator.
     Command,
 }
 
-/// A node with the toolkit.
+/// A node on which NVIDIA's toolkit is installed.
 struct Node<'a> {
     world: &'a Testbed,
     place: Installation<'a>,
@@ -67,14 +67,15 @@ impl<'a> Node<'a> {
         self.place.config().with_file_name("conf.d").join("99-nvidia.toml")
     }
 
-    /// Restores the state before both installations.
+    /// Restores containerd's files as they were before the installations of Affinode and the
+    /// toolkit.
     fn reset(&self) -> Result<()> {
         let _ = fs::remove_file(self.drop_in());
         fs::write(self.place.config(), &self.original)?;
         self.world.restart_containerd()
     }
 
-    /// Returns the configuration that containerd reads now.
+    /// Returns the configuration that containerd would read now.
     fn dump(&self) -> Result<Table> {
         let program = self.world.containerd().release().bin_dir.join("containerd");
         let mut command = Command::new(program);
@@ -82,7 +83,7 @@ impl<'a> Node<'a> {
         Ok(containerd::run(&mut command)?.parse()?)
     }
 
-    /// Returns the handlers of this configuration.
+    /// Returns the runtime handlers of a containerd configuration.
     fn handlers(config: &Table) -> Result<&Table> {
         let of =
             |plugin: &&str| config.get("plugins")?.get(*plugin)?.get("containerd")?.get("runtimes");
@@ -90,7 +91,7 @@ impl<'a> Node<'a> {
         found.context("the configuration has no handlers")
     }
 
-    /// Simulates a start of the toolkit, which restarts containerd.
+    /// Simulates a start of NVIDIA's toolkit, which writes its files and restarts containerd.
     fn toolkit(&self, source: Source, default: bool) -> Result<()> {
         let file = self.place.config();
         let mut root: Table = fs::read_to_string(&file)?.parse()?;
@@ -151,7 +152,8 @@ impl<'a> Node<'a> {
         self.world.restart_containerd()
     }
 
-    /// Does what the node agent does at a check. Returns the number of restarts.
+    /// Checks the installation and repairs it, as the node agent does regularly. Returns the number
+    /// of containerd's restarts.
     fn look(&self) -> Result<usize> {
         if self.place.run("status", &[])?.status.success() {
             return Ok(0);
@@ -202,8 +204,8 @@ impl<'a> Node<'a> {
     }
 }
 
-/// containerd must serve the handler at all times, whatever the order of both installations and the
-/// number of the toolkit's starts.
+/// Installs Affinode and NVIDIA's toolkit in both orders, and starts the toolkit several times.
+/// containerd must serve Affinode's handler at all times.
 fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
@@ -243,8 +245,8 @@ fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     })
 }
 
-/// An uninstallation must remove the handler from the toolkit's file as well. Otherwise the toolkit
-/// would copy the handler again at its next start.
+/// Checks that an uninstallation also removes the handler from the toolkit's file. Otherwise the
+/// toolkit would copy the handler again at its next start.
 fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
@@ -261,8 +263,8 @@ fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Affinode's handler must be a copy of the default handler, also after the default handler has
-/// changed.
+/// Checks that Affinode's handler is a copy of the default handler, also after the default handler
+/// has changed.
 fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     let program = |node: &Node<'_>| -> Result<String> {
@@ -306,8 +308,8 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     })
 }
 
-/// The configuration has a handler of Affinode's name that runs another program. The installation
-/// must be refused, and must not change the handler.
+/// Installs on a node whose configuration has a handler of Affinode's name that runs another
+/// program. The installation must be refused, and must not change the handler.
 #[test]
 fn a_foreign_handler_is_refused() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().node())? else {

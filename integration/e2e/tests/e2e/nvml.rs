@@ -1,5 +1,5 @@
-//! NVML in a container's own processes: queries of a monitor, the first initialisation, and a call
-//! that is in progress during an offload.
+//! Tests of NVML calls in a container's own processes: queries of a monitor, the first
+//! initialisation, and a call that is in progress during an offload.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -13,7 +13,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
 
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const WORKER_MIB: u64 = 64;
-/// Number of queries that the monitor makes after the offload.
+/// Number of NVML queries that the monitoring program makes after the offload.
 const QUESTIONS: u32 = 30;
 
 fn start(
@@ -34,9 +34,8 @@ fn asked(worker: &mut Worker) -> Result<u32> {
     worker.call("asked")?.polls.context("the reply to `asked` has no count")
 }
 
-/// The monitor queries NVML ten times a second, first while its container becomes idle, then while
-/// the container is offloaded. The queries must not keep the container in use, and must not restore
-/// it.
+/// Runs a program that queries NVML ten times a second, before and after the offload of its
+/// container. The queries must not keep the container in use, and must not restore it.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -142,8 +141,9 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     Ok(())
 }
 
-/// Offloads a process during one of its NVML calls. The lock must wait for the end of the call,
-/// because the simulated NVML kills a process that is locked during a call.
+/// Offloads a process during one of its NVML calls. The driver's lock of the process must wait
+/// until the call has ended, because the simulated NVML kills a process that is locked during a
+/// call.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,5 @@
-//! What Affinode is for, with every containerd: a container becomes idle, is offloaded, and is
-//! restored by a CUDA call.
+//! Tests of the main function of Affinode, with every containerd release: a container becomes idle,
+//! is offloaded, and is restored by a CUDA call.
 
 use affinode_e2e::{
     image,
@@ -40,8 +40,8 @@ on_every_containerd!(
 
 const WORKER_MIB: u64 = 256;
 
-/// Waits until `wanted` returns true for the VRAM in use on the node's GPU. The value comes from
-/// NVML, and the copier's VRAM is subtracted.
+/// Waits until `wanted` returns true for the VRAM in use on the node's GPU, and returns this VRAM
+/// in bytes. The value comes from NVML, without the copier's VRAM.
 pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
@@ -52,7 +52,7 @@ pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u
     .with_context(|| format!("in use were {last:?}"))
 }
 
-/// Waits until NVML reports 0 bytes in use.
+/// Waits until NVML reports that 0 bytes of VRAM are in use.
 pub fn wait_gpu_empty(world: &Testbed) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
 }
@@ -105,7 +105,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Runs a program with and without an offload. The results must be equal.
+/// Runs a program with and without an offload, and requires equal results.
 #[test]
 fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -129,8 +129,8 @@ fn results_are_equal_with_and_without_offload() -> Result<()> {
     Ok(())
 }
 
-/// A thread polls its stream repeatedly, as frameworks do. The polls must not count as use of the
-/// GPU, and must return without a restore.
+/// Runs a thread that polls its stream repeatedly, as frameworks do. The polls must not count as
+/// use of the GPU, and must return without a restore.
 #[test]
 fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

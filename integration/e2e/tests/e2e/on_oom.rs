@@ -1,4 +1,4 @@
-//! Allocations without enough free VRAM.
+//! Tests of allocations for which free VRAM does not suffice.
 
 use affinode_e2e::{
     container::Spec,
@@ -16,7 +16,7 @@ use crate::offload::EAGER;
 const VRAM_MIB: u64 = 512;
 const OUT_OF_MEMORY: i32 = 2;
 
-/// Testbed in which a container is offloaded only if another container needs VRAM.
+/// Creates a testbed in which a container is offloaded only if another container needs VRAM.
 fn world() -> Result<Testbed> {
     let config = EAGER.replace("eager", "pressure");
     TestbedConfig::default()
@@ -41,8 +41,8 @@ fn reasons(world: &Testbed, of: &str) -> Result<Vec<String>> {
     Ok(own.map(|event| event.reason).collect())
 }
 
-/// Waits until the container has had events with these reasons, in this order. The controller
-/// publishes an event slightly after its cause.
+/// Waits until the container has had events with these reasons, in this order. A wait is necessary
+/// because the controller publishes an event slightly after its cause.
 fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
     let mut last = Vec::new();
     until("the events of allocations", || {
@@ -150,7 +150,7 @@ fn controller_restart_keeps_allocation_waiting() -> Result<()> {
     Ok(())
 }
 
-/// Runs the scenario of the suite for GPU machines.
+/// Runs the oversubscription scenario of the suite for GPU machines.
 #[test]
 fn newcomer_and_three_tenants_all_proceed() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");

@@ -1,5 +1,6 @@
 //! Tests with the machine's Podman, which does not use shims. Containers of the runtime
-//! `affinode-runtime` are offloaded, woken and killed, next to containers of Podman's own runtime.
+//! `affinode-runtime` are offloaded, woken and killed, while containers of Podman's own runtime
+//! run.
 
 use std::{fs, path::Path};
 
@@ -23,8 +24,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Podman's programs. `None` if this machine cannot have them. The test is then recorded as
-/// skipped.
+/// Finds Podman's programs. `None` if this machine cannot have them. In this case the test is
+/// recorded as skipped.
 fn programs() -> Option<PodmanPrograms> {
     let found = PodmanPrograms::find();
     if found.is_none() {
@@ -33,7 +34,7 @@ fn programs() -> Option<PodmanPrograms> {
     found
 }
 
-/// Runs a case with a Podman that has Affinode as one of its runtimes.
+/// Runs a test with a Podman that has Affinode as one of its runtimes.
 fn with_podman(
     case: impl FnOnce(&Testbed, &Podman<'_>, &PodmanPrograms) -> Result<()>,
 ) -> Result<()> {
@@ -55,8 +56,8 @@ pub fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
     Ok(found.into_iter().map(|process| process.pid).collect())
 }
 
-/// Checks that no lasting process of Affinode descends from conmon, which adopts orphans of its
-/// descendants. Newer versions of conmon wait for them before they end.
+/// Checks that no long-running process of Affinode descends from conmon, the container's monitor.
+/// conmon adopts orphans of its descendants, and newer versions wait for them before they end.
 pub fn conmon_has_none_of_our_processes(world: &Testbed) -> Result<()> {
     for monitor in pids(world, "conmon")? {
         let ours = processes::named("affinode-", monitor.as_raw())?;
@@ -75,7 +76,7 @@ pub fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
     })
 }
 
-/// Number of entries in the folder that has one folder for each container.
+/// Number of entries in the folder in which Affinode creates a folder for each container.
 pub fn folders(world: &Testbed) -> Result<usize> {
     let folder = world.cli().run_dir().join("containers");
     Ok(if folder.exists() { fs::read_dir(folder)?.count() } else { 0 })
@@ -124,8 +125,8 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// Kills the controller, then also the keeper, which starts controllers. The next container starts
-/// both again.
+/// Kills the controller, and then also the keeper, which starts controllers. The next container
+/// must start both again.
 #[test]
 fn podman_container_outlives_the_controller() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -157,8 +158,8 @@ fn podman_container_outlives_the_controller() -> Result<()> {
     })
 }
 
-/// Containers without a GPU, and containers that are not managed, must be run by the original
-/// runtime without changes.
+/// Checks that the original runtime runs some containers without changes: containers without a GPU,
+/// and containers that are not managed.
 #[test]
 fn podman_plain_container_is_untouched() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -201,8 +202,8 @@ fn podman_plain_container_is_untouched() -> Result<()> {
     })
 }
 
-/// Creates a second container with an id that is in use. The runtime must refuse, and the first
-/// container must keep its folder.
+/// Creates a second container with an id that is in use. The runtime must refuse this, and the
+/// first container must keep its folder.
 #[test]
 fn podman_container_survives_a_second_create() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -222,7 +223,7 @@ fn podman_container_survives_a_second_create() -> Result<()> {
     })
 }
 
-/// The container's root user is mapped to another user of the machine.
+/// Runs a container whose root user is mapped to another user of the machine.
 #[test]
 fn podman_container_has_users_of_its_own() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -239,7 +240,7 @@ fn podman_container_has_users_of_its_own() -> Result<()> {
     })
 }
 
-/// Starts a container that its runtime cannot create. Nothing of this container must be left.
+/// Starts a container that its runtime cannot create. Nothing of this container must remain.
 #[test]
 fn podman_container_that_fails_leaves_nothing() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -255,7 +256,7 @@ fn podman_container_that_fails_leaves_nothing() -> Result<()> {
     })
 }
 
-/// A container must keep the OCI runtime with which it was created, and Podman must be able to
+/// Checks that a container keeps the OCI runtime with which it was created. Podman must be able to
 /// start it again after its end.
 #[test]
 fn podman_container_keeps_its_own_runtime() -> Result<()> {

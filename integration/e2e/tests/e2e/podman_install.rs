@@ -1,5 +1,5 @@
-//! `affinode install` on a machine with Podman. The command installs a program and a file of
-//! Podman's configuration.
+//! Tests of `affinode install` on a machine with Podman. The command installs a program and a
+//! configuration file of Podman.
 
 use std::{fs, path::PathBuf, process::Output};
 
@@ -11,7 +11,7 @@ use affinode_e2e::{
 };
 use anyhow::{Result, ensure};
 
-/// An installation in a testbed's folder.
+/// An installation of Affinode in a testbed's folder.
 struct Installation<'a> {
     world: &'a Testbed,
 }
@@ -70,8 +70,8 @@ fn with_installation(
     case(&Installation { world: &world }, &podman).inspect_err(|_| world.show_logs())
 }
 
-/// Podman must use the installed runtime. An uninstallation must not remove the runtime while a
-/// container needs it.
+/// Checks that Podman uses the installed runtime. An uninstallation must not remove the runtime
+/// while a container needs it.
 #[test]
 fn podman_uses_what_is_installed() -> Result<()> {
     with_installation(|installation, podman| {
@@ -115,7 +115,8 @@ fn podman_uses_what_is_installed() -> Result<()> {
     })
 }
 
-/// A user has written the configuration file. The installation must neither replace nor remove it.
+/// Installs on a machine where a user has written Podman's configuration file. The installation
+/// must neither replace nor remove the file.
 #[test]
 fn podman_file_of_a_user_stays() -> Result<()> {
     with_installation(|installation, _| {

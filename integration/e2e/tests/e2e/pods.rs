@@ -1,4 +1,4 @@
-//! Pods through CRI, as kubelet runs them with a RuntimeClass.
+//! Tests of pods that are created through CRI, as a kubelet runs them with a RuntimeClass.
 
 use affinode_e2e::{
     cri::{self, Cri},
@@ -69,8 +69,8 @@ fn a_pod_survives_a_restart_of_containerd(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Kills a shim. containerd must notice the end of the connection and run Affinode's `delete`. Then
-/// the pod can be removed.
+/// Kills a pod's shim. containerd must notice the end of the connection and run the shim's command
+/// `delete`. Then the pod can be removed.
 fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("shot", &world.cgroup_parent(), world.dir());

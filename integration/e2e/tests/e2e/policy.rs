@@ -1,4 +1,5 @@
-//! Tests of modes, annotations and reasons.
+//! Tests of modes (when a container may be offloaded), annotations, and the reasons that the
+//! controller shows.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -13,8 +14,8 @@ use crate::{
     recovery::shoot_controller,
 };
 
-/// Without a request, only mode `eager` may offload the container. In all other modes the container
-/// must stay resident and show the reason.
+/// Runs a container in each mode. Without a request, only mode `eager` may offload it. In all other
+/// modes the container must stay resident and show the reason.
 #[test]
 fn ineligible_container_stays_with_reason() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -64,8 +65,8 @@ fn invalid_annotation_uses_default() -> Result<()> {
     Ok(())
 }
 
-/// The driver cannot checkpoint managed memory. With the engine `checkpoint`, the offload must
-/// therefore be refused before the process is changed.
+/// Checks that the engine `checkpoint` refuses to offload a container with managed memory, which
+/// the driver cannot checkpoint. The refusal must come before the process is changed.
 #[test]
 fn managed_memory_is_never_checkpointed() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -98,8 +99,8 @@ fn disabled_library_runs_unmanaged() -> Result<()> {
     Ok(())
 }
 
-/// Operator overrides must also apply after a restart of the controller, and events must report the
-/// overrides.
+/// Checks that operator overrides, such as a pin, also apply after a restart of the controller.
+/// Events must report the overrides.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -134,7 +135,8 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     Ok(())
 }
 
-/// Value and origin from a row of `affinode policy show`.
+/// Returns the value of a setting and the origin of the value, from a row of `affinode policy
+/// show`.
 fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, String)> {
     let said = world.cli().run(&["policy", "show", container, "--no-headers"])?;
     let rows = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -143,8 +145,8 @@ fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, Str
     Ok((row[2].to_owned(), row[3].to_owned()))
 }
 
-/// The node's policy can be set, shown with its origin, and reset. It must still apply after a
-/// restart of the controller. An invalid value must change nothing.
+/// Sets the node's policy, shows it with its origin, and resets it. The policy must still apply
+/// after a restart of the controller. An invalid value must change nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

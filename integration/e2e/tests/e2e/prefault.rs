@@ -1,5 +1,5 @@
-//! Tests of `prefault`: host memory is prefaulted before an offload, and the copier copies out
-//! during the driver's checkpoint.
+//! Tests of `prefault`: host memory is touched and registered before an offload. The copier then
+//! copies out the process's memory during the driver's checkpoint.
 
 use std::process::Child;
 
@@ -27,7 +27,7 @@ fn world() -> Result<Testbed> {
     TestbedConfig::default().config(MANUAL).world()
 }
 
-/// Starts a worker with an idle timeout that is just long enough for the prefault.
+/// Starts a worker whose idle timeout is barely long enough for the prefault.
 fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec.prepared())?;
     worker.wait_filled()?;
@@ -44,22 +44,22 @@ fn wait_prepared(world: &Testbed) -> Result<Pid> {
     Ok(Pid::from_raw(world.cli().wait_gpu("the host memory to be prefaulted", ready)?.copier_pid))
 }
 
-/// Waits until neither the process nor the copier holds the memory on the device. The copier keeps
-/// only its context.
+/// Waits until neither the process nor the copier holds the process's memory on the device. The
+/// copier keeps only its context.
 fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
     until("the memory to be released", || {
         Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
 
-/// Number of offloads by copiers. It is read after the worker is prefaulted again, because all
-/// earlier offloads are counted by then.
+/// Number of offloads that copiers have performed. It is read after the worker is prefaulted again,
+/// because all earlier offloads are counted by then.
 fn copies(world: &Testbed) -> Result<u64> {
     wait_prepared(world)?;
     Ok(world.cli().gpu()?.copier_offloads)
 }
 
-/// Offloads and restores the worker, and requires unchanged contents.
+/// Offloads and restores the worker, and requires that its contents are unchanged.
 fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     wait_prepared(world)?;
     world.cli().move_out("worker")?;
@@ -69,8 +69,8 @@ fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// Offloads the worker until a copier has copied it out once. While other tests run, the process
-/// may copy out its memory itself a few times.
+/// Offloads the worker repeatedly, until a copier has copied it out once. While other tests run,
+/// the process may copy out its memory itself a few times.
 fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = copies(world)?;
     for _ in 0..12 {
@@ -82,9 +82,10 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
     bail!("in 12 rounds the copier has not copied out the worker")
 }
 
-/// Requires that a copier copies out in most rounds. A machine runs one export at a time. While
-/// other tests run, the process therefore copies out its memory itself in some rounds. On a real
-/// GPU the suite requires the copier in all rounds.
+/// Offloads the worker in several rounds, and requires that a copier copies it out in most of them.
+/// The machine permits one export (transfer of memory to the copier) at a time. While other tests
+/// run, the process therefore copies out its memory itself in some rounds. On a real GPU the suite
+/// requires the copier in all rounds.
 fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
     const ROUNDS: u64 = 8;
     let before = copies(world)?;
@@ -95,7 +96,7 @@ fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -
     Ok(())
 }
 
-/// Waits until the process has exported all of its memory, or the offload has ended.
+/// Waits until the process has exported all of its memory to the copier, or the offload has ended.
 fn wait_exported(world: &Testbed, asked: &mut Child) -> Result<()> {
     until("all memory to be exported", || {
         let copied_out = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
@@ -118,8 +119,8 @@ fn prefaulted_process_offloads_through_copier() -> Result<()> {
     leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
 }
 
-/// The driver cannot export the program's memory. For the offload, its contents must first be
-/// copied into exportable memory on the device.
+/// Offloads a program whose memory the driver cannot export. The contents must first be copied into
+/// exportable memory on the device, from which the copier reads them.
 #[test]
 fn unexportable_memory_offloads_through_copier() -> Result<()> {
     let world = world()?;
@@ -162,8 +163,9 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
     leaves_through_the_copier_once(&world, &mut worker)
 }
 
-/// Requests an offload while the copier is stopped. While other tests run, the process sometimes
-/// copies out its memory itself. The request is then repeated.
+/// Requests an offload while the copier is stopped, and calls `meanwhile` after the memory is
+/// exported to the copier. While other tests run, the process sometimes copies out its memory
+/// itself. The request is then repeated. Returns the copier's pid.
 fn hands_over_in_vain(
     world: &Testbed,
     worker: &mut Worker,
@@ -185,8 +187,9 @@ fn hands_over_in_vain(
     bail!("in 12 rounds the process exported nothing")
 }
 
-/// A stopped copier copies nothing, so after the checkpoint the contents exist only in exported
-/// device memory. The process must restore them with its own descriptors of this memory.
+/// Restores a process whose copier was stopped during the offload. A stopped copier copies nothing,
+/// so after the checkpoint the contents exist only in exported device memory. The process must
+/// restore them with its own descriptors of this memory.
 #[test]
 fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;

@@ -19,7 +19,7 @@ const OUT_OF_MEMORY: i32 = 2;
 /// An image with its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
 /// VRAM that each program allocates, in MiB. The next constant is the VRAM limit that the other
-/// library enforces.
+/// preloaded library enforces.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
 
@@ -27,7 +27,8 @@ fn limited(program: &str) -> Spec {
     Worker::spec(program, program, HELD_MIB).env("LIMIT_MIB", LIMIT_MIB)
 }
 
-/// Requires that the limit applies before and after an offload, and that the memory is unchanged.
+/// Requires that the other library's VRAM limit applies before and after an offload, and that the
+/// memory is unchanged.
 fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -48,8 +49,8 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The node's operator mounts a list of libraries to preload into the container, as HAMi's device
-/// plugin does.
+/// Mounts a list of libraries to preload into the container, as HAMi's device plugin does for the
+/// node's operator.
 #[test]
 fn a_library_that_the_host_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -63,7 +64,7 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The image's own list of libraries to preload contains the other library that hooks the driver.
+/// Runs an image whose own `/etc/ld.so.preload` contains the other library that hooks the driver.
 #[test]
 fn a_library_that_the_image_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -78,7 +79,8 @@ fn a_library_that_the_image_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The program's own environment names the other library that hooks the driver.
+/// Runs a program whose environment variable LD_PRELOAD names the other library that hooks the
+/// driver.
 #[test]
 fn a_library_of_the_environment() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

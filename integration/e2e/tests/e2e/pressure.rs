@@ -11,7 +11,7 @@ use anyhow::Result;
 use crate::offload::EAGER;
 
 const VRAM_MIB: u64 = 512;
-/// VRAM of a container. Two such containers do not fit on the GPU.
+/// VRAM of a container, in MiB. Two such containers do not fit on the GPU.
 const EACH_MIB: u64 = 320;
 
 fn small_world(config: &str) -> Result<Testbed> {
@@ -36,8 +36,8 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A container that waits for VRAM must show this wait as its reason, and must be restored when the
-/// other container becomes idle. No process may be lost.
+/// Wakes a container while another container uses the VRAM. It must show this wait as its reason,
+/// and must be restored when the other container becomes idle. No process may be lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
@@ -70,8 +70,8 @@ fn a_return_waits_for_room() -> Result<()> {
     Ok(())
 }
 
-/// In mode `pressure`, an idle container must stay resident while no other container needs VRAM. It
-/// must be offloaded when another container needs VRAM.
+/// Checks mode `pressure`. An idle container must stay resident while no other container needs
+/// VRAM. It must be offloaded when another container needs VRAM.
 #[test]
 fn an_idle_neighbour_makes_room() -> Result<()> {
     let world = small_world(&EAGER.replace("eager", "pressure"))?;

@@ -1,4 +1,4 @@
-//! Tests of restores before a call, because a network connection arrived.
+//! Tests of prewake: an incoming network connection causes a restore before the next CUDA call.
 
 use affinode_e2e::{
     suite::connect,
@@ -22,8 +22,9 @@ fn told(world: &Testbed, kind: &str) -> Result<usize> {
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
 
-/// When a client connects to a container with the annotation, the container must be restored before
-/// its first CUDA call. Another container, to which a client connected earlier, must stay offloaded.
+/// Connects a client to an offloaded container with the annotation for prewake. The container must
+/// be restored before its first CUDA call. Another container, to which a client connected earlier,
+/// must stay offloaded.
 #[test]
 fn connection_prewakes_only_its_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

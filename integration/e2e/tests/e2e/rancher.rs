@@ -1,5 +1,5 @@
-//! Tests `affinode install` on nodes of k3s and rke2. Both write containerd's configuration again
-//! at each start, so the handler is added to the source of that configuration.
+//! Tests of `affinode install` on nodes of k3s and rke2. Both write containerd's configuration
+//! again at each start, so the installer adds the handler to the source of that configuration.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -30,8 +30,9 @@ const HANDLER: &str = "test-idle";
 const NEWER: &str = "config-v3.toml.tmpl";
 const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
-/// If containerd's configuration imports no folder, the handler is added to the template. Newer
-/// versions of k3s and rke2 import a folder, but only with containerd 2.
+/// Installs on a node whose containerd configuration imports no folder. The handler must be added
+/// to the template of k3s or rke2. Newer versions of k3s and rke2 import a folder, but only with
+/// containerd 2.
 #[test]
 fn template_gets_handler_without_imports() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
@@ -44,8 +45,9 @@ fn template_gets_handler_without_imports() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// The handler is added to a template for containerd before 2.0. k3s and rke2 generate a file in
-/// the old form from such a template, and that file imports another folder.
+/// Installs on a node whose template is for containerd before 2.0. The handler must be added to the
+/// template. k3s and rke2 generate a file in the old form from such a template, and that file
+/// imports another folder.
 #[test]
 fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
@@ -64,9 +66,9 @@ fn old_template_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// The configuration of containerd does not import the folder. The installer must report this and
-/// keep the folder. An older k3s does not import the folder, and neither does a configuration from
-/// a user's complete template.
+/// Installs on a node whose containerd configuration does not import the folder with the handler.
+/// The installer must report this and keep the folder. Neither an older k3s nor a user's complete
+/// template imports the folder.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {

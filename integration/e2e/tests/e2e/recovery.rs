@@ -1,4 +1,4 @@
-//! Recovery from the end of the controller, of a container and of a shim.
+//! Tests of the recovery after the end of the controller, of a container or of a shim.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -51,8 +51,8 @@ fn controller_restarts_while_a_call_waits() -> Result<()> {
     Ok(())
 }
 
-/// Without a controller, a process that makes a call must restore itself. Processes must do so one
-/// at a time, and only if enough VRAM is free. The second process must wait, and must not be lost.
+/// Wakes two processes without a controller. Each process must restore itself, one at a time, and
+/// only if enough VRAM is free. The second process must wait, and must not be lost.
 #[test]
 fn without_controller_restore_needs_free_vram() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
@@ -118,7 +118,7 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
 }
 
 /// Sends a signal to a process in which a thread waits for a restore. The signal must end the
-/// process as usual.
+/// process as without Affinode.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

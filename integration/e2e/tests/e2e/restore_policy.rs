@@ -1,5 +1,5 @@
-//! With the restore policy `immediate`, a call does not wait until the containers in use become
-//! idle.
+//! Tests of the restore policy `immediate`. A call that needs a restore does not wait until the
+//! containers in use become idle.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -14,14 +14,14 @@ fn world(mib: u64) -> Result<Testbed> {
     TestbedConfig::default().gpu(Gpu::Simulated { vram_bytes: mib * MIB }).config(IMMEDIATE).world()
 }
 
-/// A worker that makes calls every 20 ms, and prints each result.
+/// Starts a worker that makes a call every 20 ms, and prints each result.
 fn busy(world: &Testbed) -> Result<Worker> {
     let mut busy = Worker::start_as(world, Worker::spec("busy", USUAL, 80).busy())?;
     busy.wait_filled()?;
     Ok(busy)
 }
 
-/// Runs the scenario of the suite for GPU machines.
+/// Runs the `immediate` scenario of the suite for GPU machines.
 #[test]
 fn immediate_restore_ends_only_immovable() -> Result<()> {
     let world = world(512)?;
@@ -53,8 +53,8 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
     asker.expect("verify").map(|_| ())
 }
 
-/// A container asks by annotation to end processes of other containers. Without the operator's
-/// permission, no process may be ended.
+/// Sets the annotation with which a container requests that processes of other containers are
+/// ended. Without the operator's permission, no process may be ended.
 #[test]
 fn an_annotation_alone_ends_nobody() -> Result<()> {
     let config = IMMEDIATE.replace("by-annotation", "queue");

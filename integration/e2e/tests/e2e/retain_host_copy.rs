@@ -1,5 +1,5 @@
-//! Tests of `retain_host_copy`. The copy in host memory is kept after a restore, and unchanged
-//! contents are not copied again.
+//! Tests of `retain_host_copy`, which keeps the copy in host memory after a restore. The next
+//! offload does not copy unchanged contents again.
 
 use affinode_e2e::{
     cli::ProcessRow,
@@ -29,8 +29,8 @@ fn process(world: &Testbed, id: &str) -> Result<ProcessRow> {
     Ok(world.cli().registered(id)?.process()?.clone())
 }
 
-/// Offloads and restores the worker. Returns how many MiB were copied out in total, and how many of
-/// them were unchanged and not copied again.
+/// Offloads and restores the worker. Returns the MiB of all contents of the offload, and the MiB of
+/// these that were unchanged and not copied again.
 fn cycle(world: &Testbed, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
     let offloaded = process(world, id)?;
@@ -77,8 +77,8 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
     Ok(())
 }
 
-/// Without `retain_host_copy`, the default, each offload must copy all contents, also after the
-/// staging buffer has grown.
+/// Checks the default, without `retain_host_copy`. Each offload must copy all contents, also after
+/// the staging buffer (the host memory for the copy) has grown.
 #[test]
 fn without_retained_copy_all_is_copied() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -100,8 +100,9 @@ fn without_retained_copy_all_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Some seconds after a restore, a process whose memory use is far below its limit must have
-/// retained its whole copy. A process that cannot see a limit must have retained only the minimum.
+/// Checks how much of a host copy is retained some seconds after a restore. A process whose memory
+/// use is far below its limit must retain the whole copy. A process that cannot see a limit must
+/// retain only the minimum.
 #[test]
 fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     const LARGE_MIB: u64 = 1152;

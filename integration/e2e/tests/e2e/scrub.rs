@@ -1,6 +1,6 @@
-//! Tests of device memory that a move releases and that the GPU then scrubs (clears). The driver
-//! notices the end of the scrub only during the next allocation, so that allocation takes longer.
-//! It must not be an allocation of a restore.
+//! Tests of the time after an offload or restore, when the GPU scrubs (clears) the released device
+//! memory. The driver notices the end of the scrub only during the next allocation, so that
+//! allocation takes longer. It must not be an allocation of a restore.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -17,7 +17,8 @@ const WORKER_MIB: u64 = 64;
 /// released as well.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
-/// VRAM whose release the driver has not noticed yet, in bytes, summed over all GPUs.
+/// VRAM in bytes that was released, but whose scrub the driver has not noticed yet. It is summed
+/// over all GPUs.
 fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     let packet = Packet::connect(&world.dir().join("sim/gpu.sock"))?;
     packet.send(&Request::Snapshot, None)?;
@@ -27,8 +28,8 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     }
 }
 
-/// After an offload, the small allocation must be made. The agent makes it if the context stays,
-/// otherwise the copier makes it.
+/// Checks that a small allocation is made after an offload, so that the restore does not wait for
+/// the scrub. The agent makes the allocation if the context stays. Otherwise the copier makes it.
 #[test]
 fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,4 @@
-//! The file in which a container's programs read the state of their GPU memory.
+//! Test of the state file, in which a container's programs can read the state of their GPU memory.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::offload::MANUAL;
 
-/// The content of the file, as soon as it shows this state.
+/// Waits until the state file in the container shows this state, and returns its content.
 fn wait_for_state(world: &Testbed, worker: &Worker, state: &str) -> Result<Value> {
     until(&format!("the state {state} in the file"), || {
         let Ok(text) = worker.running.exec(world, &["/bin/cat", "/.affinode/run/state"]) else {
@@ -40,7 +40,7 @@ fn container_reads_its_own_state() -> Result<()> {
     Ok(())
 }
 
-/// The file for IPython that the documents give to users.
+/// The documented startup file for IPython, which reads the state file.
 const FOR_IPYTHON: &str = include_str!("../../../../config/jupyterhub/affinode.py");
 
 #[test]

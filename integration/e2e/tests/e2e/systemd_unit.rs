@@ -1,5 +1,5 @@
-//! The controller as a unit of systemd, and the sockets in systemd's descriptor store. This test
-//! simulates systemd. `cargo xtask systemd` uses the real systemd.
+//! Test of the controller as a systemd unit that stores its sockets in systemd's descriptor store.
+//! This test simulates systemd. `cargo xtask systemd` uses the real systemd.
 
 use std::{
     fs,
@@ -20,12 +20,13 @@ use rustix::{
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags},
 };
 
-/// Shell script that passes descriptors on by number. Its arguments are descriptors, `--`, then the
-/// program.
+/// Shell script that passes descriptors to a program as systemd does. Its arguments are the numbers
+/// of descriptors, `--`, and the program with its arguments.
 const HAND_OVER: &str = "n=3; while [ \"$1\" != -- ]; do eval \"exec $n<&$1\"; n=$((n+1)); shift; done; \
                          shift; export LISTEN_PID=$$ LISTEN_FDS=$((n-3)); exec \"$@\"";
 
-/// A simulated systemd, with the functions that the controller uses.
+/// A simulated systemd with the functions that the controller uses: messages and a descriptor
+/// store.
 struct Supervisor {
     artifacts: Artifacts,
     dir: tempfile::TempDir,
@@ -73,7 +74,7 @@ impl Supervisor {
         })
     }
 
-    /// Reads the messages that arrived since the last call.
+    /// Reads the controller's messages that have arrived since the last call.
     fn hear(&mut self) -> Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         loop {
@@ -114,7 +115,7 @@ impl Supervisor {
         Ok(Cli::new(self.artifacts.bin("affinode")?, self.path("run")))
     }
 
-    /// Starts `affinode run` with a program that waits for the end of its input.
+    /// Starts `affinode run` with a program that waits until its input is closed.
     fn job(&self, name: &str) -> Result<Child> {
         let mut command = self.cli()?.command(&["run", "--name", name, "--", "cat"]);
         command.env("AFFINODE_LIB_DIR", self.artifacts.lib_dir());

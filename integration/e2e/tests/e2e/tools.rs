@@ -1,4 +1,4 @@
-//! Tests of programs that use the driver without its public functions, and of calls that need no
+//! Tests of programs that call the driver without its public functions, and of calls that need no
 //! GPU.
 
 use affinode_e2e::{
@@ -18,8 +18,8 @@ fn start(world: &Testbed, program: &str, id: &str, engine: &str) -> Result<Worke
     Ok(worker)
 }
 
-/// The program calls the driver as CUDA's runtime does. It makes hundreds of look-ups in both
-/// variants, and checks that the private table is the driver's own.
+/// Offloads a program that calls the driver as CUDA's runtime does. The program makes hundreds of
+/// look-ups in both variants, and checks that the private table is the driver's own.
 #[test]
 fn runtime_with_private_table_is_moved() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -67,8 +67,8 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A thread of the profiler still runs after the profile has ended. The container must become idle
-/// nevertheless.
+/// Checks that a container becomes idle after its profile has ended, although a thread of the
+/// profiler still runs.
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {
     let world = TestbedConfig::default().config(crate::offload::EAGER).world()?;

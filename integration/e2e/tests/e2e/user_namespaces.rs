@@ -1,4 +1,4 @@
-//! GPU pods with a user namespace (`hostUsers: false`).
+//! Tests of GPU pods with a user namespace (`hostUsers: false`).
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ use crate::{
 };
 
 const WORKER_MIB: u64 = 64;
-/// CNI plugin that leaves the pod without any network connection.
+/// CNI plugin, as a shell script, that gives the pod no network connection.
 const ALONE: &str = r#"#!/bin/sh
 [ "$CNI_COMMAND" = ADD ] || exit 0
 echo '{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","sandbox":"'"$CNI_NETNS"'"}],
@@ -85,7 +85,8 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
     cri.remove_pod(&pod_id)
 }
 
-/// Installs the network plugin, because pods with a user namespace also have a network namespace.
+/// Installs a network plugin. Pods with a user namespace need it, because they also have a network
+/// namespace.
 fn network(world: &Testbed) -> Result<()> {
     let cni = world.dir().join("cni");
     let plugin = |name: &str| {

@@ -1,5 +1,5 @@
-//! Tests of `control.view_group`. Members of this group can read with the command line, but cannot
-//! change anything.
+//! Tests of the setting `control.view_group`. Members of this group can read the controller's state
+//! with the command line, but cannot change anything.
 
 use std::{
     fs,
@@ -21,7 +21,7 @@ use crate::offload::MANUAL;
 const GROUP: u32 = 60_100;
 const USER: u32 = 60_101;
 
-/// Runs the command as the user, with this group.
+/// Runs the command `affinode` as an unprivileged user whose group has this id.
 fn as_user(world: &Testbed, group: u32, arguments: &[&str]) -> Result<Output> {
     let mut command = world.cli().command(arguments);
     Ok(command.uid(USER).gid(group).stdin(Stdio::null()).output()?)

@@ -1,5 +1,5 @@
-//! Memory that contains only zeros is not stored while its process is offloaded. It contains zeros
-//! after the restore.
+//! Tests of memory that contains only zeros. It is not stored while its process is offloaded, and
+//! contains zeros again after the restore.
 
 use std::fs;
 
@@ -29,8 +29,8 @@ fn start(world: &Testbed, engine: &str, keep: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Offloads and restores the worker, and checks its contents. Returns its row while it was
-/// offloaded, and the MiB that were resident in host memory.
+/// Offloads and restores the worker, and checks its contents. Returns its process's row while it
+/// was offloaded, and the MiB of its contents that were resident in host memory.
 fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
@@ -91,9 +91,9 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
     Ok(())
 }
 
-/// The process has few zeros, so a restore by the copier saves more time than skipping the zeros.
-/// The zeros must therefore be stored. The copier cannot restore a process that skips pages,
-/// because earlier contents of these pages would appear again.
+/// Checks that few zeros are stored like other contents, so that a copier can restore the process.
+/// A restore by the copier saves more time than skipping a few zeros. The copier cannot restore a
+/// process that skips pages, because earlier contents of these pages would appear again.
 #[test]
 fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -121,8 +121,8 @@ fn copier_restores_process_that_skips_nothing() -> Result<()> {
     filled_with_zeros_stored(&world, &mut worker)
 }
 
-/// Offloads and restores until a copier has restored the worker. On a busy machine the copier may
-/// be too late.
+/// Offloads and restores the worker until a copier has restored it. On a busy machine the copier
+/// may be too late several times.
 fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
