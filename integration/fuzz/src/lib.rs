@@ -1,4 +1,4 @@
-//! Fuzz targets: every function that reads bytes from another program. Each target is a function
+//! Fuzz targets for every function that reads bytes from another program. Each target is a function
 //! that panics when it finds a fault.
 //!
 //! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
@@ -14,10 +14,10 @@ pub mod targets;
 
 use targets::{agent, files, image, node, shim};
 
-/// A target's name and function.
+/// Name and function of a fuzz target.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All targets by name.
+/// All fuzz targets, each with its name.
 pub const TARGETS: [Target; 17] = [
     ("page", agent::page),
     ("messages", agent::messages),
@@ -38,7 +38,7 @@ pub const TARGETS: [Target; 17] = [
     ("docker", shim::docker),
 ];
 
-/// The target of this name.
+/// Returns the function of the fuzz target with this name.
 #[must_use]
 pub fn find(name: &str) -> Option<fn(&[u8])> {
     TARGETS.iter().find(|(known, _)| *known == name).map(|(_, run)| *run)

@@ -1,4 +1,5 @@
-//! Runs libFuzzer on the target that `AFFINODE_FUZZ_TARGET` names. `cargo xtask fuzz` starts it.
+//! Program that runs libFuzzer on one fuzz target. The variable `AFFINODE_FUZZ_TARGET` contains the
+//! target's name. `cargo xtask fuzz` starts this program.
 #![no_main]
 #![expect(unsafe_code, reason = "libFuzzer calls exported functions")]
 

@@ -1,4 +1,4 @@
-//! Runs every target on its corpus, and on random changes of it.
+//! Runs every fuzz target on its corpus, and on random changes of the corpus.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -14,7 +14,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     files.collect()
 }
 
-/// A change: a position, the number of bytes to replace, and the new bytes.
+/// A random change of an input: a position, the number of bytes to replace, and the new bytes.
 type Change = (prop::sample::Index, usize, Vec<u8>);
 
 fn changed(mut bytes: Vec<u8>, changes: &[Change]) -> Vec<u8> {

@@ -1,25 +1,25 @@
-//! Notes that tests write for the user who runs them.
+//! Records notes from tests, such as skipped checks, for the user who runs the tests.
 //!
 //! `cargo test` prints no output of a passing test, so a skipped check would not be noticed. A test
 //! that cannot run on a machine calls [`skip`]. A test that repeats a step and counts the successes
-//! calls [`share`]. Each call writes a line to the file that [`NOTES_ENV`] names, which `cargo
-//! xtask test` prints at its end. If [`MAY_SKIP_ENV`] names a list, as in CI, a skip that is not on
-//! the list is an error.
+//! calls [`share`]. Each call writes a line to the file whose path is in the variable
+//! [`NOTES_ENV`]. `cargo xtask test` prints this file at its end. If the variable [`MAY_SKIP_ENV`]
+//! names a file with permitted skips, as in CI, any other skip is an error.
 
 #![forbid(unsafe_code)]
 
 use std::{fs::OpenOptions, io::Write, path::Path};
 
-/// Environment variable that names the file to which notes are appended, one per line.
+/// Environment variable with the path of the file to which notes are appended, one per line.
 pub const NOTES_ENV: &str = "AFFINODE_TEST_NOTES";
-/// Environment variable that names a file with the permitted reasons to skip: one word per line,
-/// `#` begins a comment.
+/// Environment variable with the path of a file that lists the permitted reasons to skip a test.
+/// The file has one word per line, and `#` begins a comment.
 pub const MAY_SKIP_ENV: &str = "AFFINODE_MAY_SKIP";
-/// First word of the line for a skipped test.
+/// Text at the beginning of a note about a skipped test.
 pub const SKIPPED: &str = "skipped ";
 
 /// Records that the running test is skipped. `missing` is one word for what the machine lacks, and
-/// `why` is an explanation.
+/// `why` explains it.
 ///
 /// # Panics
 /// When there is a list of permitted reasons, and `missing` is not on it.
@@ -48,7 +48,7 @@ pub fn share(what: &str, good: u64, of: u64, least: f64) {
     );
 }
 
-/// Name of the running test, which `cargo test` gives to its thread.
+/// Name of the running test. `cargo test` names the test's thread after it.
 fn test() -> String {
     let thread = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
     let program = std::env::args().next().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Input from an agent: its counters and its messages.
+//! Fuzz targets for input from an agent (the library's thread in a CUDA process): its counters and
+//! its messages.
 
 use affinode_proto::wire::{
     WIRE_VERSION,
@@ -9,9 +10,9 @@ use affinode_proto::wire::{
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
 };
 
-/// Decodes a page of counters after random changes. Each change takes ten bytes of the input: two
-/// for the position in a valid page, and eight for the new content. The input itself is decoded as
-/// a page as well, to test pages of other sizes.
+/// Decodes a page of counters to which random changes were made. Each change uses ten bytes of the
+/// input: two for the position in a valid page, and eight for the new content. The input itself is
+/// decoded as a page as well, to test pages of other sizes.
 pub fn page(data: &[u8]) {
     let _ = CounterSnapshot::decode(data);
     let mut bytes = valid_page();
@@ -43,7 +44,8 @@ fn valid_page() -> Vec<u8> {
     bytes
 }
 
-/// Decodes frames of both directions. A decoded frame must encode to the same frame again.
+/// Decodes message frames of both directions between agent and controller. A decoded frame must
+/// encode to the same frame again.
 pub fn messages(data: &[u8]) {
     let mut frame = [0; FRAME_BYTES];
     let taken = data.len().min(FRAME_BYTES);

@@ -1,4 +1,5 @@
-//! Input from users and pods: configuration, annotations, queries, traces.
+//! Fuzz targets for input from users and pods: configuration, annotations, queries, traces, hints
+//! and journal records.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +35,7 @@ pub fn annotations(data: &[u8]) {
     assert_within_the_operators_limits(&pairs);
 }
 
-/// Asserts that a pod can use two settings only if the operator allows them: to end other
+/// Asserts that two settings of a pod have effect only if the operator permits them: to end other
 /// containers' processes, and to use the node's memory.
 fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     for restore in [Restore::Queue, Restore::ByAnnotation, Restore::Immediate] {
@@ -53,8 +54,8 @@ fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     }
 }
 
-/// Parses the query of an HTTP request. Every value that the parser returns must be a part of the
-/// query. A number must not be negative. A query may be refused only if it contains a value.
+/// Parses the query string of an HTTP request. Every value that the parser returns must be a part
+/// of the query. A number must not be negative. A query may be refused only if it contains a value.
 pub fn query(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let (name, query_text) = text.split_once('\n').unwrap_or(("watch", text));
@@ -67,8 +68,8 @@ pub fn query(data: &[u8]) {
     }
 }
 
-/// Parses a trace for `affinode simulate`. Accepted events must be in order, and their sum must not
-/// overflow.
+/// Parses a trace file for `affinode simulate`. Accepted events must be in order of time, and their
+/// sum must not overflow.
 pub fn trace(data: &[u8]) {
     let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
     let Ok(trace) = WorkloadTrace::parse(data, "fuzz", assumed) else { return };
@@ -88,9 +89,9 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// Parses a record of the journal, from the input as it is and from the input with a matching
-/// checksum. The record must be read, or rejected with a reason. A record that was read must be
-/// equal after it is written and read again.
+/// Parses a record of the journal (the controller's file of offloaded containers). It is parsed as
+/// it is, and with a matching checksum. The record must be read, or rejected with a reason. A
+/// record that was read must be equal after it is written and read again.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

@@ -1,4 +1,4 @@
-//! Files and folders of a container image. The author of an image is not trusted.
+//! Fuzz target for files and folders of a container image. The author of an image is not trusted.
 
 use std::{
     fs::{self, File},
@@ -12,17 +12,19 @@ use arbitrary::{Result, Unstructured};
 use containerd_shim_protos::types::mount::Mount;
 use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
 
-/// The path that the shim looks up.
+/// Path of the file in the image that the shim looks up.
 const ASKED: &str = "/etc/ld.so.preload";
 const MAX_BYTES: u64 = 64;
-/// Names from which paths are made: the names in the path that is looked up, and other names.
+/// Names from which the target builds paths: the names in the path that is looked up, and other
+/// names.
 const NAMES: [&str; 8] = ["etc", "ld.so.preload", "a", "b", ".wh.etc", "usr", "..", "."];
-/// Content of a file outside the image. No file of the image has this content.
+/// Content of a file outside the image. No file in the image has this content, so a read outside
+/// the image is noticed.
 const OUTSIDE: &[u8] = b"outside";
 
-/// Interprets the bytes as layers, and looks up a file in them. Files outside of the layers are
-/// never read, and files above the size limit are not returned. With one layer, the result equals
-/// the kernel's.
+/// Builds image layers from the input, and looks up a file in them. Files outside the layers must
+/// never be read, and files above the size limit must not be returned. With one layer, the result
+/// must equal the kernel's.
 pub fn image(data: &[u8]) {
     let Ok(folder) = tempfile::tempdir() else { return };
     let mut bytes = Unstructured::new(data);
@@ -60,8 +62,8 @@ fn mount(layers: &[PathBuf]) -> Mount {
     }
 }
 
-/// The content that a process with this root folder would read. The kernel itself resolves the
-/// path.
+/// Returns the content that a process would read whose root folder is `layer`. The kernel itself
+/// resolves the path.
 fn by_the_kernel(layer: &Path) -> Option<Vec<u8>> {
     let root = File::open(layer).ok()?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -135,7 +137,8 @@ fn build(folder: &Path, bytes: &mut Unstructured<'_>) -> Result<Vec<PathBuf>> {
     Ok(layers)
 }
 
-/// Makes a path of a few names. If `is_target`, the input's bytes can make the path very long.
+/// Builds a path from a few names. If `is_target` is true, the input's bytes can make the path very
+/// long.
 fn path(bytes: &mut Unstructured<'_>, is_target: bool) -> Result<PathBuf> {
     let mut path = PathBuf::new();
     if is_target && bytes.ratio(1, 2)? {

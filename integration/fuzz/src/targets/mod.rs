@@ -1,4 +1,4 @@
-//! The targets, grouped by the source of their bytes.
+//! The fuzz targets, grouped by the source of their input.
 
 pub mod agent;
 pub mod files;

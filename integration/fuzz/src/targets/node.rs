@@ -1,6 +1,6 @@
-//! A node with one hostile container, and honest containers with every engine on two GPUs. Whatever
-//! the hostile container sends, each honest container must be restored within a time limit after
-//! its call, and the controller's core must not panic.
+//! Fuzz target that models a node with one hostile container. Honest containers with every engine
+//! run on two GPUs. Whatever the hostile container sends, each honest container must be restored
+//! within a time limit after its call, and the controller's core must not panic.
 
 use std::collections::VecDeque;
 
@@ -20,29 +20,29 @@ use affinode_proto::{
 };
 use arbitrary::{Result, Unstructured};
 
-/// The key of the hostile container consists of this letter only.
+/// Letter of the hostile container. Its key consists of this letter only.
 const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
 const HONEST_VRAM: u64 = 100;
-/// Bytes of an honest container's VRAM that its agent copies, if the engine copies.
+/// Part of an honest container's VRAM, in bytes, that its agent copies if the engine copies.
 const CARRIED: u64 = 75;
 const LIAR_VRAM: u64 = 50;
-/// VRAM of a GPU. It suffices for all containers, so only false values of the hostile container
-/// could prevent a restore.
+/// VRAM of a GPU of the model, in bytes. It suffices for all containers, so only false values from
+/// the hostile container could prevent a restore.
 const TOTAL_VRAM: u64 = 1_000;
-/// Maximum number of steps before the honest containers are called.
+/// Maximum number of random steps before the honest containers make their calls.
 const STEPS: usize = 400;
-/// Number of inputs from the hostile container in each round while the honest containers are
+/// Number of inputs that the hostile container sends in each round while the honest containers are
 /// restored.
 const LIES_A_ROUND: usize = 3;
 const ROUND_MS: u64 = 50;
-/// Time limit, in the model's time, for the restores of the honest containers. The hostile
-/// container may delay its own grant by up to 10 s for an allocation, and by another 10 s for a
-/// restore.
+/// Time limit in milliseconds of model time for the restores of the honest containers. The hostile
+/// container may delay its own grant of VRAM by up to 10 s for an allocation, and by another 10 s
+/// for a restore.
 const BOUND_MS: u64 = 40_000;
 
-/// A process of an honest container, which executes its orders.
+/// A process of an honest container. It executes the controller's orders correctly.
 struct Honest {
     id: ProcessId,
     pid: u32,
@@ -61,15 +61,16 @@ struct World {
     now_ms: u64,
     honest: Vec<Honest>,
     questions: VecDeque<Effect>,
-    /// Whether host memory is short, so that every offload is refused.
+    /// Whether the model's host memory is short, so that the controller must refuse every offload.
     refuses: bool,
-    /// Id of the hostile container's connection.
+    /// Id of the current connection of the hostile container.
     liar: u64,
-    /// Orders that the hostile container has received.
+    /// Numbers of the orders that the hostile container has received and not replied to.
     told: VecDeque<u64>,
 }
 
-/// Interprets the bytes as inputs of the hostile container, of the honest agents and of the clock.
+/// Interprets the input as a sequence of actions of the hostile container, of the honest agents and
+/// of the clock.
 pub fn hostile(data: &[u8]) {
     let mut world = World::new();
     let mut bytes = Unstructured::new(data);
@@ -198,7 +199,7 @@ impl World {
         Ok(())
     }
 
-    /// Connects the hostile process again, or another process of the same container.
+    /// Reconnects the hostile process, or connects another process of the same container.
     fn liar_joins(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         self.liar += 1;
         self.told.clear();
@@ -240,7 +241,7 @@ impl World {
     }
 
     /// Replies to all orders of the hostile container with the same outcome, including orders that
-    /// follow from these replies.
+    /// these replies cause.
     fn answer_alike(&mut self, outcome: Outcome) {
         const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
@@ -334,7 +335,7 @@ impl World {
         }
     }
 
-    /// Makes an honest agent execute its oldest order.
+    /// Makes the agent of the honest container with index `n` execute its oldest order.
     fn work(&mut self, n: usize) {
         let honest = &mut self.honest[n];
         let Some(message) = honest.inbox.pop_front() else { return };
@@ -372,8 +373,8 @@ impl World {
         self.feed(Input::Message(id, wake));
     }
 
-    /// Makes a call in all honest containers, which stay in use from then on. The hostile container
-    /// sends the input's bytes again and again.
+    /// Makes calls in all honest containers until all are restored, or panics at the time limit.
+    /// Meanwhile the hostile container sends inputs made from `data` again and again.
     fn restore_container(&mut self, data: &[u8]) {
         let mut bytes = Unstructured::new(data);
         // `None`: the hostile container sends the input's bytes. Otherwise it is connected, and

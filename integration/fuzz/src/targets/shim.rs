@@ -1,4 +1,5 @@
-//! Input of the shim: ttrpc of containerd and of the stock shim, specs, files of images.
+//! Fuzz targets for input of the shim: ttrpc messages of containerd and of the stock shim,
+//! container specs, and files of images.
 
 use std::{
     io,
@@ -19,7 +20,8 @@ use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types:
 use serde_json::Value;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// A peer that sends bytes in pieces. Between two pieces it lets other tasks run.
+/// A simulated peer of a connection that sends bytes in pieces. Between two pieces it lets other
+/// tasks run.
 struct Peer<'a> {
     left: &'a [u8],
     waited: bool,
@@ -54,8 +56,9 @@ impl TaskService for Untouched {
     fn deleted(&self, _: &str) {}
 }
 
-/// Connects two peers through the proxy. The first byte gives the length of the first peer's part.
-/// If no option is replaced, each peer receives the bytes of the other unchanged.
+/// Connects two peers through the shim's ttrpc proxy. The first byte of the input gives the length
+/// of the first peer's part. If no option is replaced, each peer receives the bytes of the other
+/// unchanged.
 pub fn ttrpc(data: &[u8]) {
     let Some((share, data)) = data.split_first() else { return };
     let (client, stock) = data.split_at(data.len() * usize::from(*share) / 255);
@@ -74,7 +77,8 @@ pub fn ttrpc(data: &[u8]) {
     assert!(stock.starts_with(&to_client), "the client got other bytes");
 }
 
-/// Parses the input that `start` gets from containerd, and the reply of the stock shim's `start`.
+/// Parses the input of the shim's command `start`, which containerd sends, and the reply of the
+/// stock shim's `start`.
 pub fn start(data: &[u8]) {
     let _ = BootstrapInput::parse(data, "default", "id");
     if let Ok(answer) = BootstrapReply::parse(data) {
@@ -87,8 +91,8 @@ pub fn start(data: &[u8]) {
     }
 }
 
-/// Edits a config.json as the shim does. Only mounts may be added, and a second edit must change
-/// nothing.
+/// Edits a container's config.json as the shim does. Only mounts may be added, and a second edit
+/// must change nothing.
 pub fn spec(data: &[u8]) {
     let Ok(before) = serde_json::from_slice::<Value>(data) else { return };
     let _ = (spec::decide(&before), spec::cgroups_path(&before), spec::root_path(&before));
@@ -122,20 +126,20 @@ pub fn spec(data: &[u8]) {
     assert_eq!(without(edited), without(before), "the edit changed more than the mounts");
 }
 
-/// Edits an image's `/etc/ld.so.preload`. Affinode's line must be added once, and the image's own
-/// lines must be kept.
+/// Edits an image's `/etc/ld.so.preload` as the shim does. Affinode's line must be added once, and
+/// the image's own lines must be kept.
 pub fn preload(data: &[u8]) {
     let merged = merge(data);
     assert!(merged.starts_with(data));
     assert_eq!(merge(&merged), merged);
 }
 
-/// Translates the options that containerd passes to a runtime. The first byte of the input gives
-/// their type. The options must be translated to runc's options, or refused with a reason. A second
-/// translation must change nothing.
+/// Translates the runtime options that containerd passes to the shim. The first byte of the input
+/// selects their type. The options must be translated to runc's options, or refused with a reason.
+/// A second translation must change nothing.
 pub fn options(data: &[u8]) {
-    /// First byte of the field that names a file of the node. This target must not read such a
-    /// file.
+    /// First byte of the protobuf field that contains the path of a file of the node. This target
+    /// must not read such a file.
     const CONFIG_PATH: u8 = 0x12;
     let Some((kind, value)) = data.split_first() else { return };
     let mut any = Any::new();
@@ -163,7 +167,7 @@ pub fn options(data: &[u8]) {
 }
 
 /// Parses the file in which Docker describes a container. Each name that is read from it must be
-/// safe on a terminal and limited in length. Otherwise the name must be absent.
+/// safe to print on a terminal and limited in length. Otherwise the name must be absent.
 pub fn docker(data: &[u8]) {
     let Ok(names) = docker::parse(data) else { return };
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/".contains(&byte);
