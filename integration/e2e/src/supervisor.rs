@@ -8,7 +8,7 @@
 //!    v                                  ├─ shims, controller, containers (orphans come to it)
 //!  same mount namespace                 └─ …
 //!
-//!  stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
+//! stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
 //!                                               unmount, remove cgroups and folder, exit
 //! ```
 //!
