@@ -25,7 +25,7 @@ pub enum CheckError {
         "this container is not managed by Affinode, because {0} is missing; check that the pod requests a GPU (chart value test.resources), and that the node's GPU plugin assigns one; containerd's log has the shim's reason"
     )]
     Unmanaged(PathBuf),
-    /// The loader did not load the library.
+    /// The dynamic loader did not load Affinode's library into this process.
     #[error(
         "Affinode's library is mounted, but not loaded into this process; run `affinode doctor` on the node to check the library"
     )]
@@ -35,13 +35,13 @@ pub enum CheckError {
     Read {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the read.
+        /// I/O error of the failed read.
         #[source]
         source: io::Error,
     },
 }
 
-/// Checks the container of this process.
+/// Checks whether the container in which this process runs is managed by Affinode.
 ///
 /// # Errors
 /// [`CheckError`]: the container is not managed, or its state cannot be read.
@@ -71,7 +71,8 @@ pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
 mod tests {
     use super::*;
 
-    /// Creates a folder with these files, as the root of a container.
+    /// Creates a temporary folder with the given files (path and text). A test checks the folder as
+    /// the root of a container.
     fn container(files: &[(&str, &str)]) -> (tempfile::TempDir, CheckOptions) {
         let folder = tempfile::tempdir().unwrap();
         for (path, text) in files {

@@ -1,4 +1,4 @@
-//! The command `affinode-cluster`.
+//! The command line of the program `affinode-cluster`: its subcommands and its log output.
 
 use std::{error::Error, io, process::ExitCode};
 

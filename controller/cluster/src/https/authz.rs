@@ -12,7 +12,8 @@ use hyper::{
     header::{self, HeaderValue},
 };
 
-/// Folder with the service account of a pod.
+/// Folder in a pod in which Kubernetes mounts the token and CA certificate of the pod's service
+/// account.
 pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// Returns a guard that asks the API server to review each token. The guard authenticates to the
@@ -37,7 +38,8 @@ pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
     })
 }
 
-/// The reply to a denied request. The dashboard shows the text of the reply.
+/// Returns the HTTP reply to a request that the guard denied. The dashboard shows the text of the
+/// reply.
 #[must_use]
 pub fn refused(refusal: &Denied) -> Reply {
     let status = match refusal.kind {

@@ -43,14 +43,15 @@ pub struct HttpsLimits {
     pub head: Duration,
 }
 
-/// A site: its limits, its certificate and its replies.
+/// A service that the HTTPS server provides: its limits, its TLS certificate and its replies.
 pub trait HttpsSite: Send + Sync + 'static {
     /// Body type of a reply.
     type Body: Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static;
     /// Limits on connections and times.
     const LIMITS: HttpsLimits;
 
-    /// TLS configuration for the next connection. `None`: the connection is closed.
+    /// Returns the TLS configuration for the next connection. `None`: the server closes the
+    /// connection.
     fn papers(&self) -> Option<Arc<ServerConfig>>;
 
     /// Returns the reply to a request.
@@ -59,7 +60,8 @@ pub trait HttpsSite: Send + Sync + 'static {
         request: Request<Incoming>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
-    /// Called when a handshake has failed: the client rejects the certificate, or does not use TLS.
+    /// Called after a failed TLS handshake, for example because the client rejects the certificate
+    /// or does not use TLS.
     fn parted(&self, error: &io::Error) {
         tracing::debug!(%error, "client: the TLS handshake failed");
     }

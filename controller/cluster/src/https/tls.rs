@@ -27,7 +27,7 @@ pub enum TlsError {
         option: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// Error of the read.
+        /// I/O error of the failed read.
         #[source]
         source: io::Error,
     },
@@ -55,8 +55,8 @@ pub struct TlsFiles {
 }
 
 impl TlsFiles {
-    /// Returns the certificate from the files. Without files, it creates a certificate for these
-    /// names and for this machine.
+    /// Returns the certificate from the files that the options name. If they name no files, it
+    /// creates a self-signed certificate for `names` and for `localhost`.
     ///
     /// # Errors
     /// [`TlsError`]: the files are invalid, or no certificate can be created.
@@ -86,7 +86,7 @@ pub struct TlsPair {
 }
 
 impl TlsPair {
-    /// Whether certificate and key can be parsed and match.
+    /// Returns whether the certificate and the key can be parsed and belong together.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.config().is_ok()
@@ -111,8 +111,8 @@ impl TlsPair {
     }
 }
 
-/// The certificate for the next connection. A new pair of certificate and key replaces the present
-/// pair only if the new pair is valid.
+/// The certificate that the server presents to the next connection. A new pair of certificate and
+/// key replaces the present pair only if the new pair is valid.
 #[derive(Debug, Default)]
 pub struct ServedCertificate {
     current: Mutex<Option<CurrentTls>>,
@@ -128,7 +128,8 @@ struct CurrentTls {
 }
 
 impl ServedCertificate {
-    /// Returns the certificate in two files. The files are read again at each connection.
+    /// Creates a certificate that is read from a certificate file and a key file. Both files are
+    /// read again at each connection.
     ///
     /// # Errors
     /// [`TlsError`]: the files do not contain a valid pair now.
@@ -139,8 +140,8 @@ impl ServedCertificate {
         Ok(shown)
     }
 
-    /// Reads the files again, if the certificate comes from files. An invalid pair is logged and
-    /// not used: a file may be half written.
+    /// Reloads the certificate, if it comes from files. An invalid pair of certificate and key is
+    /// logged and not used, because another program may be writing the files at this time.
     pub fn refresh(&self) {
         let Some((cert, key)) = &self.files else { return };
         match read(cert, key).and_then(|pair| self.show(&pair)) {
@@ -152,8 +153,8 @@ impl ServedCertificate {
         }
     }
 
-    /// Reads the files again if there are any, and returns the TLS configuration of the current
-    /// pair.
+    /// Reloads the certificate, if it comes from files, and returns the TLS configuration of the
+    /// current pair of certificate and key.
     #[must_use]
     pub fn fresh_config(&self) -> Option<Arc<ServerConfig>> {
         self.refresh();

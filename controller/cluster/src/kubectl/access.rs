@@ -24,7 +24,8 @@ use tower::{BoxError, Layer, ServiceExt, service_fn};
 use super::error::PluginError;
 use crate::error_chain::ApiError;
 
-/// Validity of a service account's token. It is the shortest that the API server accepts.
+/// Requested validity of a service account's token, in seconds. The API server accepts no shorter
+/// validity.
 const TOKEN_SECONDS: i64 = 600;
 
 /// Options that select the cluster and its user. kubectl passes none of its own options to a
@@ -63,7 +64,8 @@ fn account(text: &str) -> Result<AccountName, String> {
     }
 }
 
-/// A client of the API server with the user's rights, and the token for the agents.
+/// A client of the API server that has the user's rights, and the token that is sent to node
+/// agents.
 pub struct ClusterAccess {
     /// Client of the API server.
     pub client: Client,
@@ -73,7 +75,7 @@ pub struct ClusterAccess {
 }
 
 impl ClusterAccess {
-    /// Reads the kubeconfig.
+    /// Reads the kubeconfig, and creates the client and the token from it.
     ///
     /// # Errors
     /// [`PluginError`]: the kubeconfig is invalid, or the credentials of its user cannot be used.
@@ -101,7 +103,7 @@ impl ClusterAccess {
         Ok(ClusterAccess { client, namespace, token })
     }
 
-    /// The header with the token for an agent.
+    /// Returns the `Authorization` header for a request to a node agent.
     ///
     /// # Errors
     /// [`PluginError::NoToken`]: the kubeconfig's user has no token.

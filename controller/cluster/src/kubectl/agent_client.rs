@@ -29,14 +29,14 @@ use tokio_rustls::{
 
 use super::cert_pin::{self, Fingerprint};
 
-/// Time limit for a reply's body, after its head.
+/// Time limit for receiving a reply's body, counted from the end of the reply's head.
 const BODY_TIMEOUT: Duration = Duration::from_secs(45);
-/// Upper bound of a reply's body, in bytes.
+/// Maximum size of a reply's body, in bytes.
 const BODY_BYTES: usize = 2 << 20;
-/// Upper bound of a message that is not JSON, in bytes.
+/// Maximum length of an error message from a reply whose body is not JSON, in bytes.
 const SAID_BYTES: usize = 300;
 
-/// Reason why there is no reply from an agent.
+/// Reason why a request to a node's agent failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentClientError {
     /// The agent has not published a certificate, so it must not receive a token.
@@ -54,7 +54,7 @@ pub enum AgentClientError {
     /// The reply is too large.
     #[error("{0}: the agent's reply has more than {BODY_BYTES} bytes")]
     Large(String),
-    /// The reply has only a part of its body.
+    /// The connection ended before the whole body of the reply was received.
     #[error("{0}: the agent's reply ended early")]
     Body(String, #[source] Box<dyn std::error::Error + Send + Sync>),
     /// The agent did not reply in time.
@@ -97,7 +97,8 @@ pub async fn handshake<S: AsyncRead + AsyncWrite + Unpin>(
 /// Sends a request over a secured stream, and reads the whole reply, up to [`BODY_BYTES`].
 ///
 /// # Errors
-/// [`AgentClientError`].
+/// [`AgentClientError`]: the request could not be sent, or no complete and valid reply arrived in
+/// time.
 pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     stream: TlsStream<S>,
     peer: &str,

@@ -26,11 +26,11 @@ use crate::node::{
 
 /// Maximum number of nodes to which requests are sent at the same time.
 const MAX_CONCURRENT_NODES: usize = 16;
-/// Time limit for a port-forward and its TLS handshake.
+/// Time limit for opening a port-forward to an agent's pod, including the TLS handshake.
 const OPEN: Duration = Duration::from_secs(20);
 /// Time limit for the reply to a request that moves no container.
 pub const LOOK: Duration = Duration::from_secs(20);
-/// Name of the port in the agent's pod.
+/// Name of the port in the agent's pod on which the agent serves HTTPS.
 const PORT: &str = "https";
 
 /// A node that an agent manages.
@@ -46,7 +46,7 @@ pub struct ManagedNode {
     agent: Option<AgentPod>,
 }
 
-/// The pod of an agent that runs.
+/// The running pod of a node's agent.
 #[derive(Clone, Debug)]
 struct AgentPod {
     namespace: String,
@@ -54,16 +54,16 @@ struct AgentPod {
     address: SocketAddr,
 }
 
-/// A reply to [`ClusterAgents::ask`].
+/// Reply that a node's agent sends to a request of [`ClusterAgents::ask`].
 #[derive(Debug)]
 pub enum AgentAnswer {
     /// HTTP status and body of the controller's reply.
     Controller(StatusCode, Vec<u8>),
-    /// No controller runs on the node, so no container of Affinode runs there.
+    /// No controller runs on the node, so the node has no container that Affinode manages.
     NoController,
 }
 
-/// The agents of a cluster.
+/// The nodes of a cluster that have an agent, and the access to send requests to the agents.
 pub struct ClusterAgents<'a> {
     access: &'a ClusterAccess,
     /// Nodes with an agent, by name.
@@ -71,7 +71,8 @@ pub struct ClusterAgents<'a> {
 }
 
 impl<'a> ClusterAgents<'a> {
-    /// Lists the nodes, or one of them, and finds their agents' pods.
+    /// Lists the nodes that have an agent, or only the node `only`, and finds the pods of the
+    /// agents.
     ///
     /// # Errors
     /// [`PluginError`]: the API server refuses or cannot be reached, or there is no such node.
@@ -140,7 +141,7 @@ impl<'a> ClusterAgents<'a> {
         }
     }
 
-    /// Forwards a port of the agent's pod, and secures the stream.
+    /// Opens a port-forward to the agent's pod, and performs the TLS handshake on it.
     async fn open(
         &self,
         agent: &AgentPod,
@@ -164,7 +165,7 @@ impl<'a> ClusterAgents<'a> {
     }
 }
 
-/// The content of a reply. `None` if no controller runs.
+/// Body of the reply of a node's agent. `None`: no controller runs on the node.
 pub type NodeAnswer = Result<Option<Vec<u8>>, PluginError>;
 
 fn content(answer: AgentAnswer) -> NodeAnswer {
@@ -209,7 +210,8 @@ fn managed(node: &PartialObjectMeta<Node>) -> Option<ManagedNode> {
     })
 }
 
-/// Returns the running agent pods of an installation, by installation and name of the node.
+/// Returns the running agent pods of an installation. The key is the installation's name and the
+/// node's name.
 async fn agent_pods(
     access: &ClusterAccess,
     installation: &str,
@@ -236,8 +238,8 @@ fn is_ready(pod: &Pod) -> bool {
         && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// Returns the node of a running agent pod, and the pod's name and address. `None`: the agent does
-/// not run yet.
+/// Returns the name of the node on which an agent pod runs, and the pod's name and address. `None`:
+/// the pod does not run yet.
 fn agent_of(pod: &Pod) -> Option<(String, AgentPod)> {
     let (spec, status) = (pod.spec.as_ref()?, pod.status.as_ref()?);
     if status.phase.as_deref() != Some("Running") {

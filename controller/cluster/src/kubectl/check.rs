@@ -40,7 +40,7 @@ struct CheckResult {
     text: String,
 }
 
-/// Prints a line for each check.
+/// Runs the checks, and prints a line for each check.
 ///
 /// # Errors
 /// [`PluginError`]: the nodes could not be listed.

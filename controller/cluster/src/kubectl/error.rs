@@ -43,13 +43,13 @@ pub enum PluginError {
         "cannot start a thread; check the limits of processes (ulimit -u, pids cgroup) and memory"
     )]
     Start(#[source] io::Error),
-    /// The kubeconfig is missing or invalid, or has no such context.
+    /// The kubeconfig is missing or invalid, or does not contain the requested context.
     #[error("cannot use the kubeconfig; check --kubeconfig, --context and `kubectl config view`")]
     Kubeconfig(#[from] KubeconfigError),
     /// There is neither a kubeconfig nor a service account.
     #[error("no cluster is configured; set --kubeconfig or KUBECONFIG")]
     NoConfig(#[source] Box<InferConfigError>),
-    /// The kubeconfig's user cannot be used.
+    /// The credentials of the kubeconfig's user cannot be used.
     #[error("cannot use the credentials of the kubeconfig's user")]
     User(#[source] ApiError),
     /// The user has no token that an agent could review.
@@ -83,7 +83,7 @@ pub enum PluginError {
         "no node of this cluster has an agent of Affinode; docs/kubernetes.md shows the installation"
     )]
     NoAgents,
-    /// There is no such node, or it has no agent.
+    /// The node that the user named does not exist, or has no agent.
     #[error("node {0} does not exist, or has no agent of Affinode")]
     NoNode(String),
     /// The node has no running agent pod.

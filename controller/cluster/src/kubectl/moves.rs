@@ -25,7 +25,8 @@ use super::{
 };
 use crate::error_chain::chain;
 
-/// Number of moves that are requested at a time. A controller accepts more.
+/// Maximum number of moves that are requested at the same time. A controller accepts more than
+/// this.
 const MAX_CONCURRENT_MOVES: usize = 4;
 /// Time limit for a move. The agent's own time limit is shorter.
 const MOVE: Duration = Duration::from_secs(630);
@@ -52,7 +53,7 @@ pub struct MoveArgs {
     pub output: OutputFormat,
 }
 
-/// A pod, or one of its containers.
+/// Name of a pod, or of one of its containers, as the user writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct TargetName {
     namespace: Option<String>,
@@ -115,8 +116,8 @@ impl MoveVerb {
         }
     }
 
-    /// Whether `--all` selects a container in this state. A container in another state needs no
-    /// move, or cannot be moved now.
+    /// Returns whether `--all` selects a container in this state. A container in another state
+    /// needs no move, or cannot be moved now.
     fn means(self, state: Option<State>) -> bool {
         match self {
             MoveVerb::Offload => matches!(state, Some(State::Active | State::Idle)),
@@ -189,7 +190,8 @@ pub async fn run(
     Ok(exit)
 }
 
-/// Returns the containers that the user selected. A name that matches no container is a failure.
+/// Returns the containers that the user selected. An error is returned if a name matches no
+/// container.
 fn choose<'l>(
     access: &ClusterAccess,
     verb: MoveVerb,
@@ -215,7 +217,8 @@ fn choose<'l>(
     list.containers.iter().filter(named).collect()
 }
 
-/// Asks the API server whether the user may request the move. Each agent asks for the same right.
+/// Asks the API server whether the user may request moves of this kind. Each agent checks the same
+/// right.
 async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> {
     let path = format!("/affinode/v1/containers/{}", verb.word());
     if has_right(access, "post", &path).await? {
@@ -227,7 +230,8 @@ async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> 
     )))
 }
 
-/// Whether the API server allows the user a request to the agents.
+/// Returns whether the API server allows the user to send a request with this HTTP verb and path to
+/// the agents.
 ///
 /// # Errors
 /// [`PluginError`]: the API server did not reply, or refused the review.

@@ -1,4 +1,5 @@
-//! `kubectl affinode node`: keeps Affinode off nodes, or removes it from them.
+//! `kubectl affinode node`: excludes nodes from Affinode, includes them again, and waits until
+//! Affinode is removed from excluded nodes.
 
 use std::{io::Write, time::Duration};
 
@@ -56,7 +57,7 @@ struct NodeNames {
     names: Vec<String>,
 }
 
-/// Changes the nodes, one after the other.
+/// Excludes or includes the nodes, one after the other, as the command line requests.
 ///
 /// # Errors
 /// [`PluginError`]: a node could not be changed. The nodes after it in the list are unchanged.
@@ -97,8 +98,8 @@ async fn label(api: &Api<Node>, name: &str, excluded: bool) -> Result<(), Plugin
     Ok(())
 }
 
-/// Waits until the agent reports that Affinode is not on the node. `Err`: the state at the
-/// deadline.
+/// Waits until the agent reports that Affinode is removed from the node. `Err`: the deadline has
+/// passed. It contains the state that the node had then.
 async fn removed(
     api: &Api<Node>,
     name: &str,

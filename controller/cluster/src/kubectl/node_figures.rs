@@ -1,12 +1,13 @@
-//! The figures of a node, read from its controller's reply. This module does no I/O.
+//! Figures of a node, such as its VRAM in use and the number of offloaded containers. They are
+//! computed from the controller's reply to `/api/v1/node`. This module does no I/O.
 
 use affinode_proto::state::State;
 use serde::{Deserialize, Serialize};
 
-/// Maximum length of a node's texts, in characters.
+/// Maximum length of each text that is copied from a node's reply, in characters.
 const TEXT_CHARS: usize = 200;
 
-/// The figures of a node.
+/// Figures of a node: its GPUs, its VRAM and host memory, and counts of its containers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct NodeFigures {
     /// Version of the controller.
@@ -29,7 +30,7 @@ pub struct NodeFigures {
     pub vram_used_bytes: u64,
     /// VRAM of idle containers that could be offloaded now.
     pub vram_reclaimable_bytes: u64,
-    /// VRAM that containers hold.
+    /// VRAM that the node's containers use.
     pub resident_bytes: u64,
     /// Number of containers that hold VRAM.
     pub resident: usize,

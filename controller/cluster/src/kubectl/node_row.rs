@@ -6,17 +6,17 @@ use serde::Serialize;
 
 use super::node_figures::NodeFigures;
 
-/// Maximum length of a reason, in characters.
+/// Maximum length of the reason for a node's health, in characters.
 const WHY_CHARS: usize = 300;
 
-/// Health of a node.
+/// Health of a node, as the replies of its agent and controller show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum NodeHealth {
-    /// The controller replies and sees its GPUs.
+    /// The controller replies and can read the node's GPUs.
     Serving,
     /// The agent replies, but no controller runs. A controller starts with the first GPU container.
     Resting,
-    /// The controller replies but sees no GPU.
+    /// The controller replies but can read no GPU.
     Troubled,
     /// The agent reports that containerd does not serve the runtime.
     NotServed,
@@ -63,7 +63,7 @@ impl NodeRow {
         row
     }
 
-    /// The row of a node as its agent's reply alone shows it.
+    /// Creates the row of a node from its agent's reply alone, without the published state.
     fn replied(name: &str, reply: NodeReply) -> NodeRow {
         let seen_unix_ms = reply.is_ok().then(|| Timestamp::now().as_millisecond());
         let (health, why, figures) = match reply {

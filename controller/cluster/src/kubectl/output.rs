@@ -13,7 +13,7 @@ use serde_json::json;
 use super::error::{ExitStatus, PluginError};
 use crate::error_chain::chain;
 
-/// Upper bound of the nodes that a message names.
+/// Maximum number of nodes that a message names.
 const NAMED: usize = 5;
 
 /// How a result is printed.
@@ -29,7 +29,7 @@ pub enum OutputFormat {
     Name,
 }
 
-/// Outcome of a request to one node: whether the result contains this node's part.
+/// Outcome of a request to one node. It shows whether the result of the command includes this node.
 #[derive(Clone, Debug, Serialize)]
 pub struct NodeOutcome {
     /// Name of the node.
@@ -43,7 +43,7 @@ pub struct NodeOutcome {
 }
 
 impl NodeOutcome {
-    /// The outcome of a request to a node.
+    /// Converts the result of a request to a node into an outcome.
     pub fn new<T>(node: &str, result: &Result<T, PluginError>) -> NodeOutcome {
         let (exit, why) = match result {
             Ok(_) => (ExitStatus::Done, String::new()),
@@ -54,7 +54,7 @@ impl NodeOutcome {
 }
 
 impl NodeOutcome {
-    /// Exit status of a command for this node.
+    /// Returns the exit status that follows from this node's outcome.
     pub fn exit(&self) -> ExitStatus {
         self.exit
     }
@@ -88,7 +88,8 @@ pub fn say(text: &str) {
     let _ = writeln!(io::stderr(), "kubectl affinode: {text}");
 }
 
-/// Prints the error that ended a command.
+/// Prints the error that ended a command to standard error, and for JSON output also to standard
+/// output. A closed pipe is not reported.
 pub fn failure(output: OutputFormat, error: &PluginError) {
     if matches!(error, PluginError::Print(error) if error.kind() == io::ErrorKind::BrokenPipe) {
         return;

@@ -70,13 +70,13 @@ enum SortKey {
 /// The containers of a cluster, and the outcome of the request to each node.
 #[derive(Debug, Serialize)]
 pub struct ContainerList {
-    /// Containers that the filter keeps.
+    /// Containers that match the filter.
     pub containers: Vec<NodeContainer>,
-    /// Outcome of each node.
+    /// Outcome of the request to each node.
     pub nodes: Vec<NodeOutcome>,
 }
 
-/// Prints the list.
+/// Prints the list of GPU containers.
 ///
 /// # Errors
 /// [`PluginError`]: no list could be made.
@@ -106,7 +106,8 @@ pub async fn run(
     Ok(output::outcome(&list.nodes))
 }
 
-/// Asks the agents for their containers.
+/// Requests the containers of each node from the node's agent, and returns those that match the
+/// filter.
 pub async fn list(
     agents: &ClusterAgents<'_>,
     filter: &ContainerFilter,

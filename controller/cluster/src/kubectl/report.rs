@@ -48,7 +48,7 @@ pub struct ReportArgs {
 }
 
 impl ReportArgs {
-    /// How an error is printed.
+    /// Returns the output format for errors that corresponds to the format of the report.
     pub fn errors(&self) -> OutputFormat {
         match self.output {
             ReportFormat::Json => OutputFormat::Json,
@@ -83,28 +83,29 @@ enum ReportFormat {
     Json,
 }
 
-/// Report of a cluster.
+/// Report of the GPU use of all nodes of a cluster in a time range.
 #[derive(Debug, Serialize)]
 struct ClusterReport {
     /// Start of the range, milliseconds since 1970.
     since_unix_ms: i64,
     /// End of the range, milliseconds since 1970.
     until_unix_ms: i64,
-    /// The price, if all nodes have the same one.
+    /// Price of a GPU hour. `None`: no price is configured, or the nodes have different prices.
     price_per_gpu_hour: Option<f64>,
     /// Currency of the price.
     currency: String,
-    /// Start of the history that all nodes have within the range.
+    /// Time from which on all nodes have history: the latest of the nodes' oldest records in the
+    /// range.
     oldest_unix_ms: Option<i64>,
     rows: Vec<NodeReportRow>,
-    /// Outcome of each node.
+    /// Outcome of the request to each node.
     nodes: Vec<NodeOutcome>,
 }
 
-/// A row of a cluster's report.
+/// A row of the cluster's report: the GPU use of one container, pod, namespace or node.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct NodeReportRow {
-    /// Name of the node; empty if the row is a sum over several nodes.
+    /// Name of the node. Empty if the row is a sum over several nodes.
     node: String,
     #[serde(flatten)]
     row: ReportRow,
@@ -163,7 +164,8 @@ pub async fn run(
     Ok(output::outcome(&report.nodes))
 }
 
-/// Reads a node's reply. Without a controller nothing is known of the node's past.
+/// Parses a node's report. `None` is an error: no controller runs on the node, so its report is
+/// missing.
 fn read(body: Option<&[u8]>) -> Result<schema::Report, PluginError> {
     let body = body.ok_or_else(|| {
         PluginError::Reply("no controller runs on the node, so its part is missing".to_owned())
@@ -178,15 +180,16 @@ fn now_ms() -> i64 {
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// The price of all nodes. `None` if none is configured, or the nodes have different prices: a sum
-/// over them would then be in no currency.
+/// Returns the price of a GPU hour that all nodes have. `None`: a node has no price, or the nodes
+/// have different prices, so a sum of their costs would have no meaning.
 fn one_price(reports: &[schema::Report]) -> Option<Price<'_>> {
     let mut prices = reports.iter().map(Price::of);
     let first = prices.next()??;
     prices.all(|price| price == Some(first)).then_some(first)
 }
 
-/// Sums the rows of one group. The groups that freed the most are first.
+/// Adds up the rows of each group, such as all rows of a namespace. The groups whose offloads freed
+/// the most VRAM come first.
 fn merge(rows: Vec<NodeReportRow>, by: Grouping) -> Vec<NodeReportRow> {
     let mut groups: BTreeMap<[String; 4], NodeReportRow> = BTreeMap::new();
     for mut found in rows {

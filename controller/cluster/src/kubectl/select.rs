@@ -23,7 +23,7 @@ pub struct ContainerFilter {
     state: Vec<String>,
 }
 
-/// A container and its node.
+/// A GPU container, with the name of the node on which it runs.
 #[derive(Clone, Debug, Serialize)]
 pub struct NodeContainer {
     /// Name of the node.
@@ -34,7 +34,7 @@ pub struct NodeContainer {
 }
 
 impl ContainerFilter {
-    /// The containers of a node that the filter keeps.
+    /// Returns the containers of a node that match the filter.
     pub fn of(&self, name: &str, node: schema::Node, namespace: &str) -> Vec<NodeContainer> {
         let uuids = self.gpu.as_ref().map(|gpu| uuids(&node.gpus, gpu));
         let keeps = |container: &schema::Container| {
@@ -46,7 +46,7 @@ impl ContainerFilter {
         containers.map(|container| NodeContainer { node: name.to_owned(), container }).collect()
     }
 
-    /// The selected states, in the controller's spelling.
+    /// Returns the states that the user selected, in the controller's spelling.
     fn states(&self) -> impl Iterator<Item = &'static str> {
         let asked =
             |state: &State| self.state.iter().any(|s| s.eq_ignore_ascii_case(state.as_str()));
@@ -54,8 +54,8 @@ impl ContainerFilter {
     }
 }
 
-/// UUIDs of the GPUs of a node that `word` selects, by the GPU's index or by the beginning of the
-/// UUID.
+/// Returns the UUIDs of the node's GPUs that `word` selects. `word` is the index of a GPU or the
+/// beginning of its UUID.
 fn uuids(gpus: &[schema::Gpu], word: &str) -> Vec<String> {
     let means = |gpu: &&schema::Gpu| match word.parse::<u32>() {
         Ok(index) => gpu.index == index,
@@ -64,7 +64,7 @@ fn uuids(gpus: &[schema::Gpu], word: &str) -> Vec<String> {
     gpus.iter().filter(means).map(|gpu| gpu.uuid.clone()).collect()
 }
 
-/// Whether a container has memory of one of these GPUs, in VRAM or offloaded.
+/// Returns whether a container has memory of one of these GPUs, in VRAM or offloaded.
 fn uses(container: &schema::Container, uuids: &[String]) -> bool {
     let mut memory = container.processes.iter().flat_map(|p| p.vram.iter().chain(&p.offloaded));
     memory.any(|part| uuids.contains(&part.uuid))

@@ -106,7 +106,7 @@ pub async fn run(
     Ok(output::outcome(&outcomes))
 }
 
-/// Converts a node's reply to the row that is shown.
+/// Converts the reply of a node's agent to the printed row, and to the outcome of the request.
 pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {
@@ -139,7 +139,7 @@ fn sort(rows: &mut [NodeRow], by: SortKey) {
     }
 }
 
-/// The sum of the nodes that replied.
+/// Adds up the figures of the nodes that replied.
 fn sum(rows: &[NodeRow]) -> NodeFigures {
     let mut all = NodeFigures { auto_offload: true, ..NodeFigures::default() };
     for figures in rows.iter().filter_map(|row| row.figures.as_ref()) {

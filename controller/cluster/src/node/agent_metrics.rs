@@ -1,5 +1,5 @@
-//! The agent's own state. It decides whether the agent is ready, and is served as metrics even if
-//! the node has no controller.
+//! State and metrics of the node agent. The state determines whether the agent's pod is ready. The
+//! metrics are served even if no controller runs on the node.
 
 use std::{
     fmt,
@@ -28,7 +28,8 @@ pub enum InstallState {
     Unknown,
     /// Another installation of the cluster manages the node.
     Foreign,
-    /// The node waits, because the maximum number of nodes is being installed at this time.
+    /// The node waits for its installation, because Affinode is being installed on the maximum
+    /// number of other nodes.
     Waiting,
     /// containerd serves the runtime.
     Served,
@@ -51,7 +52,7 @@ impl InstallState {
         InstallState::Retired,
     ];
 
-    /// The value of the label `state`.
+    /// Returns the value of the metric label `state` for this state.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -146,8 +147,9 @@ impl AgentTable {
 }
 
 impl AgentMetrics {
-    /// Whether the node is in its intended state: containerd serves this version, or Affinode was
-    /// removed on request. While this is false, the update of the agents waits for this node.
+    /// Returns whether the node is in its intended state: containerd serves this version, or
+    /// Affinode was removed on request. While this is false, the update of the agents waits for
+    /// this node.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let table = self.table();
@@ -203,8 +205,8 @@ impl AgentMetrics {
     }
 }
 
-/// Returns the agent's metrics, followed by the controller's metrics if there are any. `open`
-/// selects OpenMetrics text; otherwise the format is classic Prometheus text.
+/// Joins the agent's metrics with the controller's metrics, if there are any. `open` selects
+/// OpenMetrics text. Otherwise the format is classic Prometheus text.
 #[must_use]
 pub fn joined(agent: &str, controller: Option<&str>, open: bool) -> String {
     let mut text = if open { agent.to_owned() } else { classic(agent) };

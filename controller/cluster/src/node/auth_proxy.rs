@@ -52,11 +52,11 @@ const METRICS: &str = "/metrics";
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
-/// Header of the reply that is sent while no controller runs. On a node without GPU containers this
-/// is normal.
+/// Name of the header that marks a reply as sent by the agent because no controller runs. On a node
+/// without GPU containers this is normal.
 pub const NO_CONTROLLER: &str = "affinode-controller";
 
-/// Serves the node's HTTPS address.
+/// HTTPS service of the node agent, which forwards permitted requests to the node's controller.
 pub struct AuthProxy {
     /// Checks tokens and rights at the API server.
     pub guard: HttpGuard,
@@ -202,7 +202,7 @@ impl AuthProxy {
     }
 }
 
-/// The metrics of a controller, and whether they are OpenMetrics text.
+/// Text of a controller's metrics, and whether the text is in OpenMetrics format.
 struct ControllerText {
     open: bool,
     text: String,

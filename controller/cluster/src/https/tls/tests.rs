@@ -8,7 +8,8 @@ struct Line {
     files: TlsFiles,
 }
 
-/// Writes the files of a Secret as a kubelet mounts them.
+/// Writes a new certificate and its key into `folder`, under the file names of a mounted TLS
+/// Secret.
 fn write(folder: &Path) {
     let made = rcgen::generate_simple_self_signed(["node".to_owned()]).unwrap();
     std::fs::write(folder.join("tls.crt"), made.cert.pem()).unwrap();

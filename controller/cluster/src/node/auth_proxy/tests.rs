@@ -115,7 +115,7 @@ async fn readiness_depends_on_the_runtime_alone() {
     assert!(answer.contains("affinode-controller: none\r\n"), "{answer}");
 }
 
-/// A controller that replies to each request with these metrics.
+/// Starts a controller that replies to each request with the given metrics text.
 fn metrics_of_controller(socket: &std::path::Path, kind: &'static str, text: &'static str) {
     let listener = UnixListener::bind(socket).unwrap();
     tokio::spawn(async move {

@@ -1,4 +1,5 @@
-//! What a container needs to use the GPUs of its seats.
+//! Computes the CDI devices and the environment variables by which a container can use the GPUs of
+//! its seats.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,28 +9,30 @@ use super::{
 };
 use crate::node::dra::cdi_lookup::{CdiLookup, LookupError};
 
-/// Maximum number of unknown seats that an error names, and of characters of each.
+/// Maximum number of unknown seats that an error names.
 const NAMED: usize = 8;
+/// Maximum length of each named seat, in characters.
 const NAME_CHARS: usize = 64;
-/// With this variable, NVIDIA's runtime adds no GPU of its own. Images often ask for all GPUs by it.
-/// A CDI specification that sets the variable replaces the value.
+/// Environment variable and value with which NVIDIA's container runtime adds no GPU by itself. Many
+/// images set the variable to request all GPUs. A CDI specification that sets the variable replaces
+/// this value.
 const VISIBLE_DEVICES: (&str, &str) = ("NVIDIA_VISIBLE_DEVICES", "void");
 
 /// Reason why a container does not get its seats.
 #[derive(Debug, thiserror::Error)]
 pub enum AllocationError {
-    /// The request has no seat.
+    /// The request names no seat.
     #[error("the request names no device")]
     Empty,
-    /// The node has no such seats.
+    /// The request names seats that the node does not have.
     #[error(
         "this node has no devices {names} ({count} of the request are unknown); delete the pod, so \
          that it gets another one"
     )]
     Unknown {
-        /// The first unknown identities.
+        /// Identities of the first unknown seats, as text.
         names: String,
-        /// Number of unknown identities.
+        /// Number of unknown seats in the request.
         count: usize,
     },
     /// The GPU of a seat cannot be used.
@@ -46,7 +49,8 @@ pub enum AllocationError {
     Lookup(#[from] LookupError),
 }
 
-/// Returns the CDI devices of the GPUs of these seats, each once, and the environment.
+/// Returns the CDI devices and the environment variables for a container with these seats. Each
+/// GPU's CDI device is contained once.
 ///
 /// # Errors
 /// [`AllocationError`]: a seat is unknown, or its GPU cannot be used.

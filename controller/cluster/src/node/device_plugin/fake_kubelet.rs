@@ -1,4 +1,5 @@
-//! A kubelet of the tests: it serves the registration, and calls the plugin over its socket.
+//! A fake kubelet for tests. It accepts the registration of a device plugin, and calls the plugin
+//! over the plugin's socket.
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +32,7 @@ use crate::node::dra::{
     sockets::NodeSocket,
 };
 
-/// A list with these GPUs, by their UUIDs and numbers of seats.
+/// Creates a list of the given GPUs: the UUID and the number of seats of each.
 pub fn seat_list(gpus: &[(&str, u32)]) -> SeatList {
     let gpu = |(index, (uuid, seats)): (u32, &(&str, u32))| SeatedGpu {
         uuid: (*uuid).to_owned(),
@@ -42,7 +43,8 @@ pub fn seat_list(gpus: &[(&str, u32)]) -> SeatList {
     SeatList { gpus: (0..).zip(gpus).map(gpu).collect() }
 }
 
-/// A reading of GPUs with 1 GiB of VRAM, on a node with 64 GiB of host memory.
+/// Creates a reading of GPUs with these UUIDs. Each GPU has 1 GiB of VRAM, and the node has 64 GiB
+/// of host memory.
 pub fn reading(uuids: &[&str]) -> NodeGpus {
     let gpu = |(index, uuid): (u32, &&str)| GpuFacts {
         index,
@@ -57,7 +59,8 @@ pub fn reading(uuids: &[&str]) -> NodeGpus {
     }
 }
 
-/// Writes a CDI specification with these GPUs.
+/// Writes a CDI specification with GPUs of these UUIDs into `folder`. Returns a look-up that
+/// searches this folder.
 pub fn cdi(folder: &Path, uuids: &[&str]) -> CdiLookup {
     let devices: Vec<_> = uuids.iter().map(|name| serde_json::json!({"name": name})).collect();
     let spec = serde_json::json!({"kind": "nvidia.com/gpu", "devices": devices});
@@ -65,12 +68,12 @@ pub fn cdi(folder: &Path, uuids: &[&str]) -> CdiLookup {
     CdiLookup { folders: vec![folder.to_owned()], kind: "nvidia.com/gpu".into() }
 }
 
-/// The health of each device.
+/// Returns the identity and the health of each device as text.
 pub fn health(list: &[Device]) -> Vec<String> {
     list.iter().map(|device| format!("{} {}", device.id, device.health)).collect()
 }
 
-/// A kubelet with its socket. The socket is removed when the value is dropped.
+/// A fake kubelet that listens on its socket. The socket is removed when the value is dropped.
 pub struct FakeKubelet {
     folder: PathBuf,
     registered: UnboundedReceiver<RegisterRequest>,
@@ -90,7 +93,7 @@ impl FakeKubelet {
         FakeKubelet::answering(folder, |_| Ok(Empty {}))
     }
 
-    /// Starts a kubelet that answers registrations so.
+    /// Starts a kubelet that replies to each registration with the result of `answer`.
     pub fn answering(
         folder: &Path,
         answer: impl Fn(&RegisterRequest) -> Result<Empty, Status> + Clone + Send + Sync + 'static,
@@ -115,13 +118,13 @@ impl FakeKubelet {
         self.registered.recv().await.unwrap()
     }
 
-    /// Calls the plugin that registered so.
+    /// Returns a client of the plugin that sent this registration request.
     pub fn plugin(&self, registered: &RegisterRequest) -> Plugin {
         Plugin(self.folder.join(&registered.endpoint))
     }
 }
 
-/// A plugin, by the path of its socket.
+/// A client of the plugin that listens at this socket path.
 pub struct Plugin(pub PathBuf);
 
 impl Plugin {
@@ -151,7 +154,7 @@ impl Plugin {
         self.call(ALLOCATE, AllocateRequest { container_requests }).await
     }
 
-    /// Opens the stream of the offered devices.
+    /// Opens the stream on which the plugin sends its list of devices after each change.
     pub async fn watch(&self) -> Streaming<ListAndWatchResponse> {
         let codec = ProstCodec::<Empty, ListAndWatchResponse>::default();
         let path = PathAndQuery::from_static(LIST);
@@ -161,7 +164,7 @@ impl Plugin {
     }
 }
 
-/// Waits for the next list of a watch.
+/// Waits for the next list of devices on a stream, and returns the health of each device.
 pub async fn next(watch: &mut Streaming<ListAndWatchResponse>) -> Vec<String> {
     health(&watch.message().await.unwrap().unwrap().devices)
 }

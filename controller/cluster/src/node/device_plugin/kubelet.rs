@@ -51,7 +51,7 @@ pub const ENDPOINT: &str = "gpu.affinode.io.sock";
 pub const REGISTER: &str = "/v1beta1.Registration/Register";
 /// Version of the API.
 const VERSION: &str = "v1beta1";
-/// Time limit for the registration, in which the kubelet calls the plugin.
+/// Time limit for the registration. During this time, the kubelet calls the plugin.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Intervals at which the plugin checks its connection.
@@ -81,10 +81,10 @@ pub enum LinkError {
     /// The plugin's server has ended.
     #[error("the server of the plugin's socket ended")]
     Server(#[source] TransportError),
-    /// The kubelet's socket does not answer.
+    /// The plugin cannot connect to the kubelet's socket.
     #[error("cannot connect to {}; check that the kubelet runs", .0.display())]
     Connect(PathBuf, #[source] TransportError),
-    /// The folder cannot be opened.
+    /// The folder of the kubelet's sockets cannot be opened.
     #[error("cannot open {}; check --device-plugin-dir", .0.display())]
     Folder(PathBuf, #[source] std::io::Error),
     /// The kubelet refused the registration.
@@ -95,16 +95,18 @@ pub enum LinkError {
     Late(ResourceName),
 }
 
-/// Device, inode and time of a socket's file. An inode alone may be used again.
+/// Identity of a socket's file: device, inode and modification time. The inode alone does not
+/// suffice, because a later file may have the same inode.
 type SocketFile = (u64, u64, i64, i64);
 
-/// Keeps the plugin registered at the kubelet.
+/// Connection of the device plugin to the kubelet. It keeps the plugin registered.
 pub struct KubeletLink {
     /// Folder of the kubelet's sockets, as this process sees it.
     pub folder: PathBuf,
     /// Resource that pods request.
     pub resource: ResourceName,
-    /// The seats. Nothing but watched lists has a receiver.
+    /// Channel of the list of seats. Only the streams on which a kubelet watches the list have a
+    /// receiver, so the number of receivers shows whether a kubelet watches.
     pub seats: watch::Sender<SeatList>,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,
@@ -113,7 +115,7 @@ pub struct KubeletLink {
 }
 
 impl KubeletLink {
-    /// Serves the kubelet until the future is dropped. The socket is removed then.
+    /// Serves the kubelet until the future is dropped, which removes the plugin's socket.
     pub async fn run(self) {
         let mut said = None;
         loop {
@@ -133,7 +135,8 @@ impl KubeletLink {
         }
     }
 
-    /// Waits until the kubelet has a socket, and seats are known.
+    /// Waits until the kubelet's socket exists and the seats are known. Returns the identity of the
+    /// socket's file.
     async fn kubelet_socket(&self) -> SocketFile {
         loop {
             if !self.seats.borrow().gpus.is_empty()
@@ -145,7 +148,8 @@ impl KubeletLink {
         }
     }
 
-    /// Registers at the kubelet. Returns why this must be done again.
+    /// Registers the plugin at the kubelet, and serves the kubelet until the registration is lost.
+    /// Returns the reason why the plugin must register again.
     async fn session(&self) -> Result<&'static str, LinkError> {
         // A socket in another folder would never be found.
         sockets::check_folder(&self.folder)?;
@@ -188,7 +192,7 @@ impl KubeletLink {
         Ok(())
     }
 
-    /// Waits until the kubelet does not use the plugin any more. Returns how that was found.
+    /// Waits until the kubelet no longer uses the plugin, and returns the reason as text.
     async fn until_lost(&self, kubelet: SocketFile, own: &NodeSocket) -> &'static str {
         let mut unwatched = 0;
         loop {

@@ -21,7 +21,7 @@ pub struct DevicePluginOptions {
     pub get_preferred_allocation_available: bool,
 }
 
-/// Makes a device plugin known to the kubelet.
+/// Request by which a device plugin registers at the kubelet.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct RegisterRequest {
     /// Version of the API.
@@ -95,7 +95,8 @@ pub struct ContainerPreferredAllocationResponse {
     pub device_ids: Vec<String>,
 }
 
-/// Requests what containers of a pod need to use their devices.
+/// Requests the environment variables and CDI devices by which containers of a pod use their
+/// devices.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct AllocateRequest {
     /// One request for each container.
@@ -111,7 +112,7 @@ pub struct ContainerAllocateRequest {
     pub device_ids: Vec<String>,
 }
 
-/// What the containers of a pod need to use their devices.
+/// Environment variables and CDI devices for the containers of a pod.
 #[derive(Clone, PartialEq, Message)]
 pub struct AllocateResponse {
     /// One answer for each container, in the order of the requests.
@@ -119,7 +120,7 @@ pub struct AllocateResponse {
     pub container_responses: Vec<ContainerAllocateResponse>,
 }
 
-/// What one container needs to use its devices.
+/// Environment variables and CDI devices for one container.
 #[derive(Clone, PartialEq, Message)]
 pub struct ContainerAllocateResponse {
     /// Environment variables of the container.

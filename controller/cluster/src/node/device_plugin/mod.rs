@@ -1,7 +1,8 @@
-//! A device plugin of the kubelet, for clusters without DRA. It offers each GPU several times, as
-//! *seats*: each is a whole GPU's VRAM of the same capacity that the DRA driver offers
-//! ([`capacity`](super::dra::capacity)). The scheduler counts the seats. Nothing limits the VRAM of a
-//! container.
+//! A device plugin of the kubelet, for clusters without Dynamic Resource Allocation (DRA). It
+//! offers each GPU several times, as *seats*. A seat is the right to use a whole GPU. The number of
+//! seats is computed from the memory capacity that the DRA driver would offer for the GPU
+//! ([`capacity`](super::dra::capacity)). The scheduler counts the seats. Nothing limits the VRAM of
+//! a container.
 //!
 //! ```text
 //! GPUs ──`watcher`──> list of `seats` ──> `service` <── kubelet, after the registration by `kubelet`
@@ -71,16 +72,18 @@ pub struct DevicePluginOptions {
 /// Reason why the plugin does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum DevicePluginError {
-    /// The scheduler would give each GPU out twice.
+    /// The options enable the DRA driver and the device plugin, so the scheduler would assign each
+    /// GPU twice.
     #[error("--dra and --device-plugin would offer each GPU twice; turn one of them off")]
     Both,
 }
 
-/// The plugin's part that the node agent controls.
+/// Handle by which the node agent offers the seats or withdraws them.
 pub struct SeatControl(watch::Sender<SeatOffer>);
 
 impl SeatControl {
-    /// Hands the seats out, or withdraws them. Containers that have seats keep them.
+    /// Offers the seats to the kubelet if `served` is true, and otherwise withdraws them.
+    /// Containers that have seats keep them.
     pub fn offer(&self, served: bool) {
         let offer = if served { SeatOffer::Offered } else { SeatOffer::Withdrawn };
         self.0.send_if_modified(|known| std::mem::replace(known, offer) != offer);
@@ -97,7 +100,7 @@ pub struct DevicePlugin {
 }
 
 impl DevicePlugin {
-    /// Prepares the plugin. `None`: it is off.
+    /// Prepares the plugin. `None`: the options do not enable it.
     ///
     /// # Errors
     /// [`DevicePluginError`]: the options contradict each other.
@@ -130,7 +133,7 @@ impl DevicePlugin {
         Ok(Some((plugin, SeatControl(control))))
     }
 
-    /// Serves the kubelet until the future is dropped. The socket is removed then.
+    /// Serves the kubelet until the future is dropped, which removes the plugin's socket.
     pub async fn run(self) {
         let mut reader = GpuReader::new(self.places);
         let watcher = SeatWatcher {

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::seats::SeatList;
 
-/// Chooses up to `size` seats from `available`, with those in `included`. Identities of no seat are
-/// ignored, because an error would make the kubelet refuse the pod.
+/// Chooses up to `size` seats from `available`. The choice contains the seats in `included`.
+/// Identities that belong to no seat are ignored, because an error would make the kubelet refuse
+/// the pod.
 #[must_use]
 pub fn choose(
     seats: &SeatList,

@@ -2,14 +2,15 @@
 
 use std::{fmt, str::FromStr};
 
-/// Maximum length of each part of a name. It is the limit of Kubernetes for the shorter one.
+/// Maximum length of each of the two parts of a name, before and after the slash. Kubernetes has
+/// this limit for the part after the slash.
 const MAX_PART: usize = 63;
 
 /// Name of an extended resource, such as `affinode.io/gpu`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResourceName(String);
 
-/// The text is no name of an extended resource.
+/// Error for a text that is not the name of an extended resource.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{0:?} is no name of an extended resource; accepted: a domain other than kubernetes.io, a \

@@ -1,5 +1,5 @@
-//! The seats of a node's GPUs. A seat is the right of a container to use a GPU whose memory it may
-//! fill. A GPU has several seats, which the kubelet hands out as devices.
+//! The seats of a node's GPUs. A seat is the right of a container to use a GPU and to fill its
+//! memory. A GPU has several seats, which the kubelet hands out as devices.
 
 use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
 
@@ -12,23 +12,25 @@ use crate::node::dra::{
 
 /// Maximum number of GPUs that are offered.
 const MAX_GPUS: usize = 128;
-/// Maximum length of a GPU's UUID. With a seat's number, the kubelet's limit of 63 is kept.
+/// Maximum length of a GPU's UUID, in characters. With it, the identity of a seat stays below the
+/// kubelet's limit of 63.
 const MAX_UUID: usize = 58;
-/// What separates the UUID and the number of a seat.
+/// Separator between the UUID of the GPU and the number, in the identity of a seat.
 const SEPARATOR: &str = "::";
 const HEALTHY: &str = "Healthy";
 const UNHEALTHY: &str = "Unhealthy";
 
-/// Reason why the seats of a GPU are not handed out.
+/// Reason why the seats of a GPU are not offered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuFault {
-    /// Containers would run without Affinode.
+    /// The node does not serve the runtime, so containers would run without Affinode.
     #[error("containerd does not serve the runtime, or Affinode is being removed from the node")]
     NotServed,
     /// The driver does not report the GPU any more.
     #[error("NVML does not see the GPU any more, or it is in MIG mode; run nvidia-smi on the node")]
     Gone,
-    /// A container would get no device nodes and libraries. Contains the message of the look-up.
+    /// The GPU has no CDI device, so a container would get no device nodes and libraries. Contains
+    /// the error message of the look-up.
     #[error("{0}")]
     NoCdiDevice(String),
 }
@@ -40,20 +42,21 @@ pub struct SeatedGpu {
     pub uuid: String,
     /// NVML's index of the GPU.
     pub index: u32,
-    /// Number of seats that each GPU has.
+    /// Number of seats of this GPU.
     pub seats: u32,
-    /// Reason why the seats are not handed out. `None`: they are.
+    /// Reason why the seats are not offered. `None`: they are offered.
     pub fault: Option<GpuFault>,
 }
 
 impl SeatedGpu {
-    /// The names by which the CDI specifications are searched.
+    /// Returns the names by which this GPU is searched for in CDI specifications.
     #[must_use]
     pub fn names(&self) -> GpuNames {
         GpuNames { device: device_name(&self.uuid), index: Some(self.index) }
     }
 
-    /// Identity of a seat.
+    /// Returns the identity of the seat with this number: the GPU's UUID, a separator and the
+    /// number.
     #[must_use]
     pub fn seat_id(&self, number: u32) -> String {
         format!("{}{SEPARATOR}{number}", self.uuid)
@@ -68,7 +71,8 @@ pub struct SeatList {
 }
 
 impl SeatList {
-    /// Position of a seat's GPU, and the number of the seat. `None`: no GPU has this seat.
+    /// Finds a seat by its identity. Returns the position of the seat's GPU in the list, and the
+    /// number of the seat. `None`: no GPU has this seat.
     #[must_use]
     pub fn find(&self, id: &str) -> Option<(usize, u32)> {
         let (uuid, number) = id.split_once(SEPARATOR)?;
@@ -78,7 +82,7 @@ impl SeatList {
         (self.gpus[at].seat_id(number) == id).then_some((at, number))
     }
 
-    /// The message with all seats.
+    /// Returns the message that lists all seats and their health for the kubelet.
     #[must_use]
     pub fn devices(&self) -> ListAndWatchResponse {
         let seats = self.gpus.iter().flat_map(|gpu| {
@@ -89,19 +93,19 @@ impl SeatList {
     }
 }
 
-/// What is known about the node's GPUs.
+/// The GPUs that the node has or had, collected from all readings of the driver.
 #[derive(Clone, Debug, Default)]
 pub struct KnownGpus {
     /// The GPUs of all readings. A GPU that was seen once keeps its seats, so that the seats of the
     /// others do not change.
     all: NodeGpus,
-    /// UUIDs in the last reading.
+    /// UUIDs of the GPUs in the last reading.
     seen: Vec<String>,
 }
 
 impl KnownGpus {
-    /// Adds a reading. GPUs in MIG mode do not count, because Affinode does not move containers on
-    /// MIG instances.
+    /// Adds a reading of the node's GPUs. GPUs in MIG mode are ignored, because Affinode does not
+    /// move containers on MIG instances.
     pub fn add(&mut self, reading: NodeGpus) {
         let whole = reading.gpus.into_iter().filter(|gpu| !gpu.mig && is_identity(&gpu.uuid));
         let mut gpus: Vec<GpuFacts> = whole.take(MAX_GPUS).collect();

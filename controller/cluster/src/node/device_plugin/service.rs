@@ -42,16 +42,17 @@ pub const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 /// Maximum number of lists that are watched at a time. A kubelet watches one.
 const MAX_WATCHERS: usize = 16;
 
-/// The optional calls that are served.
+/// Returns which optional calls the plugin serves.
 #[must_use]
 pub fn options() -> DevicePluginOptions {
     DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
 }
 
-/// The service, with the seats that it offers.
+/// The gRPC service of the device plugin, with the seats that it offers.
 #[derive(Clone)]
 pub struct SeatService {
-    /// The seats. Each watched list has a receiver, and nothing else has one.
+    /// Channel of the list of seats. Only the streams on which a kubelet watches the list have a
+    /// receiver.
     pub seats: watch::Sender<SeatList>,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,
@@ -113,7 +114,8 @@ impl SeatService {
     }
 }
 
-/// A stream with the present list, and with the list after each change.
+/// Returns a stream of the list of seats. It yields the present list at once, and the new list
+/// after each change.
 fn lists(
     mut seats: watch::Receiver<SeatList>,
 ) -> impl Stream<Item = Result<ListAndWatchResponse, Status>> + Send + 'static {

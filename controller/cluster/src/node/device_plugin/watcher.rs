@@ -14,11 +14,11 @@ use crate::{
     },
 };
 
-/// Number of failed readings in a row after which the driver is taken for gone. A single reading can
-/// fail while Affinode's programs are replaced.
+/// Number of failed readings in a row after which all GPUs are reported as gone. A single reading
+/// can fail while Affinode's programs are replaced.
 const FAILURES: u32 = 3;
 
-/// Whether the seats are handed out.
+/// Whether the seats are offered to the kubelet. The node agent decides this.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SeatOffer {
     /// The node agent has not checked the node yet.
@@ -45,7 +45,8 @@ impl Default for ReadPace {
     }
 }
 
-/// Watches the GPUs of a node. `R` reads them.
+/// Reads the GPUs of a node at intervals, and updates the list of seats. `R` is the function that
+/// reads the GPUs.
 pub struct SeatWatcher<R> {
     /// Reads the GPUs of the node.
     pub read: R,
@@ -53,16 +54,17 @@ pub struct SeatWatcher<R> {
     pub lookup: CdiLookup,
     /// Number of seats of a GPU, before the host memory limits it.
     pub factor: OversubscriptionFactor,
-    /// Whether the seats are handed out.
+    /// Whether the seats are offered to the kubelet.
     pub offer: watch::Receiver<SeatOffer>,
-    /// Gets the seats after each change.
+    /// Channel to which the list of seats is sent after each change.
     pub seats: watch::Sender<SeatList>,
     /// Pauses between two readings.
     pub pace: ReadPace,
 }
 
 impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
-    /// Watches until the future is dropped, or the node agent's part of the plugin ends.
+    /// Reads the GPUs at intervals. Ends when the future is dropped, or when the node agent drops
+    /// its handle of the plugin.
     pub async fn run(mut self) {
         let (mut known, mut failures) = (KnownGpus::default(), 0);
         loop {

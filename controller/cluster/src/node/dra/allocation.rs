@@ -1,4 +1,4 @@
-//! The GPUs that the scheduler allocated to a claim.
+//! Reads from a ResourceClaim which GPUs the scheduler allocated to it.
 
 use affinode_proto::annotations::set_the_same;
 use k8s_openapi::api::resource::v1::{
@@ -17,13 +17,13 @@ const MAX_DEVICES: usize = 32;
 /// A GPU that is allocated to a claim, as a whole or as a share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedGpu {
-    /// Request of the claim, `name` or `name/subrequest`.
+    /// Name of the request in the claim: `name` or `name/subrequest`.
     pub request: String,
     /// Pool of the device, which is the node's name.
     pub pool: String,
     /// Name of the device in the pool.
     pub device: String,
-    /// The share of the device.
+    /// Identity of the allocated share. `None`: the device is allocated as a whole.
     pub share_id: Option<String>,
     /// Policy for the containers of the claim, as annotations.
     pub policy: Annotations,
@@ -32,7 +32,7 @@ pub struct AllocatedGpu {
 /// Reason why a claim cannot be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum AllocationError {
-    /// The claim was deleted, and another one has its name.
+    /// The claim was deleted, and a new claim with the same name was created.
     #[error("claim {claim} has UID {found:?} instead of {wanted}; it was replaced, delete the pod")]
     Replaced {
         /// `namespace/name` of the claim.
@@ -63,7 +63,7 @@ pub enum AllocationError {
         /// Name of this node.
         node: String,
     },
-    /// The opaque configuration is invalid.
+    /// An opaque configuration in the claim's allocation is invalid.
     #[error("claim {claim}, opaque configuration {number} of its allocation")]
     Policy {
         /// `namespace/name` of the claim.
@@ -129,8 +129,9 @@ fn allocated_gpu(
     })
 }
 
-/// Parses this driver's configurations. Each has the requests for which it applies. Those of the
-/// device class come first, so that those of the claim replace their settings.
+/// Parses the configurations of this driver, each with the requests to which it applies.
+/// Configurations of the device class come first, so that configurations of the claim override
+/// their settings.
 fn policies<'a>(
     configs: &'a [DeviceAllocationConfiguration],
     claim: &str,
@@ -148,8 +149,9 @@ fn policies<'a>(
     parsed.collect()
 }
 
-/// Whether a configuration for these requests applies to the result of a request. An empty list
-/// means all requests. The name of a request includes its subrequests.
+/// Returns whether a configuration for these requests applies to a device that was allocated for
+/// the request `of_result`. An empty list means all requests. The name of a request also covers its
+/// subrequests.
 fn applies(requests: &[String], of_result: &str) -> bool {
     let main = of_result.split('/').next().unwrap_or_default();
     requests.is_empty() || requests.iter().any(|request| request == of_result || request == main)

@@ -20,15 +20,16 @@ const FRAME_HEAD_BYTES: usize = 9;
 const MAX_PAYLOAD_BYTES: usize = 16_384;
 /// Type of a frame that begins a header block.
 const HEADERS: u8 = 1;
-/// Flag of a frame that ends with padding, whose length is the first byte.
+/// Flag of a frame with padding at its end. The first byte of the payload is the length of the
+/// padding.
 const PADDED: u8 = 0x8;
 /// Flag of a header frame with five bytes of priority.
 const PRIORITY: u8 = 0x20;
 /// Index of `:authority` in HPACK's static table.
 const AUTHORITY: usize = 1;
 
-/// Copies what a client sends to a server, with a valid authority in each request. Returns when the
-/// client has ended its side.
+/// Forwards the bytes that a client sends to a server, and makes the authority of each request
+/// valid. Returns when the client has closed its side of the connection.
 ///
 /// # Errors
 /// A side failed, or the client sends a frame that exceeds HTTP/2's default size.
@@ -63,7 +64,8 @@ pub async fn forward(
     }
 }
 
-/// The header block in the payload of a header frame. It is empty if the frame is malformed.
+/// Returns the header block in the payload of a header frame. It is empty if the frame is
+/// malformed.
 fn header_block(payload: &mut [u8], flags: u8) -> &mut [u8] {
     let padded = flags & PADDED != 0;
     let padding = if padded { payload.first().copied().unwrap_or(0).into() } else { 0 };
@@ -131,7 +133,7 @@ fn integer(block: &[u8], at: usize, bits: u32) -> Option<(usize, usize)> {
 mod tests {
     use super::*;
 
-    /// A literal field with an indexed name and a value that is not Huffman-coded.
+    /// Encodes a literal header field, with an indexed name and a value that is not Huffman-coded.
     fn field(index: u8, value: &str) -> Vec<u8> {
         let length = u8::try_from(value.len()).unwrap();
         [&[index, length], value.as_bytes()].concat()

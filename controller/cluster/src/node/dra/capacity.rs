@@ -1,4 +1,4 @@
-//! How much memory of a GPU claims may ask for in total.
+//! Computes how much memory of a GPU the resource claims may request in total.
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 
@@ -8,7 +8,7 @@ const MIB: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OversubscriptionFactor(f64);
 
-/// The text is not a factor.
+/// Error for a text that is not an oversubscription factor.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is no oversubscription factor; accepted: a number from 1 to 16, such as 2.0")]
 pub struct FactorError(String);
@@ -23,13 +23,14 @@ impl std::str::FromStr for OversubscriptionFactor {
 }
 
 impl OversubscriptionFactor {
-    /// The factor by which a GPU has this number of seats, from 1 to 16.
+    /// Returns the factor with which a GPU has this number of seats. Numbers outside 1 to 16 are
+    /// clamped.
     #[must_use]
     pub fn of_seats(seats: u8) -> Self {
         Self(f64::from(seats.clamp(1, 16)))
     }
 
-    /// The memory beyond `vram_bytes` that this factor allows, in bytes.
+    /// Returns the memory beyond `vram_bytes` that this factor allows, in bytes.
     #[allow(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -41,13 +42,14 @@ impl OversubscriptionFactor {
     }
 }
 
-/// Memory of a GPU in bytes, as its device in a ResourceSlice has it. All values are multiples of
-/// 1 MiB.
+/// Memory of a GPU that is offered to claims, in bytes, as a ResourceSlice contains it. All values
+/// are multiples of 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryCapacity {
-    /// The sum that claims may ask for.
+    /// Memory that all claims together may request.
     pub total_bytes: u64,
-    /// The VRAM, which is what one claim may ask for. No container can use more of one GPU.
+    /// VRAM of the GPU. One claim may request at most this, because no container can use more of
+    /// one GPU.
     pub vram_bytes: u64,
 }
 
@@ -57,10 +59,10 @@ pub struct MemoryCapacity {
 /// VRAM + min((factor - 1) * VRAM, host memory * VRAM / VRAM of all GPUs)
 /// ```
 ///
-/// What exceeds the VRAM is offloaded while other containers use the GPU, so host memory must be
-/// able to hold it. The GPUs of a node share its host memory by the size of their VRAM. A GPU that
-/// cannot be read keeps its share, because host memory can still hold the VRAM of its containers. It
-/// counts as the largest one.
+/// Memory that exceeds the VRAM is offloaded while other containers use the GPU, so host memory
+/// must be able to hold it. The GPUs of a node share its host memory in proportion to their VRAM. A
+/// GPU that cannot be read also gets a share, because host memory may hold the VRAM of its
+/// containers. It counts with the VRAM of the largest GPU.
 #[must_use]
 pub fn memory(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) -> MemoryCapacity {
     let whole = node.gpus.iter().filter(|gpu| !gpu.mig).map(|gpu| u128::from(gpu.vram_bytes));

@@ -1,5 +1,6 @@
-//! The CDI specification of a prepared claim. containerd reads it when it creates a container of the
-//! claim. It also records what was prepared, so that a new agent gives the same answer.
+//! The CDI specification of a prepared claim. containerd reads it when it creates a container of
+//! the claim. The specification also records what was prepared, so that a restarted agent gives the
+//! kubelet the same answer.
 //!
 //! The specification has one device for each allocated GPU, so that a container that names one
 //! request of the claim gets that request's policy only. The device nodes and libraries of the GPU
@@ -9,14 +10,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{allocation::AllocatedGpu, messages::PreparedDevice};
 
-/// Kind of the devices of claims.
+/// CDI kind of the devices that this driver defines for claims.
 pub const KIND: &str = "gpu.affinode.io/claim";
-/// Version of the specification that introduced annotations.
+/// Version of the CDI specification that introduced annotations.
 const VERSION: &str = "0.6.0";
 /// Environment variable that shows a container its claim: `namespace/name`.
 const CLAIM_ENV: &str = "AFFINODE_CLAIM";
 
-/// A claim that is to be prepared.
+/// Namespace, name and UID of a resource claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimName {
     /// Namespace of the claim.
@@ -31,7 +32,7 @@ pub struct ClaimName {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ClaimUid(String);
 
-/// The text is not a UID.
+/// Error for a text that is not a valid UID of a claim.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is no UID of a claim; accepted: 1 to 63 letters, digits and hyphens")]
 pub struct UidError(String);
@@ -71,7 +72,8 @@ struct SpecDevice {
     container_edits: ContainerEdits,
 }
 
-/// What the kubelet was told about a device.
+/// Properties of a device that the driver reports to the kubelet, stored as annotations of the CDI
+/// device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct DeviceRecord {
     #[serde(rename = "affinode.io/request")]
@@ -114,8 +116,8 @@ pub struct ClaimDevice {
 }
 
 impl ClaimSpec {
-    /// Whether the specification was made for exactly these GPUs. A claim with the same UID can be
-    /// allocated again.
+    /// Returns whether the specification was made for exactly these GPUs. A claim with the same UID
+    /// can later be allocated to other GPUs.
     #[must_use]
     pub fn is_for(&self, gpus: &[AllocatedGpu]) -> bool {
         let same = |(device, gpu): (&SpecDevice, &AllocatedGpu)| {
@@ -151,7 +153,7 @@ impl ClaimSpec {
         }
     }
 
-    /// The devices as the kubelet gets them.
+    /// Returns the devices in the form in which the driver reports them to the kubelet.
     #[must_use]
     pub fn prepared(&self) -> Vec<PreparedDevice> {
         let prepared = |device: &SpecDevice| {
@@ -169,7 +171,7 @@ impl ClaimSpec {
     }
 }
 
-/// Name of the device with this position in the specification of a claim.
+/// Returns the name of a claim's CDI device from its position in the specification.
 #[must_use]
 pub fn device_name(uid: &ClaimUid, number: usize) -> String {
     format!("{uid}-{number}")

@@ -1,6 +1,6 @@
-//! Finds the GPU in the CDI specifications that NVIDIA's container toolkit makes (`nvidia-ctk cdi
-//! generate`). They contain the device nodes and libraries of the GPU, and follow the driver, so
-//! this driver does not repeat them.
+//! Finds a GPU in the CDI specifications that NVIDIA's container toolkit makes (`nvidia-ctk cdi
+//! generate`). They contain the GPU's device nodes and the libraries of the installed driver. This
+//! DRA driver therefore refers to them and does not repeat their content.
 
 use std::{
     fs, io,
@@ -23,7 +23,7 @@ pub struct CdiLookup {
     pub kind: String,
 }
 
-/// A GPU that is looked up.
+/// Names by which a GPU is searched for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuNames {
     /// Name of the device in the ResourceSlice: the UUID in lower case.
@@ -100,8 +100,9 @@ impl CdiLookup {
     }
 }
 
-/// The name of a GPU in a specification. The toolkit names GPUs by UUID, by index, or by both. A
-/// UUID is preferred, because an index can change when the machine starts again.
+/// Chooses the name under which a specification lists a GPU. The toolkit names GPUs by UUID, by
+/// index, or by both. A UUID is preferred, because an index can change when the machine starts
+/// again.
 fn choose<'a>(names: &[&'a str], gpu: &GpuNames) -> Option<&'a str> {
     let by_uuid = names.iter().find(|name| name.eq_ignore_ascii_case(&gpu.device));
     let index = gpu.index.map(|index| index.to_string());

@@ -61,7 +61,8 @@ impl ClaimFiles {
         serde_json::from_slice(&text).ok()
     }
 
-    /// Records that the kubelet asks for a claim, until [`ClaimFiles::remove`].
+    /// Records that the kubelet has asked for the preparation of a claim. The record exists until
+    /// [`ClaimFiles::remove`].
     ///
     /// # Errors
     /// [`FileError`]: the file cannot be written.
@@ -75,7 +76,8 @@ impl ClaimFiles {
         })
     }
 
-    /// Whether the kubelet has asked for this claim, and has not reverted that.
+    /// Returns whether the kubelet has asked for the preparation of this claim, and has not
+    /// reverted the request.
     #[must_use]
     pub fn is_requested(&self, uid: &ClaimUid) -> bool {
         self.request_file(uid).exists()
@@ -127,8 +129,8 @@ impl ClaimFiles {
         remove(&self.request_file(uid))
     }
 
-    /// The claims that the kubelet has asked for, and those that are prepared: UID, and
-    /// `namespace/name`, or the UID again if the names are unknown.
+    /// Returns the claims that the kubelet has asked for or that are prepared. The key is the UID.
+    /// The value is `namespace/name`, or the UID again if the name is unknown.
     ///
     /// # Errors
     /// [`FileError`]: a folder cannot be read.
@@ -159,7 +161,7 @@ impl ClaimFiles {
     }
 }
 
-/// Names of the files in a folder. A missing folder has none.
+/// Returns the names of the files in a folder. For a missing folder, the list is empty.
 fn names(folder: &Path) -> Result<Vec<String>, FileError> {
     let failed = |source| FileError { verb: "read the folder", path: folder.to_owned(), source };
     let entries = match fs::read_dir(folder) {
@@ -183,14 +185,15 @@ fn write(file: &Path, text: &[u8]) -> io::Result<()> {
     fs::rename(&fresh, file)
 }
 
-/// Name of a file until it is complete. containerd reads only files that end with .json or .yaml.
+/// Returns the name that a file has until it is completely written. containerd ignores this name,
+/// because it reads only files that end with .json or .yaml.
 fn unfinished(file: &Path) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(".new");
     name.into()
 }
 
-/// Removes a file, and what an interrupted write has left of it.
+/// Removes a file, and its unfinished copy if a write was interrupted.
 fn remove(file: &Path) -> Result<(), FileError> {
     for path in [file.to_owned(), unfinished(file)] {
         match fs::remove_file(&path) {

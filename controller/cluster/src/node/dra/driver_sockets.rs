@@ -30,7 +30,8 @@ pub enum ServeError {
     Server(#[from] tonic::transport::Error),
 }
 
-/// The places of the driver's two sockets.
+/// Paths of the driver's two sockets: the endpoint that prepares claims, and the registration
+/// socket.
 pub struct DriverSockets {
     kubelet_dir: PathBuf,
     /// Path of the endpoint as the node sees it, and as this process sees it.
@@ -39,7 +40,7 @@ pub struct DriverSockets {
 }
 
 impl DriverSockets {
-    /// The sockets below this folder of the kubelet on the node.
+    /// Computes the paths of the sockets below the kubelet's folder on the node.
     #[must_use]
     pub fn new(kubelet_dir: &Path, places: &HostPaths) -> DriverSockets {
         let endpoint = kubelet_dir.join("plugins").join(DRIVER).join("dra.sock");

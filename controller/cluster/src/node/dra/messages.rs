@@ -19,7 +19,7 @@ pub struct PluginInfo {
     /// Name of the driver.
     #[prost(string, tag = "2")]
     pub name: String,
-    /// Path on the node of the socket that serves the kind's service.
+    /// Path on the node of the socket on which the plugin serves its calls.
     #[prost(string, tag = "3")]
     pub endpoint: String,
     /// Services that the socket serves.
@@ -78,7 +78,7 @@ pub struct PreparedClaim {
     /// The claim's devices of this driver.
     #[prost(message, repeated, tag = "1")]
     pub devices: Vec<PreparedDevice>,
-    /// Reason why the claim is not prepared. Empty: it is.
+    /// Reason why the claim is not prepared. Empty: the claim is prepared.
     #[prost(string, tag = "2")]
     pub error: String,
 }

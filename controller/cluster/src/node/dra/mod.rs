@@ -1,6 +1,6 @@
-//! A driver for Dynamic Resource Allocation (DRA), `resource.k8s.io/v1`. It hands each GPU out to
-//! several claims, in shares of an oversubscribed capacity of memory. The capacity is accounted by
-//! the scheduler. Nothing enforces it in a container.
+//! A driver for Dynamic Resource Allocation (DRA), `resource.k8s.io/v1`. It offers each GPU to
+//! several claims. Each claim gets a share of the GPU's memory capacity, which may exceed the VRAM.
+//! The scheduler accounts for the capacity. Nothing enforces it in a container.
 //!
 //! ```text
 //! GPUs ──[`slice`]──> ResourceSlice ──> scheduler ──> status of a ResourceClaim
@@ -10,8 +10,8 @@
 //!                      CDI specification [`cdi`] + GPU in NVIDIA's specification [`cdi_lookup`]
 //! ```
 //!
-//! A claim is prepared as long as its file exists ([`claim_files`]), so an agent that ends loses
-//! nothing. The slice is published while the node serves the runtime ([`publisher`]).
+//! A claim is prepared as long as its file exists ([`claim_files`]), so no state is lost when the
+//! agent ends. The slice is published while the node serves the runtime ([`publisher`]).
 
 pub mod allocation;
 mod authority;
@@ -50,7 +50,7 @@ use crate::error_chain;
 
 /// Name of the driver. Devices, attributes and configurations refer to it.
 pub const DRIVER: &str = "gpu.affinode.io";
-/// The folder, beside the chosen one, in which CDI specifications are looked up.
+/// Folder in which CDI specifications are searched, in addition to the folder of `--dra-cdi-dir`.
 const STATIC_CDI_DIR: &str = "/etc/cdi";
 /// Time limit for the deletion of the slice after its withdrawal.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,7 +80,7 @@ pub struct DraOptions {
 }
 
 impl DraOptions {
-    /// The search for GPUs in the CDI specifications of NVIDIA's container toolkit.
+    /// Returns the look-up of GPUs in the CDI specifications of NVIDIA's container toolkit.
     #[must_use]
     pub fn lookup(&self, places: &HostPaths) -> CdiLookup {
         let folders = [self.cdi_dir.as_path(), STATIC_CDI_DIR.as_ref()];
@@ -92,7 +92,7 @@ impl DraOptions {
 /// Reason why Affinode cannot be removed from the node.
 #[derive(Debug, thiserror::Error)]
 pub enum InUseError {
-    /// Without the driver, the kubelet could not end the pods of these claims.
+    /// Resource claims are in use. Without the driver, the kubelet could not end their pods.
     #[error(
         "{count} resource claims of driver {DRIVER} are in use on this node: delete the pods of {names}"
     )]
@@ -102,10 +102,10 @@ pub enum InUseError {
         /// `namespace/name` of the first claims.
         names: String,
     },
-    /// The scheduler may still give the node's GPUs to pods.
+    /// The node's ResourceSlice is not deleted yet, so the scheduler may still assign GPUs to pods.
     #[error("the ResourceSlice of this node is not deleted yet")]
     Offered,
-    /// It is unknown whether claims are in use.
+    /// The files of the claims cannot be read, so it is unknown whether claims are in use.
     #[error(transparent)]
     Files(#[from] FileError),
 }
@@ -113,7 +113,7 @@ pub enum InUseError {
 /// Maximum number of claims that an error names.
 const MAX_NAMED: usize = 5;
 
-/// The driver's part that the node agent controls.
+/// Handle by which the node agent controls the DRA driver.
 pub struct DraControl {
     files: ClaimFiles,
     demand: watch::Sender<SliceDemand>,
@@ -122,18 +122,20 @@ pub struct DraControl {
 }
 
 impl DraControl {
-    /// Offers the node's GPUs, or withdraws them.
+    /// Sets whether the driver offers the node's GPUs to the scheduler or withdraws them.
     pub fn demand(&self, demand: SliceDemand) {
         self.demand.send_if_modified(|known| std::mem::replace(known, demand) != demand);
     }
 
-    /// Reason why the kubelet does not use the driver. `None`: it does, or that is not known yet.
+    /// Reason why the kubelet does not use the driver. `None`: the kubelet uses it, or this is not
+    /// known yet.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()
     }
 
-    /// Checks that no pod needs the driver, and waits until no pod is placed on the node by a claim.
+    /// Checks that no claim is in use, and waits until the ResourceSlice is withdrawn, so that the
+    /// scheduler places no further pod here by a claim. The driver can then be removed.
     ///
     /// # Errors
     /// [`InUseError`]: a claim is in use, the GPUs are still offered, or that is unknown.
@@ -170,7 +172,7 @@ pub struct DraDriver {
 }
 
 impl DraDriver {
-    /// Prepares the driver. `None`: it is off.
+    /// Prepares the driver. `None`: the options do not enable it.
     #[must_use]
     pub fn new(
         options: &DraOptions,
@@ -216,8 +218,9 @@ impl DraDriver {
         Some((driver, DraControl { files, demand, withdrawn, problem }))
     }
 
-    /// Serves the kubelet until the future is dropped. The sockets are removed then. An error is
-    /// reported and the driver starts again, because the agent does more than this.
+    /// Serves the kubelet until the future is dropped, which removes the sockets. After an error,
+    /// the driver logs the error and starts again, because the agent has other tasks and must
+    /// continue.
     pub async fn run(self) {
         let serving = async {
             let mut said = None;

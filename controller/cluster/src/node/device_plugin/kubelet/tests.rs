@@ -1,4 +1,4 @@
-//! Registers at a kubelet of the tests.
+//! Tests of the plugin's registration at a fake kubelet.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,7 +18,8 @@ impl Drop for Linked {
     }
 }
 
-/// A plugin that gives a kubelet that does not watch the devices this number of checks.
+/// Creates a plugin that does not run yet. It registers again after `unwatched_looks` checks in
+/// which no kubelet watches the devices.
 fn unlinked(folder: &Path, seats: SeatList, unwatched_looks: u32) -> KubeletLink {
     let tick = Duration::from_millis(5);
     KubeletLink {
@@ -30,7 +31,8 @@ fn unlinked(folder: &Path, seats: SeatList, unwatched_looks: u32) -> KubeletLink
     }
 }
 
-/// Starts such a plugin.
+/// Starts a plugin that registers again after `unwatched_looks` checks in which no kubelet watches
+/// the devices.
 fn link(seats: SeatList, unwatched_looks: u32) -> Linked {
     let folder = tempfile::tempdir().unwrap();
     let link = unlinked(folder.path(), seats, unwatched_looks);

@@ -17,7 +17,8 @@ struct Served {
     _socket: NodeSocket,
 }
 
-/// Serves GPU-a and GPU-b with two seats each, and CDI devices of the first two.
+/// Serves GPU-a and GPU-b with two seats each, and GPU-c with one seat. Only GPU-a and GPU-b have
+/// CDI devices.
 fn serve() -> Served {
     let folder = tempfile::tempdir().unwrap();
     let seats = watch::Sender::new(seat_list(&[("GPU-a", 2), ("GPU-b", 2), ("GPU-c", 1)]));

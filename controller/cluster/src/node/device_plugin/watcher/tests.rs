@@ -1,4 +1,4 @@
-//! Reads GPUs that the tests change.
+//! Tests of the watcher, with GPUs that the tests change.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,7 +7,7 @@ use futures_util::FutureExt;
 use super::*;
 use crate::node::device_plugin::fake_kubelet::{cdi, health, reading};
 
-/// The GPUs that the driver reports. `None`: it reports an error.
+/// The GPUs that the simulated driver reports. `None`: the driver reports an error.
 type Driver = Arc<Mutex<Option<NodeGpus>>>;
 
 struct Watched {
