@@ -1,5 +1,5 @@
-//! The common part of this program's services: one thread, a client of the API server, a port, and
-//! the shutdown on a signal.
+//! Common parts of the node agent and the webhook: the async runtime on one thread, a client of the
+//! API server, a listening port, and the shutdown on a signal.
 
 use std::{io, net::SocketAddr};
 
@@ -17,7 +17,7 @@ use crate::{
     node::device_plugin::DevicePluginError,
 };
 
-/// Reason why a service does not run.
+/// Reason why a service could not start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
     /// The async runtime or the signal handler could not be created: a resource of the machine is
@@ -45,7 +45,7 @@ pub enum ServiceError {
     Listen(SocketAddr, #[source] io::Error),
 }
 
-/// Receives SIGTERM and SIGINT from the time of its creation.
+/// Receiver of SIGTERM and SIGINT. Signals that arrive after its creation are not lost.
 pub struct StopSignal {
     term: Signal,
     int: Signal,
@@ -68,7 +68,7 @@ impl StopSignal {
     }
 }
 
-/// Runs a service on this thread.
+/// Runs a service on the present thread until it ends.
 ///
 /// # Errors
 /// [`ServiceError`]: the async runtime cannot start, or the service has failed.
@@ -87,12 +87,12 @@ pub fn run<F: Future<Output = Result<(), ServiceError>>>(
 /// Returns a client of the API server, with the pod's service account or with KUBECONFIG.
 ///
 /// # Errors
-/// [`ServiceError::Cluster`]: neither is available.
+/// [`ServiceError::Cluster`]: there is neither a service account nor a kubeconfig.
 pub async fn client() -> Result<Client, ServiceError> {
     Client::try_default().await.map_err(|error| ServiceError::Cluster(ApiError(error)))
 }
 
-/// Binds the port of a service.
+/// Binds the TCP port of a service.
 ///
 /// # Errors
 /// [`ServiceError::Listen`]: the port cannot be bound.

@@ -20,7 +20,7 @@ fn help(command: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The part of a text between two of its lines.
+/// Returns the part of a text from the string `from` to the next occurrence of the string `to`.
 fn part<'a>(text: &'a str, from: &str, to: &str) -> &'a str {
     let from = text.find(from).unwrap();
     &text[from..from + text[from..].find(to).unwrap()]

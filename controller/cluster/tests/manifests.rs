@@ -31,7 +31,7 @@ fn one<T: DeserializeOwned>(file: &str, kind: &str) -> T {
     serde_json::from_value(document).unwrap()
 }
 
-/// The default value of an option, from the output of `--help`.
+/// Returns the default value of an option, from the output of `--help`.
 fn default(option: &str) -> String {
     let program = env!("CARGO_BIN_EXE_affinode-cluster");
     let help = std::process::Command::new(program).args(["webhook", "--help"]).output().unwrap();

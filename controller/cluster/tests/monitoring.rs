@@ -1,5 +1,5 @@
-//! Checks alert rules, dashboards and documents: each metric of the node agent or the webhook that
-//! they name must exist.
+//! Checks that each metric of the node agent or the webhook that alert rules, dashboards and
+//! documents name exists.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -13,8 +13,8 @@ use affinode_cluster::{
     },
 };
 
-/// Names of metrics of these programs in a text. A name that ends with `_` is a prefix of several
-/// metrics.
+/// Returns the metrics of the node agent and the webhook that a text names. A name that ends with
+/// `_` is a prefix of several metrics.
 fn names(text: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (start, _) in text.match_indices("affinode_") {

@@ -1,4 +1,4 @@
-//! Reads the node's GPUs with the installed program.
+//! Reads the node's GPUs by running the installed program `affinode`.
 
 use std::{io, process::Output};
 
@@ -7,8 +7,8 @@ use tokio::task::JoinHandle;
 
 use super::host::{self, HostError, HostPaths};
 
-/// Reads the GPUs by a process. A process that hangs in the driver cannot always be ended, so no
-/// second one is started beside it.
+/// Reads the node's GPUs in a child process. A process that hangs in the driver cannot always be
+/// ended, so no second process is started while one runs.
 pub struct GpuReader {
     places: HostPaths,
     running: Option<JoinHandle<io::Result<Output>>>,

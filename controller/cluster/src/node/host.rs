@@ -1,5 +1,5 @@
-//! The host on which this container runs. Runs `affinode` there, and writes the cluster's part of
-//! the controller's configuration.
+//! The host on which the agent's container runs. This module runs `affinode` for the host, and
+//! writes the part of the controller's configuration that the cluster sets.
 
 use std::{
     fs, io,
@@ -13,11 +13,12 @@ use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
 use tokio::process::Command;
 
-/// The cluster's file in the configuration folder of the controller.
+/// Path of the file with the cluster's configuration, relative to the controller's configuration
+/// folder.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
 /// State of a file that has not changed since its installation, in the output of `affinode status`.
 const IN_PLACE: &str = "in-place";
-/// Time limit for a command. An installation waits for containerd for up to a minute.
+/// Time limit for a command of `affinode`. An installation waits for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
 /// Time limit for reading the GPUs. A driver that is not kept loaded starts within a few seconds.
 pub(super) const GPUS_TIMEOUT: Duration = Duration::from_secs(60);
@@ -103,11 +104,11 @@ pub enum HostError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves the handler, and all files are as they were installed.
+    /// containerd serves the handler, and all files are unchanged since the installation.
     Served,
-    /// containerd serves the handler, but an installation would change it.
+    /// containerd serves the handler, but a new installation would change it.
     Outdated,
-    /// containerd serves an earlier form of the handler until containerd's next start.
+    /// containerd serves an earlier version of the handler until containerd's next start.
     RestartDue,
     /// The handler is installed, but containerd has not been restarted since then.
     RestartNeeded,
@@ -117,7 +118,7 @@ pub enum HandlerState {
 }
 
 impl HandlerState {
-    /// Whether containerd serves a handler of Affinode, in this or an earlier form.
+    /// Returns whether containerd serves Affinode's handler, in the present or an earlier version.
     #[must_use]
     pub fn serves(self) -> bool {
         matches!(self, Self::Served | Self::Outdated | Self::RestartDue)
@@ -137,7 +138,7 @@ struct UnitStatus {
     state: UnitState,
 }
 
-/// State of the controller's systemd unit. Contains only the states to which the agent reacts.
+/// State of the controller's systemd unit. States to which the agent does not react are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum UnitState {
@@ -161,13 +162,13 @@ struct HandlerStatus {
 }
 
 impl HostPaths {
-    /// Returns the path in this container of a path of the node.
+    /// Returns the path at which this container sees a path of the node.
     #[must_use]
     pub fn on_host(&self, path: &Path) -> PathBuf {
         self.host_root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// Returns the steps that an installation would run now.
+    /// Returns the steps that an installation would execute now.
     ///
     /// # Errors
     /// [`HostError`]: the command failed.
@@ -214,18 +215,20 @@ impl HostPaths {
         Ok(command)
     }
 
-    /// Waits until Affinode can be removed, without changing anything.
+    /// Checks that Affinode can be removed, and waits for that. Changes nothing.
     ///
     /// # Errors
-    /// [`HostError`]: in most cases, containers of the runtime still run.
+    /// [`HostError`]: Affinode cannot be removed, usually because containers of the runtime still
+    /// run.
     pub async fn may_go(&self) -> Result<(), HostError> {
         self.take_off(&["--dry-run"]).await
     }
 
-    /// Removes Affinode. Missing parts are not an error.
+    /// Removes Affinode from the node. Missing parts are not an error.
     ///
     /// # Errors
-    /// [`HostError`]: in most cases, containers of the runtime still run.
+    /// [`HostError`]: Affinode was not removed, usually because containers of the runtime still
+    /// run.
     pub async fn uninstall(&self) -> Result<(), HostError> {
         self.take_off(&[]).await?;
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -254,11 +257,13 @@ impl HostPaths {
         succeeded(self.installer("uninstall", &arguments, TIME + self.drain).await?).map(drop)
     }
 
-    /// Writes the cluster's part of the configuration. Returns whether it has changed. An invalid
-    /// configuration is not written, because no controller would start with it.
+    /// Writes the cluster's part of the controller's configuration to the node. Returns whether it
+    /// has changed. An invalid configuration is not written, because no controller would start with
+    /// it.
     ///
     /// # Errors
-    /// [`HostError`]: the earlier file stays in use.
+    /// [`HostError`]: the new configuration is invalid or cannot be written. The earlier file stays
+    /// in use.
     pub async fn configure(&self) -> Result<bool, HostError> {
         let Some(config) = &self.config else { return Ok(false) };
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -282,8 +287,8 @@ impl HostPaths {
         put().map(|()| true).map_err(fail(&file))
     }
 
-    /// Whether systemd keeps a controller running. The systemd unit knows only the default folders.
-    /// Other folders are known only to shims, from containerd's environment.
+    /// Returns whether systemd keeps a controller running. The systemd unit knows only the default
+    /// folders. Only shims know other folders, from containerd's environment.
     fn keeps_controller(&self) -> bool {
         let usual = Path::new(paths::CONFIG_FILE).parent();
         self.controller_unit
@@ -329,7 +334,7 @@ impl HostPaths {
     }
 }
 
-/// Returns the command `affinode` that is in the folder of this program.
+/// Returns a command that runs the program `affinode` in the folder of this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
     Ok(Command::new(own.with_file_name("affinode")))

@@ -108,7 +108,7 @@ pub struct NodeOptions {
     device_plugin: DevicePluginOptions,
 }
 
-/// Manages the node until SIGTERM or SIGINT.
+/// Runs the node agent until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`]: the service cannot start.
@@ -179,15 +179,16 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
 
 struct NodeAgent<'a> {
     options: &'a NodeOptions,
-    /// `None`: the agent is no DRA driver.
+    /// Handle of the DRA driver. `None`: the agent is no DRA driver.
     dra: Option<DraControl>,
-    /// `None`: the agent is no device plugin.
+    /// Handle of the device plugin. `None`: the agent is no device plugin.
     seats: Option<SeatControl>,
     slots: RolloutSlots,
     events: NodeEvents,
     node_labels: NodeLabels,
     metrics: Arc<AgentMetrics>,
-    /// The certificate of the proxy. Its fingerprint is published.
+    /// The certificate of the HTTPS proxy. Its fingerprint is published in an annotation of the
+    /// node.
     shown: Arc<ServedCertificate>,
     /// Whether the installed files are known to be the files of this image.
     checked: bool,
@@ -221,7 +222,7 @@ impl NodeAgent<'_> {
         tokio::join!(watching, looking);
     }
 
-    /// Checks the node, runs the steps that are due, and returns the time until the next check.
+    /// Checks the node, executes the steps that are due, and returns the time until the next check.
     async fn look(&mut self) -> kube::Result<Duration> {
         let node = self.node_labels.read().await?;
         let ours = &self.options.installation;
@@ -236,7 +237,7 @@ impl NodeAgent<'_> {
         self.keep_installed(&node, labelled).await
     }
 
-    /// Reports that another installation manages the node, which is therefore left as it is.
+    /// Reports that another installation manages the node. The agent then does not change the node.
     fn leave_to(&mut self, other: &str) {
         let text = format!(
             "installation {other} manages this node; if it no longer exists, remove annotation \
@@ -297,7 +298,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// The state of a node that serves the runtime.
+    /// Returns the state text for a node that serves the runtime, with what is wrong if anything
+    /// is.
     fn served_state(&self) -> String {
         let mut state = "served".to_owned();
         if let Some(why) = &self.bad_config {
@@ -309,7 +311,7 @@ impl NodeAgent<'_> {
         state
     }
 
-    /// Records that the installation failed, and returns the state to report.
+    /// Records that the installation failed, and returns the node's state as text.
     async fn not_installed(
         &mut self,
         error: &HostError,
@@ -464,7 +466,7 @@ impl NodeAgent<'_> {
         self.needs_no_driver().await
     }
 
-    /// Checks that no pod needs the DRA driver. `Err`: the reason why one does.
+    /// Checks that no pod needs the DRA driver. `Err`: the reason why the driver is still needed.
     async fn needs_no_driver(&self) -> Result<(), String> {
         match &self.dra {
             Some(dra) => dra.may_go().await.map_err(|error| error_chain::chain(&error)),
@@ -472,7 +474,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Offers the node's GPUs to pods, or withdraws them. Pods that have GPUs keep them.
+    /// Offers the node's GPUs to pods if `served` is true, and otherwise withdraws them. Pods that
+    /// have GPUs keep them.
     fn offer(&self, served: bool) {
         self.demand_slices(if served { SliceDemand::Publish } else { SliceDemand::Withdraw });
         self.offer_seats(served);
@@ -500,7 +503,7 @@ impl NodeAgent<'_> {
         self.node_labels.serve(served).await
     }
 
-    /// Publishes the state of the node in its annotations, if the state has changed.
+    /// Publishes the state of the node in its annotations, if the published state differs.
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
         // A renewed certificate has another fingerprint.
         self.shown.refresh();
@@ -521,16 +524,16 @@ impl NodeAgent<'_> {
     }
 }
 
-/// Reason why a check failed.
+/// Reason why a check of the node failed.
 enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
-    /// The maximum number of nodes is being installed at this time.
+    /// The node must wait, because the maximum number of nodes is being installed at this time.
     NoSlot,
 }
 
-/// The state that the node is to reach if the uninstaller or an operator asked for a removal:
-/// [`READY`], [`RETIRED`] or [`EXCLUDED`]. `None`: Affinode stays installed.
+/// Returns the state that the uninstaller or an operator has requested for the node: [`READY`],
+/// [`RETIRED`] or [`EXCLUDED`]. `None`: no removal is requested, so Affinode stays installed.
 fn requested_removal(node: &PartialObjectMeta<Node>, ours: &str) -> Option<&'static str> {
     let asked = node.annotations().get(RETIRE);
     if asked == Some(&node_labels::may_go(ours)) {
@@ -544,7 +547,7 @@ fn requested_removal(node: &PartialObjectMeta<Node>, ours: &str) -> Option<&'sta
     }
 }
 
-/// Whether an operator excluded the node from Affinode.
+/// Returns whether an operator excluded the node from Affinode.
 fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
     node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
 }
@@ -561,8 +564,8 @@ impl From<kube::Error> for NodeTrouble {
     }
 }
 
-/// Notifies `changed` of each request in the node object: in the annotation of the uninstaller, or
-/// in the label of an operator.
+/// Notifies `changed` when a request in the node object changes: the uninstaller's annotation or
+/// the operator's label.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();

@@ -1,4 +1,4 @@
-//! Events of the node object, which `kubectl describe node` shows.
+//! Publishes Kubernetes events about the node object, which `kubectl describe node` shows.
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
@@ -8,7 +8,7 @@ use kube::{
 
 use crate::error_chain;
 
-/// Maximum length of a note, in characters. The API server's limit is 1024 bytes.
+/// Maximum length of an event's note, in characters. The API server's limit is 1024 bytes.
 const MAX_NOTE_CHARS: usize = 250;
 
 /// Publishes events of one node object.
@@ -36,8 +36,8 @@ impl NodeEvents {
         NodeEvents { recorder: Recorder::new(client, reporter), node }
     }
 
-    /// Publishes that the cluster's configuration is invalid, and that the node keeps the earlier
-    /// one.
+    /// Publishes an event: the cluster's configuration is invalid, and the node keeps the earlier
+    /// configuration.
     pub async fn config_refused(&self, why: &str) {
         let event = Event {
             type_: EventType::Warning,

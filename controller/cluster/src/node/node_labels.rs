@@ -1,5 +1,5 @@
-//! The label of the node object by which pods of the runtime class are scheduled, and Affinode's
-//! annotations of the node object.
+//! Affinode's label and annotations of the node object. The scheduler selects nodes for pods of the
+//! runtime class by the label.
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -11,26 +11,26 @@ use serde_json::{Value, json};
 
 /// Label of a node whose containerd serves the runtime. The value is `true`.
 pub const RUNTIME: &str = "affinode.io/runtime";
-/// Label that an operator sets to `true`. Affinode is then not installed on the node, or is removed
-/// from it.
+/// Label by which an operator excludes a node, with the value `true`. Affinode is then not
+/// installed on the node, or is removed from it.
 pub const EXCLUDE: &str = "affinode.io/exclude";
-/// Annotation: the installation that manages the node, `namespace/name`.
+/// Annotation with the installation that manages the node, as `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
-/// Annotation: state of the node, for operators and for the uninstaller.
+/// Annotation with the state of the node, for operators and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// Annotation: the uninstaller's request. The value of [`may_go`] asks whether Affinode can be
+/// Annotation with the uninstaller's request. The value of [`may_go`] asks whether Affinode can be
 /// removed. The value of [`must_go`] then requests the removal.
 pub const RETIRE: &str = "affinode.io/retire";
-/// Annotation: VRAM of idle containers that could be offloaded now, in bytes.
+/// Annotation with the VRAM of idle containers that could be offloaded now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
-/// Annotation: VRAM that offloaded containers have freed, in bytes.
+/// Annotation with the VRAM that offloaded containers have freed, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
-/// Annotation: SHA-256 of the agent's certificate, as 64 hex digits.
+/// Annotation with the SHA-256 of the agent's certificate, as 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 /// All annotations that the agent sets.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
-/// Value of [`STATE`] when Affinode can be removed: no container of the runtime runs.
+/// Value of [`STATE`] when Affinode can be removed, because no container of the runtime runs.
 pub const READY: &str = "ready to be removed";
 /// Value of [`STATE`] after Affinode was removed from the node.
 pub const RETIRED: &str = "retired";
@@ -39,13 +39,13 @@ pub const EXCLUDED: &str = "excluded: Affinode is not on this node";
 /// Prefix of [`STATE`] when Affinode cannot be removed.
 pub const NOT_RETIRED: &str = "cannot be removed: ";
 
-/// Value of [`RETIRE`] that requests a check whether the installation can be removed.
+/// Returns the value of [`RETIRE`] that asks whether the installation can be removed.
 #[must_use]
 pub fn may_go(installation: &str) -> String {
     installation.to_owned()
 }
 
-/// Value of [`RETIRE`] that requests the removal.
+/// Returns the value of [`RETIRE`] that requests the removal.
 #[must_use]
 pub fn must_go(installation: &str) -> String {
     format!("{installation} now")
@@ -65,7 +65,7 @@ impl NodeLabels {
         NodeLabels { api: Api::all(client), name: name.to_owned() }
     }
 
-    /// Reads labels and annotations.
+    /// Reads the labels and annotations of the node object.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error.
@@ -73,7 +73,8 @@ impl NodeLabels {
         self.api.get_metadata(&self.name).await
     }
 
-    /// Sets or removes the label of a served runtime.
+    /// Sets or removes the label [`RUNTIME`], which marks a node whose containerd serves the
+    /// runtime.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error.
@@ -82,7 +83,7 @@ impl NodeLabels {
         self.merge(json!({ "labels": { RUNTIME: value } })).await
     }
 
-    /// Sets annotations. `None` removes an annotation.
+    /// Sets annotations of the node object. `None` removes an annotation.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error.

@@ -1,5 +1,5 @@
-//! The condition and the label that show where the GPU memory of a pod is. Decides when they are
-//! written, without I/O: the caller passes the time.
+//! The condition and the label that show where the GPU memory of a pod is. This module decides when
+//! they are written. It does no I/O, and the caller passes the time.
 //!
 //! ```text
 //!  containers ──settled──> [`PodGpuStatus`] ──differs from shown──> allowed? ──> [`ConditionChange::Show`]
@@ -16,9 +16,9 @@ use affinode_proto::{
 
 use super::pod_events::{EventRateLimiter, size};
 
-/// The condition: whether the GPU memory of the pod is on the GPU.
+/// Type of the pod condition that states whether the GPU memory of the pod is on the GPU.
 pub const CONDITION: &str = "affinode.io/GpuResident";
-/// The label, with the name of the state, for `kubectl get pods -L`.
+/// Name of the pod label that contains the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
 /// Minimum duration of a transient state. A shorter state is not shown.
 const SETTLED_MS: i64 = 5_000;
@@ -30,7 +30,7 @@ const MAX_CONCURRENT_WRITES: usize = 8;
 /// Maximum length of a condition's message, in characters.
 const MESSAGE_CHARS: usize = 512;
 
-/// Identifies a pod's object.
+/// Identity of a pod's object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodName {
     /// Namespace of the pod.
@@ -41,22 +41,22 @@ pub struct PodName {
     pub uid: String,
 }
 
-/// The status shown for a pod. If several of its containers have a GPU, this is the status of the
-/// container whose state has the highest rank.
+/// The GPU status that is shown for a pod. If several of its containers have a GPU, it is the
+/// status of the container whose state has the highest rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodGpuStatus {
     /// State of the container whose state has the highest rank.
     pub state: State,
-    /// Reason in the form of condition reasons, such as `IdleTimeout`.
+    /// Reason for the state, in CamelCase as Kubernetes conditions have it, such as `IdleTimeout`.
     pub reason: String,
     /// The states and reasons of all containers, as text.
     pub message: String,
-    /// Time of the last change, in milliseconds since 1970.
+    /// Time at which the memory last moved to or from the GPU, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
 impl PodGpuStatus {
-    /// Whether the GPU memory is on the GPU.
+    /// Returns whether the GPU memory is on the GPU.
     #[must_use]
     pub fn is_resident(&self) -> bool {
         !matches!(self.state, State::Offloaded | State::Queued | State::Restoring | State::Lost)
@@ -76,7 +76,7 @@ pub enum ConditionChange {
     Clear(PodName),
 }
 
-/// Records which conditions have been written to the pods.
+/// Determines which conditions must be written to pods, and records which were written.
 #[derive(Debug, Default)]
 pub struct PodStatusWriter {
     shown: BTreeMap<PodName, ShownCondition>,
@@ -86,12 +86,12 @@ pub struct PodStatusWriter {
 #[derive(Debug)]
 struct ShownCondition {
     standing: PodGpuStatus,
-    /// Time of the last list that contained the pod.
+    /// Time of the last list of containers that contained the pod.
     seen_ms: i64,
 }
 
 impl PodStatusWriter {
-    /// The writes that are due now.
+    /// Returns the writes that are due, given the present list of containers.
     pub fn due(&mut self, list: &ListResponse, now_ms: i64) -> Vec<ConditionChange> {
         let mut pods = pods(list);
         let mut due = Vec::new();
@@ -134,8 +134,8 @@ impl PodStatusWriter {
     }
 }
 
-/// The containers with a GPU, grouped by pod. Pods without a valid namespace, name and uid are left
-/// out.
+/// Groups the containers that have a GPU by pod. Pods without a valid namespace, name and uid are
+/// left out.
 fn pods(list: &ListResponse) -> BTreeMap<PodName, Vec<&Container>> {
     let plain = |text: &str| {
         let fine = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'.';
@@ -206,7 +206,7 @@ fn told(container: &Container) -> String {
     format!("{name} is {}{held}: {}", container.state, container.reason_text)
 }
 
-/// Converts `idle-timeout` to the form of conditions, `IdleTimeout`.
+/// Converts a word such as `idle-timeout` to CamelCase, `IdleTimeout`, as conditions require.
 fn camel(word: &str) -> String {
     let parts = word.split(|c: char| !c.is_ascii_alphanumeric()).filter(|part| !part.is_empty());
     parts

@@ -1,18 +1,19 @@
-//! Kubernetes events for a pod. Decides which of the controller's events are published, with which
-//! text, and at which rate, without I/O: the caller passes the time.
+//! Kubernetes events for a pod. This module decides which of the controller's events are published,
+//! with which text, and at which rate. It does no I/O, and the caller passes the time.
 
 use std::collections::HashMap;
 
 use affinode_proto::{api::control::Event, event::EventKind, state::State};
 
-/// Number of events that a pod may get at once. Afterwards the pod may get one event per
+/// Maximum number of events of a pod in a burst. Afterwards the pod may get one event per
 /// [`REFILL_MS`].
 const BURST: u32 = 8;
-/// Time after which a pod may get one more event.
+/// Time after which a pod may get one more event, in milliseconds.
 const REFILL_MS: i64 = 60_000;
-/// Maximum number of pods in the rate limiter: about ten times the pods of a kubelet.
+/// Maximum number of pods that the rate limiter stores. It is about ten times the number of pods of
+/// a kubelet.
 const PODS: usize = 1024;
-/// Maximum length of a note, in characters. The API server accepts 1 KiB.
+/// Maximum length of an event's note, in characters. The API server accepts 1 KiB.
 const NOTE_CHARS: usize = 900;
 
 /// A Kubernetes event to publish.
@@ -28,7 +29,7 @@ pub struct PodEvent {
     pub note: String,
 }
 
-/// The Kubernetes event for an event of the controller. `None`: the event is not published.
+/// Converts an event of the controller to a Kubernetes event. `None`: the event is not published.
 #[must_use]
 pub fn pod_event(event: &Event) -> Option<PodEvent> {
     let is = |word: &str, state: State| word == state.as_str();
@@ -71,13 +72,13 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Limits the events of each pod, because a program that alternates between calls and idle times
+/// Limits the rate of events of each pod. A program that alternates between calls and idle times
 /// must not fill the cluster's store.
 #[derive(Debug, Default)]
 pub struct EventRateLimiter(HashMap<String, (u32, i64)>);
 
 impl EventRateLimiter {
-    /// Takes one event from the allowance of this pod. Returns false if the allowance is used up.
+    /// Takes one event from the pod's allowance. Returns false if the allowance is used up.
     pub fn take(&mut self, pod_uid: &str, now_ms: i64) -> bool {
         if self.0.len() >= PODS && !self.0.contains_key(pod_uid) {
             // A pod whose allowance is full again needs no entry.

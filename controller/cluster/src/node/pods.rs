@@ -1,5 +1,5 @@
-//! Writes the GPU status of pods. It uses only the `status` subresource, so the agent needs no
-//! right to change pods.
+//! Writes the GPU status of pods to the API server. It uses only the `status` subresource, so the
+//! agent needs no right to change pods.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::error_chain::{self, ApiError};
 /// Time limit for one write.
 const TIME: Duration = Duration::from_secs(10);
 
-/// Writes the conditions of this node's pods.
+/// Writes the GPU conditions of this node's pods.
 pub struct Pods {
     client: Client,
     board: PodStatusWriter,
@@ -54,7 +54,7 @@ impl Pods {
     }
 }
 
-/// Patch that removes Affinode's condition and label from a pod.
+/// Returns the patch that removes Affinode's condition and label from a pod.
 #[must_use]
 pub fn clear(uid: &str) -> Value {
     json!({
@@ -76,8 +76,8 @@ fn show(name: &PodName, standing: &PodGpuStatus) -> Value {
     })
 }
 
-/// Patches the status of a pod. If the pod no longer exists, or another pod with its name has
-/// replaced it, this is not an error.
+/// Patches the status of a pod. It is not an error if the pod no longer exists, or if another pod
+/// with the same name has replaced it.
 ///
 /// # Errors
 /// The message of the API server's error.
@@ -113,7 +113,8 @@ mod tests {
 
     type Asked = Arc<Mutex<Vec<(String, Value)>>>;
 
-    /// A client of an API server that sends this reply, and the requests that the server received.
+    /// Returns a client of a simulated API server that sends this reply, and the list of requests
+    /// that the server received.
     fn server(status: StatusCode) -> (Client, Asked) {
         let asked = Asked::default();
         let keep = Arc::clone(&asked);

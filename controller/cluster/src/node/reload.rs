@@ -1,7 +1,7 @@
-//! Makes the node's controller use a changed configuration, if necessary by ending the controller.
-//! The controller must be ended if a section changed that applies only at a start, because a
-//! controller that systemd keeps running may run for months. To end a controller is safe, because
-//! the next controller continues from the journal.
+//! Makes the node's controller use a changed configuration. Some sections apply only when a
+//! controller starts. If one of them changed, this module ends the controller, because a controller
+//! that systemd keeps running may run for months. Ending a controller is safe, because the next
+//! controller continues from the journal.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -33,8 +33,8 @@ pub enum ReloadError {
 }
 
 /// Makes the controller read its configuration. If a change applies only at a start, ends the
-/// controller. Then systemd or a shim starts the next controller. Returns the pid of the ended
-/// controller, or `None` if the controller continues.
+/// controller, and systemd or a shim starts the next one. Returns the pid of the ended controller,
+/// or `None` if the controller continues.
 ///
 /// # Errors
 /// [`ReloadError`]: the controller continues with the earlier configuration.
@@ -110,7 +110,7 @@ mod tests {
         }
     }
 
-    /// Starts a process that waits. Its command line is `cat ARGUMENT`.
+    /// Starts a process that waits until it is killed. Its command line is `cat ARGUMENT`.
     fn process_with(folder: &Path, argument: &str) -> WaitingProcess {
         let pipe = folder.join(argument);
         assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());

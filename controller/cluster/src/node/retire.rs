@@ -52,7 +52,8 @@ pub struct RetireOptions {
     timeout: Duration,
 }
 
-/// Reason why Affinode stays installed. The agents then continue as if there had been no request.
+/// Reason why Affinode stays installed. The agents then continue as if the removal had not been
+/// requested.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// The async runtime could not be started: a resource of the machine is exhausted.
@@ -76,7 +77,7 @@ pub enum RetireError {
     Pods,
 }
 
-/// Removes Affinode from all nodes, or from none.
+/// Removes Affinode from all nodes of the installation, or from none of them.
 ///
 /// # Errors
 /// [`RetireError`]: Affinode stays installed, or its removal is not complete.
@@ -127,7 +128,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     Ok(())
 }
 
-/// Returns the nodes that are managed by agents of this installation.
+/// Returns the names of the nodes that agents of this installation manage.
 async fn ours(
     client: &Client,
     options: &RetireOptions,
@@ -140,8 +141,8 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-/// Waits until all nodes have reported that Affinode can be removed. Then requests the removal, and
-/// waits until all nodes have completed it. Before that request, no node is changed.
+/// Waits until all nodes report that Affinode can be removed. Then requests the removal, and waits
+/// until all nodes have completed it. No node is changed before that request.
 async fn taken_off(
     client: &Client,
     options: &RetireOptions,
@@ -186,8 +187,8 @@ async fn all_say(
     }
 }
 
-/// Removes Affinode's label and condition from the pods of these nodes. Pods that have ended are
-/// included: they stay in the cluster for some time.
+/// Removes Affinode's label and condition from the pods of these nodes. Ended pods are included,
+/// because they stay in the cluster for some time.
 async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError> {
     let pods: Api<Pod> = Api::all(client.clone());
     let mut page = ListParams::default().labels(LABEL).limit(PAGE);
@@ -211,7 +212,7 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
     }
 }
 
-/// Deletes the agents' DaemonSet and waits until its pods have ended. If agents still ran, they
+/// Deletes the agents' DaemonSet and waits until its pods have ended. An agent that still runs
 /// would install Affinode again.
 async fn agents_gone(
     client: &Client,

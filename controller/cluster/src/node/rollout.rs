@@ -1,5 +1,5 @@
-//! Limits the number of nodes that are installed at a time, because an installation restarts
-//! containerd.
+//! Limits the number of nodes on which Affinode is installed at the same time, because an
+//! installation restarts containerd.
 //!
 //! The chart creates one Lease per slot. A node takes a free slot before its first installation and
 //! releases the slot afterwards. If the installation fails, the node keeps its slot while it tries
@@ -12,12 +12,12 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// Time since the last renewal of a slot after which the slot counts as free, because its node is
-/// probably gone. The time is longer than a failed installation and the pause that follows, and
+/// Time after which a slot counts as free if its node has not renewed it, because the node is
+/// probably gone. The time is longer than a failed installation with the pause that follows, and
 /// longer than the difference between the clocks of two nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
 
-/// The slots of an installation, as used by one node.
+/// The slots of a roll-out, as one node uses them. A slot permits one node to install Affinode.
 pub struct RolloutSlots {
     api: Api<Lease>,
     names: Vec<String>,
@@ -25,14 +25,16 @@ pub struct RolloutSlots {
 }
 
 impl RolloutSlots {
-    /// Returns the slots of the Leases with these names. If there are no names, there is no limit.
+    /// Creates the slots of the Leases with these names. Without names, the number of nodes is not
+    /// limited.
     #[must_use]
     pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
         let api = Api::namespaced(client, namespace);
         RolloutSlots { api, names: names.to_vec(), node: node.to_owned() }
     }
 
-    /// Takes a slot, or renews the slot that this node has. Returns whether the node has a slot.
+    /// Takes a free slot, or renews the slot that this node has. Returns whether the node has a
+    /// slot.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error other than a conflict.
@@ -72,8 +74,8 @@ impl RolloutSlots {
         Ok(())
     }
 
-    /// Writes the holder of a slot. `None` releases the slot. Returns false if another client has
-    /// changed the slot since it was read.
+    /// Writes the node that holds a slot. `None` releases the slot. Returns false if another client
+    /// has changed the slot since it was read.
     async fn write(&self, mut slot: Lease, holder: Option<&str>) -> kube::Result<bool> {
         let name = slot.metadata.name.clone().unwrap_or_default();
         let now = holder.map(|_| MicroTime(Timestamp::now()));

@@ -1,4 +1,5 @@
-//! Watches the node's controller, and publishes its events on the pods and on the node object.
+//! Watches the node's controller, and publishes its events on the pods and its figures on the node
+//! object.
 
 use std::{collections::HashMap, path::PathBuf, time::Duration};
 
@@ -29,16 +30,16 @@ use crate::error_chain;
 const ANSWER: Duration = Duration::from_secs(10);
 /// Maximum time for which one request waits for events.
 const WAIT: Duration = Duration::from_secs(5);
-/// Pause after the controller did not reply.
+/// Pause after a request to which the controller did not reply.
 const REST: Duration = Duration::from_secs(5);
 /// Minimum time between two requests for events.
 const PACE: Duration = Duration::from_millis(250);
 /// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
-/// Minimum duration of a call's wait. A shorter wait is not published.
+/// Minimum time that a CUDA call must wait for VRAM before the wait is published, in milliseconds.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
-/// Watches a node's controller, to show the states of its containers on the node's pods.
+/// Watches a node's controller, and shows the states of its containers on the pods of the node.
 pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
@@ -46,9 +47,9 @@ pub struct ControllerWatch {
     /// Writes the conditions of pods. `None`: pods get only events.
     pods_client: Option<Pods>,
     allowance: EventRateLimiter,
-    /// Pods, by the keys of their containers.
+    /// Pods, by the controller's keys of their containers.
     pods: HashMap<String, ObjectReference>,
-    /// Events of calls that wait. They are published only if the wait is long.
+    /// Events of CUDA calls that wait for VRAM. An event is published only if the wait is long.
     waiting: HashMap<String, Event>,
     /// Time of the last published event. Earlier events are not published again.
     last_unix_ms: i64,
@@ -56,7 +57,7 @@ pub struct ControllerWatch {
 }
 
 impl ControllerWatch {
-    /// Returns a watch of the controller at this socket.
+    /// Creates a watch of the controller that listens at this socket.
     #[must_use]
     pub fn new(
         socket: PathBuf,
@@ -79,8 +80,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Watches the controller until the async runtime ends. A missing controller is not an error: a
-    /// node without GPU containers has none.
+    /// Watches the controller until the async runtime ends. A missing controller is not an error,
+    /// because a node without GPU containers has none.
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
@@ -120,8 +121,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Records the pods in a list. A pod that is no longer in the list is kept until its waiting
-    /// events are published.
+    /// Records the pods of the listed containers. A pod that is no longer listed is kept until its
+    /// waiting events are published.
     fn know(&mut self, list: &ListResponse) {
         let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
         let waiting = &self.waiting;
@@ -211,7 +212,7 @@ impl ControllerWatch {
     }
 }
 
-/// VRAM of idle containers that are neither pinned nor in the mode `off`.
+/// Computes the VRAM of idle containers that are neither pinned nor in the mode `off`, in bytes.
 fn reclaimable_bytes(list: &ListResponse) -> u64 {
     let idle = |c: &&Container| c.state == State::Idle.as_str() && !c.pinned && c.mode != "off";
     list.containers.iter().filter(idle).map(|c| c.vram_bytes).sum()

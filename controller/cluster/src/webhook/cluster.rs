@@ -1,5 +1,5 @@
-//! The webhook's access to the cluster. It watches the RuntimeClass. It reads a claim only if a pod
-//! names the claim.
+//! The webhook's access to the cluster. It watches the RuntimeClass, and reads a resource claim
+//! only if a pod names the claim.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,7 +25,8 @@ const CLAIMS: usize = 32;
 /// Time limit for reading all claims of a pod. The API server waits during this time.
 const TIME: Duration = Duration::from_secs(2);
 
-/// Reads objects of the cluster: the RuntimeClass from a watch, claims by requests.
+/// View of the cluster that the webhook needs: the RuntimeClass from a watch, and claims by
+/// requests.
 #[derive(Clone)]
 pub struct ClusterState {
     client: Client,
@@ -34,7 +35,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// Watches the RuntimeClass of this name until the async runtime ends.
+    /// Starts to watch the RuntimeClass of this name. The watch runs until the async runtime ends.
     #[must_use]
     pub fn watch(client: Client, name: &str) -> ClusterState {
         let (class, writer) = reflector::store();
@@ -51,19 +52,19 @@ impl ClusterState {
         ClusterState { client, name: name.to_owned(), class }
     }
 
-    /// Whether the first list of the watch has arrived.
+    /// Returns whether the watch has received its first list, so that the RuntimeClass is known.
     #[must_use]
     pub fn is_known(&self) -> bool {
         self.class.wait_until_ready().now_or_never().is_some_and(|known| known.is_ok())
     }
 
-    /// The RuntimeClass in its last known form. `None`: it does not exist.
+    /// Returns the RuntimeClass in its last known form. `None`: the class does not exist.
     #[must_use]
     pub fn class(&self) -> Option<Arc<RuntimeClass>> {
         self.class.get(&ObjectRef::new(&self.name))
     }
 
-    /// Reads these claims and returns their device classes.
+    /// Reads these claims and returns the device classes of each.
     pub async fn claims(&self, namespace: &str, names: Vec<ClaimName>) -> Claims {
         let mut claims: Claims = names.iter().map(|name| (name.clone(), None)).collect();
         let read = async {

@@ -12,11 +12,11 @@
 //!                                                     Inject
 //! ```
 //!
-//! The webhook never makes the creation of a pod fail. Therefore it does not set the class if
-//! admission would then fail: if the RuntimeClass does not exist, if its node selector contradicts
-//! the pod's, or if the pod has an overhead of its own. The patch does not contain the overhead,
-//! node selector and tolerations of the class: after a change by a webhook, the API server runs its
-//! own admission again, including that of RuntimeClass.
+//! The webhook never makes the creation of a pod fail. It does not set the class if the API server
+//! would then reject the pod. This is the case if the RuntimeClass does not exist, if its node
+//! selector contradicts the pod's, or if the pod has an overhead of its own. The patch does not
+//! contain the overhead, node selector and tolerations of the class. After a change by a webhook,
+//! the API server runs its own admission again, which adds them.
 //!
 //! Settings such as `hostPID`, `hostNetwork` and `privileged` do not exclude a pod. The shim
 //! forwards settings that it does not know, and a process can be moved in any namespace. If such a
@@ -35,12 +35,12 @@ use k8s_openapi::{
 
 use super::rules::{self, IGNORE, INJECT, NamespaceRules};
 
-/// Annotation of a mirror pod, which a kubelet creates for a static pod.
+/// Annotation that marks a mirror pod, which a kubelet creates for a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
-/// Node label by which older pods select Windows.
+/// Label of nodes by which older pods select Windows.
 const OS: &str = "kubernetes.io/os";
 
-/// Decision about a pod.
+/// Decision of the webhook about a pod.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AdmissionDecision {
     /// Set the class on the pod.
@@ -50,9 +50,9 @@ pub enum AdmissionDecision {
         /// What makes the pod a GPU pod: the name of a resource, an annotation or a device class.
         because: String,
     },
-    /// Leave the pod as it is.
+    /// Do not change the pod, for this reason.
     Leave(LeftAlone),
-    /// The decision depends on these claims. Read them, then decide again.
+    /// Read these claims and decide again, because the decision depends on them.
     Ask(BTreeSet<ClaimName>),
 }
 
@@ -74,10 +74,10 @@ impl std::fmt::Display for ClaimName {
     }
 }
 
-/// Device classes of each claim. `None`: the claim could not be read.
+/// Device classes of each claim that a pod names. `None`: the claim could not be read.
 pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
 
-/// Reason why a pod is left as it is.
+/// Reason why the webhook does not change a pod.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeftAlone {
     /// The review is not about the creation of a pod.
@@ -136,7 +136,7 @@ pub enum LeftAlone {
 }
 
 impl LeftAlone {
-    /// Stable word for metrics and audit logs.
+    /// Returns a stable word for this reason, for metrics and audit logs.
     #[must_use]
     pub fn word(&self) -> &'static str {
         match self {
@@ -156,8 +156,8 @@ impl LeftAlone {
         }
     }
 
-    /// Whether the user who creates the pod gets a warning: the pod may be a GPU pod and was not
-    /// excluded, but the class cannot be set.
+    /// Returns whether the user that creates the pod gets a warning. This is the case if the pod
+    /// may be a GPU pod and was not excluded, but the class cannot be set.
     #[must_use]
     pub fn warns(&self) -> bool {
         matches!(
@@ -171,7 +171,7 @@ impl LeftAlone {
     }
 }
 
-/// Decides about a pod that is being created in a namespace, with the present RuntimeClass.
+/// Decides about a pod that is being created in this namespace, given the present RuntimeClass.
 #[must_use]
 pub fn decide(
     pod: &Pod,
@@ -210,7 +210,8 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// Checks whether the pod or the operator has excluded the pod from the runtime class.
+/// Checks that neither the pod nor the operator has excluded the pod from the runtime class. `Err`:
+/// the reason for the exclusion.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,
@@ -245,13 +246,13 @@ fn chosen(
     }
 }
 
-/// Returns the containers that can request devices. An ephemeral container cannot: it uses the
-/// devices of its pod.
+/// Returns the containers of a pod that can request devices. Ephemeral containers are left out,
+/// because they use the devices of their pod.
 fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
-/// The resource by which the pod requests a GPU.
+/// Returns the name of the resource by which the pod requests a GPU.
 fn gpu_resource(spec: &PodSpec, rules: &NamespaceRules) -> Option<String> {
     containers(spec)
         .filter_map(|container| container.resources.as_ref())
@@ -260,13 +261,13 @@ fn gpu_resource(spec: &PodSpec, rules: &NamespaceRules) -> Option<String> {
         .map(|(name, _)| name.clone())
 }
 
-/// The annotation by which the pod requests a part of a GPU.
+/// Returns the name of the annotation by which the pod requests a part of a GPU.
 fn gpu_annotation(pod: &Pod, rules: &NamespaceRules) -> Option<String> {
     let mut names = pod.metadata.annotations.iter().flat_map(BTreeMap::keys);
     names.find(|name| rules::any(&rules.annotations, name)).cloned()
 }
 
-/// Whether all digits of a quantity are zero, as in `0`, `0.0` and `0k`.
+/// Returns whether all digits of a quantity are zero, as in `0`, `0.0` and `0k`.
 fn is_zero(quantity: &Quantity) -> bool {
     let number = quantity.0.split(['e', 'E']).next().unwrap_or_default();
     !number.chars().any(|c| ('1'..='9').contains(&c))
@@ -277,7 +278,7 @@ enum ClaimKind {
     Unknown(BTreeSet<ClaimName>),
 }
 
-/// The device class by which the pod claims a GPU, or the claims that must be read first.
+/// Returns the device class by which the pod claims a GPU, or the claims that must be read first.
 fn gpu_claim(
     spec: &PodSpec,
     rules: &NamespaceRules,
@@ -316,8 +317,8 @@ fn gpu_claim(
     }
 }
 
-/// Whether the node of the pod is already chosen: by name, or by a node affinity like that of a
-/// DaemonSet's pods.
+/// Returns whether the node of the pod is already chosen, by name or by a node affinity like that
+/// of a DaemonSet's pods.
 fn bound(spec: &PodSpec) -> bool {
     let by_field = spec
         .affinity
@@ -332,7 +333,8 @@ fn bound(spec: &PodSpec) -> bool {
     by_field || spec.node_name.as_ref().is_some_and(|name| !name.is_empty())
 }
 
-/// Whether the API server would accept the pod with the class.
+/// Checks that the API server would accept the pod with the class. `Err`: the reason why it would
+/// reject the pod.
 fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
     let wanted = class.scheduling.as_ref().and_then(|s| s.node_selector.as_ref());
     for (key, value) in wanted.into_iter().flatten() {
@@ -358,7 +360,7 @@ fn chosen_class(spec: &PodSpec) -> Option<&str> {
     spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// Sets the class, and removes the fields that an earlier class added.
+/// Returns the patch that sets the class and removes the fields that an earlier class added.
 fn patch(spec: &PodSpec, class: &str) -> Patch {
     let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
     let add = AddOperation { path: at("runtimeClassName"), value: class.into() };

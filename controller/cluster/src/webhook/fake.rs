@@ -1,5 +1,6 @@
-//! An API server in memory, for the webhook's tests. It stores objects by path and rejects a write
-//! that is based on an old version. It also has lists, and watches that report nothing.
+//! A simulated API server in memory, for the webhook's tests. It stores objects by path and rejects
+//! a write that is based on an old version. It also serves lists, and watches that report no
+//! change.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +17,7 @@ use hyper::{
 use kube::{Client, client::Body};
 use serde_json::{Value, json};
 
-/// Objects of the server, shared with its clients.
+/// Simulated API server with its objects. Clones share the objects.
 #[derive(Clone, Default)]
 pub struct Fake(Arc<Mutex<Inner>>);
 
@@ -41,19 +42,19 @@ impl Fake {
         Client::new(service, "affinode")
     }
 
-    /// Stores an object, as another client would.
+    /// Stores an object, as another client of the API server would.
     pub fn put(&self, path: &str, object: Value) {
         let mut inner = self.lock();
         let stamped = inner.stamp(object);
         inner.objects.insert(path.to_owned(), stamped);
     }
 
-    /// Returns an object as it is stored.
+    /// Returns the stored object at this path. If there is none, returns a JSON null.
     pub fn get(&self, path: &str) -> Value {
         self.lock().objects.get(path).cloned().unwrap_or(Value::Null)
     }
 
-    /// Number of accepted writes, and number of rejected writes.
+    /// Returns the number of accepted writes and the number of rejected writes.
     pub fn writes(&self) -> (usize, usize) {
         let inner = self.lock();
         (inner.writes, inner.refused)
@@ -143,13 +144,13 @@ fn failure(status: StatusCode, reason: &str) -> (StatusCode, Value) {
     (status, answer)
 }
 
-/// Path of the configuration.
+/// Path of the MutatingWebhookConfiguration.
 pub const CONFIGURATION: &str =
     "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/affinode-webhook";
-/// Path of the Secret.
+/// Path of the Secret with the certificate.
 pub const SECRET: &str = "/api/v1/namespaces/affinode/secrets/affinode-webhook-tls";
 
-/// A configuration with two webhooks and no authority.
+/// Returns a MutatingWebhookConfiguration with two webhooks and no authority.
 pub fn configuration() -> Value {
     let webhook = |name: &str| {
         json!({

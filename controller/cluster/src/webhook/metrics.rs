@@ -1,4 +1,5 @@
-//! Metrics: the number of decisions by their word, and the time of replies to API servers.
+//! Metrics of the webhook: the number of decisions by their stable word, and the duration of
+//! replies to API servers.
 
 use std::{fmt, time::Duration};
 
@@ -62,12 +63,12 @@ impl Metrics {
         self.refused.inc();
     }
 
-    /// Records the time that a reply took.
+    /// Records how long a reply took.
     pub fn took(&self, time: Duration) {
         self.took.observe(time.as_secs_f64());
     }
 
-    /// All metrics in OpenMetrics text.
+    /// Returns all metrics in OpenMetrics text.
     ///
     /// # Errors
     /// In practice there is no error, because the text is written to memory.
@@ -87,7 +88,7 @@ pub struct DecisionOutcome {
 }
 
 impl DecisionOutcome {
-    /// The outcome of a decision.
+    /// Converts a decision to an outcome.
     #[must_use]
     pub fn of(decision: &AdmissionDecision) -> DecisionOutcome {
         match decision {
@@ -104,7 +105,7 @@ impl DecisionOutcome {
         }
     }
 
-    /// The stable word: `injected`, or the reason why the class was not set.
+    /// Returns the stable word of the outcome: `injected`, or the reason why the class was not set.
     #[must_use]
     pub fn word(&self) -> &'static str {
         self.word

@@ -7,8 +7,8 @@
 //!                             [`cert`]                     [`rules`], [`cluster`]
 //! ```
 //!
-//! Decisions do no I/O. Their input comes from a watch, or is read within two seconds. If input is
-//! missing, the pod is created as it was written: the reply is always `allowed`, and the
+//! The code that decides does no I/O. Its input comes from a watch, or is read within two seconds.
+//! If input is missing, the pod is created unchanged. The reply is always `allowed`, and the
 //! `failurePolicy` of the MutatingWebhookConfiguration must be `Ignore`.
 
 pub mod cert;
@@ -57,7 +57,7 @@ pub struct WebhookOptions {
     rules: NamespaceRules,
 }
 
-/// Serves the webhook until SIGTERM or SIGINT.
+/// Runs the webhook until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`]: the service cannot start.

@@ -1,4 +1,4 @@
-//! The API server's request and the webhook's reply, `admission.k8s.io/v1`.
+//! Parses the API server's request and creates the webhook's reply, `admission.k8s.io/v1`.
 //!
 //! Each request that can be parsed gets the reply `allowed`: the webhook never prevents the
 //! creation of a pod.
@@ -11,7 +11,7 @@ use super::{
     rules::NamespaceRules,
 };
 
-/// Maximum length, in characters, of a warning that the API server does not cut.
+/// Maximum length of a warning, in characters. The API server truncates longer warnings.
 const WARNING_CHARS: usize = 250;
 
 /// Reason why a request cannot be reviewed.
@@ -28,12 +28,12 @@ pub enum ReviewError {
         "the AdmissionReview has no request of admission.k8s.io/v1; set admissionReviewVersions: [\"v1\"] in the MutatingWebhookConfiguration"
     )]
     NoRequest,
-    /// The reply could not be encoded. This cannot happen with JSON.
+    /// The reply could not be encoded as JSON. This does not occur in practice.
     #[error("cannot encode the reply")]
     Unwritable(#[source] serde_json::Error),
 }
 
-/// A request of the API server.
+/// A request of the API server to review a pod.
 #[derive(Debug)]
 pub struct AdmissionQuestion(AdmissionRequest<Pod>);
 
@@ -51,13 +51,13 @@ impl AdmissionQuestion {
         review.try_into().map(AdmissionQuestion).map_err(|_| ReviewError::NoRequest)
     }
 
-    /// Namespace in which the pod is created.
+    /// Returns the namespace in which the pod is created.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.0.namespace.as_deref().unwrap_or_default()
     }
 
-    /// Namespace and name of the pod, or the prefix of its generated name.
+    /// Returns the namespace and name of the pod, or the prefix of its generated name.
     #[must_use]
     pub fn pod(&self) -> String {
         let meta = self.0.object.as_ref().map(|pod| &pod.metadata);
@@ -66,7 +66,7 @@ impl AdmissionQuestion {
         format!("{}/{}", self.namespace(), name.or_else(beginning).unwrap_or_default())
     }
 
-    /// Decides about the pod.
+    /// Decides whether the pod gets the runtime class.
     #[must_use]
     pub fn decide(
         &self,
@@ -83,7 +83,7 @@ impl AdmissionQuestion {
         }
     }
 
-    /// Returns the reply as JSON. Claims that were not read count as unreadable.
+    /// Returns the reply to the API server as JSON. Claims that were not read count as unreadable.
     ///
     /// # Errors
     /// [`ReviewError::Unwritable`]: the reply could not be encoded.

@@ -77,7 +77,7 @@ pub struct NamePattern {
     open: bool,
 }
 
-/// The text is not a valid pattern.
+/// Error for a text that is not a valid pattern.
 #[derive(Debug, thiserror::Error)]
 #[error("invalid pattern {0:?}: \"*\" is only allowed as the last character, after a prefix")]
 pub struct PatternError(String);
@@ -99,14 +99,14 @@ impl FromStr for NamePattern {
 }
 
 impl NamePattern {
-    /// Whether a name matches the pattern.
+    /// Returns whether a name matches the pattern.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         if self.open { name.starts_with(&self.text) } else { name == self.text }
     }
 }
 
-/// Whether a name matches at least one pattern.
+/// Returns whether a name matches at least one of the patterns.
 #[must_use]
 pub fn any(patterns: &[NamePattern], name: &str) -> bool {
     patterns.iter().any(|pattern| pattern.matches(name))

@@ -34,13 +34,13 @@ const BODY_BYTES: usize = 4 << 20;
 /// Maximum number of requests whose bodies are in memory at the same time.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 
-/// Reviews pods over HTTPS.
+/// HTTPS server of the webhook, which reviews pods.
 pub struct WebhookServer {
-    /// Rules that choose the pods that get the class.
+    /// Rules that determine which pods get the runtime class.
     pub rules: NamespaceRules,
-    /// The webhook's view of the cluster.
+    /// The webhook's view of the cluster: the RuntimeClass and claims.
     pub cluster: ClusterState,
-    /// The certificate that this server presents: from files, or set by [`super::cert`].
+    /// The certificate that this server presents. It comes from files, or [`super::cert`] sets it.
     pub shown: Arc<ServedCertificate>,
     /// Metrics of this replica.
     pub metrics: Metrics,
@@ -48,7 +48,7 @@ pub struct WebhookServer {
 }
 
 impl WebhookServer {
-    /// A server with these rules.
+    /// Creates a server that applies these rules.
     #[must_use]
     pub fn new(
         rules: NamespaceRules,

@@ -1,6 +1,6 @@
-//! An API server in memory for one node agent. It stores objects by path and supports merge
-//! patches. It rejects writes that are based on an old version, and reports each change of the node
-//! in a watch.
+//! A simulated API server in memory for one node agent. It stores objects by path and supports
+//! merge patches. It rejects writes that are based on an old version, and reports each change of
+//! the node in a watch.
 
 use std::{
     collections::BTreeMap,
@@ -13,8 +13,8 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// Time limit for an action of the agent. The agent checks its node every 15 s, and every 2 min
-/// after a failure.
+/// Time limit for an expected action of the agent. The agent checks its node every 15 s, and every
+/// 2 min after a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";
@@ -76,7 +76,7 @@ impl ApiServer {
         object
     }
 
-    /// Waits until `is_so` is true for the objects.
+    /// Waits until `is_so` returns true, and fails the test after a time limit.
     pub fn until(&self, what: &str, is_so: impl Fn(&ApiServer) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -100,12 +100,12 @@ impl ApiServer {
         value.as_str().unwrap_or_default().to_owned()
     }
 
-    /// Objects that were created, such as events.
+    /// Returns the objects that clients have created, such as events.
     pub fn created(&self) -> Vec<Value> {
         self.lock().created.clone()
     }
 
-    /// All ResourceSlices of the server.
+    /// Returns all ResourceSlices of the server.
     pub fn slices(&self) -> Vec<Value> {
         let objects = self.lock();
         let slices = objects.by_path.iter().filter(|(path, _)| path.starts_with(SLICES));

@@ -1,4 +1,4 @@
-//! The agent as a device plugin. The test is the kubelet.
+//! Tests the node agent as a device plugin. The test acts as the kubelet.
 
 use std::{fs, path::Path};
 
@@ -41,8 +41,8 @@ fn start() -> Agent {
     Agent::with(ApiServer::start(json!({})), &["served"], &options, prepare)
 }
 
-/// Waits for the registration of the agent, and watches its devices. The agent keeps the registration
-/// while the kubelet's socket exists.
+/// Waits for the registration of the agent, and opens the stream of its devices. The agent stays
+/// registered while the kubelet's socket exists.
 async fn registered(agent: &Agent) -> (Streaming<ListAndWatchResponse>, NodeSocket) {
     let folder = agent.folder.join(SOCKETS);
     let (sender, mut requests) = unbounded_channel();
@@ -73,7 +73,7 @@ async fn registered(agent: &Agent) -> (Streaming<ListAndWatchResponse>, NodeSock
     (answer.into_inner(), kubelet)
 }
 
-/// The health of both seats in the next list.
+/// Waits for the next list of devices, and returns the health of its two seats.
 async fn next(watch: &mut Streaming<ListAndWatchResponse>) -> [String; 2] {
     let list = watch.message().await.unwrap().unwrap().devices;
     list.into_iter().map(|device| device.health).collect::<Vec<_>>().try_into().unwrap()
@@ -118,7 +118,8 @@ fn one_agent_does_not_offer_gpus_twice() {
     assert!(log.contains("would offer each GPU twice"), "{log}");
 }
 
-/// The agent does more than this, for example on a node whose kubelet has another folder.
+/// The agent continues if the kubelet has no folder for plugins, because the agent has other tasks
+/// on the node.
 #[test]
 fn missing_folder_of_plugins_keeps_the_agent() {
     let agent = start_without_folder(&["--device-plugin=true"]);

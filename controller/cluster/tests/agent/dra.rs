@@ -1,4 +1,4 @@
-//! The agent as a DRA driver. The test is the kubelet.
+//! Tests the node agent as a DRA driver. The test acts as the kubelet.
 
 use std::{fs, path::Path};
 
@@ -45,7 +45,7 @@ fn start(count: u32) -> Agent {
     agent
 }
 
-/// Registers the driver as a kubelet does.
+/// Registers the agent's driver as a kubelet does, and returns the properties of the driver.
 fn register(agent: &Agent) -> PluginInfo {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -109,7 +109,8 @@ fn changed_gpus_raise_the_generation() {
     assert_eq!(agent.api.get(&path)["spec"]["pool"]["generation"], 2);
 }
 
-/// Without the driver, the containers of further pods could not use the GPU.
+/// A node offers no GPU while the NVIDIA driver is not loaded, because containers of further pods
+/// could not use the GPU.
 #[test]
 fn node_without_driver_offers_no_gpu() {
     let agent = start(1);

@@ -1,5 +1,5 @@
-//! Tests the program `affinode-cluster node` with an API server in memory. A script in place of the
-//! command `affinode` simulates the node.
+//! Tests the program `affinode-cluster node` with a simulated API server in memory. A script in
+//! place of the command `affinode` simulates the node.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -23,7 +23,8 @@ const STATE: &str = "affinode.io/state";
 const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
 
-/// The script that simulates the node. Each of these files exists while its condition is true:
+/// The script that simulates the node. It reads files, each of which exists while its condition is
+/// true:
 ///
 /// - `served`: containerd serves the runtime.
 /// - `lost`: the unit is missing.

@@ -1,4 +1,5 @@
-//! A node's agent and its controller: real TLS, and rights by token.
+//! A simulated node agent and its controller. It uses real TLS, and grants rights by the token of a
+//! request.
 
 use std::{
     net::SocketAddr,
@@ -24,14 +25,14 @@ use tokio_rustls::rustls::ServerConfig;
 /// Token of the user.
 pub const USER: &str = "the-token-of-ana";
 
-/// An agent on loopback, with its controller.
+/// A simulated agent that listens on loopback, with its controller.
 pub struct Agent {
     shown: ServedCertificate,
-    /// The node that the controller shows. `None`: no controller runs.
+    /// The node that the controller reports. `None`: no controller runs.
     pub node: Mutex<Option<schema::Node>>,
     /// The report that the controller returns.
     pub report: Mutex<schema::Report>,
-    /// Path of a request that the user may not make.
+    /// Paths that the user may not request.
     pub forbidden: Mutex<Vec<String>>,
     /// Tokens that the agent received.
     pub tokens: Mutex<Vec<String>>,
@@ -39,7 +40,8 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Listens on loopback. Returns the address and the fingerprint of the certificate too.
+    /// Starts an agent on loopback. Returns also its address and the fingerprint of its
+    /// certificate.
     pub async fn start(node: Option<schema::Node>) -> (Arc<Agent>, SocketAddr, String) {
         let made = rcgen::generate_simple_self_signed(vec!["node".to_owned()]).unwrap();
         let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
@@ -84,7 +86,7 @@ impl Agent {
     }
 }
 
-/// The controller's reply to a move: a busy container is not offloaded.
+/// Returns the controller's reply to a move. A busy container is not offloaded.
 fn moved(node: &schema::Node, path: &str) -> (u16, Value) {
     let [key, verb] = path.rsplitn(3, '/').take(2).collect::<Vec<_>>()[..] else {
         panic!("{path}")
@@ -136,7 +138,7 @@ impl HttpsSite for Agent {
     }
 }
 
-/// A node with one GPU and these containers.
+/// Creates a node with one GPU and these containers.
 pub fn node(containers: Vec<schema::Container>) -> schema::Node {
     let gpu = schema::Gpu {
         uuid: "GPU-a1".into(),
@@ -154,7 +156,7 @@ pub fn node(containers: Vec<schema::Container>) -> schema::Node {
     }
 }
 
-/// A container of a pod, with this VRAM in GiB if it is resident.
+/// Creates a container of a pod. `gib` is its VRAM, or its offloaded memory if it is offloaded.
 pub fn container(namespace: &str, pod: &str, state: State, gib: u64) -> schema::Container {
     let (vram, offloaded) = if state == State::Offloaded { (0, gib) } else { (gib, 0) };
     let on_gpu = vec![schema::DeviceBytes { uuid: "GPU-a1".into(), bytes: 1 }];

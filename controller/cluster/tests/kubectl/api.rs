@@ -1,5 +1,5 @@
-//! An API server in memory: nodes, pods of agents, and port-forwards to agents on loopback. Its
-//! HTTP and WebSocket frames are real.
+//! A simulated API server in memory. It serves nodes, pods of agents, and port-forwards to agents
+//! on loopback. Its HTTP and WebSocket frames are real.
 
 use std::{
     collections::BTreeMap,
@@ -30,14 +30,14 @@ use tokio_tungstenite::{
 
 use super::agent::USER;
 
-/// Port of the agents' pods.
+/// Port on which the agents' pods listen.
 const PORT: u16 = 9411;
-/// Pods of the agents' namespace.
+/// Path of the pods in the agents' namespace.
 const PODS: &str = "/api/v1/namespaces/system/pods";
 
-/// Path of the reviews of the user's own rights.
+/// Path of requests that review the user's own rights.
 const REVIEW: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
-/// Path of the tokens of a service account.
+/// Path of requests that create a token for a service account.
 const TOKEN: &str = "/api/v1/namespaces/ml/serviceaccounts/ana/token";
 
 /// Objects and behaviour of the API server.
@@ -45,13 +45,13 @@ const TOKEN: &str = "/api/v1/namespaces/ml/serviceaccounts/ana/token";
 pub struct Cluster {
     /// Node objects by name.
     pub nodes: BTreeMap<String, Value>,
-    /// Address of the agent of each pod. `None`: nothing listens on the port.
+    /// Address of the agent of each pod. `None`: no process listens on the port of the pod.
     pub agents: BTreeMap<String, Option<SocketAddr>>,
-    /// Whether the user has a client certificate, so that no token is needed.
+    /// Whether the user has a client certificate and needs no token.
     pub open: bool,
     /// Method and path of requests that are denied.
     pub denied: Vec<String>,
-    /// Method and path of each request.
+    /// Method and path of each request that the server received.
     pub asked: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Adds a node with an agent, which presents the certificate with this fingerprint.
+    /// Adds a node with an agent. The node's annotation publishes this certificate fingerprint.
     pub fn add(&self, name: &str, agent: Option<SocketAddr>, fingerprint: &str) {
         let node = json!({
             "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata",
@@ -83,7 +83,7 @@ impl ApiServer {
         self.cluster.lock().unwrap().asked.clone()
     }
 
-    /// Serves until the test ends.
+    /// Serves requests on loopback until the test ends. Returns the address.
     pub async fn serve(&self) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -167,8 +167,8 @@ impl ApiServer {
     }
 }
 
-/// Replies with a node. A patch sets the label of the node, and the annotation that an agent would
-/// then write.
+/// Applies a request for a node object and returns the reply. A patch sets the label of the node,
+/// and the annotation that an agent would then write.
 fn node_reply(node: &mut Value, method: &Method, sent: &Value) -> Response<Full<Bytes>> {
     if method == Method::PATCH {
         let excluded = &sent["metadata"]["labels"]["affinode.io/exclude"];
@@ -246,8 +246,8 @@ fn upgrade(request: &mut Request<Incoming>, agent: Option<SocketAddr>) -> Respon
         .unwrap()
 }
 
-/// Forwards the bytes of a port. Channel 0 of the WebSocket has the bytes, channel 1 an error. Both
-/// begin with the port's number.
+/// Forwards bytes between a WebSocket and a port. The WebSocket's channel 0 carries the bytes, and
+/// channel 1 an error. Both begin with the number of the port.
 async fn forward<S>(mut socket: WebSocketStream<S>, agent: Option<SocketAddr>)
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,

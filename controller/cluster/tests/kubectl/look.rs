@@ -1,4 +1,4 @@
-//! Tests of `ps` and `status`.
+//! Tests of `kubectl affinode ps` and `kubectl affinode status`.
 
 use affinode_controller::schema;
 use affinode_proto::state::State;
@@ -8,7 +8,7 @@ use crate::{
     agent::{Agent, USER, container, node},
 };
 
-/// Two nodes with three containers of two namespaces.
+/// Creates two nodes with three containers in two namespaces.
 async fn stage() -> Stage {
     let stage = Stage::new().await;
     let first = vec![
@@ -170,8 +170,8 @@ async fn exit_status_tells_usage_from_failure() {
     assert!(empty.status == 1 && empty.err.contains("no node of this cluster"), "{empty}");
 }
 
-/// Agents review tokens. A user with a client certificate has no token, and must use the token of a
-/// service account.
+/// A user with a client certificate must use the token of a service account, because agents accept
+/// only tokens.
 #[tokio::test]
 async fn a_client_certificate_needs_an_account() {
     let stage = stage().await;

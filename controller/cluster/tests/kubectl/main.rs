@@ -1,5 +1,5 @@
-//! The program `kubectl-affinode` with an API server and agents on loopback: HTTP, port-forwards
-//! and TLS are real.
+//! Tests the program `kubectl-affinode` with a simulated API server and simulated agents on
+//! loopback. HTTP, port-forwards and TLS are real.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -21,13 +21,13 @@ use self::{
     api::ApiServer,
 };
 
-/// A cluster, and the kubeconfig of its user.
+/// A simulated cluster, and the kubeconfig of its user.
 struct Stage {
     api: ApiServer,
     folder: tempfile::TempDir,
 }
 
-/// What a command printed, and its exit status.
+/// Output and exit status of a command.
 struct Printed {
     status: i32,
     out: String,
@@ -35,7 +35,7 @@ struct Printed {
 }
 
 impl Printed {
-    /// The words of each line of the output.
+    /// Returns the words of each line of the output.
     fn rows(&self) -> Vec<Vec<&str>> {
         self.out.lines().map(|line| line.split_whitespace().collect()).collect()
     }

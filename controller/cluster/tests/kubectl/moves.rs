@@ -1,4 +1,4 @@
-//! Tests of `offload` and `restore`.
+//! Tests of `kubectl affinode offload` and `kubectl affinode restore`.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::{
     agent::{Agent, container, node},
 };
 
-/// A node with four containers, and a node with a container of another namespace.
+/// Creates a node with four containers, and a second node with a container in another namespace.
 async fn stage() -> (Stage, Arc<Agent>, Arc<Agent>) {
     let stage = Stage::new().await;
     let first = vec![
@@ -24,7 +24,7 @@ async fn stage() -> (Stage, Arc<Agent>, Arc<Agent>) {
     (stage, one, two)
 }
 
-/// The moves that an agent was asked for, by verb and pod.
+/// Returns the moves that an agent was requested to make, as verb and pod.
 fn moves(agent: &Agent) -> Vec<String> {
     let node = agent.node.lock().unwrap().clone().unwrap();
     let asked = agent.asked.lock().unwrap().clone();
@@ -104,7 +104,8 @@ async fn moves_need_the_right_and_a_container() {
     }
 }
 
-/// The containers of a node that does not reply are unknown, so the command cannot report success.
+/// The command reports a failure if a node does not reply, because the containers of that node are
+/// unknown.
 #[tokio::test]
 async fn a_node_that_fails_is_told_after_moves() {
     let (stage, one, _two) = stage().await;

@@ -1,4 +1,4 @@
-//! Tests of `node` and `check`.
+//! Tests of `kubectl affinode node` and `kubectl affinode check`.
 
 use crate::{Stage, agent::node};
 

@@ -1,4 +1,4 @@
-//! Tests of `report`.
+//! Tests of the command `kubectl affinode report`.
 
 use affinode_controller::schema::{Report, ReportRow};
 
@@ -21,7 +21,7 @@ fn report(price: f64, rows: Vec<ReportRow>) -> Report {
     Report { price_per_gpu_hour: price, currency: "EUR".into(), rows, ..Report::default() }
 }
 
-/// Two nodes with the same price, and containers of two namespaces.
+/// Creates two nodes with the same price, and containers in two namespaces.
 async fn stage() -> Stage {
     let stage = Stage::new().await;
     let one = vec![row("ml", "notebook", 0.0, 7200.0), row("web", "server", 1800.0, 0.0)];
@@ -72,7 +72,8 @@ async fn different_prices_are_not_summed() {
     assert!(csv.out.lines().all(|line| line.ends_with(",,")), "{csv}");
 }
 
-/// A report that lacks a node shows too few GPU hours, so the command names that node.
+/// The command names a node that is missing from the report, because the report then shows too few
+/// GPU hours.
 #[tokio::test]
 async fn a_node_without_a_controller_is_named() {
     let stage = stage().await;
@@ -96,7 +97,7 @@ async fn container_without_a_pod_has_a_name() {
     }
 }
 
-/// The history of all nodes begins with that of the newest node.
+/// The common history of all nodes begins at the latest of the nodes' start times.
 #[tokio::test]
 async fn start_of_the_common_history_is_shown() {
     let stage = Stage::new().await;

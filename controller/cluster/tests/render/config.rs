@@ -1,11 +1,11 @@
-//! Tests that the controller can read the configuration that the chart writes for controllers.
+//! Tests that the controller can parse the configuration that the chart writes for controllers.
 
 use affinode_controller::config::Config;
 use affinode_core::{explain, policy::Mode};
 
 use super::render;
 
-/// Each key of `[policy]`. Numbers are written as in a values file.
+/// Chart values with each key of `[policy]`. Numbers are written as in a values file.
 const VALUES: &str = "
 policy:
   mode: pressure

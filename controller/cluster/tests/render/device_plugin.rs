@@ -1,4 +1,4 @@
-//! Tests what the device plugin adds to the chart.
+//! Tests which parts of the rendered chart the device plugin adds.
 
 use super::{render, render_for};
 

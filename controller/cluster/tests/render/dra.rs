@@ -1,4 +1,4 @@
-//! Tests what the DRA driver adds to the chart.
+//! Tests which parts of the rendered chart the DRA driver adds.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Tests which pods get the runtime class.
+//! Tests which pods get the runtime class by the rendered webhook or admission policy.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,8 @@ use super::{Rendered, render, render_for};
 
 const OLDER: &str = "1.34.0";
 
-/// The selectors of the webhook and of the admission policy. Both must be the same.
+/// Returns the selectors of the webhook and of the admission policy, after a check that both are
+/// the same.
 fn selectors(values: &str) -> Option<Value> {
     let policy = render(values)?;
     let webhook = render_for(OLDER, values)?.unwrap();

@@ -18,16 +18,16 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A release of Kubernetes that serves all APIs of the chart.
+/// Version of Kubernetes that serves all APIs of the chart.
 const NEWEST: &str = "1.36.0";
-/// API whose presence the chart checks. The API server of release [`NEWEST`] serves it.
+/// API whose presence the chart checks. Kubernetes [`NEWEST`] serves it.
 const POLICY: &str = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy";
 
 fn chart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config/helm/affinode")
 }
 
-/// The objects of a rendered chart.
+/// The objects that helm rendered from the chart.
 struct Rendered(Vec<Value>);
 
 impl Rendered {
@@ -46,7 +46,8 @@ fn render(values: &str) -> Option<Rendered> {
     render_for(NEWEST, values).map(|rendered| rendered.unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// Renders the chart for a release of Kubernetes. `Err` contains the output of helm.
+/// Renders the chart for a version of Kubernetes. `Err` contains the output of helm. `None`: helm
+/// is not installed.
 fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("values.yaml");
@@ -73,7 +74,7 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
     Some(Ok(Rendered(objects.filter(|object: &Value| object.is_object()).collect())))
 }
 
-/// Returns the only object of that kind in a manifest of `config/kubernetes`.
+/// Returns the only object of this kind in a manifest of `config/kubernetes`.
 fn manifest(file: &str, kind: &str) -> Value {
     let text = std::fs::read_to_string(chart().join("../../kubernetes").join(file)).unwrap();
     let read = |document| Value::deserialize(document).unwrap();

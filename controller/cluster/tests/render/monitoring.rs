@@ -1,4 +1,4 @@
-//! Objects of the Prometheus operator.
+//! Tests the objects of the Prometheus operator in the rendered chart.
 
 use super::{render, render_for};
 

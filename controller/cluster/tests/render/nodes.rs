@@ -1,4 +1,4 @@
-//! Tests on which nodes the chart's pods run, which rights they have, and what removes them.
+//! Tests on which nodes the chart's pods run, which rights they have, and which job removes them.
 
 use serde_json::{Value, json};
 
@@ -159,7 +159,7 @@ fn helm_test_starts_a_gpu_pod_of_the_class() {
     assert!(!output.status.success() && said.contains("is not managed"), "{said}");
 }
 
-/// `kubectl affinode` lists nodes and agents, and forwards a port to an agent.
+/// A user of `kubectl affinode` may list nodes and agents, and forward a port to an agent.
 #[test]
 fn users_of_the_plugin_may_reach_agents() {
     let Some(rendered) = render("{}") else { return };

@@ -13,8 +13,8 @@ pub const API_VERSION: &str = "affinode.io/v1alpha1";
 pub const KIND: &str = "ContainerPolicy";
 /// Prefix of every annotation.
 const PREFIX: &str = "affinode.io/";
-/// The annotation that decides whether a container is managed. A claim cannot decide that, because
-/// a container that uses the claim has a GPU.
+/// The annotation that determines whether a container is managed. A claim cannot set it, because
+/// every container that uses the claim has a GPU and is managed.
 const INJECT: &str = "affinode.io/inject";
 /// Maximum number of settings in one configuration. There are about 20 settings.
 const MAX_SETTINGS: usize = 32;
@@ -22,7 +22,7 @@ const MAX_SETTINGS: usize = 32;
 /// annotations.
 const MAX_SETTING_BYTES: usize = 512;
 
-/// Annotations by name, as a pod would have them.
+/// Annotations as name and value, in the form in which a pod has them.
 pub type Annotations = BTreeMap<String, String>;
 
 /// Reason why a configuration is invalid.
@@ -33,10 +33,10 @@ pub enum PolicyError {
         "the opaque configuration is no {KIND} of {API_VERSION}; write apiVersion, kind and policy"
     )]
     Form(#[source] serde_json::Error),
-    /// The configuration has another version or kind.
+    /// The configuration has an unsupported `apiVersion` or `kind`.
     #[error("the opaque configuration has {0:?}; expected {API_VERSION} and {KIND}")]
     Kind([String; 2]),
-    /// The configuration has more settings than there are.
+    /// The configuration has more settings than the maximum.
     #[error("the opaque configuration has {0} settings; accepted: at most {MAX_SETTINGS}")]
     Many(usize),
     /// A setting is too long.

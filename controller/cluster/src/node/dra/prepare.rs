@@ -1,4 +1,4 @@
-//! Prepares claims for the containers of this node, and reverts that.
+//! Prepares claims for the containers of this node, and reverts their preparation.
 
 use std::{
     collections::HashMap,
@@ -26,10 +26,10 @@ use crate::error_chain::{self, ApiError};
 /// Time limit for reading the claims of a call. It is shorter than the kubelet's limit of 45 s for a call.
 const READ_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Reason why a claim is not prepared, or its preparation not reverted.
+/// Reason why a claim could not be prepared, or why its preparation could not be reverted.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    /// The kubelet sent no UID.
+    /// The UID in the kubelet's request is not valid.
     #[error(transparent)]
     Uid(#[from] UidError),
     /// The API server did not return the claim.
@@ -44,7 +44,7 @@ pub enum ClaimError {
     /// The API server did not reply in time.
     #[error("cannot read ResourceClaim {0} within {READ_TIMEOUT:?}; the kubelet tries again")]
     Late(String),
-    /// The kubelet ended the claim while it was read.
+    /// The kubelet reverted the preparation while the driver still read the claim.
     #[error("claim {0}: the kubelet reverted the preparation while it ran")]
     Reverted(String),
     /// The claim is not for this node, or is invalid.
@@ -64,9 +64,9 @@ pub struct ClaimPreparer {
     node: String,
     files: ClaimFiles,
     lookup: CdiLookup,
-    /// The GPUs as they were read last.
+    /// The GPUs of the last reading.
     gpus: watch::Receiver<NodeGpus>,
-    /// Held while files are changed.
+    /// Lock that is held while files of claims are changed.
     turn: Mutex<()>,
 }
 
@@ -84,7 +84,7 @@ impl ClaimPreparer {
         Arc::new(ClaimPreparer { client, node, files, lookup, gpus, turn: Mutex::new(()) })
     }
 
-    /// Prepares each claim. The result of a claim that is prepared already is the same again.
+    /// Prepares each claim. For a claim that is already prepared, the result is the same as before.
     pub async fn prepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, PreparedClaim> {
         let deadline = Instant::now() + READ_TIMEOUT;
         let prepared = claims.into_iter().map(async |claim| {
@@ -136,7 +136,8 @@ impl ClaimPreparer {
         })
     }
 
-    /// Makes the specification of a claim as the API server has it.
+    /// Creates the CDI specification of a claim, from the claim's object as the API server returned
+    /// it.
     fn spec(&self, name: &ClaimName, claim: &ResourceClaim) -> Result<ClaimSpec, ClaimError> {
         let gpus = allocated(claim, &name.uid.to_string(), &self.node)?;
         let devices = gpus.iter().enumerate().map(|(number, gpu)| self.device(name, number, gpu));
@@ -160,7 +161,7 @@ impl ClaimPreparer {
         }
     }
 
-    /// Runs a change of the files while no other change runs.
+    /// Runs a change of the files. Only one change runs at a time.
     fn change_files<T>(&self, change: impl FnOnce(&ClaimFiles) -> T) -> T {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         change(&self.files)
@@ -186,15 +187,16 @@ impl ClaimPreparer {
         Ok(ClaimDevice { allocated: allocated.clone(), gpu, policy_file })
     }
 
-    /// NVML's index of a GPU. `None`: the GPUs were not read yet, or do not include the device.
+    /// Returns NVML's index of a GPU. `None`: the GPUs were not read yet, or the device is not
+    /// among them.
     fn index(&self, device: &str) -> Option<u32> {
         let node = self.gpus.borrow();
         let found = node.gpus.iter().find(|gpu| slice::device_name(&gpu.uuid) == device);
         found.map(|gpu| gpu.index)
     }
 
-    /// Reverts the preparation of each claim. It is not an error if a claim is not prepared. The
-    /// claim's object is not read, because it may be deleted already.
+    /// Reverts the preparation of each claim. A claim that is not prepared is not an error. The
+    /// object of the claim is not read, because it may be deleted already.
     #[must_use]
     pub fn unprepare(&self, claims: Vec<ClaimReference>) -> HashMap<String, UnpreparedClaim> {
         let mut results = HashMap::new();

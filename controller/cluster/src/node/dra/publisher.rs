@@ -35,27 +35,28 @@ use crate::{
 
 /// Interval between two readings of the GPUs.
 const READ_INTERVAL: Duration = Duration::from_secs(60);
-/// Minimum pause between two comparisons.
+/// Minimum pause between two comparisons of the slice with the node's GPUs.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Pause after an error while the slice must be deleted. A removal of Affinode waits for that.
+/// Pause after an error while the slice must be deleted. The removal of Affinode waits for the
+/// deletion.
 const WITHDRAWAL_RETRY: Duration = Duration::from_secs(2);
-/// Time limit for the requests of one comparison.
+/// Time limit for all requests to the API server in one comparison.
 const REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of failed readings in a row after which the driver is taken for gone. A single reading can
-/// fail while Affinode's programs are replaced.
+/// Number of failed readings in a row after which the slice is deleted, because the driver is
+/// considered gone. A single reading can fail while Affinode's programs are replaced.
 const FAILURES: u32 = 3;
 
 /// Whether the node's GPUs are offered to claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SliceDemand {
-    /// The node agent has not checked the node yet. An earlier slice stays.
+    /// The node agent has not checked the node yet. An existing slice is not changed.
     #[default]
     Undecided,
     /// The node serves the runtime.
     Publish,
-    /// Affinode is being removed from the node, or is not on it.
+    /// Affinode is not installed on the node, or is being removed from it.
     Withdraw,
 }
 
@@ -97,20 +98,21 @@ pub struct SlicePublisher {
     pub demand: watch::Receiver<SliceDemand>,
     /// Whether the kubelet uses the driver.
     pub registration: watch::Receiver<Registration>,
-    /// Gets the GPUs after each reading.
+    /// Channel to which the GPUs are sent after each reading.
     pub gpus: watch::Sender<NodeGpus>,
-    /// Becomes true when the node has no slice.
+    /// Set to true when the node has no slice after a withdrawal.
     pub withdrawn: watch::Sender<bool>,
-    /// Devices that the API server stored in another form than they were sent: sent, stored.
+    /// Devices that the API server stored in another form than they were sent. The pair contains
+    /// the sent and the stored devices.
     pub altered: Option<[Vec<Device>; 2]>,
-    /// Largest number of GPUs that a reading named.
+    /// Largest number of GPUs in any reading.
     pub gpu_count: usize,
     /// Number of failed readings in a row.
     pub failures: u32,
 }
 
 impl SlicePublisher {
-    /// Publishes until the future is dropped.
+    /// Keeps the slice up to date until the future is dropped.
     pub async fn run(mut self) {
         let changed = Arc::new(Notify::new());
         let watching = watch_slices(self.slices(), self.selector(), Arc::clone(&changed));
@@ -175,7 +177,8 @@ impl SlicePublisher {
         Ok(())
     }
 
-    /// Reads the GPUs. `None`: the driver is gone, so pods can use none of them.
+    /// Reads the GPUs of the node as devices. `None`: too many readings in a row have failed, so
+    /// the driver is considered gone and no GPU can be used.
     async fn read_devices(&mut self) -> Result<Option<Vec<Device>>, PublishError> {
         let mut node = match self.reader.read().await {
             Ok(node) => node,
@@ -198,7 +201,8 @@ impl SlicePublisher {
         Ok(Some(devices))
     }
 
-    /// Passes a reading on. Reports GPUs that became unreadable, which are offered to no claim.
+    /// Sends a reading to the receivers of the GPUs. Logs GPUs that became unreadable. They are
+    /// offered to no claim.
     fn know(&self, node: NodeGpus) {
         let known = self.gpus.send_replace(node);
         let node = self.gpus.borrow();
@@ -207,7 +211,8 @@ impl SlicePublisher {
         }
     }
 
-    /// Makes the changes that are due, until none is.
+    /// Compares the node's slices with the wanted devices, and makes the change that is due, if
+    /// any. `None`: the slices are deleted.
     async fn bring_to(&mut self, wanted: Option<&[Device]>) -> Result<(), PublishError> {
         let api = self.slices();
         let found = api.list(&ListParams::default().fields(&self.selector())).await?.items;
@@ -241,8 +246,8 @@ impl SlicePublisher {
         Ok(())
     }
 
-    /// Whether the slice has the form that the API server made of the wanted devices. To send them
-    /// again would change nothing.
+    /// Returns whether the slice already has the form in which the API server stored the wanted
+    /// devices. Sending the devices again would change nothing.
     fn is_altered_form(&self, found: &[ResourceSlice], wanted: Option<&[Device]>) -> bool {
         let (Some([sent, stored]), [one]) = (&self.altered, found) else { return false };
         wanted == Some(sent) && one.spec.devices.as_ref() == Some(stored)
@@ -272,15 +277,15 @@ impl SlicePublisher {
         Api::all(self.client.clone())
     }
 
-    /// Selects the slices of this driver and node.
+    /// Returns the field selector for the slices of this driver and node.
     fn selector(&self) -> String {
         format!("spec.driver={DRIVER},spec.nodeName={}", self.node)
     }
 }
 
-/// Adds the GPUs that NVML does not count any more to the unreadable ones, so that they keep their
-/// share of the host memory. `known`: the largest number of GPUs of earlier readings. Returns the
-/// largest number now.
+/// Adds the GPUs that NVML no longer counts to the unreadable GPUs, so that they keep their share
+/// of the host memory. `known` is the largest number of GPUs in earlier readings. Returns the
+/// largest number including this reading.
 fn count_gone(node: &mut NodeGpus, known: usize) -> usize {
     let count = node.gpus.len() + node.unreadable.len();
     let gone = |number| format!("GPU {} of {known} is gone", number + 1);

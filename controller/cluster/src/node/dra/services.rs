@@ -1,5 +1,5 @@
-//! The two gRPC services of a DRA driver, each on its own socket: the registration, with which the
-//! kubelet finds the driver, and the service that prepares claims.
+//! The two gRPC services of a DRA driver, each on its own socket. The kubelet finds the driver by
+//! the registration service. The other service prepares claims.
 //!
 //! ```text
 //! kubelet ──GetInfo──────────────────> registration socket     name, endpoint, versions
@@ -37,9 +37,9 @@ use super::{
     prepare::ClaimPreparer,
 };
 
-/// Kind of plugin in a registration.
+/// Type of the plugin, as the registration reports it to the kubelet.
 const PLUGIN_TYPE: &str = "DRAPlugin";
-/// The service that the endpoint serves, by the name that the kubelet compares.
+/// Name of the service on the driver's endpoint, as the registration reports it to the kubelet.
 const SERVICE: &str = "v1.DRAPlugin";
 const GET_INFO: &str = "/pluginregistration.Registration/GetInfo";
 const NOTIFY: &str = "/pluginregistration.Registration/NotifyRegistrationStatus";
@@ -54,7 +54,7 @@ const MAX_CONCURRENT: usize = 16;
 const BUFFER_BYTES: usize = 64 << 10;
 /// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
-/// Time limit for a request. It is the kubelet's own limit.
+/// Time limit for a request. It is equal to the kubelet's limit.
 const TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Whether the kubelet uses the driver.
@@ -69,12 +69,12 @@ pub enum Registration {
     Refused(String),
 }
 
-/// The service with which the kubelet finds the driver.
+/// The registration service, by which the kubelet finds the driver.
 #[derive(Clone)]
 pub struct RegistrationService {
-    /// Path of the other socket, as the node sees it.
+    /// Path of the socket that prepares claims, as the node sees it.
     pub endpoint: String,
-    /// Receives the results of registrations.
+    /// Channel to which the kubelet's registration results are sent.
     pub state: watch::Sender<Registration>,
 }
 
@@ -120,7 +120,7 @@ impl RegistrationService {
     }
 }
 
-/// The service that prepares claims.
+/// The service that prepares claims, on the driver's endpoint.
 #[derive(Clone)]
 pub struct PluginService(pub Arc<ClaimPreparer>);
 
@@ -147,8 +147,9 @@ impl PluginService {
     }
 }
 
-/// Answers with a stream that has no report and no end. Kubelets since Kubernetes 1.36 ask each
-/// driver for the health of its devices, and log an error every 5 s if a driver does not answer.
+/// Answers with a stream that contains no report and does not end. Kubelets since Kubernetes 1.36
+/// ask each driver for the health of its devices, and log an error every 5 s if a driver does not
+/// answer.
 async fn health_stream(request: http::Request<Body>) -> http::Response<Body> {
     let silence = service_fn(|_: Request<HealthRequest>| async {
         Ok::<_, Status>(Response::new(stream::pending::<Result<HealthReport, Status>>()))
@@ -163,7 +164,7 @@ pub fn unknown(path: &str) -> http::Response<Body> {
     Status::unimplemented(format!("this driver does not serve {path}")).into_http()
 }
 
-/// Decodes the request of a method that does not fail, and encodes its reply.
+/// Decodes the request of a gRPC method that cannot fail, and encodes the method's reply.
 async fn unary<Q, A, F>(
     request: http::Request<Body>,
     method: impl FnOnce(Q) -> F + Clone,
@@ -180,7 +181,7 @@ where
     try_unary(request, answer).await
 }
 
-/// Decodes the request of a method, and encodes its reply or its error.
+/// Decodes the request of a gRPC method, and encodes the method's reply or error.
 pub async fn try_unary<Q, A, F>(
     request: http::Request<Body>,
     method: impl FnOnce(Q) -> F + Clone,
@@ -198,7 +199,7 @@ where
     Grpc::new(codec).max_decoding_message_size(MAX_REQUEST_BYTES).unary(answer, request).await
 }
 
-/// Serves a socket until the future is dropped. `answer`: answers one request.
+/// Serves gRPC requests on a socket until the future is dropped. `answer` replies to one request.
 ///
 /// # Errors
 /// The server of tonic has failed.
@@ -224,8 +225,8 @@ where
         .await
 }
 
-/// Returns a stream with the requests of a client, each with a valid authority. The task that copies
-/// them ends with the client or the server.
+/// Returns a stream with the bytes that a client sends, in which each request has a valid
+/// authority. A task copies the bytes. It ends with the client or the server.
 fn valid(client: UnixStream) -> DuplexStream {
     let (server, stream) = tokio::io::duplex(BUFFER_BYTES);
     tokio::spawn(async move {
@@ -248,7 +249,7 @@ fn valid(client: UnixStream) -> DuplexStream {
     stream
 }
 
-/// Waits for the next connection. An error does not end the server.
+/// Waits for the next connection. After a failed accept, it waits and tries again.
 async fn accept(listener: &UnixListener) -> UnixStream {
     loop {
         match listener.accept().await {

@@ -1,4 +1,4 @@
-//! The devices of a node, and the change of its ResourceSlice that is due.
+//! Creates the devices of a node, and compares them with the node's ResourceSlices.
 
 use std::collections::BTreeMap;
 
@@ -25,29 +25,31 @@ const MAX_DEVICES: usize = 128;
 /// Maximum length of an attribute's text. It is the limit of the API.
 const MAX_ATTRIBUTE: usize = 64;
 
-/// The node that has the devices.
+/// The node that owns a ResourceSlice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SliceOwner {
     /// Name of the node object.
     pub node: String,
-    /// UID of the node object. With the node object, the API server removes its slices.
+    /// UID of the node object. When the node object is deleted, the API server deletes its slices.
     pub node_uid: String,
 }
 
-/// The change that brings the slices of a node to the wanted state.
+/// The next change that brings the slices of a node to the wanted state.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SliceChange {
     /// The slice is up to date.
     Keep,
     /// The node has no slice yet.
     Create(Box<ResourceSlice>),
-    /// The slice has other devices. The new form has the next generation of the pool.
+    /// The slice has other devices than wanted. Contains the new slice, with the next generation of
+    /// the pool.
     Replace(Box<ResourceSlice>),
-    /// Slices of these names are deleted.
+    /// Delete the slices with these names.
     Delete(Vec<String>),
 }
 
-/// The name of a GPU as a device: its UUID in lower case, because a device has a DNS label.
+/// Returns the device name of a GPU. It is the UUID in lower case, because a device name must be a
+/// DNS label.
 #[must_use]
 pub fn device_name(uuid: &str) -> String {
     uuid.to_ascii_lowercase()
@@ -92,8 +94,8 @@ fn device(node: &NodeGpus, gpu: &GpuFacts, factor: OversubscriptionFactor) -> De
     }
 }
 
-/// A number of whole MiB in the form in which the API server returns it: `1Gi`, not `1024Mi`. The
-/// comparison of a slice with the wanted devices would fail otherwise.
+/// Formats a number of whole MiB as the API server returns it: `1Gi`, not `1024Mi`. Otherwise the
+/// comparison of a slice with the wanted devices would fail.
 fn mebibytes(bytes: u64) -> Quantity {
     let (mut value, mut unit) = (bytes >> 20, "Mi");
     for larger in ["Gi", "Ti"] {
@@ -105,8 +107,9 @@ fn mebibytes(bytes: u64) -> Quantity {
     Quantity(format!("{value}{unit}"))
 }
 
-/// Attributes by the names that NVIDIA's DRA driver uses for whole GPUs, so that the expressions of
-/// claims can be taken over. An unknown property has no attribute.
+/// Returns the attributes of a GPU. They have the names that NVIDIA's DRA driver uses for whole
+/// GPUs, so that existing selector expressions of claims work. An unknown property has no
+/// attribute.
 fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribute> {
     let text = |value: &str| DeviceAttribute {
         string: Some(value.chars().take(MAX_ATTRIBUTE).collect()),
@@ -130,8 +133,8 @@ fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribu
     known.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// A version with exactly three numbers without leading zeros, as the API requires: `580.159.04`
-/// is `580.159.4`, and `9.0` is `9.0.0`. `None`: the text does not start with a number.
+/// Converts a version to three numbers without leading zeros, as the API requires. `580.159.04`
+/// becomes `580.159.4`, and `9.0` becomes `9.0.0`. `None`: the text does not start with a number.
 fn semantic_version(text: &str) -> Option<String> {
     let mut numbers = text.split('.').map(|part| part.parse::<u32>().ok());
     let first = numbers.next()??;
@@ -139,8 +142,8 @@ fn semantic_version(text: &str) -> Option<String> {
     Some(format!("{first}.{}.{}", rest(), rest()))
 }
 
-/// Compares the driver's slices of this node with the wanted devices. `None`: the node offers no
-/// devices.
+/// Compares the driver's slices of this node with the wanted devices, and returns the next change.
+/// `wanted` is `None` if the node offers no devices.
 #[must_use]
 pub fn change(
     found: &[ResourceSlice],

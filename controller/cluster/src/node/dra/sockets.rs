@@ -12,7 +12,7 @@ use std::{
 
 use tokio::net::UnixListener;
 
-/// A socket that listens at a path of the node. Its file is removed when the value is dropped,
+/// A Unix socket that listens at a path of the node. Dropping the value removes the socket's file,
 /// unless another process has replaced the file.
 #[derive(Debug)]
 pub struct NodeSocket {
@@ -21,7 +21,7 @@ pub struct NodeSocket {
     file: (u64, u64),
 }
 
-/// A socket could not be created.
+/// Error for a socket that could not be created.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot use {} for sockets of the kubelet's plugins; check the kubelet's folder (--dra-kubelet-dir or --device-plugin-dir)", path.display())]
 pub struct SocketError {
@@ -31,8 +31,8 @@ pub struct SocketError {
 }
 
 impl NodeSocket {
-    /// Creates a socket that only root can use, and its folder. Replaces a socket that an ended
-    /// agent has left.
+    /// Creates a socket that only root can use, and the socket's folder. Replaces a socket that an
+    /// earlier agent did not remove.
     ///
     /// # Errors
     /// [`SocketError`]: the folder or the socket cannot be created.
@@ -40,7 +40,7 @@ impl NodeSocket {
         bind(path).map_err(|source| SocketError { path: path.to_owned(), source })
     }
 
-    /// Whether the file is still that of this socket.
+    /// Returns whether the path still leads to the file of this socket.
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         let found = fs::symlink_metadata(&self.path);
@@ -51,7 +51,7 @@ impl NodeSocket {
 /// Checks that a folder exists.
 ///
 /// # Errors
-/// [`SocketError`]: it does not, or is no folder.
+/// [`SocketError`]: the folder does not exist, or the path is not a folder.
 pub fn check_folder(path: &Path) -> Result<(), SocketError> {
     match fs::read_dir(path) {
         Ok(_) => Ok(()),

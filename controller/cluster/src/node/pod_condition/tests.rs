@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Time of the tests, in Unix milliseconds.
+/// Present time in the tests, in milliseconds since 1970.
 const NOW: i64 = 1_700_000_000_000;
 
 fn container(pod: &str, name: &str, state: State) -> Container {

@@ -1,4 +1,5 @@
-//! Authorities, the certificates that they sign, and the form of both in a Secret.
+//! Creates the webhook's certificate authorities and the certificates that they sign, and converts
+//! them to and from the data of a Secret.
 
 use std::collections::BTreeMap;
 
@@ -14,21 +15,22 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use super::plan::{AUTHORITY_USE, StoredCertificate};
 use crate::https::tls::TlsPair;
 
-/// Validity of an authority. Only clients of this webhook trust the authority.
+/// Validity of a certificate authority. Only clients of this webhook trust the authority.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
-/// Validity of a certificate. An authority signs only while its own remaining validity is at least
-/// this time.
+/// Validity of a certificate. An authority signs certificates only while its own remaining validity
+/// is at least this time.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// A certificate is valid from this long before its creation, because the clock of an API server
-/// may be behind.
+/// Time before the creation of a certificate at which its validity begins, because the clock of an
+/// API server may be behind.
 const SKEW: Duration = Duration::hours(1);
 
-/// A certificate could not be created.
+/// Error for a key or certificate that could not be created.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot create a certificate for the webhook")]
 pub struct IssueError(#[from] rcgen::Error);
 
-/// The content of the Secret, in PEM form.
+/// An authority, its key, and a certificate with its key, all in PEM form. They are the content of
+/// the Secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssuedCertificate {
     /// Authorities in PEM, newest first.
@@ -62,7 +64,8 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities, authority_key, ..self.clone() })
     }
 
-    /// Returns a copy with a new certificate, signed by the newest authority.
+    /// Returns a copy in which the certificate is replaced by a new certificate, signed by the
+    /// newest authority.
     ///
     /// # Errors
     /// [`IssueError`]: the certificate could not be created.
@@ -101,13 +104,13 @@ impl IssuedCertificate {
         ])
     }
 
-    /// The authorities in the form of a CA bundle.
+    /// Returns the authorities in PEM form, as the CA bundle for API servers.
     #[must_use]
     pub fn bundle(&self) -> Vec<u8> {
         self.authorities.concat().into_bytes()
     }
 
-    /// The certificate and the key that the webhook presents.
+    /// Returns the certificate and the key that the webhook presents.
     #[must_use]
     pub fn pair(&self) -> TlsPair {
         TlsPair { cert: self.cert.clone().into_bytes(), key: self.key.clone().into_bytes() }
@@ -122,7 +125,8 @@ impl IssuedCertificate {
         Some(StoredCertificate { authority_ends, leaf_ends })
     }
 
-    /// Whether the certificate is for these names and signed by one of the authorities.
+    /// Returns whether the certificate is for these names and is signed by one of the authorities.
+    /// `None`: it cannot be parsed.
     fn is_ours(&self, names: &[String]) -> Option<bool> {
         let leaf = der(&self.cert)?;
         let (_, leaf) = X509Certificate::from_der(&leaf).ok()?;
@@ -172,7 +176,7 @@ fn leaf(
     Ok((params.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
 }
 
-/// Splits a bundle into its certificates.
+/// Splits a PEM bundle into its certificates.
 fn split(bundle: &str) -> Vec<String> {
     const END: &str = "-----END CERTIFICATE-----";
     bundle

@@ -7,10 +7,10 @@
 //! | [`ca`] | authorities and certificates |
 //! | [`rotation`] | the Secret and the MutatingWebhookConfiguration |
 //!
-//! Several replicas do this concurrently. Each step is one write, which the API server accepts only
-//! if no other write came first (`resourceVersion`). The later replica then reads again. Replicas
-//! may present different certificates for some time, so the authorities of all of them are
-//! published.
+//! Several replicas of the webhook rotate the certificate concurrently. Each step is one write,
+//! which the API server accepts only if no other write came first (`resourceVersion`). The replica
+//! whose write was rejected then reads again. Replicas may present different certificates for some
+//! time, so the authorities of all of them are published.
 
 pub mod ca;
 pub mod plan;

@@ -1,4 +1,5 @@
-//! Decides the next step from the stored certificate, the published authorities, and the time.
+//! Decides the next step of the certificate's rotation from the stored certificate, the published
+//! authorities, and the time.
 //!
 //! ```text
 //!  no valid content ──> Make                          authority and certificate
@@ -9,8 +10,8 @@
 //! ```
 //!
 //! API servers have therefore known an authority for a long time before it signs a certificate.
-//! There is one exception: if an authority was not renewed in its last year, and would end before a
-//! certificate that it signs, it is renewed first.
+//! There is one exception. If an authority was not renewed in its last year and would end before a
+//! certificate that it signs, a new authority is added first.
 
 use time::{Duration, OffsetDateTime};
 
@@ -47,7 +48,7 @@ pub enum RotationStep {
     Rest,
 }
 
-/// Returns the next step.
+/// Returns the next step of the rotation. `published`: the API server has all stored authorities.
 #[must_use]
 pub fn next(
     stored: Option<&StoredCertificate>,

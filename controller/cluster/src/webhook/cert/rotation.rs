@@ -1,4 +1,5 @@
-//! Reads the Secret and the MutatingWebhookConfiguration in each round, and writes them in steps.
+//! Rotates the webhook's certificate in rounds. Each round reads the Secret and the
+//! MutatingWebhookConfiguration, and executes the steps that are due.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -24,10 +25,10 @@ use crate::{
 
 /// Interval between two rounds. Each round makes two small reads.
 const ROUND: Duration = Duration::from_secs(30);
-/// Pause after an error, or after the write of another replica came first.
+/// Pause after an error, or after a write was rejected because another replica wrote first.
 const AGAIN: Duration = Duration::from_secs(3);
-/// Maximum number of steps in one round. A step is repeated if the write of another replica came
-/// first, so this limit is higher than the number of different steps.
+/// Maximum number of steps in one round. A step is repeated if another replica wrote first, so this
+/// limit is higher than the number of different steps.
 const STEPS: usize = 6;
 
 /// Names of the objects for the webhook's own certificate: Service, Secret, and the configuration
@@ -78,7 +79,7 @@ pub enum RotationError {
         #[source]
         source: Box<ApiError>,
     },
-    /// A request for the configuration failed.
+    /// A request for the MutatingWebhookConfiguration failed.
     #[error(
         "cannot {action} MutatingWebhookConfiguration {name}; it must exist, and the service \
          account needs the verbs get and update for it"
@@ -86,7 +87,7 @@ pub enum RotationError {
     Configuration {
         /// Verb of the failed request.
         action: &'static str,
-        /// Name of the configuration.
+        /// Name of the MutatingWebhookConfiguration.
         name: String,
         /// Error of the API server.
         #[source]
@@ -95,10 +96,10 @@ pub enum RotationError {
     /// A key or certificate could not be created.
     #[error(transparent)]
     Issue(#[from] IssueError),
-    /// The server could not present the created pair.
+    /// The server could not present the new certificate with its key.
     #[error(transparent)]
     Show(#[from] TlsError),
-    /// In each attempt, the write of another program came first.
+    /// Another program wrote first in each attempt, so the certificate could not be stored.
     #[error(
         "cannot store the webhook's certificate: other programs changed the Secret or the MutatingWebhookConfiguration during each of {STEPS} attempts"
     )]
@@ -116,7 +117,7 @@ pub struct CertificateRotation {
 }
 
 impl CertificateRotation {
-    /// Creates a rotation that makes `shown` present the stored certificate.
+    /// Creates a rotation. It makes `shown` present the certificate that is stored in the Secret.
     #[must_use]
     pub fn new(
         client: Client,
@@ -138,7 +139,7 @@ impl CertificateRotation {
         }
     }
 
-    /// Runs rounds until the async runtime ends.
+    /// Runs rounds of the rotation until the async runtime ends.
     pub async fn keep(self) {
         loop {
             let pause = match self.round(OffsetDateTime::now_utc()).await {
@@ -152,10 +153,10 @@ impl CertificateRotation {
         }
     }
 
-    /// Runs steps until no step is due.
+    /// Executes steps of the rotation until no step is due.
     ///
     /// # Errors
-    /// [`RotationError`]: the server keeps the earlier certificate.
+    /// [`RotationError`]: a step failed. The server keeps the earlier certificate.
     pub async fn round(&self, now: OffsetDateTime) -> Result<(), RotationError> {
         for _ in 0..STEPS {
             let secret = self.secrets.get_opt(&self.places.secret).await;
@@ -202,7 +203,7 @@ impl CertificateRotation {
         Err(RotationError::Contended)
     }
 
-    /// Writes the Secret, unless another write came first.
+    /// Writes the Secret, unless another program wrote it first.
     async fn store(
         &self,
         before: Option<Secret>,
@@ -238,8 +239,8 @@ impl CertificateRotation {
         Ok(())
     }
 
-    /// Writes the authorities into each webhook of the configuration, unless another write came
-    /// first.
+    /// Writes the authorities into each webhook of the configuration, unless another program wrote
+    /// the configuration first.
     async fn publish(
         &self,
         mut configuration: MutatingWebhookConfiguration,
@@ -269,7 +270,7 @@ impl CertificateRotation {
     }
 }
 
-/// Whether the API server accepted a write. False: another write came first.
+/// Returns whether the API server accepted a write. False: another program wrote first.
 async fn taken<T>(
     write: impl Future<Output = Result<T, kube::Error>>,
 ) -> Result<bool, kube::Error> {

@@ -26,7 +26,7 @@ fn class() -> RuntimeClass {
     .unwrap()
 }
 
-/// A pod with one container that requests one GPU.
+/// Returns a pod with one container that requests one GPU.
 fn gpu_pod() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "job" },
@@ -37,7 +37,7 @@ fn gpu_pod() -> Value {
     })
 }
 
-/// [`gpu_pod`] merged with these changes. A null removes a field.
+/// Returns [`gpu_pod`] merged with these changes. A null removes a field.
 fn with(changes: Value) -> Value {
     let mut pod = gpu_pod();
     json_patch::merge(&mut pod, &changes);
@@ -54,7 +54,8 @@ fn typed(pod: &Value) -> Pod {
     serde_json::from_value(pod.clone()).unwrap()
 }
 
-/// The decision in namespace `ml`, with default rules and a RuntimeClass.
+/// Returns the decision about a pod in namespace `ml`, with default rules and an existing
+/// RuntimeClass.
 fn decision(pod: &Value) -> AdmissionDecision {
     decide(&typed(pod), "ml", &rules(&[]), Some(&class()), &Claims::new())
 }
@@ -324,7 +325,7 @@ fn quantities_of_nothing_are_nothing() {
     }
 }
 
-/// Arbitrary JSON. Some of its words are words that the webhook interprets.
+/// Generates arbitrary JSON. Some of its strings are words that the webhook interprets.
 fn json_value() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         Just("nvidia.com/gpu".to_owned()),
@@ -368,7 +369,8 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A pod that an API server might send, with arbitrary JSON in the fields that the webhook reads.
+/// Generates pods that an API server might send, with arbitrary JSON in the fields that the webhook
+/// reads.
 fn pods() -> impl Strategy<Value = Value> {
     (
         json_value(),

@@ -29,13 +29,13 @@ struct Line {
     rules: NamespaceRules,
 }
 
-/// A webhook with a certificate in files, and its RuntimeClass.
+/// A running webhook with a certificate from files, and a RuntimeClass.
 struct Stage {
     folder: TempDir,
     address: SocketAddr,
 }
 
-/// Writes a certificate signed by an authority of its own.
+/// Writes a certificate, its key and its new authority into files of `folder`.
 fn papers(folder: &Path) {
     let mut ca = CertificateParams::default();
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -86,7 +86,7 @@ async fn stage(fake: &Fake) -> Stage {
 type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
 
 impl Stage {
-    /// Connects as a client that trusts the authority in the present files.
+    /// Connects to the webhook. The client trusts the authority that the files contain now.
     async fn connect(&self) -> io::Result<Sender> {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_file(self.folder.path().join("ca.crt")).unwrap();

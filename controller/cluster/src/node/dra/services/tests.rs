@@ -1,4 +1,4 @@
-//! Speaks with both services over their sockets, as a kubelet does.
+//! Calls both services over their sockets, as a kubelet does.
 
 use std::{
     collections::BTreeMap,
@@ -28,8 +28,8 @@ use crate::node::dra::{
 
 const DEVICE: &str = "gpu-a";
 
-/// Claims of an API server by name. Without claims, the server is down. It never answers for the
-/// claim [`SLOW`].
+/// Claims of a simulated API server, by name. If there are no claims, every request fails. A
+/// request for the claim [`SLOW`] gets no reply.
 #[derive(Clone, Default)]
 struct Claims(Arc<Mutex<BTreeMap<String, Value>>>);
 
@@ -54,7 +54,7 @@ impl Claims {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), claim);
     }
 
-    /// Gives a claim another GPU, as after a deallocation.
+    /// Changes the GPU that is allocated to a claim, as a new allocation would.
     fn allocate(&self, name: &str, device: &str) {
         let mut claims = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let claim = claims.get_mut(name).unwrap();
@@ -87,7 +87,7 @@ impl Claims {
     }
 }
 
-/// A driver with its sockets in a folder.
+/// A DRA driver under test, with its sockets and files in a folder.
 struct Plugin {
     folder: tempfile::TempDir,
     claims: Claims,
@@ -115,7 +115,7 @@ impl Plugin {
         plugin
     }
 
-    /// Replaces the driver by a new one that knows only the files.
+    /// Replaces the driver with a new driver that knows only what the files contain.
     fn restart(&mut self) {
         self.servers.drain(..).for_each(|server| server.abort());
         let path = |name: &str| self.folder.path().join(name);
@@ -165,7 +165,7 @@ impl Plugin {
         self.call(&self.folder.path().join("dra.sock"), UNPREPARE, request).await.unwrap()
     }
 
-    /// Claims for which the kubelet has asked.
+    /// Returns the names of the files that record for which claims the kubelet has asked.
     fn requested(&self) -> Vec<String> {
         let entries = fs::read_dir(self.folder.path().join("claims/requested"));
         let entries = entries.into_iter().flatten().flatten();
@@ -256,7 +256,8 @@ async fn second_preparation_gives_the_same() {
     assert!(second.claims["u-two"].error.contains("down"), "{second:?}");
 }
 
-/// A kubelet needs the driver to end the pod of a claim, also if it could not start it.
+/// A claim whose preparation failed stays recorded until the kubelet ends it, because a kubelet
+/// needs the driver to end the pod.
 #[tokio::test]
 async fn failed_claim_is_held_until_its_end() {
     let plugin = Plugin::start();
@@ -355,7 +356,7 @@ async fn health_stream_stays_open() {
     assert!(reports.message().now_or_never().is_none(), "no report, and no end");
 }
 
-/// A header field with an indexed name, as Go's client writes it, but not Huffman-coded.
+/// Encodes a header field with an indexed name, as Go's client does, but without Huffman coding.
 fn field(name_index: u8, value: &str) -> Vec<u8> {
     let length = u8::try_from(value.len()).unwrap();
     [&[0x40 | name_index, length], value.as_bytes()].concat()
@@ -366,7 +367,8 @@ fn frame(kind: u8, flags: u8, stream_id: u8, payload: &[u8]) -> Vec<u8> {
     [&[0, 0, size, kind, flags, 0, 0, 0, stream_id], payload].concat()
 }
 
-/// The kubelet sends the path of the registration socket as authority.
+/// A request whose authority is the path of the registration socket is accepted, because the
+/// kubelet sends such requests.
 #[tokio::test]
 async fn socket_path_as_authority_is_accepted() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

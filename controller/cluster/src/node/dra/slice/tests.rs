@@ -35,7 +35,7 @@ fn owner() -> SliceOwner {
     SliceOwner { node: "one".into(), node_uid: "u".into() }
 }
 
-/// The slice as the API server would return it.
+/// Returns a slice in the form in which the API server would return it.
 fn published(devices: &[Device], name: &str, generation: i64) -> ResourceSlice {
     let mut slice = slice(devices, &owner(), generation);
     slice.metadata.name = Some(name.into());

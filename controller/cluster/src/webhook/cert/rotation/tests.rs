@@ -40,7 +40,7 @@ fn day(number: i64) -> OffsetDateTime {
     OffsetDateTime::UNIX_EPOCH + Duration::days(20_000 + number)
 }
 
-/// The published CA bundle. It is the same for all webhooks.
+/// Returns the published CA bundle, which is the same for all webhooks of the configuration.
 fn published(fake: &Fake) -> Vec<u8> {
     let configuration: MutatingWebhookConfiguration =
         serde_json::from_value(fake.get(CONFIGURATION)).unwrap();
@@ -64,7 +64,7 @@ impl TimeProvider for At {
     }
 }
 
-/// Whether an API server with this CA bundle trusts the presented certificate at this time.
+/// Returns whether an API server with this CA bundle trusts the presented certificate at this time.
 async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime) -> bool {
     let mut roots = RootCertStore::empty();
     for authority in CertificateDer::pem_slice_iter(bundle) {
@@ -147,7 +147,8 @@ async fn replicas_that_start_together_agree() {
 }
 
 /// Runs two replicas for ten years, one of them rarely. On every day, API servers must trust the
-/// certificates of both. In these years, the authority and the certificate must be renewed.
+/// certificates of both replicas. In these years, the authority and the certificate must be
+/// renewed.
 #[tokio::test]
 async fn replicas_stay_trusted_for_ten_years() {
     let fake = cluster();
