@@ -1,7 +1,7 @@
-//! The only module of this crate with unsafe code.
+//! System calls that need unsafe code. No other module of this crate contains unsafe code.
 #![allow(unsafe_code)]
 
-/// Whether the kernel wipes marked memory in a forked child (MADV_WIPEONFORK).
+/// Returns whether the kernel wipes marked memory in a forked child (MADV_WIPEONFORK).
 #[must_use]
 pub fn wipe_on_fork_works() -> bool {
     use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};

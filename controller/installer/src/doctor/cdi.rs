@@ -1,5 +1,5 @@
 //! Determines whether containers get their GPUs through the Container Device Interface (CDI). The
-//! runtime then needs no program of NVIDIA.
+//! container runtime then needs no program of NVIDIA.
 
 use std::{
     fs,
@@ -13,8 +13,8 @@ use super::{containerd::RENDERED, handler::PLUGINS};
 
 /// Setting of the CRI plugin that turns CDI on, in containerd 1.7 to 2.3.
 const ENABLE: &str = "enable_cdi";
-/// First version of containerd's configuration without a setting for CDI. CDI is then always on
-/// (seen with containerd 2.4.2).
+/// First version of containerd's configuration format that has no setting for CDI. From this
+/// version on, CDI is always on (seen with containerd 2.4.2).
 const ALWAYS_ON_SINCE: i64 = 4;
 /// Folders of CDI specifications that containerd reads by default.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
@@ -23,24 +23,24 @@ const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.c
 /// Maximum size of a specification file that is read to find its kind.
 const MAX_SPEC_BYTES: u64 = 16 << 20;
 
-/// Whether containers get their devices from CDI. `config` is containerd's whole configuration,
-/// `files` are the files from which it is made. containerd 2 enables CDI by default, so the setting
-/// alone is not sufficient. In addition, a file must enable CDI explicitly, as NVIDIA's toolkit
-/// does, or there must be CDI specifications for Kubernetes.
+/// Returns whether containers get their devices from CDI. `config` is containerd's whole
+/// configuration, and `files` are the files from which it is made. containerd 2 enables CDI by
+/// default, so the setting alone is not sufficient. In addition, a file must enable CDI explicitly,
+/// as NVIDIA's toolkit does, or there must be CDI specifications for Kubernetes.
 #[must_use]
 pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
     is_enabled(config)
         && (files.iter().any(|file| says(file)) || spec_dirs(config).iter().any(has_spec))
 }
 
-/// Whether CDI is on in containerd's whole configuration.
+/// Returns whether CDI is on, according to containerd's whole configuration.
 #[must_use]
 pub fn is_enabled(config: &Table) -> bool {
     let version = config.get("version").and_then(Value::as_integer);
     enables(config) || version.is_some_and(|version| version >= ALWAYS_ON_SINCE)
 }
 
-/// Whether a configuration has the setting that turns CDI on.
+/// Returns whether a configuration contains the setting that turns CDI on.
 fn enables(config: &Table) -> bool {
     plugin_value(config, ENABLE).and_then(Value::as_bool) == Some(true)
 }
@@ -49,7 +49,7 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
     PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
 }
 
-/// Whether this file itself enables CDI. The file that k3s or rke2 generates does not count,
+/// Returns whether this file itself enables CDI. The file that k3s or rke2 generates is ignored,
 /// because its content is not an operator's choice.
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();

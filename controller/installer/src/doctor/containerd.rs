@@ -1,5 +1,5 @@
-//! Finds the containerd that serves a socket. The kernel identifies the process behind the socket,
-//! so the checks read that process's own program, configuration and PATH.
+//! Finds the containerd that serves a socket. The kernel identifies the process that listens at the
+//! socket. The checks then read the program, configuration and PATH of exactly that process.
 
 use std::{
     ffi::OsString,
@@ -17,9 +17,9 @@ use affinode_controller::error_chain;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// Sockets of distributions, in the order of the search. The sockets of Kubernetes distributions
-/// come first: on a node of such a distribution, a second containerd serves Docker, which needs no
-/// handler.
+/// Paths of containerd's socket in distributions, in the order in which they are tried. The sockets
+/// of Kubernetes distributions come first. On a node of such a distribution, a second containerd
+/// may serve Docker, which needs no handler.
 const SOCKETS: [&str; 4] = [
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
@@ -28,12 +28,13 @@ const SOCKETS: [&str; 4] = [
 ];
 /// Default value of containerd's option `--config`.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
-/// Path of containerd's file in k3s and rke2, which generate it, relative to their data folder.
+/// Path of the configuration file that k3s and rke2 generate for containerd, relative to their data
+/// folder.
 pub const RENDERED: &str = "agent/etc/containerd/config.toml";
-/// First containerd release with all the calls that the shim serves.
+/// First containerd release that has all the calls that the shim serves.
 const MIN_VERSION: (u32, u32) = (1, 6);
 
-/// A containerd that serves a socket.
+/// The containerd process that serves a socket.
 #[derive(Clone, Debug)]
 pub struct ContainerdProcess {
     /// Path of the socket.
@@ -64,7 +65,7 @@ pub enum ContainerdAbsent {
     Silent {
         /// Path of the socket.
         socket: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed connection.
         #[source]
         source: std::io::Error,
     },
@@ -73,7 +74,7 @@ pub enum ContainerdAbsent {
     Hidden {
         /// Path of the socket.
         socket: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed read.
         #[source]
         source: std::io::Error,
     },
@@ -88,7 +89,7 @@ impl ContainerdProcess {
         dump(self.pid, &self.argv)
     }
 
-    /// Returns the configuration as containerd's program reads it from another file.
+    /// Returns the configuration as containerd's program would read it from another file.
     ///
     /// # Errors
     /// The program failed. The error is its output.
@@ -97,7 +98,7 @@ impl ContainerdProcess {
         dump(self.pid, &[name, "--config".into(), file.into()])
     }
 
-    /// A variable of containerd's environment. `None`: it is not set or empty.
+    /// Returns a variable of containerd's environment. `None`: the variable is not set or is empty.
     #[must_use]
     pub fn variable(&self, name: &str) -> Option<OsString> {
         self.environment.split(|byte| *byte == 0).find_map(|entry| {
@@ -106,15 +107,14 @@ impl ContainerdProcess {
         })
     }
 
-    /// The folders of containerd's PATH variable.
+    /// Returns the folders of containerd's PATH variable.
     #[must_use]
     pub fn path(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.variable("PATH").unwrap_or_default()).collect()
     }
 }
 
-/// Finds the containerd that serves this socket. `None`: searches the sockets that distributions
-/// use.
+/// Finds the containerd that serves this socket. `None`: tries the sockets that distributions use.
 ///
 /// # Errors
 /// [`ContainerdAbsent`]: the socket does not exist, no process accepts connections, or the process
@@ -135,8 +135,8 @@ pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent
     look(&socket, pid).map_err(|source| ContainerdAbsent::Hidden { socket, source })
 }
 
-/// The first socket with a listener. Otherwise the first socket that exists, because a stopped
-/// containerd leaves its socket.
+/// Returns the first socket on which a process listens. If there is none, returns the first socket
+/// that exists, because a stopped containerd does not remove its socket.
 fn first(sockets: &[PathBuf]) -> Option<PathBuf> {
     let answers = |path: &&PathBuf| UnixStream::connect(path).is_ok();
     let there = |path: &&PathBuf| path.exists();
@@ -190,7 +190,7 @@ fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, St
     Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
 }
 
-/// The arguments that make up containerd's `--config FILE` flag, in any of its forms.
+/// Returns the arguments that form containerd's flag `--config FILE`, in any of its spellings.
 fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     let names: [&[u8]; 4] = [b"--config", b"-config", b"-c", b"--c"];
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -205,13 +205,14 @@ fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     Vec::new()
 }
 
-/// Whether this machine runs the kubelet, or a Kubernetes distribution in one program.
+/// Returns whether the kubelet runs on this machine, alone or as a part of a Kubernetes
+/// distribution.
 #[must_use]
 pub fn kubelet_runs() -> bool {
     process_runs(&["kubelet", "k3s-server", "k3s-agent", "k0s", "kubelite"])
 }
 
-/// Whether a process has one of these names. The kernel cuts names to 15 bytes.
+/// Returns whether a process with one of these names runs. The kernel truncates names to 15 bytes.
 #[must_use]
 pub fn process_runs(names: &[&str]) -> bool {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -221,7 +222,7 @@ pub fn process_runs(names: &[&str]) -> bool {
         .any(|comm| names.contains(&comm.trim_end()))
 }
 
-/// The checks of containerd's process and version. `podman_alone`: Podman is installed, and
+/// Returns the checks of containerd's process and version. `podman_alone`: Podman is installed, and
 /// containerd is not.
 #[must_use]
 pub fn judge(
@@ -269,8 +270,9 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
     }
 }
 
-/// Parses output such as `containerd github.com/containerd/containerd v1.7.24 4ee…`. Returns the
-/// version as text, and its first two numbers.
+/// Parses the output of `containerd --version`, such as `containerd
+/// github.com/containerd/containerd v1.7.24 4ee…`. Returns the version as text, and its first two
+/// numbers.
 fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
     let number = said.split_whitespace().nth(2)?.trim_start_matches('v');
     let mut parts = number.split(|c: char| !c.is_ascii_digit());
@@ -305,8 +307,9 @@ mod tests {
         assert!(flag(&["containerd", "--log-level", "debug"]).is_empty());
     }
 
-    /// Leaves a socket at which nothing listens. A listener that is closed would not do: a process
-    /// that another test starts at that moment inherits it until its exec, and answers.
+    /// Creates a socket file on which no process listens. The socket is bound and never listens. A
+    /// closed listener would not suffice: a process that another test starts at that moment
+    /// inherits the listener until its exec, and accepts connections.
     fn leave_dead(path: &Path) {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
         let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
@@ -342,7 +345,8 @@ mod tests {
         assert_eq!(first(&all), Some(k3s));
     }
 
-    /// k3s has kubectl, containerd and more in one file, and selects the program by `argv[0]`.
+    /// A program runs with the `argv[0]` of the daemon. k3s has kubectl, containerd and other
+    /// programs in one file, and selects the program by `argv[0]`.
     #[test]
     fn a_program_runs_under_its_own_name() {
         let mut bash = Command::new("bash").arg("-c").arg("read").stdin(Stdio::piped()).spawn();

@@ -11,7 +11,7 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// What the checks of the run directory and the configuration examine.
+/// Values that the checks of the run directory and the configuration examine.
 #[derive(Clone, Debug)]
 pub struct PathFacts {
     /// The run directory of this command.
@@ -23,7 +23,7 @@ pub struct PathFacts {
     /// Mode of the control socket, if it exists.
     pub socket_mode: Option<u32>,
     /// Whether the file system of the run directory is read-only. If the run directory does not
-    /// exist, this is about the folder in which it will be created.
+    /// exist, the file system of the folder in which it will be created.
     pub read_only: bool,
     /// Path of the configuration file.
     pub config_file: PathBuf,
@@ -32,7 +32,7 @@ pub struct PathFacts {
 }
 
 impl PathFacts {
-    /// Reads these values from this machine.
+    /// Collects these values on this machine.
     #[must_use]
     pub fn gather(
         run_dir: &Path,
@@ -56,7 +56,7 @@ impl PathFacts {
     }
 }
 
-/// The checks of run directory, control socket and configuration.
+/// Returns the checks of the run directory, the control socket and the configuration.
 #[must_use]
 pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("installation");
@@ -114,8 +114,8 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     group.checks
 }
 
-/// The check of the controller. `said` contains the controller's pid and version. `None`: no
-/// controller listens. `Err`: its response is invalid or missing.
+/// Returns the check of the running controller. `said` contains the controller's pid and version.
+/// `None`: no controller listens. `Err`: its response is invalid or missing.
 #[must_use]
 pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
     let own = env!("CARGO_PKG_VERSION");

@@ -9,7 +9,7 @@ use super::{CheckGroup, DoctorCheck, containerd};
 /// First driver release that has the checkpoint functions.
 const MIN_DRIVER: u32 = 570;
 
-/// What the checks of NVML, driver and GPUs examine.
+/// Values that the checks of NVML, the driver and the GPUs examine.
 #[derive(Clone, Debug)]
 pub struct GpuFacts {
     /// Name or path of the NVML library.
@@ -46,7 +46,7 @@ pub struct GpuCheck {
 }
 
 impl GpuFacts {
-    /// Reads these values from NVML.
+    /// Reads these values through NVML.
     #[must_use]
     pub fn gather(library: &Path) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());
@@ -57,7 +57,7 @@ impl GpuFacts {
         }
     }
 
-    /// VRAM in use on all GPUs, in bytes.
+    /// Returns the VRAM in use on all GPUs, in bytes.
     #[must_use]
     pub fn vram_used_bytes(&self) -> u64 {
         let gpus = self.seen.as_ref().map(|seen| seen.gpus.as_slice()).unwrap_or_default();
@@ -83,7 +83,7 @@ fn gpu(device: &Device<'_>) -> Result<GpuCheck, NvmlError> {
     })
 }
 
-/// The checks of NVML, driver and GPUs.
+/// Returns the checks of NVML, the driver and the GPUs.
 #[must_use]
 pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("GPU");

@@ -12,15 +12,16 @@ pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
 pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 /// Pattern of the annotations that containerd must pass to the shim.
 pub const ANNOTATIONS: &str = "affinode.io/*";
-/// Names of two handlers: the stock handler, and the handler that NVIDIA's toolkit adds.
+/// Name of containerd's stock handler.
 const STOCK: &str = "runc";
+/// Name of the handler that NVIDIA's toolkit adds.
 const NVIDIA: &str = "nvidia";
 /// Options of Affinode's handler that must have the same values as in the model handler (see
 /// [`model`]).
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
-/// Checks containerd's configuration. `kubernetes`: whether pods run on this machine. `cdi`:
-/// whether containers get their devices from CDI.
+/// Checks Affinode's handler in containerd's configuration. `kubernetes`: whether pods run on this
+/// machine. `cdi`: whether containers get their devices from CDI.
 #[must_use]
 pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
@@ -73,9 +74,9 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
     path.iter().try_fold(from, |table, key| table.get(*key)?.as_table())
 }
 
-/// Returns the name and the table of the model handler: the handler that pods used before, which
-/// Affinode's handler copies. `ours` is the name of Affinode's handler. `cdi`: whether containers
-/// get their devices from CDI.
+/// Returns the name and the table of the model handler. It is the handler that pods would use
+/// without Affinode, and Affinode's handler copies its options. `ours` is the name of Affinode's
+/// handler. `cdi`: whether containers get their devices from CDI.
 ///
 /// | handlers in the configuration | model handler |
 /// | --- | --- |
@@ -185,8 +186,8 @@ runtime_type = "io.containerd.runc.v2"
         checks.iter().map(|check| (check.name, check.verdict)).collect()
     }
 
-    /// A configuration for containerd 2, with the path of a shim that exists in the returned
-    /// folder.
+    /// Returns a configuration for containerd 2. It contains the path of a shim that exists in the
+    /// returned folder.
     fn snippet() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let shim = folder.path().join(SHIM);
@@ -198,7 +199,8 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The provided snippets pass the checks. Without the snippet there is no handler.
+    /// The configuration snippets of the project pass the checks. Without a snippet, the handler is
+    /// missing.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();

@@ -9,10 +9,10 @@ use std::{
 
 use toml::{Table, Value};
 
-/// Maximum number of files that are read. The limit also ends a search in a cycle of imports.
+/// Maximum number of files that are read. The limit also ends a search in cyclic imports.
 const MAX_FILES: usize = 1_000;
 
-/// The imported files, and the first missing one.
+/// The files from which containerd's configuration is made, and the first missing import.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ConfigImports {
     /// Imported files, each after the files that it overrides. The first is containerd's own file.
@@ -21,7 +21,7 @@ pub struct ConfigImports {
     pub missing: Option<(PathBuf, PathBuf)>,
 }
 
-/// Follows the imports of a file.
+/// Finds all files that a file imports, directly or through other files.
 pub fn of(root: &Path) -> ConfigImports {
     let mut found = ConfigImports::default();
     let mut left = VecDeque::from([root.to_owned()]);
@@ -41,7 +41,7 @@ pub fn of(root: &Path) -> ConfigImports {
     found
 }
 
-/// The imports of one file. Relative paths start at the folder of that file.
+/// Returns the paths that one file imports. Relative paths start at the folder of that file.
 fn imports(file: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let said = text.parse::<Table>().unwrap_or_default();
@@ -50,7 +50,8 @@ fn imports(file: &Path) -> Vec<PathBuf> {
     imports.filter_map(Value::as_str).map(|import| folder.join(import)).collect()
 }
 
-/// The files that match a pattern with one star in its last part. Other patterns are ignored.
+/// Returns the files that match a pattern with one star in its last part. For other patterns, the
+/// list is empty.
 fn matching(pattern: &Path) -> Vec<PathBuf> {
     let name = pattern.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (Some(folder), Some((head, tail))) = (pattern.parent(), name.split_once('*')) else {

@@ -9,7 +9,7 @@ use rustix::{
 use super::{CheckGroup, DoctorCheck};
 use crate::sys;
 
-/// What the checks of the user and the kernel examine.
+/// Values that the checks of the user and the kernel examine.
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools)] // A list of independent answers.
 pub struct KernelFacts {
@@ -19,16 +19,16 @@ pub struct KernelFacts {
     pub whole_machine: bool,
     /// Release of the kernel, as in `uname -r`.
     pub release: String,
-    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, CUDA calls need no lock where they
-    /// check whether the process is offloaded.
+    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, CUDA calls can check without a lock
+    /// whether the process is offloaded.
     pub membarrier: bool,
     /// Whether pidfd_open works. With it, the controller notices the end of a process and detects a
     /// reused pid.
     pub pidfd: bool,
     /// Whether memfds can be sealed. Sealed counter files cannot shrink while they are read.
     pub seals: bool,
-    /// Whether MADV_WIPEONFORK works. With it, the library in a forked child detects that the child
-    /// is not registered.
+    /// Whether MADV_WIPEONFORK works. With it, the library in a forked child process detects that
+    /// the child has not registered with the controller.
     pub wipe_on_fork: bool,
 }
 
@@ -60,7 +60,7 @@ fn seals_hold() -> bool {
     sealed.is_ok() && rustix::fs::ftruncate(&file, 1).is_err()
 }
 
-/// The checks of user and kernel.
+/// Returns the checks of the user and the kernel.
 #[must_use]
 pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("machine");
@@ -133,7 +133,7 @@ mod tests {
     }
 
     /// `gather` must find all features on the kernel that runs the tests. This kernel has them,
-    /// because other tests start agents, which need them.
+    /// because other tests start agents that need them.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

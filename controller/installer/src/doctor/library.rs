@@ -17,12 +17,12 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// What the check of the library examines.
+/// Values that the check of the library examines.
 #[derive(Clone, Debug)]
 pub struct LibraryFacts {
     /// Path of the library.
     pub path: PathBuf,
-    /// `Err`: the reason why a loader could not load the library.
+    /// `Err`: the reason why a container's dynamic loader could not load the library.
     pub fault: Result<(), String>,
     /// Whether every user can read the library.
     pub readable: bool,
@@ -87,7 +87,7 @@ pub fn loadable(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-/// The check of the library.
+/// Returns the checks of the library.
 #[must_use]
 pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("programs");

@@ -10,14 +10,14 @@ use affinode_controller::{
 
 use super::{CheckGroup, DoctorCheck};
 
-/// Version of the cgroup hierarchy from which memory limits of containers are read.
+/// Version of the cgroup hierarchy from which the memory limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CgroupVersion {
     /// Version 2: one hierarchy, which has the memory controller.
     V2,
-    /// Version 1: the memory controller has a hierarchy of its own.
+    /// Version 1: the memory controller has a separate hierarchy.
     V1,
-    /// There is a hierarchy, but it has no memory controller.
+    /// A cgroup hierarchy is mounted, but it has no memory controller.
     NoMemory,
     /// No hierarchy is mounted at /sys/fs/cgroup.
     Nothing,
@@ -31,7 +31,8 @@ pub struct MemoryFacts {
     pub cgroups: CgroupVersion,
     /// Available RAM in bytes, or the reason why it is unknown.
     pub available_bytes: Result<u64, String>,
-    /// Reserved RAM in bytes: the node's reserve and the driver's overhead for a process.
+    /// RAM in bytes that offloads must not use: the node's reserve and the driver's overhead for a
+    /// process.
     pub kept_bytes: u64,
     /// VRAM in use on all GPUs, in bytes.
     pub vram_used_bytes: u64,
@@ -69,7 +70,7 @@ fn cgroups(root: &Path) -> CgroupVersion {
     }
 }
 
-/// The checks of cgroups and RAM.
+/// Returns the checks of cgroups and RAM.
 #[must_use]
 pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("memory");

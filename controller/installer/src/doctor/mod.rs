@@ -51,7 +51,7 @@ pub enum CheckVerdict {
 }
 
 impl CheckVerdict {
-    /// The sign in the output: √, ! or ×.
+    /// Returns the sign that the output shows for this result: √, ! or ×.
     #[must_use]
     pub fn sign(self) -> char {
         match self {
@@ -62,14 +62,14 @@ impl CheckVerdict {
     }
 }
 
-/// One check and its result.
+/// A check of `affinode doctor` with its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DoctorCheck {
     /// The group in the output: `GPU`, `containerd`, …
     pub group: &'static str,
     /// Name of the check, stable and unique in its group.
     pub name: &'static str,
-    /// Whether the check passed, with a warning, or failed.
+    /// Whether the check passed, passed with a warning, or failed.
     pub verdict: CheckVerdict,
     /// Text of the finding.
     pub found: String,
@@ -77,7 +77,7 @@ pub struct DoctorCheck {
     pub hint: String,
 }
 
-/// A group of checks while they are added.
+/// Collects the checks of one group.
 #[derive(Debug)]
 pub struct CheckGroup {
     name: &'static str,
@@ -127,7 +127,7 @@ pub struct DoctorPaths {
     pub containerd: Option<PathBuf>,
 }
 
-/// Runs all checks except the one of the controller ([`files::controller`]).
+/// Runs all checks except the check of the controller ([`files::controller`]).
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
@@ -168,19 +168,19 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     checks
 }
 
-/// Path of the program in the first of these folders that contains it.
+/// Returns the path of the program in the first of these folders that contains it.
 fn on_path(folders: impl Iterator<Item = PathBuf>, program: &str) -> Option<PathBuf> {
     folders.map(|folder| folder.join(program)).find(|path| is_program(path))
 }
 
-/// Whether a program of this name is in PATH.
+/// Returns whether the PATH of this process contains a program of this name.
 pub(crate) fn is_on_path(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     on_path(std::env::split_paths(&path), program).is_some()
 }
 
-/// Number of processes whose command line matches. Each argument in a command line ends with a zero
-/// byte.
+/// Counts the processes whose command line matches. In a command line, each argument ends with a
+/// zero byte.
 pub(crate) fn processes_with(matches: impl Fn(&[u8]) -> bool) -> usize {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());

@@ -12,10 +12,10 @@ use super::{CheckGroup, DoctorCheck, containerd::ContainerdProcess, on_path};
 pub const SHIM: &str = "containerd-shim-affinode-v1";
 /// File name of the stock shim.
 const STOCK: &str = "containerd-shim-runc-v2";
-/// Environment variable that sets another path of the stock shim.
+/// Environment variable by which an operator sets another path of the stock shim.
 const STOCK_ENV: &str = "AFFINODE_STOCK_SHIM";
 
-/// What the checks of the programs examine.
+/// Values that the checks of the programs examine.
 #[derive(Clone, Debug, Default)]
 pub struct ProgramFacts {
     /// Path of Affinode's shim, and the version that it prints.
@@ -27,7 +27,7 @@ pub struct ProgramFacts {
 }
 
 impl ProgramFacts {
-    /// Searches the programs on containerd's PATH. The stock shim may also be in the folder of
+    /// Searches for the programs on containerd's PATH. The stock shim may also be in the folder of
     /// containerd or of Affinode's shim.
     #[must_use]
     pub fn gather(daemon: &ContainerdProcess) -> ProgramFacts {
@@ -62,7 +62,7 @@ fn version(shim: &Path) -> Result<String, String> {
         })
 }
 
-/// The checks of shim, stock shim and runc.
+/// Returns the checks of Affinode's shim, the stock shim and runc.
 #[must_use]
 pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
     let own = env!("CARGO_PKG_VERSION");

@@ -4,7 +4,7 @@
 
 use serde::Serialize;
 
-/// The explanation of a check.
+/// Explanation of a check: its requirement, cause of failure and remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckHelp {
     /// Heading under which `affinode doctor` prints the check.
@@ -166,7 +166,7 @@ checks! {
         "After an upgrade, end the controller's process with the command that the check prints. A shim or systemd then starts the installed release within a second. Containers are not affected. If the controller does not answer, see `controller.log` in the run directory, or the journal if systemd runs the controller.";
 }
 
-/// Whether a check has an entry.
+/// Returns whether there is an explanation of this check.
 #[must_use]
 pub fn is_explained(group: &str, name: &str) -> bool {
     CHECKS.iter().any(|check| check.group == group && check.name == name)
@@ -176,8 +176,8 @@ pub fn is_explained(group: &str, name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Every entry belongs to a check that is still made. The test searches the text of the modules
-    /// for the calls that add checks.
+    /// Every explanation belongs to a check that still exists. The test searches the source text of
+    /// the modules for the calls that add checks.
     #[test]
     fn explained_checks_are_made() {
         let sources = [

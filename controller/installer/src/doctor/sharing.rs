@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// Path of the kubelet's record of device plugins, relative to the root directory.
+/// Path of the file in which the kubelet records device plugins, relative to the root directory.
 const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
 /// Maximum number of bytes that are read from the kubelet's record. On a large node, the record has
 /// a few hundred KiB.
@@ -28,7 +28,7 @@ const AFFINODE_PLUGIN: &str = "var/lib/kubelet/device-plugins/gpu.affinode.io.so
 const AFFINODE_DRA: &str = "var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
 /// Folder of NVIDIA's DRA driver.
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
-/// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
+/// Path of the file that HAMi mounts over `/etc/ld.so.preload` of containers.
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
 /// Folder with one subfolder for each pod. A subfolder's name consists of the pod's namespace, name
 /// and uid.
@@ -39,10 +39,10 @@ const KAI: &str = "kai-resource-reservation_";
 const GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resource names of MIG instances in Kubernetes.
 const MIG: &str = "nvidia.com/mig-";
-/// Folder of this project with examples of sharing.
+/// Folder of this repository with examples of GPU sharing in Kubernetes.
 const EXAMPLES: &str = "config/kubernetes/sharing";
 
-/// What the checks of sharing examine.
+/// Values that the checks of GPU sharing examine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SharingFacts {
     /// Devices by resource, as device plugins registered them. `None`: there is no kubelet.
@@ -89,7 +89,8 @@ impl SharingFacts {
     }
 }
 
-/// Whether a program accepts connections at this socket. A program that is killed leaves its socket.
+/// Returns whether a program accepts connections at this socket. The file alone is no proof,
+/// because a killed program does not remove its socket.
 fn is_served(path: &Path) -> bool {
     // Without root's rights the connection is refused, but not with this error.
     match UnixStream::connect(path) {
@@ -98,7 +99,7 @@ fn is_served(path: &Path) -> bool {
     }
 }
 
-/// Number of the entries of a folder whose names have a prefix.
+/// Counts the entries of a folder whose names have this prefix.
 fn count(folder: &Path, prefix: &str) -> usize {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)).count()
@@ -119,7 +120,7 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
     )
 }
 
-/// The checks of GPU sharing. Without Kubernetes there are no such checks.
+/// Returns the checks of GPU sharing. On a machine without Kubernetes, the list is empty.
 #[must_use]
 pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");

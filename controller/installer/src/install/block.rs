@@ -1,4 +1,4 @@
-//! Creates the block of text that is added to containerd's configuration.
+//! Creates the text block that is added to containerd's configuration.
 
 use std::fmt::Write;
 
@@ -7,13 +7,13 @@ use toml::{Table, Value};
 use super::handler::{self, HandlerSpec};
 use crate::doctor::handler::PLUGINS;
 
-/// First line of the block that is added to containerd's configuration.
+/// First line of the text block that is added to containerd's configuration.
 pub const BEGIN: &str =
     "# >>> affinode: added by `affinode install`, removed by `affinode uninstall`\n";
-/// Last line of the block.
+/// Last line of the text block that is added to containerd's configuration.
 pub const END: &str = "# <<< affinode\n";
 
-/// Reason why the block for containerd's configuration cannot be created.
+/// Reason why the text block for containerd's configuration cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     /// The configuration is of version 1, which has other names for plugins.
@@ -21,13 +21,13 @@ pub enum BlockError {
         "containerd's configuration is of version {0}: convert it with `containerd config migrate` first"
     )]
     Version(i64),
-    /// CRI is not configured, so no pod could use a handler.
+    /// CRI is not configured in this containerd, so no pod could use a handler.
     #[error(
         "cannot add a handler, and nothing was changed: CRI is not configured in this containerd (see disabled_plugins in its configuration). ctr, nerdctl and affinode run work without a handler: {}",
         super::NO_HANDLER
     )]
     NoCri,
-    /// A handler of this name exists and runs another program.
+    /// A handler of this name already exists and runs another program.
     #[error(
         "handler {0:?} exists already and runs another program: remove that handler, or choose another name with --runtime-name"
     )]
@@ -37,13 +37,13 @@ pub enum BlockError {
     Copy {
         /// Name of the handler.
         name: String,
-        /// The cause of the failure.
+        /// Error of the TOML serializer.
         #[source]
         source: toml::ser::Error,
     },
 }
 
-/// Returns the block for a file of this configuration version. `dump` is containerd's whole
+/// Returns the text block for a configuration file of this version. `dump` is containerd's whole
 /// configuration, and `own` is the present content of the file.
 pub fn text(
     dump: &Table,
@@ -84,7 +84,7 @@ pub fn text(
     Ok(text)
 }
 
-/// Returns an added text from the block's first line on, without the text in front of the block.
+/// Returns the part of an added text that begins with the block's first line.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }

@@ -1,4 +1,4 @@
-//! The containerd of this node: reads its configuration, and restarts it.
+//! Reads the configuration of this node's containerd, and restarts containerd.
 
 use std::{
     fmt, fs, io,
@@ -26,15 +26,15 @@ use crate::doctor::{
     programs::SHIM,
 };
 
-/// Part of the error that systemctl prints if systemd is not process 1. systemctl has then stopped
-/// no unit.
+/// Part of the error message of systemctl if systemd is not process 1. In this case, systemctl has
+/// stopped no unit.
 const NOT_BOOTED: &str = "has not been booted with systemd";
 /// Time limit for containerd to serve its socket again after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
 /// Default name of containerd's systemd unit.
 const UNIT: &str = "containerd";
-/// Names of the systemd units of k3s and rke2, which run a containerd. A unit's name may continue
-/// after a dash, because the installer of k3s can name its unit `k3s-NAME`.
+/// Names of the systemd units of k3s and rke2, which run a containerd. A dash and more text may
+/// follow, because the installer of k3s can name its unit `k3s-NAME`.
 const RANCHER: [&str; 2] = ["k3s", "rke2"];
 /// Length of a clock tick in milliseconds. On this architecture, start times in /proc are counted
 /// in such ticks.
@@ -45,17 +45,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// configuration only at its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartRequest {
-    /// Through systemd, which does not stop running shims.
+    /// systemd restarts containerd. It does not stop running shims.
     Systemd {
         /// Name of the unit. The default is the unit of k3s or rke2 if containerd belongs to one,
         /// else `containerd`.
         unit: Option<String>,
     },
-    /// No restart by the installer: the operator restarts containerd.
+    /// The installer does not restart containerd. The operator restarts it.
     None,
 }
 
-/// Reason why containerd's configuration was not changed, or was restored.
+/// Reason why containerd's configuration was not changed, or was restored after a change.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// No containerd was found.
@@ -71,12 +71,13 @@ pub enum NodeError {
          with it. Correct this error first: {0}"
     )]
     Config(String),
-    /// The new configuration would change more than the handler.
+    /// The new configuration would differ from the present one in more than the handler.
     #[error(
         "nothing was changed, because the new configuration would differ in {0}, not only in Affinode's handler"
     )]
     Differs(String),
-    /// The new configuration as containerd reads it does not contain the handler.
+    /// containerd would not load the handler from the new configuration, because an imported file
+    /// overrides it.
     #[error(
         "nothing was changed, because containerd would not load handler {name} from {}: an imported file replaces the section that contains it. Add the handler to the imported file by hand (see config/containerd)",
         path.display()
@@ -87,7 +88,7 @@ pub enum NodeError {
         /// Path of the edited file.
         path: PathBuf,
     },
-    /// The new configuration still contains a handler that was removed.
+    /// The new configuration would still contain a handler that was to be removed.
     #[error(
         "nothing was changed, because containerd's configuration would still contain handler {name} after the removal (see `containerd config dump`). Remove the handler by hand from the file that sets it, and try again"
     )]
@@ -107,7 +108,7 @@ pub enum NodeError {
     Restart {
         /// Name of the unit.
         unit: String,
-        /// Text that describes the fault.
+        /// Output or error text of systemctl.
         why: String,
     },
     /// systemd does not run on this machine, so containerd was not restarted.
@@ -118,7 +119,7 @@ pub enum NodeError {
         /// Name of the unit.
         unit: String,
     },
-    /// containerd did not start in time.
+    /// containerd did not serve its socket in time after the restart.
     #[error(
         "containerd did not start within {} s, and its configuration was restored: {why}",
         BACK_WITHIN.as_secs()
@@ -127,7 +128,7 @@ pub enum NodeError {
         /// The last error before the timeout.
         why: String,
     },
-    /// containerd does not start with the old configuration either.
+    /// containerd's old configuration was restored, but containerd does not start with it either.
     #[error(
         "containerd's configuration was restored, but containerd does not start with it either: {after}; first error: {before}"
     )]
@@ -139,46 +140,48 @@ pub enum NodeError {
     },
 }
 
-/// A running containerd and its files.
+/// A running containerd and its configuration files.
 #[derive(Debug)]
 pub struct ContainerdNode {
     daemon: ContainerdProcess,
 }
 
 impl ContainerdNode {
-    /// Finds the containerd that serves this socket. `None`: searches the sockets that
-    /// distributions use.
+    /// Finds the containerd that serves this socket. `None`: tries the sockets that distributions
+    /// use.
     pub fn find(socket: Option<&Path>) -> Result<ContainerdNode, NodeError> {
         Ok(ContainerdNode { daemon: containerd::find(socket)? })
     }
 
-    /// Finds the containerd that serves the same socket now.
+    /// Finds the containerd that now serves the same socket, for example after a restart.
     pub fn again(&self) -> Result<ContainerdNode, NodeError> {
         ContainerdNode::find(Some(&self.daemon.socket))
     }
 
-    /// Path of containerd's socket.
+    /// Returns the path of containerd's socket.
     pub fn socket(&self) -> &Path {
         &self.daemon.socket
     }
 
-    /// Path of the configuration file that containerd reads first.
+    /// Returns the path of the configuration file that containerd reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()
     }
 
-    /// The file into which the handler is written. `dump` is containerd's whole configuration.
+    /// Chooses the file into which the handler is written. `dump` is containerd's whole
+    /// configuration.
     pub fn target(&self, dump: &Table) -> InstallTarget {
         let merges = handler::version(dump) > 2;
         InstallTarget::of(&self.config_file(), &self.root(), &self.files(), merges)
     }
 
-    /// The configuration files that containerd reads. A file may override the files before it.
+    /// Returns the configuration files that containerd reads. A file may override the files before
+    /// it.
     pub fn files(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
     }
 
-    /// The configuration files that contain a handler of this name.
+    /// Returns the configuration files that contain a handler of this name.
     pub fn naming(&self, name: &str) -> Vec<PathBuf> {
         let names = |path: &PathBuf| {
             let own = fs::read_to_string(path).unwrap_or_default().parse::<Table>();
@@ -187,14 +190,15 @@ impl ContainerdNode {
         self.files().into_iter().filter(names).collect()
     }
 
-    /// Whether containerd's file is rendered from a template that contains the added text.
+    /// Returns whether k3s or rke2 render containerd's file from a template that contains the added
+    /// text.
     pub fn renders(&self, added: &AddedBlock) -> bool {
         let template = InstallTarget::renders(&added.path, &self.config_file(), &self.root());
         template && fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
     }
 
-    /// The content of the configuration file that containerd reads first. An unreadable file counts
-    /// as empty, because `containerd config dump` reports the error.
+    /// Parses the configuration file that containerd reads first. An unreadable file counts as
+    /// empty, because `containerd config dump` reports the error.
     pub fn root(&self) -> Table {
         self.root_text().parse().unwrap_or_default()
     }
@@ -203,9 +207,10 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// Returns containerd's whole configuration after an edit. If k3s or rke2 render the
-    /// configuration only at the next restart, its predicted text is written to the file `scratch`
-    /// and dumped from there. Then the file is removed.
+    /// Returns containerd's whole configuration as it will be after an edit. k3s and rke2 render
+    /// the configuration only at the next restart. In that case, the predicted text is written to
+    /// the file `scratch`, containerd dumps its configuration from that file, and the file is
+    /// removed.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !edit.paths().any(target::is_template) {
             return self.dump();
@@ -229,8 +234,8 @@ impl ContainerdNode {
         Ok(dumped)
     }
 
-    /// Returns the requested kind of restart. If it names no systemd unit, the name of containerd's
-    /// unit is added.
+    /// Returns the requested kind of restart, completed by the name of containerd's systemd unit if
+    /// the request names none.
     pub fn way(&self, how: &RestartRequest) -> RestartRequest {
         match how {
             RestartRequest::Systemd { unit: None } => {
@@ -242,13 +247,13 @@ impl ContainerdNode {
         }
     }
 
-    /// containerd's whole configuration, as it was when this containerd was found.
+    /// Returns containerd's whole configuration, as it was when this containerd was found.
     pub fn config(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.config.clone().map_err(NodeError::Config)
     }
 
-    /// containerd's whole configuration, read from the present files.
+    /// Returns containerd's whole configuration, read from the present files.
     pub fn dump(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.dump().map_err(NodeError::Config)
@@ -262,8 +267,8 @@ impl ContainerdNode {
         Ok(())
     }
 
-    /// Whether containerd's process started after `moment`. It has then read the files that were
-    /// written before `moment`.
+    /// Returns whether containerd's process started after `moment`. If so, it has read the files
+    /// that were written before `moment`.
     pub fn runs_since(&self, moment: SystemTime) -> bool {
         let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
@@ -274,7 +279,7 @@ impl ContainerdNode {
         SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
     }
 
-    /// Restarts containerd and waits until it serves its socket. If a handler is given, also waits
+    /// Restarts containerd and waits until it serves its socket. If `handler` is given, also waits
     /// until containerd serves that handler.
     pub fn restart(
         &self,
@@ -318,8 +323,8 @@ impl ContainerdNode {
         }
     }
 
-    /// If containerd was restarted with the change that failed, restarts it with the restored file.
-    /// Returns the error to report.
+    /// Restarts containerd with the restored file, if containerd had been restarted with the failed
+    /// change. Returns the error to report.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
             failed,
@@ -338,7 +343,7 @@ impl ContainerdNode {
     }
 }
 
-/// The error of a failed `systemctl restart`, from what it printed.
+/// Converts the output of a failed `systemctl restart` to an error.
 fn restart_error(unit: &str, printed: &str) -> NodeError {
     let unit = unit.to_owned();
     if printed.contains(NOT_BOOTED) {
@@ -364,7 +369,8 @@ impl fmt::Display for RestartRequest {
     }
 }
 
-/// The unit of k3s or rke2 to which a process belongs, from its /proc/PID/cgroup.
+/// Returns the unit of k3s or rke2 to which a process belongs, from the content of
+/// /proc/PID/cgroup.
 fn unit_of(cgroups: &str) -> Option<&str> {
     let segments = cgroups.lines().flat_map(|line| line.split('/'));
     let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
@@ -384,14 +390,14 @@ pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, 
     }
 }
 
-/// Number of running shims of the installation. Controllers, copiers and launchers run the same
-/// program, but end by themselves when there are no shims. They are not counted.
+/// Counts the running shims of the installation. Controllers, copiers and launchers run the same
+/// program but are not counted, because they end by themselves when there are no shims.
 pub fn running_shims(prefix: &Path) -> usize {
     programs(prefix).iter().filter(|program| program.role == ProgramRole::Shim).count()
 }
 
-/// Pid of the installation's oldest controller. A younger controller only waits for the end of the
-/// oldest.
+/// Returns the pid of the installation's oldest controller. A younger controller waits until the
+/// oldest has ended.
 pub fn running_controller(prefix: &Path) -> Option<u32> {
     let controllers = programs(prefix);
     let controllers = controllers.iter().filter(|one| one.role == ProgramRole::Controller);
@@ -399,8 +405,8 @@ pub fn running_controller(prefix: &Path) -> Option<u32> {
     controllers.map(|one| one.pid).min_by_key(|pid| started(*pid))
 }
 
-/// Controllers that run an older file than the installed one. With `replaced`, the installed file
-/// is about to be replaced, so all controllers count.
+/// Returns the controllers that run an older file than the installed one. With `replaced`, all
+/// controllers count, because the installed file is about to be replaced.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
     let old = |program: &ContainerdProgram| {
         program.role == ProgramRole::Controller && (replaced || program.replaced)
@@ -413,16 +419,16 @@ pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
 struct ContainerdProgram {
     pid: u32,
     role: ProgramRole,
-    /// Whether the program's file was replaced. The kernel then appends ` (deleted)` to the file's
-    /// name.
+    /// Whether the program's file was replaced after the start of the process. The kernel then
+    /// appends ` (deleted)` to the file's name.
     replaced: bool,
 }
 
-/// The task of a process that runs the shim's program. The first argument of its command line
-/// determines the task.
+/// Task of a process that runs the shim's program. The first argument of the command line
+/// determines it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProgramRole {
-    /// The process serves containers, which would be lost without it.
+    /// The process serves containers. Without it, containerd would lose them.
     Shim,
     Controller,
     /// The process is a copier, or it starts a controller.
@@ -457,7 +463,7 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
 mod tests {
     use super::*;
 
-    /// Without systemd, systemctl does not stop containerd. Therefore the error must not say that
+    /// Without systemd, systemctl does not stop containerd. The error must not state that
     /// containerd failed.
     #[test]
     fn a_restart_without_systemd_names_the_option() {

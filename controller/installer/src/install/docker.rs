@@ -1,4 +1,5 @@
-//! Registers the runtime in dockerd's configuration, and makes dockerd read the configuration.
+//! Registers Affinode's runtime in dockerd's configuration, and makes dockerd read the
+//! configuration.
 //!
 //! ```text
 //! register: record ──> dockerd examines the new file ──> file ──> SIGHUP ──> does dockerd serve it?
@@ -33,18 +34,18 @@ use crate::doctor::containerd::process_runs;
 /// Path of the socket that Docker's packages use.
 pub const SOCKET: &str = "/run/docker.sock";
 
-/// Whether an installation includes Docker.
+/// Whether an installation registers the runtime in Docker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DockerRequest {
     /// Docker is included if this machine runs a dockerd that supports shims as runtimes.
     Detected,
-    /// Docker must be included. This is the path of dockerd's socket.
+    /// Docker must be included. Contains the path of dockerd's socket.
     Required(PathBuf),
     /// Docker's configuration is not changed.
     Never,
 }
 
-/// Why Docker's configuration was not changed.
+/// Reason why Docker's configuration was not changed, or was restored after a change.
 #[derive(Debug, thiserror::Error)]
 pub enum DockerError {
     /// No program answers at the socket.
@@ -55,11 +56,11 @@ pub enum DockerError {
     Absent {
         /// Path of the socket.
         socket: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed connection.
         #[source]
         source: io::Error,
     },
-    /// Another program than dockerd answers at the socket.
+    /// A program other than dockerd answers at the socket.
     #[error(
         "the program behind {} is not a dockerd of this machine (is it Podman or Docker Desktop?): \
          pass --no-docker to skip it",
@@ -82,11 +83,11 @@ pub enum DockerError {
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed operation.
         #[source]
         source: io::Error,
     },
-    /// dockerd would not start with the file as it is now.
+    /// dockerd would not start with the present content of its file.
     #[error(
         "dockerd would not start with the present content of {}, and nothing was changed. Correct \
          the file, or pass --no-docker to skip Docker: {why}",
@@ -95,10 +96,10 @@ pub enum DockerError {
     Invalid {
         /// Path of the file.
         path: PathBuf,
-        /// Text that describes the fault.
+        /// Reason, as `dockerd --validate` reports it.
         why: String,
     },
-    /// dockerd refuses the new file.
+    /// dockerd would refuse the file with Affinode's runtime.
     #[error(
         "dockerd would refuse {} if it contained Affinode's runtime, and nothing was changed. Pass \
          --no-docker to skip Docker: {why}",
@@ -107,7 +108,7 @@ pub enum DockerError {
     Refused {
         /// Path of the file.
         path: PathBuf,
-        /// Text that describes the fault.
+        /// Reason, as `dockerd --validate` reports it.
         why: String,
     },
     /// A runtime of this name exists and is not Affinode's shim.
@@ -133,7 +134,7 @@ pub enum DockerError {
         /// Name of the runtime.
         name: String,
     },
-    /// dockerd now reads another file than the one in the record.
+    /// dockerd now reads another file than the file in which the runtime was registered.
     #[error(
         "dockerd now reads {}, but the runtime was registered in {}: run affinode uninstall first",
         now.display(),
@@ -154,7 +155,7 @@ pub enum DockerError {
     Reload {
         /// Path of the file.
         path: PathBuf,
-        /// Text that describes the fault.
+        /// Reason why dockerd did not load the file.
         why: String,
     },
     /// dockerd does not answer, even after the old file was restored.
@@ -172,19 +173,19 @@ pub enum DockerError {
     },
 }
 
-/// The change that Docker's configuration needs.
+/// The change that Docker's configuration needs, if any.
 #[derive(Debug)]
 pub enum DockerPlan {
     /// No change: there is no Docker, or this installation leaves Docker out.
     LeftOut,
     /// No change: dockerd already serves the runtime.
     Served,
-    /// The file is changed, or dockerd has to read it again.
+    /// The file must be changed, or dockerd must read it again.
     Change(Box<DockerChange>),
 }
 
 impl DockerPlan {
-    /// Plans the change for an installation.
+    /// Plans the change of Docker's configuration for an installation.
     ///
     /// # Errors
     /// [`DockerError`]: the change would fail.
@@ -215,7 +216,7 @@ impl DockerPlan {
         DockerChange::to_register(daemon, record.as_ref(), name)
     }
 
-    /// Plans to remove the runtime whose record is in the folder `state_dir`.
+    /// Plans the removal of the runtime whose record is in the folder `state_dir`.
     ///
     /// # Errors
     /// [`DockerError`]: the removal would fail.
@@ -226,7 +227,7 @@ impl DockerPlan {
         }
     }
 
-    /// Descriptions of the steps, one per line.
+    /// Returns descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         match self {
             DockerPlan::LeftOut | DockerPlan::Served => Vec::new(),
@@ -234,7 +235,7 @@ impl DockerPlan {
         }
     }
 
-    /// Executes the plan. `state_dir` is the folder of the record.
+    /// Executes the plan. `state_dir` is the folder that contains the record.
     ///
     /// # Errors
     /// [`DockerError`]: Docker's configuration is as before, unless the error says otherwise.
@@ -245,7 +246,8 @@ impl DockerPlan {
         }
     }
 
-    /// Reverts an installation that failed after [`DockerPlan::make`].
+    /// Reverts the change of Docker's configuration, because a later step of the installation
+    /// failed.
     ///
     /// # Errors
     /// [`DockerError`]: the file cannot be written, or dockerd does not answer.
@@ -257,8 +259,8 @@ impl DockerPlan {
     }
 }
 
-/// Removes files that a killed installer left: partly written files, and the file that dockerd
-/// examines.
+/// Removes temporary files of an installer that was killed: partly written files, and the file for
+/// `dockerd --validate`.
 ///
 /// # Errors
 /// [`FileError`]: one of the files cannot be removed.
@@ -272,7 +274,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     }
 }
 
-/// The status of the runtime in Docker's configuration.
+/// Status of the registered runtime in Docker's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DockerStatus {
     /// Name of the runtime.
@@ -297,7 +299,7 @@ pub enum DockerState {
     Changed,
 }
 
-/// The status of the recorded runtime. `None`: no runtime was registered.
+/// Returns the status of the registered runtime. `None`: no runtime was registered.
 ///
 /// # Errors
 /// [`DockerError`]: the record or the file cannot be read.

@@ -1,6 +1,7 @@
-//! Edits containerd's files, or the template from which containerd's file is made. A block is added
-//! at the end of a file and later removed unchanged, so that every other byte stays. If another
-//! program has rewritten a file meanwhile, the handler is removed by its place in the TOML tree.
+//! Edits containerd's files, or the template from which k3s and rke2 make containerd's file. A text
+//! block is added at the end of a file and later removed, so that every other byte stays unchanged.
+//! If another program has rewritten the file in the meantime, the handler is removed by its place
+//! in the TOML tree.
 
 use std::{
     fmt, fs, io,
@@ -16,7 +17,7 @@ use super::{
     removal, target,
 };
 
-/// A text that was added to a file.
+/// A text that the installation added to a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddedText {
@@ -38,11 +39,11 @@ pub enum EditError {
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed operation.
         #[source]
         source: io::Error,
     },
-    /// The block cannot be created.
+    /// The text block for the file cannot be created.
     #[error(transparent)]
     Block(#[from] block::BlockError),
     /// The handler cannot be removed from the file.
@@ -61,16 +62,16 @@ struct FileEdit {
     path: PathBuf,
     before: Option<String>,
     after: Option<String>,
-    /// Changed lines for the output: added lines with a plus, removed lines with a minus.
+    /// Changed lines for the output. Added lines begin with a plus, removed lines with a minus.
     shown: Vec<String>,
 }
 
-/// Files with their content before and after an edit.
+/// An edit of several files: their content before and after it.
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Texts of the removed blocks, and texts of the added blocks. The preview of a rendered file
-    /// needs them.
+    /// Texts of the removed blocks, and texts of the added blocks. The prediction of a rendered
+    /// file needs them.
     blocks: (Vec<String>, Vec<String>),
 }
 
@@ -88,13 +89,13 @@ impl ConfigEdit {
         Ok(edit)
     }
 
-    /// The content of one of the files after the edit.
+    /// Returns the content of one of the files after the edit.
     pub fn text(&self, path: &Path) -> Option<&str> {
         self.files.iter().find(|file| file.path == path)?.after.as_deref()
     }
 
-    /// The content of one of the files after the edit, as a table. Invalid content counts as empty,
-    /// because `containerd config dump` reports the error.
+    /// Returns the content of one of the files after the edit, parsed as TOML. Invalid content
+    /// counts as empty, because `containerd config dump` reports the error.
     pub fn table(&self, path: &Path) -> Table {
         self.text(path).unwrap_or_default().parse().unwrap_or_default()
     }
@@ -107,7 +108,7 @@ impl ConfigEdit {
         self.blocks.1.push(block::in_text(added).to_owned());
     }
 
-    /// Removes a recorded text if the file still contains it unchanged.
+    /// Removes a recorded text from its file, if the file still contains the text unchanged.
     pub fn remove_text(&mut self, added: &AddedText) {
         let Some(file) = self.files.iter_mut().find(|file| file.path == added.path) else { return };
         let Some((head, tail)) =
@@ -123,8 +124,8 @@ impl ConfigEdit {
     }
 
     /// Removes the handlers of these specifications from every file. `merged` names the handlers
-    /// that belong to Affinode in containerd's whole configuration. If a file contains only some
-    /// keys of such a handler, these keys are removed, too.
+    /// that belong to Affinode according to containerd's whole configuration. If a file contains
+    /// only some keys of such a handler, these keys are also removed.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],
@@ -157,7 +158,7 @@ impl ConfigEdit {
         Ok(())
     }
 
-    /// Whether the edit changes no file.
+    /// Returns whether the edit changes no file.
     pub fn is_empty(&self) -> bool {
         self.changed().next().is_none()
     }
@@ -166,13 +167,13 @@ impl ConfigEdit {
         self.files.iter().filter(|file| file.before != file.after)
     }
 
-    /// Paths of the files that the edit changes.
+    /// Returns the paths of the files that the edit changes.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.changed().map(|file| file.path.as_path())
     }
 
-    /// Predicts the content of the containerd file that k3s or rke2 render from an edited template.
-    /// `root` is the file's present content.
+    /// Predicts the content of the containerd file that k3s or rke2 render from the edited
+    /// template. `root` is the file's present content.
     pub fn preview(&self, root: &str) -> String {
         let without = self.blocks.0.iter().fold(root.to_owned(), |all, one| all.replace(one, ""));
         self.blocks.1.iter().fold(without, |all, one| format!("{all}\n{one}"))
@@ -190,7 +191,7 @@ impl ConfigEdit {
         Ok(())
     }
 
-    /// Writes the original content of the files.
+    /// Restores the original content of the files.
     pub fn undo(&self) -> Result<(), EditError> {
         // A file that cannot be written must not prevent the others from being restored.
         let undone: Vec<_> =
@@ -199,7 +200,7 @@ impl ConfigEdit {
     }
 }
 
-/// Whether the text of a configuration file sets nothing except the version.
+/// Returns whether the text of a configuration file sets nothing except the version.
 fn is_bare(text: &str) -> bool {
     text.parse::<Table>().is_ok_and(|rest| {
         rest.iter().all(|(key, value)| key == "version" || handler::is_empty(value))

@@ -17,17 +17,17 @@ use crate::doctor::{library, programs::SHIM};
 /// File name of the program `affinode`, which users run.
 const COMMAND: &str = "affinode";
 
-/// The contents of all files to install. They are held in memory, because their folder may not be
-/// visible after this process has entered the node's root.
+/// Contents of all files that an installation writes. They are read into memory, because their
+/// folder may not be visible after this process has entered the node's root.
 #[derive(Clone)]
 pub struct SourceFile {
     command: Arc<[u8]>,
     shim: Arc<[u8]>,
     library: Arc<[u8]>,
-    /// Content of `affinode-runtime`, the runtime for Podman. `None`: the folder does not contain
-    /// it.
+    /// Content of `affinode-runtime`, the runtime for Podman. `None`: the source folder does not
+    /// contain it.
     runtime: Option<Arc<[u8]>>,
-    /// The folder from which the contents were read.
+    /// Folder from which the contents were read.
     folder: PathBuf,
     podman: PodmanPlan,
     /// Text of `paths.conf`, which names the installation's folders. `None`: this file is not
@@ -35,7 +35,7 @@ pub struct SourceFile {
     folders: Option<String>,
 }
 
-/// Reason why a file was not installed or removed.
+/// Reason why one of Affinode's files was not installed or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// A file is not in the source folder.
@@ -52,7 +52,7 @@ pub enum FileError {
     Library {
         /// Path of the library.
         path: PathBuf,
-        /// Text that describes the fault.
+        /// Reason why containers could not load the library.
         why: String,
     },
     /// A file operation failed.
@@ -62,7 +62,7 @@ pub enum FileError {
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed operation.
         #[source]
         source: io::Error,
     },
@@ -102,10 +102,10 @@ impl SourceFile {
         })
     }
 
-    /// Returns the same files together with the files for Podman.
+    /// Returns the same files and, according to the plan, the files for Podman.
     ///
     /// # Errors
-    /// [`FileError`]: Podman was asked for, and its runtime is not in the folder.
+    /// [`FileError`]: Podman is required, but its runtime is not in the source folder.
     pub(super) fn with_podman(&self, plan: PodmanPlan, required: bool) -> Result<Self, FileError> {
         let mut source = self.clone();
         match self.runtime {
@@ -119,19 +119,18 @@ impl SourceFile {
         Ok(source)
     }
 
-    /// Returns the same files together with a `paths.conf` of this content. `None`: without
-    /// `paths.conf`.
+    /// Returns the same files with a `paths.conf` of this content. `None`: without a `paths.conf`.
     pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
         self.folders = text;
         self
     }
 
-    /// Whether the files for Podman are installed.
+    /// Returns whether the files for Podman are installed.
     pub(super) fn has_podman(&self) -> bool {
         self.podman != PodmanPlan::LeftOut
     }
 
-    /// The content of each file, its target path and its mode.
+    /// Returns the content of each file, its target path and its mode.
     pub(super) fn places(&self, prefix: &Path) -> Vec<(Arc<[u8]>, PathBuf, u32)> {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
@@ -155,7 +154,7 @@ impl SourceFile {
     }
 }
 
-/// A file that is to be written, because it is missing or different at its target.
+/// A file that must be written, because it is missing at its target or has another content.
 pub struct FileChange {
     content: Arc<[u8]>,
     to: PathBuf,
@@ -164,17 +163,17 @@ pub struct FileChange {
 }
 
 impl FileChange {
-    /// Path where the file is installed.
+    /// Returns the path at which the file is installed.
     pub fn to(&self) -> &Path {
         &self.to
     }
 
-    /// Whether the target is an existing file with other content.
+    /// Returns whether a file with other content exists at the target.
     pub fn replaces(&self) -> bool {
         self.replaces
     }
 
-    /// Writes a new file and renames it over the old one. Processes that run or map the old file
+    /// Writes a new file and renames it over the old file. Processes that run or map the old file
     /// keep the old content.
     pub fn make(&self) -> Result<(), FileError> {
         let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
@@ -192,7 +191,7 @@ impl fmt::Display for FileChange {
     }
 }
 
-/// The files that are missing or different at their targets.
+/// Returns the files that are missing at their targets or have another content.
 pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     let mut changes = Vec::new();
     for (content, to, mode) in source.places(prefix) {
@@ -204,7 +203,8 @@ pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     changes
 }
 
-/// The real path of a file, and the path of the temporary file next to it.
+/// Returns the path of a file with symbolic links resolved, and the path of the temporary file next
+/// to it.
 fn places_of(path: &Path) -> (PathBuf, PathBuf) {
     // A symbolic link stays: its target is replaced.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
@@ -219,8 +219,8 @@ pub fn tidy(path: &Path) -> Result<(), FileError> {
     remove_left(&places_of(path).1)
 }
 
-/// Removes a leftover file if it exists. If it does not exist, a read-only file system causes no
-/// error.
+/// Removes a temporary file if it exists. If it does not exist, no file is touched, so a read-only
+/// file system causes no error.
 pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }
@@ -254,7 +254,7 @@ pub fn remove(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// The folders of this path that do not exist, the outermost first.
+/// Returns the missing folders of this path, the outermost first.
 pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
     let mut missing: Vec<_> =
@@ -263,19 +263,19 @@ pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// Removes the folders that were created, unless they contain other files.
+/// Removes the folders that the installation created, unless they contain other files.
 pub fn remove_folders(made: &[PathBuf]) {
     for folder in made.iter().rev() {
         let _ = fs::remove_dir(folder);
     }
 }
 
-/// SHA-256 of a file, in hexadecimal.
+/// Returns the SHA-256 of a file as hex digits.
 pub fn digest(path: &Path) -> Result<String, FileError> {
     Ok(digest_of(&read(path)?))
 }
 
-/// SHA-256 of bytes, in hexadecimal.
+/// Returns the SHA-256 of these bytes as hex digits.
 pub fn digest_of(content: &[u8]) -> String {
     Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,4 +1,5 @@
-//! The folders of an installation that its programs must find without environment variables.
+//! The run directory and the configuration file of an installation. Its programs find both without
+//! environment variables.
 
 use std::{
     path::{Path, PathBuf},
@@ -9,10 +10,11 @@ use affinode_proto::{installation::PathsFile, paths};
 
 use super::{FileError, InstallError, InstallOptions, containerd};
 
-/// The folders that were asked for, or else those of the present installation.
+/// Returns the folders of the options. A folder that the options lack is the folder of the present
+/// installation.
 ///
 /// # Errors
-/// [`FileError`]: the file of the present installation cannot be read.
+/// [`FileError`]: the `paths.conf` of the present installation cannot be read.
 pub fn of(options: &InstallOptions) -> Result<PathsFile, FileError> {
     let there = present(&options.prefix)?;
     let asked = options.folders.clone();
@@ -28,7 +30,7 @@ fn present(prefix: &Path) -> Result<PathsFile, FileError> {
     })
 }
 
-/// The run directory in these folders, or else the default run directory.
+/// Returns the run directory of these folders, or the default run directory.
 pub fn run_dir(folders: &PathsFile) -> PathBuf {
     folders.run_dir.clone().unwrap_or_else(|| paths::RUN_DIR.into())
 }
@@ -51,8 +53,8 @@ pub fn may_change(options: &InstallOptions, wanted: &PathsFile) -> Result<(), In
     }
 }
 
-/// Returns the text of `paths.conf`. `None`: the folders are the defaults, which the programs use
-/// without this file.
+/// Returns the text of `paths.conf`. `None`: no file is needed, because all folders are the
+/// defaults and there is no `paths.conf`.
 ///
 /// # Errors
 /// [`InstallError::Folder`]: a path cannot be written into the file.

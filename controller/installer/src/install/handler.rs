@@ -1,5 +1,6 @@
-//! Affinode's handler: how it should be on this node, and how it is in a configuration. Other
-//! programs write containerd's files anew, so a handler is compared by its keys, never by its text.
+//! Affinode's handler: its wanted form on this node, and its present form in a configuration. Other
+//! programs rewrite containerd's files, so handlers are compared by their keys, never by their
+//! text.
 
 use std::path::{Path, PathBuf};
 
@@ -11,14 +12,15 @@ use crate::doctor::{
     programs::SHIM,
 };
 
-/// Type of the stock runtime. containerd 2.0 to 2.3 query only runtimes of this type for features.
-/// Pods with a runtime of another type have neither user namespaces nor recursive read-only mounts.
+/// Runtime type of the stock runtime. containerd 2.0 to 2.3 query only runtimes of this type for
+/// features. Pods with a runtime of another type have neither user namespaces nor recursive
+/// read-only mounts.
 const STOCK_TYPE: &str = "io.containerd.runc.v2";
 /// Keys of the handler that Affinode sets. They are not copied from the model handler (see
 /// [`model`]).
 const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
 
-/// Keys with the name of the sandboxer, in containerd 2 and in containerd 1.7.
+/// Keys that name the sandboxer, in containerd 2 and in containerd 1.7.
 const SANDBOXER: [&str; 2] = ["sandboxer", "sandbox_mode"];
 
 /// Specification of the handler that this installation adds.
@@ -28,20 +30,20 @@ pub struct HandlerSpec {
     pub name: String,
     /// Path of the shim.
     shim: PathBuf,
-    /// Path of the shim in an earlier installation with the same record.
+    /// Path of the shim in the record of an earlier installation. `None`: no shim is recorded.
     earlier: Option<PathBuf>,
     /// Whether containers get their devices from CDI.
     cdi: bool,
 }
 
-/// Result of the search for the handler in a configuration.
+/// Result of the comparison of a configuration's handler with the wanted handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandlerVerdict {
     /// There is no handler of this name.
     Absent,
-    /// The handler equals the wanted one.
+    /// The handler equals the wanted handler.
     Same,
-    /// The handler runs this installation's shim, but differs from the wanted one.
+    /// The handler runs this installation's shim, but differs from the wanted handler.
     Differs,
     /// The handler runs another program.
     Foreign,
@@ -60,13 +62,13 @@ impl HandlerSpec {
         HandlerSpec { name: name.to_owned(), shim: prefix.join("bin").join(SHIM), earlier, cdi }
     }
 
-    /// Returns the specification with another name.
+    /// Returns a copy of the specification for a handler of another name.
     pub fn named(&self, name: &str) -> HandlerSpec {
         HandlerSpec { name: name.to_owned(), ..self.clone() }
     }
 
-    /// Returns the specification with the path at which an earlier installation placed the shim, if
-    /// there is one.
+    /// Returns the specification with the recorded path of the shim, if an earlier installation has
+    /// recorded one.
     pub fn installed(mut self) -> HandlerSpec {
         if let Some(shim) = self.earlier.take() {
             self.shim = shim;
@@ -75,8 +77,8 @@ impl HandlerSpec {
     }
 
     /// Returns the handler that containerd should have. It is a copy of the model handler (see
-    /// [`model`]) with Affinode's program, to which containerd also passes Affinode's annotations.
-    /// `dump` is containerd's whole configuration. `None`: CRI is not configured.
+    /// [`model`]) that runs Affinode's shim and receives Affinode's annotations. `dump` is
+    /// containerd's whole configuration. `None`: CRI is not configured.
     pub fn wanted(&self, dump: &Table) -> Option<Table> {
         let mut handler = like(model(cri(dump)?, &self.name, self.cdi).map(|(_, model)| model));
         // containerd 2 prints its configuration in version 3 or later, whatever the version of its
@@ -92,7 +94,8 @@ impl HandlerSpec {
         Some(handler)
     }
 
-    /// Compares the handler of this name in a whole configuration with the wanted one.
+    /// Compares the handler of this name in containerd's whole configuration with the wanted
+    /// handler.
     pub fn judge(&self, dump: &Table) -> HandlerVerdict {
         let Some(handler) = handler_of(dump, &self.name) else { return HandlerVerdict::Absent };
         match self.is_ours(handler) {
@@ -102,8 +105,8 @@ impl HandlerSpec {
         }
     }
 
-    /// Whether a handler runs the shim of this installation. This is also true of a handler without
-    /// a path, because containerd then searches the shim in its PATH.
+    /// Returns whether a handler runs the shim of this installation. A handler without a path
+    /// counts too, because containerd then searches for the shim in its PATH.
     pub fn is_ours(&self, handler: &Table) -> bool {
         let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
         match text("runtime_path") {
@@ -124,29 +127,29 @@ impl HandlerSpec {
     }
 }
 
-/// Version of a configuration. A configuration that does not state one has version 1.
+/// Returns the version of a configuration. A configuration that states no version has version 1.
 pub fn version(config: &Table) -> i64 {
     config.get("version").and_then(Value::as_integer).unwrap_or(1)
 }
 
-/// The configuration of CRI's containerd section, which contains the handlers.
+/// Returns the containerd section of the CRI plugin, which contains the handlers.
 pub fn cri(config: &Table) -> Option<&Table> {
     PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
 }
 
-/// CRI's containerd section under one of the plugin's names, which depends on the version of the
-/// configuration.
+/// Returns the containerd section of the CRI plugin under one of the plugin's names. The name
+/// depends on the version of the configuration.
 pub fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
     config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
 }
 
-/// The handler of this name, in any version of the configuration.
+/// Returns the handler of this name, for any version of the configuration.
 pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
     let of = |plugin: &&str| cri_of(config, plugin)?.get("runtimes")?.get(name)?.as_table();
     PLUGINS.iter().find_map(of)
 }
 
-/// A copy of the model handler that passes Affinode's annotations. The copy names no program,
+/// Returns a copy of the model handler that passes Affinode's annotations. It names no program,
 /// because the caller sets the program.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = model.map(copied).unwrap_or_default();
@@ -168,8 +171,8 @@ fn copied(handler: &Table) -> Table {
     set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
 }
 
-/// Returns the keys and values of a handler that are compared. containerd prints the default
-/// sandboxer even if none is set, so this value is left out.
+/// Returns the keys and values of a handler that are relevant for a comparison. containerd prints
+/// the default sandboxer even if none is set, so this value is left out.
 fn normal(handler: &Table) -> Table {
     let mut handler = copied(handler);
     handler
@@ -183,7 +186,7 @@ fn without_defaults(value: &Value) -> Value {
     Value::Table(set.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
-/// Whether a value equals containerd's default for its type.
+/// Returns whether a value equals containerd's default for a value of its type.
 fn is_default(value: &Value) -> bool {
     match value {
         Value::Boolean(set) => !set,
@@ -195,12 +198,12 @@ fn is_default(value: &Value) -> bool {
     }
 }
 
-/// Whether a value is a table that contains no values.
+/// Returns whether a value is a table that contains no values, also not in tables below it.
 pub fn is_empty(value: &Value) -> bool {
     value.as_table().is_some_and(|table| table.values().all(is_empty))
 }
 
-/// Compares two whole configurations.
+/// Checks that two whole configurations are equal except for the handlers of these names.
 ///
 /// # Errors
 /// The path of the first difference outside the handlers with these names.

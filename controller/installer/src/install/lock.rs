@@ -21,17 +21,17 @@ use super::{
 
 const FILE: &str = "install.lock";
 
-/// The lock on the folder of the record.
+/// Lock of an installer on the folder that contains the record.
 pub struct InstallLock {
     folder: PathBuf,
-    /// Folders that did not exist before the installation: first those that were created for the
-    /// lock, the outermost first, then those that the installed files need.
+    /// Folders that did not exist before the installation. The first are those that were created
+    /// for the lock, the outermost first. Those that the installed files need follow.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }
 
 impl InstallLock {
-    /// Takes the lock. Fails if another installer has it.
+    /// Acquires the lock. Fails if another installer holds it.
     pub fn take(folder: &Path) -> Result<InstallLock, InstallError> {
         let made = files::missing_folders(folder);
         let path = folder.join(FILE);
@@ -51,8 +51,8 @@ impl InstallLock {
         }
     }
 
-    /// Adds the missing folders of files that will be written to [`InstallLock::made`], so that an
-    /// uninstallation removes these folders too.
+    /// Adds folders to [`InstallLock::made`]: the missing folders of files that will be written. An
+    /// uninstallation then removes these folders too.
     pub fn note_missing_folders<'a>(&mut self, paths: impl Iterator<Item = &'a Path>) {
         for folder in paths.filter_map(Path::parent) {
             let mut missing = files::missing_folders(folder);

@@ -67,45 +67,45 @@ use self::{
 /// record and contains the planned content of containerd's file.
 const SCRATCH: &str = "containerd-check.toml";
 
-/// What to install, and where.
+/// Options of an installation: what is installed, and where.
 #[derive(Clone, Debug)]
 pub struct InstallOptions {
     /// Path of containerd's socket. `None`: the socket of the present installation. Without an
     /// installation, the default paths of distributions are searched.
     pub containerd: Option<PathBuf>,
-    /// Folder above `bin` and `lib/affinode`.
+    /// Folder whose subfolders `bin` and `lib/affinode` contain Affinode's files.
     pub prefix: PathBuf,
-    /// Folder of the record.
+    /// Folder that contains the record of the installation.
     pub state_dir: PathBuf,
-    /// The run directory and the configuration file. They are written into `paths.conf`, where the
-    /// programs find them. A field without a value keeps the path of the present installation, or
-    /// else gets the default.
+    /// The run directory and the configuration file. They are written into `paths.conf`, which the
+    /// programs read. A field without a value keeps the path of the present installation. Without
+    /// an installation, it gets the default.
     pub folders: PathsFile,
     /// Name of the handler.
     pub runtime_name: String,
-    /// The way in which containerd loads its new configuration.
+    /// How containerd is restarted, so that it loads its new configuration.
     pub restart: RestartRequest,
-    /// Whether the runtime is registered in Docker.
+    /// Whether the runtime is to be registered in Docker.
     pub docker: DockerRequest,
-    /// Whether the runtime is registered in Podman.
+    /// Whether the runtime is to be registered in Podman.
     pub podman: PodmanRequest,
-    /// Whether systemd keeps a controller running.
+    /// Whether the systemd unit that keeps a controller running is to be installed.
     pub unit: UnitRequest,
     /// Maximum time for which an uninstallation waits for running containers and jobs.
     pub drain: Duration,
-    /// Whether to report the steps without doing them.
+    /// Whether to report the steps without executing them.
     pub dry_run: bool,
 }
 
 impl InstallOptions {
-    /// The given socket, or else the socket of the containerd in the record. If that containerd
-    /// does not run, no other containerd of the machine is used in its place.
+    /// Returns the given socket, or the socket of the containerd in the record. If the recorded
+    /// containerd does not run, no other containerd of the machine is used in its place.
     fn socket<'a>(&'a self, record: Option<&'a InstallRecord>) -> Option<&'a Path> {
         self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
     }
 }
 
-/// Advice about a file that cannot be written. The text follows the name of the file in a message.
+/// Returns advice for a file that cannot be written. The text follows the file's name in a message.
 fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
@@ -118,22 +118,22 @@ fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     }
 }
 
-/// The advice for Affinode's own files.
+/// Advice for one of Affinode's own files that cannot be written.
 const ANOTHER_PLACE: &str = "choose another folder with --prefix or --state-dir";
-/// The advice for containerd's files.
+/// Advice for one of containerd's files that cannot be written.
 const BY_HAND: &str = "add the handler by hand, as in config/containerd";
 
-/// Advice in messages: how to install the programs without a handler.
+/// Advice how to install the programs without a handler.
 const NO_HANDLER: &str = "copy affinode and containerd-shim-affinode-v1 to /usr/local/bin, libaffinode_preload.so to /usr/local/lib/affinode";
 
-/// Reason why nothing was installed or uninstalled. Unless the error says otherwise, nothing has
+/// Reason why nothing was installed or uninstalled. Unless the error states otherwise, nothing has
 /// changed.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
     /// The name of the handler is not a plain TOML key.
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
-    /// A folder's path cannot be written into the file from which the programs read it.
+    /// The path of a folder cannot be written into `paths.conf`.
     #[error("--run-dir and --config must be absolute paths without line breaks")]
     Folder,
     /// Containers or jobs use the present run directory.
@@ -144,9 +144,9 @@ pub enum InstallError {
     RunDirInUse {
         /// The present run directory.
         from: PathBuf,
-        /// The run directory that was asked for.
+        /// The requested run directory.
         to: PathBuf,
-        /// Number of shims, jobs and containers of Podman and CRI-O that run.
+        /// Number of running shims, jobs, and containers of Podman and CRI-O.
         count: usize,
     },
     /// Another installer holds the lock.
@@ -164,7 +164,7 @@ pub enum InstallError {
     /// The controller's unit cannot be installed or removed.
     #[error(transparent)]
     Unit(#[from] UnitError),
-    /// The block cannot be created.
+    /// The text block for containerd's file cannot be created.
     #[error(transparent)]
     Block(#[from] BlockError),
     /// containerd's file cannot be edited.
@@ -181,11 +181,11 @@ pub enum InstallError {
     HostRoot {
         /// Path of the root that was given.
         root: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed call.
         #[source]
         source: std::io::Error,
     },
-    /// Running containers would lose their shim.
+    /// Shims of the installation still run. containerd would lose their containers.
     #[error(
         "cannot uninstall while {}: end the containers first (see `affinode ps` and `crictl pods`), \
          because containerd would lose them. With --drain 10m, the command waits until they have \
@@ -193,7 +193,7 @@ pub enum InstallError {
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
-    /// Running jobs would lose their controller.
+    /// Jobs still run. They would lose their controller.
     #[error(
         "cannot uninstall, because {} still running: end the jobs first, because an offloaded job \
          might not be restored without Affinode. With --drain 10m, the command waits until they \
@@ -201,7 +201,8 @@ pub enum InstallError {
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
-    /// Podman and CRI-O could not end their running containers without the installed runtime.
+    /// Containers of Podman or CRI-O still run. They could not be ended without the installed
+    /// runtime.
     #[error(
         "cannot uninstall, because {} running with affinode-runtime: end the containers first (see \
          `podman ps` or `crictl ps`), because they could not be ended without this program. With \
@@ -214,23 +215,23 @@ pub enum InstallError {
     NotInstalled(PathBuf),
 }
 
-/// Descriptions of the steps that were done, or that a dry run would do. No steps: everything is in
-/// place already.
+/// Descriptions of the steps that were executed, or that a dry run would execute. Empty: everything
+/// is in place already.
 pub type Steps = Vec<String>;
 
-/// Enters the root file system of the node from a container. All paths that this process uses and
-/// all programs that it runs are then the node's.
+/// Makes the root file system of the node the root of this process, which runs in a container. All
+/// paths that this process uses and all programs that it runs are then the node's.
 ///
-/// [`InstallError::HostRoot`]: this process lacks a right that is needed.
+/// [`InstallError::HostRoot`]: this process lacks a required right.
 pub fn enter(root: &Path) -> Result<(), InstallError> {
     let failed = |source| InstallError::HostRoot { root: root.to_owned(), source };
     std::os::unix::fs::chroot(root).map_err(failed)?;
     std::env::set_current_dir("/").map_err(failed)
 }
 
-/// Installs Affinode.
+/// Installs Affinode on this node. Returns the steps.
 ///
-/// [`InstallError`]: containerd's configuration is as before, unless the error says otherwise.
+/// [`InstallError`]: containerd's configuration is as before, unless the error states otherwise.
 pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
     let name = &options.runtime_name;
     check_name(name)?;
@@ -299,7 +300,7 @@ fn check_name(name: &str) -> Result<(), InstallError> {
     Ok(())
 }
 
-/// Removes all files of a first installation that has failed.
+/// Removes all files of a first installation that failed.
 fn remove_first(
     options: &InstallOptions,
     changes: &[FileChange],
@@ -312,8 +313,8 @@ fn remove_first(
     Ok(record.remove(&options.state_dir)?)
 }
 
-/// Removes files and text that a killed installer left: partly written files, and a handler that
-/// was not verified and that containerd may not have loaded.
+/// Removes what a killed installer did not remove: partly written files, and a handler that was not
+/// verified and that containerd may not have loaded.
 fn heal(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
@@ -342,7 +343,8 @@ fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), 
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
-/// Values that a change of the configuration needs.
+/// Context of a change of containerd's configuration: containerd, its configuration before the
+/// change, and the options.
 struct InstallEffect<'a> {
     node: &'a ContainerdNode,
     before: &'a toml::Table,
@@ -374,7 +376,7 @@ fn put(
 }
 
 impl InstallEffect<'_> {
-    /// Edits the files, or restores them on an error.
+    /// Edits the files and restarts containerd. Restores the files if an error occurs.
     fn edit(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), InstallError> {
         edit.make()?;
         if let Err(error) = self.settle(edit, plan) {
@@ -384,7 +386,8 @@ impl InstallEffect<'_> {
         Ok(())
     }
 
-    /// Checks containerd's configuration after the edit, and restarts containerd.
+    /// Checks that containerd's configuration after the edit is as planned, and restarts
+    /// containerd.
     fn settle(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), NodeError> {
         let names = plan.names();
         let differing = |after| handler::only_handlers_differ(self.before, after, &names);
@@ -425,7 +428,7 @@ fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
     }
 }
 
-/// Removes what [`install`] installed.
+/// Removes everything that [`install`] has installed.
 ///
 /// # Errors
 /// [`InstallError`]: nothing is installed, it is in use, or a file cannot be changed.
@@ -484,7 +487,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     Ok(steps)
 }
 
-/// Takes the lock, unless this is a dry run.
+/// Acquires the installer's lock, unless this is a dry run.
 fn lock(options: &InstallOptions) -> Result<Option<InstallLock>, InstallError> {
     if options.dry_run { Ok(None) } else { InstallLock::take(&options.state_dir).map(Some) }
 }

@@ -1,4 +1,5 @@
-//! Plans how an installation or an uninstallation changes the handler.
+//! Plans how an installation or an uninstallation changes Affinode's handler in containerd's
+//! configuration.
 //!
 //! | containerd's whole configuration contains | what the installation does |
 //! | --- | --- |
@@ -7,7 +8,7 @@
 //! | another handler with Affinode's program | removes that handler from every file and adds the wanted handler |
 //! | a handler with another program | fails |
 //!
-//! A handler with an earlier `--runtime-name` stays while a shim runs, because containerd needs
+//! A handler of an earlier `--runtime-name` is kept while a shim runs, because containerd needs
 //! this handler to restart a container of a running pod.
 
 use std::{
@@ -39,29 +40,30 @@ pub struct HandlerPlan {
     pub edit: Option<ConfigEdit>,
     /// The handler that this installation adds. `None`: no handler is added.
     pub wanted: Option<HandlerSpec>,
-    /// Whether a handler of this installation is replaced. Otherwise a new one is added.
+    /// Whether the wanted handler replaces a handler of this installation. Otherwise it is added.
     pub replaces: bool,
     /// Handlers that containerd's configuration must not contain afterwards.
     pub gone: Vec<HandlerSpec>,
     /// Whether containerd must be restarted.
     pub restarts: bool,
-    /// The handler's entry for the record.
+    /// Entry of the wanted handler for the record.
     pub block: Option<AddedBlock>,
-    /// Handlers with earlier names that stay in containerd's configuration.
+    /// Handlers of earlier names that stay in containerd's configuration.
     pub former: Vec<AddedBlock>,
-    /// The file that already contains the wanted handler. The installation only records this
-    /// handler.
+    /// File that already contains the wanted handler. In this case, the installation only records
+    /// the handler.
     pub adopted: Option<PathBuf>,
 }
 
 impl HandlerPlan {
-    /// Names of the handlers that may differ after the change.
+    /// Returns the names of the handlers that the change may affect.
     pub fn names(&self) -> Vec<String> {
         self.wanted.iter().chain(&self.gone).map(|spec| spec.name.clone()).collect()
     }
 }
 
-/// Plans an installation for a containerd whose whole configuration is `dump`.
+/// Plans an installation for a containerd whose whole configuration is `dump`. `older` is the
+/// record of the present installation.
 pub fn install(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
@@ -127,8 +129,8 @@ pub fn install(
     Ok(plan)
 }
 
-/// Plans to remove every handler of a record. If no containerd runs, the plan edits the files that
-/// were known at the installation.
+/// Plans the removal of every handler of a record. If no containerd runs, the plan edits the files
+/// that are in the record.
 pub fn uninstall(
     options: &InstallOptions,
     record: &InstallRecord,
@@ -155,16 +157,16 @@ pub fn uninstall(
     })
 }
 
-/// Whether containers get their devices from CDI. After a start of the machine, CDI specifications
-/// may still be missing. Therefore the record's value applies as long as containerd has CDI turned
-/// on.
+/// Returns whether containers get their devices from CDI. After a start of the machine, CDI
+/// specifications may still be missing. Therefore the record's value applies as long as CDI is
+/// turned on in containerd.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
 }
 
-/// The names of those handlers that belong to this installation, according to containerd's whole
-/// configuration.
+/// Returns the names of the handlers that belong to this installation, according to containerd's
+/// whole configuration.
 fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     let ours = |spec: &&HandlerSpec| {
         matches!(spec.judge(dump), HandlerVerdict::Same | HandlerVerdict::Differs)
@@ -172,8 +174,8 @@ fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     specs.iter().filter(ours).map(|spec| spec.name.as_str()).collect()
 }
 
-/// The files that may contain a handler: the target, the files that containerd reads, and the files
-/// in the record. The file that k3s and rke2 render is left out.
+/// Returns the files that may contain a handler: the target, the files that containerd reads, and
+/// the files in the record. The file that k3s and rke2 render is left out.
 fn files(
     target: Option<&InstallTarget>,
     node: Option<&ContainerdNode>,
@@ -192,9 +194,10 @@ fn files(
     all.filter(|path| !path.ends_with(target::RENDERED)).collect()
 }
 
-/// Adds the wanted handler to the target. With containerd 1.x, NVIDIA's toolkit derives its file
-/// from containerd's own file, and the sections of the toolkit's file replace the original ones.
-/// The handler is then added to both files.
+/// Adds the wanted handler to the target file. With containerd 1.x, NVIDIA's toolkit derives its
+/// file from containerd's own file, and the sections of the toolkit's file replace the original
+/// ones. If the target is such an imported file, the handler is also added to containerd's own
+/// file, provided that it names handlers.
 fn add(
     edit: &mut ConfigEdit,
     target: &InstallTarget,
@@ -238,12 +241,12 @@ fn add(
     Ok(added)
 }
 
-/// Returns the block with an empty line in front, which separates it from the text `before`.
+/// Returns the block with an empty line in front of it, which separates it from the text `before`.
 fn apart(before: &str, block: &str) -> String {
     if before.ends_with('\n') { format!("\n{block}") } else { format!("\n\n{block}") }
 }
 
-/// Time at which a file was last written. If the file does not exist, 1970.
+/// Returns the time at which a file was last written. If the file does not exist, returns 1970.
 pub fn written(path: &Path) -> SystemTime {
     let written = fs::metadata(path).and_then(|file| file.modified());
     written.unwrap_or(UNIX_EPOCH)

@@ -1,5 +1,5 @@
-//! Podman's part of an installation: the program `affinode-runtime`, and a file in a folder whose
-//! files Podman reads at each run. Therefore nothing has to be restarted.
+//! The part of an installation for Podman: the program `affinode-runtime`, and a configuration
+//! file. Podman reads the file's folder at each run, so nothing must be restarted.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::doctor::{is_on_path, processes_with};
 pub const FOLDER: &str = "/etc/containers/containers.conf.d";
 /// Name of Affinode's file in that folder.
 const FILE: &str = "affinode.conf";
-/// The program that Podman runs.
+/// Name of the runtime program that Podman runs.
 pub const RUNTIME: &str = "affinode-runtime";
 /// Podman's configuration file for an installation with default values. An installation with other
 /// values replaces the three texts below in it.
@@ -18,11 +18,11 @@ const TEXT: &str = include_str!("../../../../config/podman/affinode.conf");
 const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 const LISTED: &str = "\"affinode\"]";
 const NAMED: &str = "\naffinode = ";
-/// Name of the process that Podman and CRI-O start for each container. Its option `-r` names the
-/// runtime.
+/// Name of the monitor process that Podman and CRI-O start for each container. Its option `-r`
+/// contains the path of the runtime.
 const MONITOR: &str = "conmon";
 
-/// Whether an installation includes Podman.
+/// Whether an installation registers the runtime in Podman.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PodmanRequest {
     /// Podman is included if it is installed on this machine.
@@ -42,18 +42,18 @@ pub struct PodmanFile {
     pub text: String,
 }
 
-/// What an installation does for Podman.
+/// The change that an installation makes for Podman.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PodmanPlan {
     /// Podman's configuration is not changed.
     LeftOut,
-    /// The program and this file are installed. `None`: only the program is installed, because the
-    /// path already has a file that a user wrote or changed.
+    /// The program and this configuration file are installed. `None`: only the program is
+    /// installed, because a file that a user wrote or changed exists at the path.
     Register(Option<PodmanFile>),
 }
 
 impl PodmanPlan {
-    /// Plans an installation.
+    /// Plans Podman's part of an installation.
     ///
     /// # Errors
     /// [`FileError`]: a file cannot be read.
@@ -83,14 +83,14 @@ impl PodmanPlan {
     }
 }
 
-/// The recorded path of Podman's file, and the digest of its content.
+/// Returns the recorded path of Podman's configuration file, and the digest of its content.
 fn recorded(record: &InstallRecord) -> Option<(PathBuf, String)> {
     let mut listed = record.listed();
     let (path, sha256) = listed.find(|(path, _)| path.ends_with(FILE))?;
     Some((path.to_owned(), sha256.to_owned()))
 }
 
-/// Whether the recorded installation includes Podman.
+/// Returns whether the recorded installation includes Podman.
 pub fn is_recorded(record: &InstallRecord) -> bool {
     record.listed().any(|(path, _)| path.ends_with(RUNTIME))
 }
@@ -102,7 +102,7 @@ fn text(prefix: &Path, name: &str) -> String {
         .replace(NAMED, &format!("\n{name} = "))
 }
 
-/// Number of running containers, and of commands in them, that Podman or CRI-O manages with the
+/// Counts the running containers, and commands in them, that Podman or CRI-O manages with the
 /// installed program. They could not be ended without this program.
 pub fn running(prefix: &Path) -> usize {
     let program = prefix.join("bin").join(RUNTIME);
@@ -116,7 +116,7 @@ fn is_monitor(argv: &[u8], program: &Path) -> bool {
     name == Some(MONITOR.as_bytes()) && words.windows(2).any(|pair| pair == [b"-r", program])
 }
 
-/// Whether a program named `containerd` is on the PATH. It need not run.
+/// Returns whether a program named `containerd` is on the PATH. The program need not run.
 pub fn has_containerd() -> bool {
     is_on_path("containerd")
 }

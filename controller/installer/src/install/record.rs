@@ -20,12 +20,12 @@ use crate::doctor::programs::SHIM;
 const FILE: &str = "install.json";
 const VERSION: u32 = 1;
 
-/// Whether a folder contains a record.
+/// Returns whether a folder contains a record.
 pub fn exists(folder: &Path) -> bool {
     folder.join(FILE).exists()
 }
 
-/// The installed files, and the handlers in containerd's configuration.
+/// Record of an installation: the installed files, and the handlers in containerd's configuration.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InstallRecord {
@@ -34,20 +34,20 @@ pub struct InstallRecord {
     /// Folders that the installation created, each after its parent.
     #[serde(default)]
     pub folders: Vec<PathBuf>,
-    /// Whether containerd has loaded the handler.
+    /// Whether the installation was completed, so that containerd has loaded the handler.
     pub settled: bool,
     /// Path of the socket of the containerd that was configured.
     #[serde(default)]
     pub containerd: Option<PathBuf>,
-    /// The handler in containerd's configuration.
+    /// The handler that the installation added to containerd's configuration or found in it.
     pub block: Option<AddedBlock>,
-    /// Handlers with earlier names, which running pods may need.
+    /// Handlers of earlier names, which running pods may need.
     #[serde(default)]
     pub former: Vec<AddedBlock>,
 }
 
-/// A handler in containerd's configuration, and the texts that were added for it. A handler that
-/// existed already has no text.
+/// Record of a handler in containerd's configuration, and of the texts that were added for it. The
+/// text of a handler that existed already is empty.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddedBlock {
@@ -78,7 +78,7 @@ pub struct AddedBlock {
 }
 
 impl AddedBlock {
-    /// Creates the entry of a handler that another program or a person wrote into this file.
+    /// Creates the entry of a handler that another program or a person has written into this file.
     pub fn of(name: &str, path: PathBuf, node: &ContainerdNode, cdi: bool) -> AddedBlock {
         let none = AddedText { path, text: String::new(), created: false };
         let mut block = AddedBlock::added(name, vec![none], node, cdi);
@@ -86,8 +86,8 @@ impl AddedBlock {
         block
     }
 
-    /// Creates the entry of a handler. `texts` are the texts that the installation adds to files of
-    /// containerd. The first one is for the file that defines the handler.
+    /// Creates the entry of a handler. `texts` are the texts that the installation adds to
+    /// containerd's files. The first text is for the file that defines the handler.
     pub fn added(
         name: &str,
         texts: Vec<AddedText>,
@@ -114,32 +114,32 @@ impl AddedBlock {
         }
     }
 
-    /// All texts that were added for the handler.
+    /// Returns all texts that were added for the handler.
     pub fn texts(&self) -> impl Iterator<Item = AddedText> {
         let (path, text) = (self.path.clone(), self.text.clone());
         let first = AddedText { path, text, created: self.created };
         std::iter::once(first).chain(self.also.iter().cloned()).filter(|one| !one.text.is_empty())
     }
 
-    /// Time at which the handler was written.
+    /// Returns the time at which the handler was written.
     pub fn written(&self) -> SystemTime {
         self.written_ms.map_or_else(|| plan::written(&self.path), at)
     }
 
-    /// Time at which the replaced handler was written. containerd may still serve the replaced
+    /// Returns the time at which the replaced handler was written. containerd may still serve that
     /// handler.
     pub fn replaced(&self) -> Option<SystemTime> {
         self.replaced_ms.map(at)
     }
 
-    /// Records that this handler replaces another one, which containerd may have loaded.
+    /// Records that this handler replaces `old`, which containerd may have loaded.
     pub fn replaces(&mut self, old: &AddedBlock, node: &ContainerdNode) {
         let known = [Some(old.written()), old.replaced()];
         self.replaced_ms =
             known.into_iter().flatten().find(|time| node.runs_since(*time)).and_then(ms);
     }
 
-    /// Records the time of the write, and removes the entries of texts that are in no file any
+    /// Records the time of the write, and removes the entries of texts that no file contains any
     /// more.
     fn settle(&mut self) {
         self.written_ms = ms(plan::written(&self.path));
@@ -173,18 +173,18 @@ pub enum RecordError {
     Io {
         /// The operation that failed, as a verb.
         action: &'static str,
-        /// Path of the file.
+        /// Path of the record's file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed operation.
         #[source]
         source: io::Error,
     },
-    /// The content is not a record of this version.
+    /// The content of the file is not a record of this version.
     #[error("{} is not a valid record of an installation", path.display())]
     Content {
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
@@ -223,7 +223,7 @@ impl InstallRecord {
         InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
     }
 
-    /// Records that the plan was executed.
+    /// Records that the plan was executed completely.
     pub fn settle(&mut self, plan: &HandlerPlan) {
         self.settled = true;
         self.former.clone_from(&plan.former);
@@ -232,17 +232,17 @@ impl InstallRecord {
         }
     }
 
-    /// The handlers in containerd's configuration.
+    /// Returns the entries of all handlers in containerd's configuration.
     pub fn blocks(&self) -> impl Iterator<Item = &AddedBlock> {
         self.block.iter().chain(&self.former)
     }
 
-    /// Path of the shim as it was installed.
+    /// Returns the path at which the shim was installed.
     pub fn shim(&self) -> Option<&Path> {
         self.listed().map(|(path, _)| path).find(|path| path.ends_with(SHIM))
     }
 
-    /// Reads the record in a folder. `None`: nothing is installed.
+    /// Reads the record from a folder. `None`: nothing is installed.
     pub fn read(folder: &Path) -> Result<Option<InstallRecord>, RecordError> {
         let path = folder.join(FILE);
         let text = match fs::read(&path) {
@@ -274,17 +274,18 @@ impl InstallRecord {
         fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
     }
 
-    /// Path of the record's file.
+    /// Returns the path of the record's file in a folder.
     pub fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }
 
-    /// The path of every installed file with its SHA-256.
+    /// Returns the path and the SHA-256 of every installed file.
     pub fn listed(&self) -> impl Iterator<Item = (&Path, &str)> {
         self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
     }
 
-    /// The installed files that still exist: first the unchanged files, then the changed ones.
+    /// Returns the installed files that still exist. The first list contains the unchanged files,
+    /// the second list the changed files.
     pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
         let there = self.files.iter().filter(|file| file.path.exists());
         let mut known = Vec::new();

@@ -1,5 +1,5 @@
-//! Removes a handler from a file by its place in the TOML tree. The rest of the file stays
-//! unchanged, if possible byte for byte.
+//! Removes a handler from a configuration file by its place in the TOML tree. All other content
+//! stays unchanged, if possible byte for byte.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use toml_edit::{DocumentMut, ImDocument, Item, TableLike};
 use super::{block, handler};
 use crate::doctor::handler::PLUGINS;
 
-/// Returns the text without the handler. `None`: the handler cannot be removed without another
-/// change.
+/// Returns the text without the handler. `None`: the handler cannot be removed without a change of
+/// other content.
 pub fn without(text: &str, name: &str) -> Option<String> {
     let expected = pruned(text.parse::<Table>().ok()?, name);
     let right = |text: &String| {
@@ -21,7 +21,7 @@ pub fn without(text: &str, name: &str) -> Option<String> {
     cut(text, name).filter(right).or_else(|| rewritten(text, name).filter(right))
 }
 
-/// Returns the text without the lines of the handler's tables.
+/// Returns the text without the lines that define the handler's tables.
 fn cut(text: &str, name: &str) -> Option<String> {
     let document = ImDocument::parse(text).ok()?;
     let mut spans = Vec::new();
@@ -49,7 +49,7 @@ fn cut(text: &str, name: &str) -> Option<String> {
     Some(kept)
 }
 
-/// Collects the spans of a table's header and values, and of the tables below it.
+/// Collects the byte ranges of a table's header and values, and of the tables below it.
 fn collect(table: &toml_edit::Table, spans: &mut Vec<Range<usize>>) {
     spans.extend(table.span());
     for (name, item) in table.iter() {
@@ -63,15 +63,15 @@ fn collect(table: &toml_edit::Table, spans: &mut Vec<Range<usize>>) {
     }
 }
 
-/// Extends a span to whole lines.
+/// Extends a byte range to whole lines.
 fn lines_of(text: &str, span: Range<usize>) -> Range<usize> {
     let start = text[..span.start].rfind('\n').map_or(0, |end| end + 1);
     let end = text[span.end..].find('\n').map_or(text.len(), |end| span.end + end + 1);
     start..end
 }
 
-/// Extends the lines by the first and last line of Affinode's block, if these are directly next to
-/// them.
+/// Extends a range of lines by the first and last line of Affinode's block, if these are directly
+/// next to the range.
 fn with_marks(text: &str, lines: Range<usize>) -> Range<usize> {
     let mark = |mark: &str, line: &str| line.trim() == mark.trim();
     let before = text[..lines.start].trim_end_matches(['\r', '\n']);
@@ -82,7 +82,8 @@ fn with_marks(text: &str, lines: Range<usize>) -> Range<usize> {
     start..end
 }
 
-/// Returns the text of the parsed tree without the handler. The tree keeps comments and order.
+/// Parses the text, removes the handler from the tree, and returns the tree as text. Comments and
+/// order are kept.
 fn rewritten(text: &str, name: &str) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
     for plugin in PLUGINS {
@@ -96,7 +97,8 @@ fn rewritten(text: &str, name: &str) -> Option<String> {
     Some(document.to_string())
 }
 
-/// Returns the tree without the handler, and without tables above it that are then empty.
+/// Returns the tree without the handler. Tables above the handler are also removed if they become
+/// empty.
 fn pruned(config: Table, name: &str) -> Table {
     fn prune(table: &mut Table, way: &[&str], name: &str) {
         let [key, deeper @ ..] = way else {

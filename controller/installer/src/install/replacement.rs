@@ -1,7 +1,8 @@
-//! Replaces a running controller by the controller of the newly installed version.
+//! Replaces running controllers of an earlier version by a controller of the newly installed
+//! version.
 //!
-//! The unit is started before the earlier controller is ended. The unit's controller waits for the
-//! lock of the earlier one, so no shim starts a controller in between.
+//! The systemd unit is started before the earlier controller is ended. The unit's controller waits
+//! for the lock of the earlier controller. Therefore no shim starts a controller in between.
 
 use affinode_controller::inventory::process;
 use affinode_core::input::Identity;
@@ -14,17 +15,17 @@ use super::{
 };
 use crate::doctor::programs::SHIM;
 
-/// The controllers of an earlier version. They are replaced after the files of the installation are
-/// in place.
+/// Replacement of the controllers of an earlier version, after the files of the installation are in
+/// place.
 pub struct ControllerReplacement {
     unit: UnitPlan,
-    /// Controllers of the earlier version that do not run in the unit, so a restart of the unit
-    /// does not end them.
+    /// Controllers of the earlier version that do not run in the systemd unit, so a restart of the
+    /// unit does not end them.
     old: Vec<Identity>,
 }
 
 impl ControllerReplacement {
-    /// Plans the replacement for these changes of files.
+    /// Plans the replacement of controllers that these changes of files require.
     ///
     /// # Errors
     /// [`UnitError`]: the unit cannot be written.
@@ -41,7 +42,7 @@ impl ControllerReplacement {
         Ok(ControllerReplacement { unit, old })
     }
 
-    /// Descriptions of the steps, one per line.
+    /// Returns descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         let mut steps = self.unit.steps();
         let next = match self.unit.keeps_controller() {
@@ -55,7 +56,7 @@ impl ControllerReplacement {
         steps
     }
 
-    /// Replaces the controllers.
+    /// Starts or restarts the unit, and ends the controllers of the earlier version.
     ///
     /// # Errors
     /// [`InstallError::Unit`]: the unit was not installed or started, but the rest of the

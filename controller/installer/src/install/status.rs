@@ -15,18 +15,18 @@ use super::{
     unit::{UnitState, UnitStatus},
 };
 
-/// What is installed, and whether it is unchanged.
+/// Status of an installation: what is installed, and whether it is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstallStatus {
     /// The status of each installed file.
     pub files: Vec<FileStatus>,
-    /// The handler in containerd's configuration.
+    /// Status of the handler in containerd's configuration.
     pub handler: Option<HandlerStatus>,
     /// Names of earlier handlers that were kept for running pods.
     pub former: Vec<String>,
-    /// The runtime in Docker's configuration.
+    /// Status of the runtime in Docker's configuration.
     pub docker: Option<DockerStatus>,
-    /// The unit that keeps a controller running.
+    /// Status of the systemd unit that keeps a controller running.
     pub unit: Option<UnitStatus>,
     /// Pid of the controller. `None`: no controller runs.
     pub controller_pid: Option<u32>,
@@ -59,12 +59,12 @@ pub enum FileState {
     Missing,
 }
 
-/// The status of the handler.
+/// Status of the handler in containerd's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HandlerStatus {
     /// Name of the handler.
     pub name: String,
-    /// Path of containerd's file.
+    /// Path of the configuration file that contains the handler.
     pub config_file: PathBuf,
     pub state: HandlerState,
 }
@@ -73,18 +73,18 @@ pub struct HandlerStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves the handler as it is in the file.
+    /// containerd serves the handler as the file contains it.
     Served,
-    /// containerd serves the handler, but an installation would change the handler or remove one:
-    /// the model handler differs now, or a handler with an earlier name is no longer in use.
+    /// containerd serves the handler, but a new installation would change or remove a handler.
+    /// Either the model handler has changed, or a handler of an earlier name is no longer in use.
     Outdated,
-    /// A new version of the handler was written, but containerd still serves the previous version.
+    /// A new form of the handler was written, but containerd still serves the previous form.
     RestartDue,
     /// containerd has not been restarted since the handler was written.
     RestartNeeded,
     /// The handler is in the file, but containerd no longer reads that file.
     NotRead,
-    /// No file has the handler.
+    /// No configuration file contains the handler.
     Missing,
     /// A handler of this name runs another program.
     Foreign,
@@ -94,7 +94,8 @@ pub enum HandlerState {
     NoContainerd,
 }
 
-/// Compares the node with the record. `None`: nothing is installed.
+/// Compares the state of the node with the record of the installation. `None`: nothing is
+/// installed.
 ///
 /// # Errors
 /// [`InstallError`]: the record or a file cannot be read.

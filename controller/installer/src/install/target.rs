@@ -6,11 +6,11 @@
 //! | a distribution or the operator (containerd 1.x) | the last file that configures CRI, and containerd's file too if it names handlers |
 //! | k3s or rke2, which render containerd's file at each start | a file in the folder `config-v3.toml.d` if containerd imports that folder (newer releases), else the template |
 //!
-//! Up to containerd 1.7, an imported file that sets a key of a section replaces the whole section,
-//! and NVIDIA's toolkit adds such files. containerd then ignores the section in other files, and a
-//! drop-in of Affinode would replace all of it. containerd 2 merges the sections of all files, and
-//! the file with the later name takes precedence. The toolkit's drop-in contains copies of handlers
-//! of other files, so the name of Affinode's drop-in sorts after the toolkit's. With containerd 1.x
+//! Up to containerd 1.7, an imported file that sets a key of a section replaces the whole section.
+//! NVIDIA's toolkit adds such files. containerd then ignores the section in other files, and a
+//! separate file of Affinode would replace all of it. containerd 2 merges the sections of all
+//! files, and the file whose name sorts last takes precedence. The toolkit's file contains copies
+//! of handlers of other files, so the name of Affinode's file sorts after it. With containerd 1.x,
 //! the toolkit makes its file from containerd's own file, so the handler is added to both files.
 
 use std::{
@@ -31,31 +31,31 @@ const RANCHER_DROP_IN: &str = "affinode.toml";
 /// Name of Affinode's file in any other imported folder. It sorts after `99-nvidia.toml`.
 const DROP_IN: &str = "99-zz-affinode.toml";
 
-/// Whether a path is that of Affinode's own configuration file.
+/// Returns whether a path is that of a configuration file that belongs to Affinode alone.
 pub fn is_drop_in(path: impl AsRef<Path>) -> bool {
     let path = path.as_ref();
     path.ends_with(DROP_IN) || path.ends_with(Path::new(FOLDER_V3).join(RANCHER_DROP_IN))
 }
 
-/// Whether a file is a template of k3s or rke2.
+/// Returns whether a file is a template of k3s or rke2.
 pub fn is_template(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "tmpl")
 }
 
-/// A file from which containerd's configuration is made.
+/// The file into which the installation writes the handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
     /// The file with which containerd was started, or an imported file that replaces its CRI
     /// section.
     Root(PathBuf),
-    /// A file of Affinode in a folder that containerd's file imports.
+    /// A separate file of Affinode in a folder that containerd's file imports.
     DropIn(PathBuf),
-    /// The template from which k3s or rke2 render containerd's file at the start.
+    /// The template from which k3s or rke2 render containerd's file at each start.
     Template(PathBuf),
 }
 
 impl InstallTarget {
-    /// Returns the target for a containerd. `file` is its configuration file, `own` the content of
+    /// Chooses the target for a containerd. `file` is its configuration file, `own` the content of
     /// that file, and `imported` the files that it imports. `merges`: whether containerd merges
     /// sections of several files, as 2.x does.
     pub fn of(file: &Path, own: &Table, imported: &[PathBuf], merges: bool) -> InstallTarget {
@@ -88,7 +88,8 @@ impl InstallTarget {
         InstallTarget::Template(if newest { newer } else { older })
     }
 
-    /// Whether k3s and rke2 render `file` from the template `path`. `own` is the content of `file`.
+    /// Returns whether k3s or rke2 render `file` from the template `path`. `own` is the content of
+    /// `file`.
     pub fn renders(path: &Path, file: &Path, own: &Table) -> bool {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let newer = folder.join(TEMPLATE_V3);
@@ -98,7 +99,7 @@ impl InstallTarget {
         file.ends_with(RENDERED) && template
     }
 
-    /// Path of the file.
+    /// Returns the path of the target file.
     pub fn path(&self) -> &Path {
         match self {
             InstallTarget::Root(path)

@@ -1,4 +1,4 @@
-//! The systemd unit that keeps a controller on the node, also while no container runs.
+//! The systemd unit that keeps a controller running on the node, even while no container runs.
 //!
 //! ```text
 //! install:   record ──> file ──> daemon-reload ──> enable ──> start: serves, or waits for a shim's controller
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Only a unit that Affinode wrote is changed or removed. A file that another program or a person
-//! wrote or changed stays. An operator may stop, disable or mask the unit: no later installation
-//! reverts that. Shims then start the controller.
+//! wrote or changed is kept. An operator may stop, disable or mask the unit, and no later
+//! installation reverts this. Shims then start the controller.
 
 mod change;
 mod record;
@@ -27,16 +27,16 @@ use systemctl::UnitActivity;
 
 use super::{FileError, InstallOptions, files, folders};
 
-/// Name of the unit.
+/// Name of the controller's systemd unit, without its suffix.
 pub const UNIT: &str = "affinode-controller";
-/// Folder of the units that an administrator or an installer writes.
+/// Folder of the unit files that an administrator or an installer writes.
 pub const FOLDER: &str = "/etc/systemd/system";
-/// Folder that exists if systemd is process 1: sd_booted(3).
+/// Folder that exists if systemd is process 1, as in sd_booted(3).
 const BOOTED: &str = "/run/systemd/system";
 /// Default folder of an installation's record.
 const STATE_DIR: &str = "/var/lib/affinode";
 
-/// Whether an installation includes the controller's unit.
+/// Whether an installation includes the systemd unit of the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnitRequest {
     /// The unit is included if systemd runs on this machine and the installation uses the default
@@ -48,7 +48,7 @@ pub enum UnitRequest {
     Never,
 }
 
-/// Why the controller's unit was not installed or removed.
+/// Reason why the controller's unit was not installed or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum UnitError {
     /// A file cannot be read or written.
@@ -62,17 +62,17 @@ pub enum UnitError {
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// System error of the failed operation.
         #[source]
         source: io::Error,
     },
-    /// The path of the program cannot be written into a unit.
+    /// The path of the program cannot be written into a unit file.
     #[error(
         "cannot write the path {} into the controller's systemd unit: use a --prefix of letters, digits and ./_+-, or pass --no-controller-unit",
         .0.display()
     )]
     Prefix(PathBuf),
-    /// A file of this name exists, and Affinode did not write it.
+    /// A unit file of this name exists, and Affinode did not write it.
     #[error(
         "{} exists and is not Affinode's: remove the file, or pass --no-controller-unit to keep it",
         .0.display()
@@ -96,7 +96,7 @@ pub enum UnitError {
 }
 
 impl UnitRequest {
-    /// The folder for the unit in a first installation. `None`: no unit is installed.
+    /// Returns the folder for the unit in a first installation. `None`: no unit is installed.
     fn folder(&self, options: &InstallOptions) -> Option<PathBuf> {
         match self {
             UnitRequest::Never => None,
@@ -112,7 +112,7 @@ impl UnitRequest {
     }
 }
 
-/// Whether files can be created in a folder. On some distributions /etc is read-only.
+/// Returns whether files can be created in a folder. On some distributions, /etc is read-only.
 fn is_writable(folder: &Path) -> bool {
     rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).is_ok()
 }
@@ -129,23 +129,23 @@ pub struct UnitStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UnitState {
-    /// The unit runs, and systemd starts it with the machine.
+    /// The unit runs, and systemd starts it at boot.
     Running,
-    /// The unit runs, but an operator disabled it: it does not start with the machine.
+    /// The unit runs, but an operator has disabled it, so systemd does not start it at boot.
     Disabled,
     /// The unit does not run.
     Stopped,
-    /// The file is not as it was installed. The unit may run or be stopped.
+    /// The content of the unit's file was changed. The unit may run or be stopped.
     Changed,
-    /// The file does not exist.
+    /// The unit's file does not exist.
     Missing,
-    /// The installation did not complete.
+    /// The installation of the unit did not complete.
     Incomplete,
     /// systemctl does not report a state.
     Unknown,
 }
 
-/// The status of the unit in the record of this folder. `None`: no unit was installed.
+/// Returns the status of the unit whose record is in this folder. `None`: no unit was installed.
 ///
 /// # Errors
 /// [`UnitError`]: the record or the file cannot be read.
@@ -165,7 +165,7 @@ pub fn status(state_dir: &Path) -> Result<Option<UnitStatus>, UnitError> {
     Ok(Some(UnitStatus { path: record.path, state }))
 }
 
-/// Removes partly written files that a killed installer left.
+/// Removes partly written files that a killed installer did not remove.
 ///
 /// # Errors
 /// [`FileError`]: one of the files cannot be removed.

@@ -46,8 +46,9 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
     assert_eq!(spec("affinode").judge(&after), HandlerVerdict::Same);
 }
 
-/// containerd 2 queries only the stock runtime type for its features. The handler must have this
-/// type and the path of Affinode's shim, which reports the features of the stock shim.
+/// containerd 2 queries only runtimes of the stock type for their features. Therefore the handler
+/// must have the stock type and the path of Affinode's shim, which reports the features of the
+/// stock shim.
 #[test]
 fn containerd_2_asks_our_shim_what_it_can_do() {
     let dump = V2.replace("version = 2", "version = 3").replace(PLUGINS[0], PLUGINS[1]);
@@ -74,8 +75,8 @@ fn a_file_without_handlers_keeps_the_built_in() {
     assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
 }
 
-/// Debian's file names no handler, but its containerd prints all options of runc, each of them
-/// empty. The built-in handler must keep them.
+/// Debian's configuration file names no handler, but its containerd prints all options of runc,
+/// each of them empty. The text block must keep them for the built-in handler.
 #[test]
 fn a_built_in_handler_keeps_empty_options() {
     let dump = table(&V2.replace("= true", "= false"));

@@ -1,4 +1,4 @@
-//! The installation on a machine where only Docker or Podman runs containers. Its containerd has
+//! The installation on a machine on which only Docker or Podman runs containers. Its containerd has
 //! CRI disabled or belongs to dockerd, or there is no containerd. Therefore no handler is added.
 
 use toml::{Table, Value};
@@ -21,8 +21,8 @@ use crate::install::{
 /// name.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Whether only Docker or Podman runs containers on this machine, so that there is no containerd to
-/// which a handler could be added.
+/// Returns whether only Docker or Podman runs containers on this machine, so that there is no
+/// containerd to which a handler could be added.
 pub fn is_alone(
     docker: &DockerPlan,
     podman: bool,
@@ -41,8 +41,9 @@ pub fn is_alone(
     }
 }
 
-/// Whether a containerd with this configuration has CRI enabled. The dump of containerd 2 contains
-/// the settings of a disabled plugin too.
+/// Returns whether a containerd with this configuration has CRI enabled. The presence of CRI's
+/// settings is no proof, because the dump of containerd 2 also contains the settings of disabled
+/// plugins.
 fn serves_pods(config: &Table) -> bool {
     let disabled = config.get("disabled_plugins").and_then(Value::as_array);
     let is_cri = |name: &Value| name.as_str().is_some_and(|name| CRI.contains(&name));
@@ -52,7 +53,7 @@ fn serves_pods(config: &Table) -> bool {
 /// Installs the files, and registers the runtime in Docker.
 ///
 /// # Errors
-/// [`InstallError`]: a step failed. If this was a first installation, no file is left.
+/// [`InstallError`]: a step failed. If this was a first installation, all its files are removed.
 pub fn install(
     docker: &DockerPlan,
     options: &InstallOptions,

@@ -1,4 +1,4 @@
-//! A change of dockerd's file, with the values that are needed to revert it.
+//! A change of dockerd's configuration file, with the values that are needed to revert it.
 
 use std::{
     fs, io,
@@ -20,11 +20,11 @@ use crate::{
 /// record and contains the planned content of dockerd's file.
 pub const SCRATCH: &str = "docker-check.json";
 
-/// A change of dockerd's file: its content before and after the change, and the dockerd that reads
-/// it.
+/// A change of dockerd's configuration file: its content before and after the change, and the
+/// dockerd that reads it.
 #[derive(Debug)]
 pub struct DockerChange {
-    /// The running dockerd. `None`: no dockerd runs, and it will read the file at its start.
+    /// The running dockerd. `None`: no dockerd runs, and the next one reads the file at its start.
     daemon: Option<DockerDaemon>,
     file: PathBuf,
     name: String,
@@ -44,7 +44,7 @@ enum ChangeKind {
 }
 
 impl DockerChange {
-    /// Plans to register the runtime `name` in this dockerd. `record` describes an earlier
+    /// Plans the registration of the runtime `name` in this dockerd. `record` describes an earlier
     /// registration.
     pub fn to_register(
         daemon: DockerDaemon,
@@ -85,7 +85,7 @@ impl DockerChange {
         Ok(DockerPlan::Change(Box::new(DockerChange { daemon, file, name, before, after, kind })))
     }
 
-    /// Plans the removal of a recorded runtime.
+    /// Plans the removal of the runtime that this record describes.
     pub fn to_remove(record: &DockerRecord) -> Result<DockerPlan, DockerError> {
         let (file, name) = (record.config_file.clone(), record.runtime_name.clone());
         let daemon = DockerDaemon::find(&record.socket).ok();
@@ -112,7 +112,7 @@ impl DockerChange {
         Ok(DockerPlan::Change(Box::new(DockerChange { daemon, file, name, before, after, kind })))
     }
 
-    /// Descriptions of the steps, one per line.
+    /// Returns descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         let (file, name) = (self.file.display(), &self.name);
         let mut steps = Vec::new();
@@ -135,7 +135,7 @@ impl DockerChange {
         steps
     }
 
-    /// Makes the change. If it fails, everything is restored.
+    /// Executes the change. If it fails, the previous state is restored.
     pub fn make(&self, state_dir: &Path) -> Result<(), DockerError> {
         self.examine(state_dir)?;
         if let ChangeKind::Register(record) = &self.kind {
@@ -158,7 +158,7 @@ impl DockerChange {
         }
     }
 
-    /// Restores the file as it was before the change.
+    /// Restores the file as it was before the change, and makes dockerd read it.
     pub fn undo(&self, state_dir: &Path) -> Result<(), DockerError> {
         self.back(state_dir)
     }
@@ -184,8 +184,8 @@ impl DockerChange {
         }
     }
 
-    /// Makes dockerd drop the runtime, then writes the text `without`. `with` is the text that
-    /// still contains the runtime.
+    /// Makes dockerd unload the runtime, and then writes the text `without` to the file. `with` is
+    /// the text that still contains the runtime.
     fn unload(&self, with: &Option<String>, without: &Option<String>) -> Result<(), DockerError> {
         let serves = |daemon: &DockerDaemon| daemon.serves(&self.name).unwrap_or(true);
         let mut unloaded = Ok(());
@@ -209,7 +209,7 @@ impl DockerChange {
         daemon.reload(&self.name, served).map_err(failed)
     }
 
-    /// Checks the new file with dockerd's own program.
+    /// Checks the new content of the file with dockerd's own program.
     fn examine(&self, state_dir: &Path) -> Result<(), DockerError> {
         let (Some(daemon), Some(after)) = (&self.daemon, &self.after) else { return Ok(()) };
         let scratch = state_dir.join(SCRATCH);
@@ -248,7 +248,7 @@ impl DockerChange {
     }
 }
 
-/// The text of a file. `None`: it does not exist.
+/// Returns the text of a file. `None`: the file does not exist.
 pub fn read(path: &Path) -> Result<Option<String>, DockerError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

@@ -25,14 +25,14 @@ pub const PROGRAM: &str = "dockerd";
 /// Default value of dockerd's option `--config-file`.
 const CONFIG_FILE: &str = "/etc/docker/daemon.json";
 const CONFIG_FLAG: &str = "--config-file";
-/// API version of Docker 23, the first release that supports shims as runtimes.
+/// API version of Docker 23, which is the first release that supports shims as runtimes.
 const MIN_API: (u32, u32) = (1, 42);
 /// Time limit for a reload. dockerd reads its file within a second of the signal. If dockerd
-/// rejects the file, it reports this only in its log.
+/// rejects the file, it reports the rejection only in its log.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A running dockerd, with the paths that it uses.
+/// A running dockerd, with the paths of its socket and its configuration file.
 #[derive(Debug)]
 pub struct DockerDaemon {
     /// Path of dockerd's socket.
@@ -45,7 +45,7 @@ pub struct DockerDaemon {
 }
 
 impl DockerDaemon {
-    /// Finds the dockerd behind a socket.
+    /// Finds the dockerd that listens at a socket.
     ///
     /// # Errors
     /// [`DockerError`]: there is no dockerd, or it does not support shims as runtimes.
@@ -76,7 +76,7 @@ impl DockerDaemon {
         }
     }
 
-    /// Whether dockerd serves a runtime of this name now.
+    /// Returns whether dockerd serves a runtime of this name now.
     ///
     /// # Errors
     /// dockerd does not answer.
@@ -85,17 +85,17 @@ impl DockerDaemon {
         Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
     }
 
-    /// Whether dockerd's present default runtime has this name. dockerd takes the default from a
-    /// flag or from its configuration file.
+    /// Returns whether dockerd's present default runtime has this name. dockerd reads the default
+    /// from a flag or from its configuration file.
     pub fn is_default(&self, name: &str) -> bool {
         let info = engine_api::get(&self.socket, "/info").unwrap_or_default();
         info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
     }
 
-    /// Checks a configuration: runs dockerd's own program with dockerd's flags and PATH.
+    /// Checks a configuration file by running dockerd's own program with dockerd's flags and PATH.
     ///
     /// # Errors
-    /// dockerd would not start with it. The error is the program's output.
+    /// dockerd would not start with the file. The error is the program's output.
     pub fn validate(&self, config: &Path) -> Result<(), String> {
         // /proc/PID/exe is the program of the running process, even if an update has replaced the
         // program's file since.
@@ -110,10 +110,10 @@ impl DockerDaemon {
     }
 
     /// Makes dockerd read its file again. If `served` is true, waits until dockerd serves the
-    /// runtime. Otherwise waits until dockerd no longer serves the runtime.
+    /// runtime. Otherwise waits until dockerd no longer serves it.
     ///
     /// # Errors
-    /// The reason why dockerd did not reach that state.
+    /// The reason why dockerd did not reach the expected state.
     pub fn reload(&self, name: &str, served: bool) -> Result<(), String> {
         process::reload(&self.process).map_err(|error| error.to_string())?;
         let began = Instant::now();
@@ -132,7 +132,7 @@ impl DockerDaemon {
     }
 }
 
-/// Pid of the dockerd behind a socket. `None`: another program answers there.
+/// Returns the pid of the dockerd that listens at a socket. `None`: another program listens.
 fn behind(socket: &Path) -> io::Result<Option<u32>> {
     let stream = UnixStream::connect(socket)?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)?.pid.as_raw_nonzero().get();
@@ -164,7 +164,8 @@ fn holds(pid: u32, links: &[PathBuf]) -> bool {
     open.filter_map(|entry| fs::read_link(entry.path()).ok()).any(|link| links.contains(&link))
 }
 
-/// Inode and path of a row of /proc/net/unix: `Num RefCount Protocol Flags Type St Inode Path`.
+/// Parses a row of /proc/net/unix, `Num RefCount Protocol Flags Type St Inode Path`. Returns inode
+/// and path.
 fn listener(row: &str) -> Option<(&str, &str)> {
     let mut fields = row.split_ascii_whitespace();
     let inode = fields.nth(6)?;
@@ -176,8 +177,8 @@ fn words(bytes: &[u8]) -> Vec<OsString> {
     words.map(|word| OsString::from_vec(word.to_vec())).collect()
 }
 
-/// The value of a flag, written as `--flag value` or as `--flag=value`. If the flag is repeated,
-/// its last value applies.
+/// Returns the value of a flag, written as `--flag value` or as `--flag=value`. If the flag is
+/// repeated, its last value applies.
 fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     let mut found = None;
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -190,7 +191,7 @@ fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     found
 }
 
-/// The arguments without the program's name and without the flag `name`.
+/// Returns the arguments without the program's name and without the flag `name`.
 fn without_flag(argv: &[OsString], name: &str) -> Vec<OsString> {
     let mut rest = Vec::new();
     let mut words = argv.iter().skip(1);
@@ -209,7 +210,7 @@ fn value_of<'a>(word: &'a OsStr, name: &str) -> Option<&'a OsStr> {
     Some(OsStr::from_bytes(value))
 }
 
-/// The two numbers of a version such as `1.45`.
+/// Parses the two numbers of a version such as `1.45`.
 fn api_version(said: &str) -> Option<(u32, u32)> {
     let (major, minor) = said.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))

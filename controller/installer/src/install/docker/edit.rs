@@ -17,7 +17,7 @@ const BYTE_ORDER_MARK: &str = "\u{feff}";
 /// Result of a search for a runtime of a given name in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RuntimeEntry {
-    /// There is no runtime of this name.
+    /// The file has no runtime of this name.
     Absent,
     /// The runtime is Affinode's shim.
     Affinode,
@@ -38,8 +38,8 @@ pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
     Ok(if is_ours { RuntimeEntry::Affinode } else { RuntimeEntry::Other })
 }
 
-/// Whether the text sets the runtime `name` as default runtime. Docker uses the default runtime for
-/// containers that name no runtime.
+/// Returns whether the text sets the runtime `name` as default runtime. Docker uses the default
+/// runtime for containers that name no runtime.
 pub fn is_default(text: &str, name: &str) -> bool {
     read(text).is_ok_and(|file| {
         file.get("default-runtime").and_then(Value::as_str).is_some_and(|said| said == name)
@@ -65,8 +65,8 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(edited)
 }
 
-/// Returns the text without the runtime, but always with the key `runtimes`. If the key is missing,
-/// dockerd keeps the runtimes that it has loaded.
+/// Returns the text without the runtime. The key `runtimes` remains even if it is empty. If the key
+/// were missing, dockerd would keep the runtimes that it has loaded.
 ///
 /// # Errors
 /// The text is not a JSON object, or its key `runtimes` is not an object. The error is the reason.
@@ -82,7 +82,7 @@ pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
     Ok(format!("{mark}{root}"))
 }
 
-/// Returns the text without the runtime, and without `runtimes` if it is then empty.
+/// Returns the text without the runtime. The key `runtimes` is removed if it is then empty.
 ///
 /// # Errors
 /// The text is not a JSON object, or its key `runtimes` is not an object. The error is the reason.
@@ -99,7 +99,7 @@ pub fn without_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(format!("{mark}{root}"))
 }
 
-/// Whether the text is an empty JSON object.
+/// Returns whether the text is an empty JSON object.
 pub fn is_empty(text: &str) -> bool {
     read(text).is_ok_and(|file| file.as_object().is_some_and(serde_json::Map::is_empty))
 }

@@ -1,4 +1,4 @@
-//! Requests to dockerd's API on its Unix socket.
+//! Sends requests to dockerd's API on its Unix socket.
 
 use std::{
     io::{self, Read, Write},

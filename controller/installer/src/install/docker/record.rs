@@ -1,5 +1,5 @@
-//! The record of the runtime in Docker's configuration. It is stored next to the record of the
-//! installation.
+//! The record of the runtime that was registered in Docker's configuration. It is stored next to
+//! the record of the installation.
 
 use std::{
     fs, io,
@@ -14,7 +14,7 @@ use crate::install::files;
 const FILE: &str = "docker.json";
 const VERSION: u32 = 1;
 
-/// The change that was made in Docker's configuration.
+/// Describes the change that the installation made in Docker's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DockerRecord {
@@ -54,7 +54,7 @@ impl DockerRecord {
         }
     }
 
-    /// Reads the record in a folder. `None`: no runtime was registered.
+    /// Reads the record from a folder. `None`: no runtime was registered.
     pub fn read(folder: &Path) -> Result<Option<DockerRecord>, DockerError> {
         let path = folder.join(FILE);
         let failed = |source| DockerError::Io { action: "read", path: path.clone(), source };
@@ -65,8 +65,8 @@ impl DockerRecord {
         }
     }
 
-    /// Writes the record into a folder. Only its owner can read it, because Docker's configuration
-    /// may contain secrets.
+    /// Writes the record into a folder. Only the file's owner can read it, because Docker's
+    /// configuration may contain secrets.
     pub fn write(&self, folder: &Path) -> Result<(), DockerError> {
         let path = folder.join(FILE);
         let failed = |source| DockerError::Io { action: "write", path: path.clone(), source };
@@ -74,7 +74,7 @@ impl DockerRecord {
         files::replace(&path, &text, Some(0o600)).map_err(failed)
     }
 
-    /// Removes the record in a folder.
+    /// Removes the record from a folder.
     pub fn remove(folder: &Path) -> Result<(), DockerError> {
         let path = folder.join(FILE);
         match fs::remove_file(&path) {
@@ -85,7 +85,7 @@ impl DockerRecord {
         }
     }
 
-    /// Path of the record's file.
+    /// Returns the path of the record's file in a folder.
     pub fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }

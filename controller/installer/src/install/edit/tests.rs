@@ -20,7 +20,8 @@ fn removed(path: &Path, created: bool) -> Result<ConfigEdit, EditError> {
     edit.remove_handlers(&[spec()], &[]).map(|()| edit)
 }
 
-/// The removal must restore the file, whatever it contains and whatever is added after the block.
+/// The removal must restore the file, for any content of the file and any text that is added after
+/// the block.
 #[test]
 fn removal_restores_the_file_exactly() {
     let folder = tempfile::tempdir().unwrap();
@@ -41,7 +42,8 @@ fn removal_restores_the_file_exactly() {
     }
 }
 
-/// NVIDIA's toolkit writes a file anew, so the added text is no longer in it unchanged.
+/// NVIDIA's toolkit rewrites the whole file, so the file no longer contains the added text
+/// unchanged.
 #[test]
 fn a_rewritten_handler_is_removed_by_its_place() {
     let folder = tempfile::tempdir().unwrap();
@@ -76,7 +78,8 @@ fn our_own_file_is_removed_without_the_handler() {
     assert!(!path.exists());
 }
 
-/// The template of k3s or rke2 may have other content, which must stay unchanged.
+/// The template of k3s or rke2 may have other content. An edit and its removal must not change that
+/// content.
 #[test]
 fn a_template_is_added_to_and_comes_back() {
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +101,7 @@ fn a_template_is_added_to_and_comes_back() {
     assert!(matches!(removed(&path, false), Err(EditError::Changed { .. })));
 }
 
-/// If the second file cannot be written, the first one is restored.
+/// If the second file cannot be written, the first file is restored.
 #[test]
 fn all_files_are_written_or_none() {
     let folder = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ SystemdCgroup = true
 /// File that NVIDIA's toolkit 1.20.1 wrote next to Affinode's, from the output of `containerd config
 /// dump` of containerd 2.1.9.
 const V3_COPY: &str = include_str!("../testdata/99-nvidia-v3.toml");
-/// The same, from a containerd configuration of version 2.
+/// The same file from a containerd configuration of version 2.
 const V2_COPY: &str = include_str!("../testdata/99-nvidia-v2.toml");
 
 fn table(text: &str) -> Table {
@@ -26,8 +26,8 @@ fn judged(config: &str, cdi: bool) -> HandlerVerdict {
     spec("affinode", "/usr/local", cdi).judge(&table(config))
 }
 
-/// The toolkit sorts keys, and drops quotes and comments. The verdict must still be that the
-/// handler is the same.
+/// NVIDIA's toolkit sorts keys, and drops quotes and comments. The handler must still count as the
+/// same.
 #[test]
 fn a_copied_handler_is_the_same() {
     for config in [V3_COPY, V2_COPY] {
@@ -58,7 +58,7 @@ fn another_program_is_foreign() {
     assert_eq!(other(V2), HandlerVerdict::Absent);
 }
 
-/// With CDI, the model must be the default handler; without CDI, NVIDIA's.
+/// With CDI, the model must be the default handler. Without CDI, it must be NVIDIA's handler.
 #[test]
 fn the_model_is_what_pods_had_before() {
     let named = |config: &str, cdi| {
@@ -73,8 +73,8 @@ fn the_model_is_what_pods_had_before() {
     assert_eq!(named(&ours, true).as_deref(), Some("runc"), "it is no copy of itself");
 }
 
-/// Without NVIDIA's toolkit, runc is the model. After a later change of runc's options, the verdict
-/// must be that Affinode's handler differs.
+/// Without NVIDIA's toolkit, runc is the model. If runc's options are changed later, Affinode's
+/// handler must count as different.
 #[test]
 fn a_later_change_of_the_model_is_seen() {
     let block = block::text(&table(V2), &table(V2), 2, &spec("affinode", "/opt", false)).unwrap();

@@ -27,7 +27,7 @@ fn tables_are_cut_and_all_else_stays() {
 }
 
 /// The text has the form that NVIDIA's toolkit writes: sorted, indented, with a header for each
-/// table. Only the handler must be removed.
+/// table. The removal must change only the handler.
 #[test]
 fn a_sorted_tree_loses_the_handler_alone() {
     let all = include_str!("../testdata/99-nvidia-v3.toml");

@@ -1,4 +1,4 @@
-//! A change of the controller's unit.
+//! Plans and executes a change of the controller's systemd unit.
 
 use std::{
     fs, io,
@@ -8,14 +8,14 @@ use std::{
 use super::{BOOTED, UNIT, UnitError, UnitRequest, record::UnitRecord, systemctl, text};
 use crate::install::{InstallOptions, Steps, files};
 
-/// What has to be changed in systemd.
+/// The change of the controller's unit that an installation or an uninstallation makes.
 #[derive(Debug, PartialEq, Eq)]
 pub enum UnitPlan {
-    /// No change: no unit is wanted, or the unit is as it should be.
+    /// No change: the unit is not wanted, or it is already as it should be.
     LeftOut,
     /// Writes the unit, enables it and starts it.
     Start(UnitRecord),
-    /// Replaces the text of the unit. A unit that runs is restarted.
+    /// Replaces the text of the unit. A running unit is restarted.
     Update {
         /// The record with the new text.
         record: UnitRecord,
@@ -30,13 +30,14 @@ pub enum UnitPlan {
     /// Stops, disables and removes the unit.
     Remove {
         record: UnitRecord,
-        /// Whether the file is as it was installed. A changed file is not removed.
+        /// Whether the file still has its installed content. A changed file is not removed.
         unchanged: bool,
     },
 }
 
 impl UnitPlan {
-    /// Plans the change for an installation. `new_program`: the installed program is replaced.
+    /// Plans the change of the unit for an installation. `new_program`: the installed program is
+    /// replaced.
     ///
     /// # Errors
     /// [`UnitError`]: the unit cannot be written.
@@ -79,7 +80,7 @@ impl UnitPlan {
         })
     }
 
-    /// Plans to remove the unit whose record is in the folder `state_dir`.
+    /// Plans the removal of the unit whose record is in the folder `state_dir`.
     ///
     /// # Errors
     /// [`UnitError`]: the record or the file cannot be read.
@@ -89,7 +90,8 @@ impl UnitPlan {
         Ok(UnitPlan::Remove { record, unchanged })
     }
 
-    /// Pid of the unit's process that systemd replaces. `None`: systemd replaces no process.
+    /// Returns the pid of the unit's process that a restart of the unit replaces. `None`: no
+    /// process is replaced.
     pub fn main_pid(&self) -> Option<u32> {
         match self {
             UnitPlan::Update { main_pid, .. } | UnitPlan::Restart { main_pid } => *main_pid,
@@ -97,12 +99,12 @@ impl UnitPlan {
         }
     }
 
-    /// Whether systemd runs a controller after the change.
+    /// Returns whether systemd runs a controller after the change.
     pub fn keeps_controller(&self) -> bool {
         matches!(self, UnitPlan::Start(_) | UnitPlan::Restart { .. }) || self.main_pid().is_some()
     }
 
-    /// Descriptions of the steps, one per line.
+    /// Returns descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         let restart = || format!("systemctl try-restart {UNIT}");
         match self {
@@ -126,8 +128,8 @@ impl UnitPlan {
         }
     }
 
-    /// Executes the plan. `state_dir` is the folder of the record. If that fails, a new plan can be
-    /// made and executed.
+    /// Executes the plan. `state_dir` is the folder that contains the record. After a failure, a
+    /// new plan can be made and executed.
     ///
     /// # Errors
     /// [`UnitError`]: a file cannot be written, or systemd refused.
@@ -158,8 +160,8 @@ fn start(record: &UnitRecord, state_dir: &Path) -> Result<(), UnitError> {
     record.with(record.text.clone(), true).write(state_dir)
 }
 
-/// Restarts the unit if it runs. systemd keeps the controller's sockets meanwhile, and the next
-/// controller continues from the journal.
+/// Restarts the unit if it runs. During the restart, systemd keeps the controller's sockets, and
+/// the next controller continues from the journal.
 fn restart() -> Result<(), UnitError> {
     let ran = systemctl::activity()?.active;
     systemctl::run(&["try-restart", UNIT])?;
@@ -201,7 +203,7 @@ fn put(path: &Path, text: &str) -> Result<(), UnitError> {
     files::replace(path, text.as_bytes(), Some(0o644)).map_err(failed)
 }
 
-/// The text of a file. `None`: it does not exist.
+/// Returns the text of a file. `None`: the file does not exist.
 pub fn read(path: &Path) -> Result<Option<String>, UnitError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

@@ -1,4 +1,5 @@
-//! The record of the unit that was installed. It is stored next to the record of the installation.
+//! The record of the systemd unit that was installed. It is stored next to the record of the
+//! installation.
 
 use std::{
     fs, io,
@@ -13,7 +14,7 @@ use crate::install::files;
 const FILE: &str = "controller-unit.json";
 const VERSION: u32 = 1;
 
-/// The unit that was installed.
+/// Record of the systemd unit that was installed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnitRecord {
@@ -22,7 +23,7 @@ pub struct UnitRecord {
     pub path: PathBuf,
     /// Content of the file as it was written.
     pub text: String,
-    /// Whether the installation has enabled and started the unit. From then on, only an operator
+    /// Whether the installation has enabled and started the unit. After that, only an operator
     /// enables or starts it.
     pub settled: bool,
     /// Folders that were created for the file, each after its parent.
@@ -36,12 +37,12 @@ impl UnitRecord {
         UnitRecord { version: VERSION, path, text, settled: false, folders }
     }
 
-    /// The same unit with another text.
+    /// Returns a record of the same unit with another text.
     pub fn with(&self, text: String, settled: bool) -> UnitRecord {
         UnitRecord { text, settled, ..self.clone() }
     }
 
-    /// Reads the record in a folder. `None`: no unit was installed.
+    /// Reads the record from a folder. `None`: no unit was installed.
     pub fn read(folder: &Path) -> Result<Option<UnitRecord>, UnitError> {
         let path = UnitRecord::file(folder);
         let failed = |source| UnitError::Io { action: "read", path: path.clone(), source };
@@ -60,7 +61,7 @@ impl UnitRecord {
         files::replace(&path, &text, Some(0o600)).map_err(failed)
     }
 
-    /// Removes the record in a folder.
+    /// Removes the record from a folder.
     pub fn remove(folder: &Path) -> Result<(), UnitError> {
         let path = UnitRecord::file(folder);
         match fs::remove_file(&path) {
@@ -71,7 +72,7 @@ impl UnitRecord {
         }
     }
 
-    /// Path of the record's file.
+    /// Returns the path of the record's file in a folder.
     pub fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }

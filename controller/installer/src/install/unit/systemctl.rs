@@ -6,12 +6,12 @@ use affinode_controller::error_chain;
 
 use super::{UNIT, UnitError};
 
-/// What systemd reports about the unit.
+/// State of the controller's unit, as systemd reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UnitActivity {
-    /// Whether the unit runs or starts.
+    /// Whether the unit runs or is starting.
     pub active: bool,
-    /// Whether systemd starts the unit with the machine.
+    /// Whether systemd starts the unit at boot.
     pub enabled: bool,
     /// Pid of the unit's main process. `None`: no process runs.
     pub main_pid: Option<u32>,
@@ -28,7 +28,7 @@ pub fn run(arguments: &[&str]) -> Result<String, UnitError> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Returns the state of the unit that systemd reports.
+/// Queries systemd for the state of the controller's unit.
 pub fn activity() -> Result<UnitActivity, UnitError> {
     let properties = "--property=ActiveState,UnitFileState,MainPID";
     run(&["show", properties, UNIT]).map(|said| parse(&said))

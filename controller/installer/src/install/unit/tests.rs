@@ -23,7 +23,8 @@ fn options(folder: &Path) -> InstallOptions {
     }
 }
 
-/// Creates the record and the file of a settled unit with this text.
+/// Creates the record and the file of a unit with this text. The record states that the unit was
+/// started.
 fn settled(folder: &Path, text: &str) -> UnitRecord {
     let path = folder.join("units").join(format!("{UNIT}.service"));
     let record = UnitRecord::new(path, String::new()).with(text.into(), true);

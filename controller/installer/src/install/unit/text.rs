@@ -1,22 +1,22 @@
-//! Creates the text of the unit: the text of the file in `config/systemd`, with the paths of this
-//! installation.
+//! Creates the text of the controller's unit from the unit file in `config/systemd` and the paths
+//! of this installation.
 
 use std::path::Path;
 
 use affinode_proto::paths;
 
-/// The unit of an installation below /usr/local.
+/// Text of the unit for an installation below /usr/local.
 const TEMPLATE: &str = include_str!("../../../../../config/systemd/affinode-controller.service");
 /// Folder of the programs in the template.
 const BIN: &str = "/usr/local/bin/";
-/// Line of the template after which the variables of the installation follow.
+/// Line of the template after which the environment variables of the installation are inserted.
 const BEFORE_VARIABLES: &str = "Type=notify\n";
-/// Environment variables that the unit sets if the installation has other folders than the
-/// defaults. Their values are copied from the installer's environment.
+/// Environment variables that select other folders than the defaults. The unit sets those that are
+/// set in the installer's environment, with the same values.
 const VARIABLES: [&str; 3] = [paths::RUN_DIR_ENV, paths::LIB_DIR_ENV, paths::CONFIG_ENV];
 
-/// Returns the unit's text. `variable` returns the value of an environment variable. `None`: a path
-/// contains characters with a special meaning in a unit file.
+/// Returns the text of the unit. `variable` returns the value of an environment variable. `None`: a
+/// path contains characters with a special meaning in a unit file.
 pub fn of(prefix: &Path, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
     let bin = format!("{}/", prefix.join("bin").to_str().filter(|_| is_plain(prefix))?);
     let mut lines = String::from(BEFORE_VARIABLES);
@@ -30,7 +30,7 @@ pub fn of(prefix: &Path, variable: impl Fn(&str) -> Option<String>) -> Option<St
     Some(TEMPLATE.replace(BIN, &bin).replacen(BEFORE_VARIABLES, &lines, 1))
 }
 
-/// Whether a path contains no character with a special meaning in a unit file.
+/// Returns whether a path contains no character with a special meaning in a unit file.
 pub fn is_plain(path: &Path) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._+-".contains(&byte);
     path.is_absolute() && path.to_str().is_some_and(|text| text.bytes().all(plain))

@@ -7,8 +7,8 @@ fn keys(text: &str) -> Vec<String> {
     file.as_object().unwrap().keys().cloned().collect()
 }
 
-/// Contents of the file as operators and tools write it. The second value tells whether the removal
-/// restores every byte.
+/// Contents of the file as operators and tools write it. The second value is true if the removal of
+/// the runtime restores every byte.
 const FILES: [(&str, bool); 7] = [
     ("{}", true),
     ("{\n    \"debug\": true,\n    \"log-opts\": {\"max-size\": \"10m\"}\n}\n", true),
