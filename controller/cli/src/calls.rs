@@ -1,4 +1,4 @@
-//! `affinode calls`: the CUDA functions that processes call, with their rate, bytes and duration.
+//! `affinode calls`: shows the CUDA functions that processes call, with rate, bytes and duration.
 //! Processes record their calls while this command runs.
 
 use std::{collections::BTreeMap, io::Write, time::Duration};
@@ -40,7 +40,7 @@ pub struct CallsArgs {
 
 const TITLES: [&str; 8] =
     ["CONTAINER", "PID", "FUNCTION", "CALLS/S", "AVERAGE", "LONGEST", "BYTES/S", "FAILED"];
-/// Time between two prints of sums.
+/// Interval at which the sums of calls are printed.
 const SECOND: Duration = Duration::from_secs(1);
 
 pub async fn run(
@@ -117,7 +117,7 @@ fn each(out: &mut dyn Write, batch: &CallTraceBatch) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Sums of the calls recorded since the last print.
+/// Sums of the CUDA calls that were recorded since the last print.
 #[derive(Default)]
 struct CallSums {
     elapsed_ms: u64,
@@ -195,7 +195,7 @@ fn merge(to: &mut FunctionCalls, from: &FunctionCalls) {
     to.longest_ns = to.longest_ns.max(from.longest_ns);
 }
 
-/// A duration such as `812 ns`, `3.0 us`, `14.2 ms`, `2.50 s`.
+/// Formats a duration in nanoseconds, such as `812 ns`, `3.0 us`, `14.2 ms`, `2.50 s`.
 fn nanoseconds(ns: u64) -> String {
     let n = ns as f64;
     match ns {

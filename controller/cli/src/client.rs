@@ -1,4 +1,4 @@
-//! The client of the control API.
+//! The client of the controller's control API.
 
 use std::path::Path;
 
@@ -21,7 +21,8 @@ use super::CliError;
 
 /// Timeout of a request that the controller answers at once.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
-/// Timeout of a move. It suffices to move a whole GPU at 1 GB/s and to wait in the queue before.
+/// Timeout of an offload or a restore. It suffices to wait in the queue and then to move the memory
+/// of a whole GPU at 1 GB/s.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// A connection to the controller. The path of its socket is kept for error messages.
@@ -31,17 +32,17 @@ pub struct ControlClient {
     rights: ClientRights,
 }
 
-/// What the user of this command may do.
+/// Rights that the user of this command has at the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ClientRights {
-    /// Everything, because the user is root.
+    /// The user may make all requests, because the user is root.
     Full,
-    /// Only to read, as a member of `control.view_group`.
+    /// The user may only make requests that read, as a member of `control.view_group`.
     View,
 }
 
 impl ControlClient {
-    /// Connects to the controller of a run directory.
+    /// Connects to the controller whose socket is in this run directory.
     pub async fn connect(run_dir: &Path) -> Result<ControlClient, CliError> {
         let socket = run_dir.join(paths::CONTROL_SOCKET);
         match open(&socket, ClientRights::Full).await {
@@ -55,8 +56,8 @@ impl ControlClient {
         }
     }
 
-    /// Refuses a request that changes something if this user may only read. The controller refuses
-    /// such a request on the socket for viewers, too.
+    /// Returns an error for a request that changes something if this user may only read. On the
+    /// socket for viewers, the controller refuses such a request too.
     fn may_change(&self) -> Result<(), CliError> {
         match self.rights {
             ClientRights::Full => Ok(()),
@@ -73,7 +74,7 @@ impl ControlClient {
         }
     }
 
-    /// The GPUs and containers of the node.
+    /// Requests the GPUs and containers of the node.
     pub async fn list(&self) -> Result<ListResponse, CliError> {
         self.control.list(context(QUICK), &ListRequest::default()).await.map_err(|e| self.error(e))
     }
@@ -99,7 +100,7 @@ impl ControlClient {
         self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Sends a hint that a container is idle, or busy.
+    /// Sends a hint that a container is idle or busy.
     pub async fn hint(&self, container: String, busy: bool) -> Result<HintResponse, CliError> {
         self.may_change()?;
         let request = HintRequest { container, busy, ..HintRequest::default() };
@@ -114,17 +115,17 @@ impl ControlClient {
         set.map(drop).map_err(|e| self.error(e))
     }
 
-    /// Returns the events with a higher sequence number than `after`. If there are none yet, waits
-    /// for the first.
+    /// Returns the events with a sequence number above `after`. If there are none yet, waits until
+    /// the first arrives or `timeout_ms` has passed.
     pub async fn events(&self, after: u64, timeout_ms: u32) -> Result<Vec<Event>, CliError> {
         let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Returns the batches of calls of one container with a higher sequence number than `after`.
-    /// Empty name: the calls of all containers. If there are none yet, waits up to a second for the
-    /// first.
+    /// Returns batches of recorded CUDA calls with a sequence number above `after`, of one
+    /// container. Empty name: of all containers. If there are none yet, waits up to a second for
+    /// the first batch.
     pub async fn calls(
         &self,
         container: String,
@@ -137,7 +138,7 @@ impl ControlClient {
         Ok(batches.into_iter().map(CallTraceBatch::from).collect())
     }
 
-    /// Use of the GPUs between two times.
+    /// Requests the report of the GPU use between two times, in milliseconds since 1970.
     pub async fn report(&self, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
         let request = ReportRequest {
             since_unix_ms: since_ms,
@@ -154,7 +155,7 @@ impl ControlClient {
         self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Changes values of the node's policy. Returns the values that are then in effect.
+    /// Changes values of the node's policy. Returns the values that are in effect after the change.
     pub async fn set_policy(
         &self,
         changes: Vec<PolicyChange>,
@@ -165,7 +166,8 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.values)
     }
 
-    /// All recorded spans between two times.
+    /// Returns all recorded spans of the history between two times. A span is a period of one
+    /// container.
     pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<StateSpan>, CliError> {
         let mut spans = Vec::new();
         loop {
@@ -186,7 +188,7 @@ impl ControlClient {
         }
     }
 
-    /// Makes the controller read its configuration again.
+    /// Makes the controller read its configuration files again.
     pub async fn reload(&self) -> Result<ReloadResponse, CliError> {
         self.may_change()?;
         let asked = ReloadRequest::default();
@@ -205,7 +207,7 @@ async fn open(socket: &Path, rights: ClientRights) -> Result<ControlClient, CliE
     }
 }
 
-/// Whether this user has no right to connect to a socket.
+/// Returns whether this user lacks the right to connect to a socket.
 fn may_not_connect(socket: &Path) -> bool {
     let connected = std::os::unix::net::UnixStream::connect(socket);
     connected.is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)

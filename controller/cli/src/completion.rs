@@ -1,4 +1,5 @@
-//! `affinode completion` and `affinode man`.
+//! `affinode completion` and `affinode man`: print a shell's completion script, and write manual
+//! pages.
 
 use std::{io::Write, path::Path};
 

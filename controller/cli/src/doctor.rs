@@ -26,7 +26,7 @@ pub struct DoctorArgs {
 
 #[derive(Serialize)]
 struct DoctorReport {
-    /// Whether no check failed.
+    /// Whether all checks passed, if need be with a warning.
     healthy: bool,
     checks: Vec<DoctorCheck>,
 }
@@ -52,7 +52,7 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: DoctorArgs) -> Resu
     Err(CliError::NotDone(format!("{failed} check{s} failed")))
 }
 
-/// Pid and version of the controller. `None` if none runs.
+/// Requests the pid and version of the controller. `None`: no controller runs.
 async fn ask(run_dir: &Path) -> Result<Option<(u32, String)>, String> {
     let socket = run_dir.join(paths::CONTROL_SOCKET);
     match std::os::unix::net::UnixStream::connect(&socket) {

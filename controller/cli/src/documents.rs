@@ -1,4 +1,4 @@
-//! Tests that the command lines in the documents are accepted.
+//! Tests that `affinode` accepts the command lines in the project's documents.
 
 use std::{
     fs,
@@ -9,13 +9,14 @@ use clap::{Parser, error::ErrorKind};
 
 use super::Args;
 
-/// Minimum number of command lines found. Fewer would mean that the search is broken.
+/// Minimum number of command lines in the documents. Fewer would mean that the search for them is
+/// broken.
 const MIN_LINES: usize = 80;
-/// Words that end a command in a shell's line.
+/// Words after which a command ends in a line of a shell.
 const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
 
-/// Readers type these commands, so the parser must accept each of them. A command that the text
-/// only mentions may lack its arguments.
+/// The parser must accept each command in the documents, because users type them. A command that a
+/// text only mentions may lack its arguments.
 #[test]
 fn every_command_of_the_documents_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -46,7 +47,8 @@ fn is_named_only(kind: ErrorKind) -> bool {
     )
 }
 
-/// Every document except the command reference, which is generated from the same arguments.
+/// Returns all documents except the command reference, which is generated from the definition of
+/// the commands.
 fn documents(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root.join("docs"), root.join("config")];
@@ -65,7 +67,8 @@ fn documents(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The commands in the code of a document: in the lines of its code blocks, and in its code spans.
+/// Returns the `affinode` commands in a document, from the lines of its code blocks and from its
+/// code spans.
 fn commands(text: &str) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     let mut prose = String::new();
@@ -83,7 +86,7 @@ fn commands(text: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// The words of a line, if the line is a command of `affinode`.
+/// Splits a line into words, if the line is a command of `affinode`. `None`: it is another line.
 fn command(line: &str) -> Option<Vec<String>> {
     let words = words(line.trim().trim_start_matches("$ "));
     let skipped = words.iter().take_while(|word| *word == "sudo").count();
@@ -97,8 +100,8 @@ fn command(line: &str) -> Option<Vec<String>> {
     Some(used.take_while(|word| !ENDS.contains(&word.as_str())).map(|word| filled(&word)).collect())
 }
 
-/// Replaces a placeholder by a value: the first of several alternatives, or 1, which suits any
-/// option.
+/// Replaces a placeholder by a value that the parser accepts. Of several alternatives it is the
+/// first, otherwise 1, which suits any option.
 fn filled(word: &str) -> String {
     let first = word.split('|').next().unwrap_or(word);
     let name =
@@ -109,7 +112,7 @@ fn filled(word: &str) -> String {
     }
 }
 
-/// The words of a shell's line. A quoted word may contain spaces.
+/// Splits a line of a shell into words. A quoted word may contain spaces.
 fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut quote = None;

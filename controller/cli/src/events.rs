@@ -33,8 +33,8 @@ pub async fn run(
     }
 }
 
-/// Waits for the next event after number `after`, and returns its number. `None`: after the latest
-/// event.
+/// Waits for an event with a number above `after`, and returns the number of the latest event.
+/// `None`: waits for an event after the present latest one.
 pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, CliError> {
     let number = |events: &[Event]| events.last().map(|event| event.sequence);
     let mut last = match after {
@@ -50,7 +50,7 @@ pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, Cli
     }
 }
 
-/// One event. `wide` adds its date, number, key and reason word.
+/// Formats one event as a line. `wide` adds its date, number, key and reason word.
 fn line(event: &schema::Event, wide: bool) -> String {
     let container = format::safe(&event.container);
     let mut text = format!("{}  {container}  ", format::clock(event.unix_ms));

@@ -1,6 +1,6 @@
-//! Formats numbers, sizes and times as text for people.
+//! Formats numbers, sizes and times as text for display.
 
-/// A size: `-` for 0, MiB below 10 GiB, otherwise GiB.
+/// Formats a size in bytes: `-` for 0, MiB below 10 GiB, otherwise GiB.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     const GIB: u64 = 1 << 30;
@@ -11,7 +11,7 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A rate per second: `0`, `0.5`, `12.0`, `340`, `33300`.
+/// Formats a rate per second, such as `0`, `0.5`, `12.0`, `340`, `33300`.
 #[must_use]
 pub fn rate(per_second: f64) -> String {
     if per_second > 0.0 && per_second < 100.0 {
@@ -21,7 +21,7 @@ pub fn rate(per_second: f64) -> String {
     }
 }
 
-/// A size of any magnitude: `12 B`, `4.0 KiB`, `1.5 GiB`.
+/// Formats a size in bytes with a suitable unit, such as `12 B`, `4.0 KiB`, `1.5 GiB`.
 #[must_use]
 pub fn amount(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -37,7 +37,7 @@ pub fn amount(bytes: u64) -> String {
     format!("{shown:.1} {}", UNITS[unit])
 }
 
-/// A duration such as `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
+/// Formats a duration in milliseconds, such as `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
 #[must_use]
 pub fn duration(ms: u64) -> String {
     let s = ms / 1000;
@@ -50,20 +50,20 @@ pub fn duration(ms: u64) -> String {
     }
 }
 
-/// Text from a container, safe on a terminal: control characters become `?`.
+/// Makes text from a container safe for a terminal by replacing control characters with `?`.
 #[must_use]
 pub fn safe(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// Time of day in UTC, `HH:MM:SS.mmm`.
+/// Formats the time of day in UTC as `HH:MM:SS.mmm`.
 #[must_use]
 pub fn clock(unix_ms: i64) -> String {
     let ms = unix_ms.rem_euclid(86_400_000);
     format!("{:02}:{:02}:{:02}.{:03}", ms / 3_600_000, ms / 60_000 % 60, ms / 1000 % 60, ms % 1000)
 }
 
-/// Date in UTC, `YYYY-MM-DD`.
+/// Formats the date in UTC as `YYYY-MM-DD`.
 #[must_use]
 pub fn date(unix_ms: i64) -> String {
     let since = std::time::Duration::from_millis(unix_ms.max(0).cast_unsigned());

@@ -34,8 +34,9 @@ pub fn run(out: &mut dyn Write, asked: &GpusArgs) -> Result<(), CliError> {
     Ok(writeln!(out)?)
 }
 
-/// Replaces this process by the installed program, in the node's root. The driver's library and the
-/// C library of the node belong together, so a program of the container must not open the driver.
+/// Replaces this process by the installed program, after it has entered the node's root file
+/// system. A program of the container must not open the driver, because the driver's library and
+/// the C library of the node belong together.
 fn run_on_node(root: &Path, prefix: &Path) -> Result<CliError, CliError> {
     install::enter(root)?;
     let program = prefix.join("bin/affinode");

@@ -90,7 +90,7 @@ pub struct InstallArgs {
 }
 
 impl InstallArgs {
-    /// The runtime is registered in Podman by the same rules as in Docker, see
+    /// Returns whether the runtime is registered in Podman. The rules are those for Docker, see
     /// [`InstallArgs::docker`].
     fn podman(&self) -> PodmanRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
@@ -109,8 +109,8 @@ impl InstallArgs {
         }
     }
 
-    /// If the command line names a containerd or the root of a node, the runtime is not registered
-    /// in Docker by default.
+    /// Returns whether the runtime is registered in Docker. By default it is not registered if the
+    /// command line names a containerd or the root of a node.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.docker {
@@ -407,8 +407,8 @@ fn unit_state(state: UnitState) -> &'static str {
     }
 }
 
-/// The folder from which files are installed: the folder above `bin`, or else the folder of this
-/// program.
+/// Returns the folder from which files are installed. It is the folder that contains `bin` if this
+/// program is in a folder `bin`, and otherwise the folder of this program.
 fn own_folder() -> Result<PathBuf, CliError> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));

@@ -1,7 +1,7 @@
-//! The command `affinode`: a client of the control API.
+//! The command `affinode`, a client of the controller's control API.
 //!
-//! Exit status: 0 done, 1 failed or refused, 2 wrong usage. Errors and what to do about them go to
-//! standard error, once.
+//! The exit status is 0 if the command is done, 1 if it failed or was refused, and 2 if its usage
+//! is wrong. An error is printed once to standard error, with the way to correct it.
 
 mod calls;
 mod client;
@@ -197,7 +197,7 @@ enum CliError {
     },
 }
 
-/// Parses the command line and runs it.
+/// Parses the command line and runs the command.
 #[must_use]
 pub fn main() -> ExitCode {
     let args = match Args::parse() {
@@ -223,7 +223,8 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
     ExitCode::from(1)
 }
 
-/// Standard output. If the reader of a pipe has closed it, the command ends successfully.
+/// Standard output of a command. If the reader of a pipe has closed the pipe, the command ends
+/// successfully.
 struct Printer(std::io::Stdout);
 
 impl Printer {
@@ -245,7 +246,7 @@ impl Write for Printer {
     }
 }
 
-/// Prints a response: a sentence for people, or an object for programs.
+/// Prints a response: as a sentence for tables, and as an object for JSON and YAML.
 fn say(
     out: &mut dyn Write,
     output: OutputFormat,
@@ -259,7 +260,7 @@ fn say(
     }
 }
 
-/// Returns the run directory that was given, or else the run directory of this program's
+/// Returns the run directory `asked`. `None`: returns the run directory of this program's
 /// installation.
 fn directory(asked: Option<PathBuf>) -> PathBuf {
     asked.unwrap_or_else(|| InstallationPaths::own().run_dir)
@@ -326,7 +327,7 @@ async fn run(args: Args) -> Result<(), CliError> {
     }
 }
 
-/// `affinode reload`: the controller reads its configuration again.
+/// Runs `affinode reload`, which makes the controller read its configuration again.
 async fn reload(
     client: &client::ControlClient,
     out: &mut dyn Write,
@@ -360,7 +361,7 @@ mod tests {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 
-    /// All commands accept the same formats.
+    /// Every command that prints accepts the same output formats.
     #[test]
     fn every_command_that_prints_takes_every_format() {
         for command in [

@@ -1,5 +1,5 @@
-//! A node on which no controller runs and no container needs a controller. The command reads the
-//! node's GPUs itself.
+//! Shows a node on which no controller runs and no container needs a controller. The command then
+//! reads the node's GPUs itself.
 
 use std::{fs, io, os::unix::net::UnixStream, path::Path};
 
@@ -15,19 +15,19 @@ use affinode_controller::{
 use affinode_core::{Input, Node};
 use affinode_proto::paths;
 
-/// Sentence for a node without controller and containers.
+/// Text that is printed for a node without a controller and containers.
 pub const NOTHING_RUNS: &str = "no GPU container of runtime affinode runs, and no controller runs: \
                                 a shim starts the controller with the first container";
 
-/// The readings of a node without a controller.
+/// Reads the GPUs of a node on which no controller runs.
 pub struct LocalNode {
     config: Config,
     devices: NvmlDevices,
 }
 
 impl LocalNode {
-    /// Prepares the readings. `None`: a controller may run, or the run directory has a folder of a
-    /// container or job, so only a controller knows the state of the node.
+    /// Prepares the reading of the GPUs. `None`: only a controller may know the state of the node,
+    /// because a controller may run, or the run directory has a folder of a container or job.
     pub fn of_empty(run_dir: &Path) -> Option<LocalNode> {
         if !is_empty(run_dir) {
             return None;
@@ -43,7 +43,8 @@ impl LocalNode {
         Some(LocalNode { config, devices })
     }
 
-    /// Reads the GPUs. The result has the process id 0 for the controller, because none runs.
+    /// Reads the GPUs of the node. The controller's process id in the result is 0, because none
+    /// runs.
     pub fn read(&mut self) -> schema::Node {
         let mut node = Node::new(self.config.settings());
         // The input also has effects, which only a controller carries out. They are dropped here.
@@ -58,7 +59,8 @@ impl LocalNode {
     }
 }
 
-/// Whether no process serves the control socket, and no container or job has a folder.
+/// Returns whether no process serves the control socket, and no container or job has a folder in
+/// the run directory.
 fn is_empty(run_dir: &Path) -> bool {
     let absent = match UnixStream::connect(run_dir.join(paths::CONTROL_SOCKET)) {
         Ok(_) => false,

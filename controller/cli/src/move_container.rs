@@ -1,4 +1,5 @@
-//! `affinode offload` and `affinode restore`, and the text of each result.
+//! `affinode offload` and `affinode restore`: move a container's GPU memory and print the result as
+//! text.
 
 use std::io::Write;
 

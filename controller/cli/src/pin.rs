@@ -1,4 +1,4 @@
-//! `affinode pin`, `affinode unpin` and `affinode auto-offload`.
+//! `affinode pin`, `affinode unpin` and `affinode auto-offload`: set operator overrides.
 
 use std::io::Write;
 

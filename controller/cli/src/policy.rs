@@ -97,7 +97,8 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Runs the command if it needs no controller. Otherwise returns the command.
+/// Runs a command that needs no controller. Any other command is returned, so that the caller
+/// connects to the controller first.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),
@@ -105,7 +106,7 @@ pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs
     }
 }
 
-/// Runs commands that need the controller.
+/// Runs a command that needs the controller.
 pub async fn run(
     client: &ControlClient,
     out: &mut dyn Write,

@@ -1,5 +1,5 @@
-//! Progress of a move: a bar with rate and remaining time. It is shown on a terminal only, and not
-//! for moves that end at once.
+//! Shows the progress of a move: a bar with rate and remaining time. The bar appears only on a
+//! terminal, and only if the move takes some time.
 
 use std::{
     future::Future,
@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::{client::ControlClient, format};
 
-/// Duration of a move after which the bar appears.
+/// Duration of a move after which the progress bar appears.
 const SOON: Duration = Duration::from_millis(600);
 /// Time between two polls of the controller.
 const LOOK: Duration = Duration::from_millis(250);
@@ -27,16 +27,17 @@ pub enum MoveDirection {
     Restore,
 }
 
-/// VRAM and host memory of a container at one reading.
+/// VRAM and host memory of a container at the time of one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SeenProgress {
     vram_bytes: u64,
     offloaded_bytes: u64,
-    /// Host memory of the processes, which includes memory that the driver checkpointed.
+    /// Anonymous host memory of the container's processes. It includes memory that the driver
+    /// checkpointed.
     host_bytes: u64,
 }
 
-/// Waits for a move, and shows its progress.
+/// Waits until a move has ended, and shows its progress in the meantime.
 pub async fn during<T>(
     client: &ControlClient,
     name: &str,
@@ -82,7 +83,7 @@ fn drawn(total: u64) -> ProgressBar {
     ProgressBar::new(total).with_style(style)
 }
 
-/// Number of bytes to be moved.
+/// Returns the number of bytes that the move transfers in total.
 fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     match way {
         MoveDirection::Offload => before.vram_bytes,
@@ -90,8 +91,8 @@ fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     }
 }
 
-/// Number of bytes moved so far. The driver reports no progress, so it is derived from VRAM freed
-/// or filled, and host memory allocated or freed.
+/// Returns the number of bytes moved so far. The driver reports no progress, so the number is
+/// derived from VRAM freed or filled, and host memory allocated or freed.
 fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
         MoveDirection::Offload => {
@@ -106,7 +107,8 @@ fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     seen.min(total(way, before))
 }
 
-/// Rate and remaining time. Empty before the first byte and at the end.
+/// Formats the rate and the remaining time of a move. The text is empty before the first byte and
+/// at the end.
 fn pace(moved: u64, total: u64, elapsed: Duration) -> String {
     if moved == 0 || moved >= total {
         return String::new();
@@ -128,7 +130,7 @@ async fn look(client: &ControlClient, name: &str) -> Option<(String, SeenProgres
     Some((container.state.clone(), seen))
 }
 
-/// The container that the controller would select for this name.
+/// Finds the container that the controller would select for this name.
 fn find<'a>(node: &'a Node, name: &str) -> Option<&'a Container> {
     let whole = |c: &&Container| c.key == name || c.id == name || c.name == name;
     let begins =

@@ -38,7 +38,7 @@ const WIDE: [&str; 18] = [
     "REASON",
 ];
 
-/// Interval between attempts to find a controller.
+/// Interval between two attempts to connect to a controller.
 const AGAIN: Duration = Duration::from_secs(1);
 
 pub async fn run(
@@ -142,12 +142,13 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
     )
 }
 
-/// The mode to show: the policy's mode, or the operator's pin, which overrides the mode.
+/// Returns the mode to print. It is the mode of the policy, or `pinned` for a container with an
+/// operator's pin, which overrides the mode.
 fn mode(c: &schema::Container) -> String {
     if c.pinned { "pinned".into() } else { c.mode.clone() }
 }
 
-/// The VRAM that an offloaded container keeps on the GPU, with the reasons.
+/// Formats the VRAM that an offloaded container keeps on the GPU, with the reasons.
 fn stays(c: &schema::Container) -> String {
     let reasons = match c.staying_reasons.as_slice() {
         [] => "context".into(),

@@ -1,4 +1,4 @@
-//! Builds a trace from the history of a controller, to replay it.
+//! Builds a trace of GPU use from the history that a controller recorded, for a simulation.
 
 use std::collections::BTreeMap;
 
@@ -8,19 +8,19 @@ use affinode_simulate::{
     trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
 
-/// Time between two calls while a container is in use.
+/// Assumed time between two calls while a container is in use, in milliseconds.
 const STEP_MS: u32 = 1_500;
 
-/// Recorded results of the controller, for comparison.
+/// Results that the controller achieved in the recorded history, for comparison with a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RecordedCall {
-    /// VRAM-time freed, as a fraction of the VRAM-time held or freed.
+    /// Freed VRAM, weighted by time, as a fraction of the VRAM that was held or freed.
     pub freed: f64,
-    /// Restores for which calls waited.
+    /// Number of restores for which CUDA calls waited.
     pub wakes: u64,
 }
 
-/// Builds a trace from spans. The times in the trace are counted from `since_ms`.
+/// Builds a trace from the spans of a history. The times in the trace are counted from `since_ms`.
 ///
 /// # Errors
 /// No container was in use in the history.
@@ -53,7 +53,7 @@ pub fn trace(
     WorkloadTrace { loads: held.collect() }.checked()
 }
 
-/// Computes the recorded results from the spans.
+/// Computes the results that the controller achieved from the spans of a history.
 #[must_use]
 pub fn happened(spans: &[StateSpan]) -> RecordedCall {
     let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();

@@ -32,14 +32,14 @@ struct ReasonReference {
     remedy: &'static str,
 }
 
-/// A command with its own options. The options that all commands have are listed with the first
-/// command.
+/// A command and its options, as the reference pages list it. Options that all commands have are
+/// listed with the first command only.
 #[derive(Debug, Serialize)]
 pub struct CommandReference {
-    /// The command as it is typed: `affinode policy set`.
+    /// The command as a user types it, such as `affinode policy set`.
     name: String,
     about: String,
-    /// The end of the help: exit status and examples. Empty: the help has neither.
+    /// Text at the end of the help: exit status and examples. Empty: the help has neither.
     after: String,
     usage: String,
     arguments: Vec<ArgumentReference>,
@@ -47,7 +47,7 @@ pub struct CommandReference {
 
 #[derive(Debug, Serialize)]
 struct ArgumentReference {
-    /// The option as the help shows it: `-o, --output <OUTPUT>`.
+    /// The option as the help prints it, such as `-o, --output <OUTPUT>`.
     name: String,
     help: String,
     values: Vec<String>,

@@ -1,4 +1,4 @@
-//! `affinode report`: use of the GPUs over time, from the history on disk.
+//! `affinode report`: prints the use of the GPUs over time, from the recorded history.
 
 use std::{io::Write, path::Path, time::Duration};
 
@@ -66,7 +66,7 @@ enum ReportFormat {
     Yaml,
 }
 
-/// Prints the report once, or every minute.
+/// Prints the report once, or every minute with `--watch`.
 pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Result<(), CliError> {
     loop {
         print(run_dir, out, &asked).await?;
@@ -79,7 +79,8 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Resu
     }
 }
 
-/// Reads the report from the controller. If no controller runs, reads the history on disk.
+/// Requests the report from the controller and prints it. If no controller runs, the report is
+/// computed from the history on disk.
 async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
@@ -116,7 +117,7 @@ fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Rep
     Ok(sums.priced(&Config::load(&Config::path())?.report))
 }
 
-/// Spans of the history that the last controller wrote to disk.
+/// Reads the spans of the history between two times that the last controller wrote to disk.
 pub fn spans_on_disk(
     run_dir: &Path,
     since_ms: i64,

@@ -1,4 +1,4 @@
-//! Tables and CSV fields of a report, which a node's command and that of a cluster share.
+//! Tables and CSV fields of a report, shared by `affinode report` and `kubectl affinode report`.
 
 use std::io::{self, Write};
 
@@ -6,7 +6,7 @@ use affinode_controller::schema::{self, ReportRow};
 
 use super::{format, table};
 
-/// Price of a GPU hour, for reports.
+/// Price of a GPU hour, which a report uses to compute costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Price<'a> {
     /// Price of a whole GPU for one hour.
@@ -16,7 +16,7 @@ pub struct Price<'a> {
 }
 
 impl<'a> Price<'a> {
-    /// The price of a report; `None` if none is configured.
+    /// Returns the price of a GPU hour in a report. `None`: no price is configured.
     #[must_use]
     pub fn of(report: &'a schema::Report) -> Option<Price<'a>> {
         let price = Price { per_gpu_hour: report.price_per_gpu_hour, currency: &report.currency };
@@ -24,24 +24,24 @@ impl<'a> Price<'a> {
     }
 }
 
-/// A table of GPU hours, for people.
+/// A table of GPU hours, for a terminal.
 #[derive(Clone, Copy, Debug)]
 pub struct ReportTable<'a> {
-    /// Titles of the columns before the figures.
+    /// Titles of the first columns, which contain the names of a row.
     pub names: &'a [&'a str],
-    /// Price of a GPU hour; `None`: the table has no prices.
+    /// Price of a GPU hour. `None`: the table has no prices.
     pub price: Option<Price<'a>>,
-    /// Whether the table has further columns.
+    /// Whether the table has the additional columns of the format `wide`.
     pub wide: bool,
     /// Whether the table has a header line.
     pub headers: bool,
 }
 
 impl ReportTable<'_> {
-    /// Prints rows, each with its names, and a last row with their sum.
+    /// Prints the rows, each with its names, and then a row with their sum.
     ///
     /// # Errors
-    /// When the output cannot be written.
+    /// If the output cannot be written.
     pub fn print(&self, out: &mut dyn Write, rows: &[(Vec<String>, &ReportRow)]) -> io::Result<()> {
         if rows.is_empty() {
             return writeln!(out, "no container held or freed VRAM in this time range");
@@ -98,7 +98,8 @@ impl ReportTable<'_> {
     }
 }
 
-/// GPU seconds in hours. Small figures, such as minutes on a part of a GPU, need more digits.
+/// Converts GPU seconds to hours, as text. Small values, such as minutes on a part of a GPU, have
+/// more digits.
 fn hours(seconds: f64) -> String {
     match seconds / 3600.0 {
         hours if hours != 0.0 && hours < 0.1 => format!("{hours:.4}"),
@@ -106,10 +107,11 @@ fn hours(seconds: f64) -> String {
     }
 }
 
-/// Names of the fields of [`csv_line`].
+/// Names of the CSV columns that [`csv_line`] writes.
 pub const CSV_COLUMNS: &str = "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency";
 
-/// A row as comma-separated values. Without a price, its two fields are empty.
+/// Formats a row as comma-separated values. Without a price, the fields for price and currency are
+/// empty.
 #[must_use]
 pub fn csv_line(row: &ReportRow, price: Option<Price<'_>>) -> String {
     let worth = price.map(|price| row.returned_gpu_seconds / 3600.0 * price.per_gpu_hour);
@@ -128,7 +130,8 @@ pub fn csv_line(row: &ReportRow, price: Option<Price<'_>>) -> String {
     )
 }
 
-/// A CSV field that a spreadsheet reads as one text, neither as a formula nor as several fields.
+/// Formats a text as a CSV field that a spreadsheet reads as one text, neither as a formula nor as
+/// several fields.
 pub fn field(text: &str) -> String {
     let safe = format::safe(text);
     let formula = safe.starts_with(['=', '+', '-', '@']);

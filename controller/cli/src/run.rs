@@ -1,4 +1,4 @@
-//! `affinode run`: runs a program under the controller, without a container.
+//! `affinode run`: runs a program as a job, which the controller manages without a container.
 
 use std::{
     ffi::OsString,
@@ -20,11 +20,12 @@ use affinode_controller::{
 use affinode_proto::{installation::InstallationPaths, paths};
 use rustix::{fs::FlockOperation, io::FdFlags};
 
-/// Maximum size of a response, in bytes.
+/// Maximum size of the controller's response, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
-/// Timeout of each read and write.
+/// Timeout of each read from and write to the controller's socket.
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Exit status of `env` and shells for a program that exists but cannot be run.
+/// Exit status for a program that exists but cannot be executed. `env` and shells use the same
+/// value.
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
@@ -84,7 +85,8 @@ enum RunError {
     },
 }
 
-/// Replaces this process by the program. Returns only if the replacement fails.
+/// Registers the job at the controller, and replaces this process by the program. Returns only if
+/// the program does not run.
 pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
     let mut words = asked.program.iter();
     let program = words.next().cloned().unwrap_or_default();
@@ -113,7 +115,8 @@ fn say(what: &str) {
     let _ = writeln!(std::io::stderr(), "affinode: {what}");
 }
 
-/// The controller's reply to an accepted job.
+/// What an accepted job needs to run: the controller's socket for it, and the value of
+/// `LD_PRELOAD`.
 struct GrantedJob {
     socket: PathBuf,
     preload: OsString,
@@ -168,8 +171,8 @@ fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
     answer().map_err(RunError::Answer)
 }
 
-/// Takes the job's lock and keeps it open across the exec. Descendants of this process inherit the
-/// lock, and the kernel releases it when the last of them ends.
+/// Acquires the job's lock and keeps it open when this process executes the program. Descendants of
+/// the process inherit the lock, and the kernel releases it when the last of them ends.
 fn hold(lock: &str) -> std::io::Result<()> {
     let file = File::open(lock)?;
     rustix::fs::flock(file.as_fd(), FlockOperation::LockShared)?;

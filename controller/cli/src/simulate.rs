@@ -1,4 +1,4 @@
-//! `affinode simulate`: the effect of policies on a trace.
+//! `affinode simulate`: computes the effect of policies on a trace of GPU use.
 
 use std::{
     io::Write,
@@ -118,7 +118,7 @@ enum SimulateOutput {
     Yaml,
 }
 
-/// Reason why there is no result.
+/// Reason why a simulation has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
     /// The trace or the calibration is invalid, or the run failed.
@@ -144,14 +144,15 @@ pub enum SimulateError {
     Yaml(#[from] serde_yaml_ng::Error),
 }
 
-/// Spans that a controller recorded, and the start of their time range.
+/// Spans of the history that a controller recorded, and the start of their time range.
 pub struct RecordedInput {
     since_ms: i64,
     spans: Vec<StateSpan>,
 }
 
 impl SimulateArgs {
-    /// If the history is to be replayed, reads it from the controller or from disk.
+    /// Reads the recorded history from the controller or from disk. `None`: no history is to be
+    /// replayed.
     pub async fn recorded(&self, run_dir: &Path) -> Result<Option<RecordedInput>, super::CliError> {
         if !self.history {
             return Ok(None);
@@ -265,7 +266,7 @@ pub fn run(
     print(args, out, &trace, &node, &figures, happened)
 }
 
-/// Keeps the baselines whose names begin with one of these words. Without words, keeps all.
+/// Keeps only the policies whose names begin with one of these words. Without words, keeps all.
 fn chosen(baselines: &mut Vec<Baseline>, words: &[String]) -> Result<(), SimulateError> {
     let names: Vec<&str> = baselines.iter().map(|c| c.name.as_str()).collect();
     if let Some(word) = words.iter().find(|word| !names.iter().any(|n| n.starts_with(*word))) {
@@ -283,7 +284,8 @@ fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
         .map_err(|source| SimulateError::Write { path: path.display().to_string(), source })
 }
 
-/// The titles of the columns. Two titles contain the longest acceptable wait, `slo`.
+/// Returns the titles of the columns. Two titles contain `slo`, the longest acceptable wait of a
+/// call.
 fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     let slow = [format!("COPIED >{slo}"), format!("GONE >{slo}")];
     let (before, after): (&[&str], &[&str]) = if wide {
@@ -316,15 +318,15 @@ fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     [text(before), slow.to_vec(), text(after)].concat()
 }
 
-/// The machine, how its GPUs were chosen, and what limits the results.
+/// The simulated machine, how its GPUs were chosen, and a warning if the results are not reliable.
 struct SimulatedHost {
     machine: SimulatedMachine,
     placement: GpuPlacement,
     warning: Option<String>,
 }
 
-/// A warning if an idle timeout of a compared baseline is not longer than the time step of the
-/// trace, because each pause then looks idle.
+/// Returns a warning if an idle timeout of a compared policy is not longer than the time step of
+/// the trace. Every pause in the trace then looks idle.
 fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String> {
     let step_ms = trace.step_ms()?;
     let is_shorter = |b: &&Baseline| b.shortest_timeout_ms().is_some_and(|ms| ms <= step_ms);

@@ -1,4 +1,4 @@
-//! Tables of columns on a terminal.
+//! Prints tables with aligned columns on a terminal.
 
 use std::io::{self, Write};
 

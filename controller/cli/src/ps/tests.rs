@@ -1,6 +1,6 @@
 use super::*;
 
-/// A script may count the lines, so without containers and headers the output must be empty.
+/// A script may count the printed lines. Without containers and headers, the output must be empty.
 #[test]
 fn no_containers_without_headers_print_nothing() {
     let mut printed = Vec::new();

@@ -1,5 +1,6 @@
-//! The annotations of a container, read from the parser: its error messages contain the
-//! annotations, their values, and the values that only an operator may choose.
+//! Lists the annotations of a container for the reference pages. The list is read from the error
+//! messages of the annotations' parser. They contain the annotations, their values, and the values
+//! that only an operator may choose.
 
 use affinode_core::{
     explain,
@@ -15,17 +16,18 @@ const PREFIX: &str = "affinode.io/";
 pub struct AnnotationReference {
     /// Full name with its prefix.
     pub name: String,
-    /// Accepted values, as text for people.
+    /// Accepted values, as text for the reference pages.
     pub accepted: String,
     /// The key of `[policy]` that the annotation changes. `None`: it changes no key.
     pub key: Option<String>,
-    /// Values that need an operator's permission, and the way to give it.
+    /// Values that need an operator's permission, and the way in which an operator gives it.
     pub limits: Vec<String>,
-    /// Description, if the annotation is more than a value of its key.
+    /// Description of the annotation. Empty: the description of its key applies.
     pub text: String,
 }
 
-/// Descriptions of annotations whose meaning is not that of a configuration key with their name.
+/// Descriptions of annotations that have a meaning of their own, instead of that of a configuration
+/// key with the same name.
 const TEXTS: [(&str, &str); 3] = [
     ("affinode.io/offload", "The mode, which determines when the container may be offloaded."),
     (
@@ -38,7 +40,7 @@ const TEXTS: [(&str, &str); 3] = [
     ),
 ];
 
-/// Every annotation, in the order of the parser.
+/// Returns every annotation, in the order of the parser.
 #[must_use]
 pub fn annotations() -> Vec<AnnotationReference> {
     names().iter().map(|name| annotation(name)).collect()
@@ -67,15 +69,15 @@ fn annotation(name: &str) -> AnnotationReference {
     }
 }
 
-/// Full names, from the parser's error about an unknown name.
+/// Returns the full names of all annotations, from the parser's error for an unknown name.
 fn names() -> Vec<String> {
     let answer = refusal("unknown", "").unwrap_or_default();
     let names = answer.split_once("accepted: ").map_or("", |(_, names)| names);
     names.split(", ").map(|name| format!("{PREFIX}{name}")).collect()
 }
 
-/// The parser's reason why it refuses a value under the node's default policy. `None`: it accepts
-/// the value.
+/// Returns the reason why the parser refuses a value under the node's default policy. `None`: the
+/// parser accepts the value.
 fn refusal(name: &str, value: &str) -> Option<String> {
     apply(&mut Policy::default(), name, value).err().map(|invalid| invalid.to_string())
 }

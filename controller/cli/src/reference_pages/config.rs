@@ -1,6 +1,7 @@
-//! The configuration's keys, read from the deserialiser: its error messages contain the accepted
-//! keys, types and values, so no separate list is needed. `config/config.toml` has the sentence and
-//! the default of each key.
+//! Lists the keys of the configuration for the reference pages. The list is read from the error
+//! messages of the deserialiser, which contain the accepted keys, types and values. Therefore no
+//! separate list is needed. `config/config.toml` contains the description and the default of each
+//! key.
 
 use std::collections::BTreeMap;
 
@@ -13,30 +14,30 @@ use figment::{
 };
 use serde::Serialize;
 
-/// The sample file, which is the only place that describes the keys.
+/// Sample configuration file. It is the only place that describes the keys.
 const SAMPLE: &str = include_str!("../../../../config/config.toml");
-/// A key that no section has.
+/// Name of a key that no section has. It provokes error messages.
 const UNKNOWN: &str = "unknown_key";
-/// The array of tables that replaces values for one namespace.
+/// Array of tables in the configuration that overrides values for one namespace.
 const RULES: &str = "policy.namespace";
 
-/// A key as the reference pages list it.
+/// A configuration key as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct KeyReference {
-    /// Section: `policy`, `http.kubernetes`, …
+    /// Section of the key, such as `policy` or `http.kubernetes`.
     pub section: String,
     /// Name within the section.
     pub name: String,
-    /// Type of the value, in words.
+    /// Type of the value, as a word such as `boolean`.
     #[serde(rename = "type")]
     pub kind: String,
     /// Accepted values or range. Empty: every value of the type.
     pub accepted: String,
-    /// Default, as TOML. `None`: the key is not set.
+    /// Default value, as TOML. `None`: the key is not set by default.
     pub default: Option<String>,
     /// Environment variable that sets the key.
     pub environment: String,
-    /// Whether `affinode reload` applies a change.
+    /// Whether `affinode reload` applies a change of the key.
     pub reload: bool,
     /// Whether `[[policy.namespace]]` accepts the key.
     pub namespace: bool,
@@ -46,17 +47,17 @@ pub struct KeyReference {
     pub text: String,
 }
 
-/// A key of the sample file.
+/// A key in the sample configuration file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct SampleKey {
     section: String,
     name: String,
-    /// Value in the sample file. `None`: the line is a comment, so the key is not set.
+    /// Value in the sample file. `None`: the line is a comment, so the key is not set by default.
     value: Option<String>,
     text: String,
 }
 
-/// Every key that the code accepts, in the order of the code.
+/// Returns every key that the code accepts, in the order of the code.
 #[must_use]
 pub fn keys() -> Vec<KeyReference> {
     let sample: BTreeMap<(String, String), SampleKey> = sample_keys(SAMPLE)
@@ -90,8 +91,8 @@ fn environment(section: &str, name: &str) -> String {
     format!("AFFINODE_{}__{name}", section.replace('.', "__")).to_uppercase()
 }
 
-/// Sections and keys that the deserialiser accepts. The array of namespace rules is in the list
-/// without its keys, because they are the keys of `[policy]`.
+/// Returns the section and name of each key that the deserialiser accepts. The keys of the
+/// namespace rules are left out, because they are the keys of `[policy]`.
 fn code_keys() -> Vec<(String, String)> {
     let mut keys = Vec::new();
     for section in fields("").unwrap_or_default() {
@@ -114,7 +115,7 @@ fn collect(section: &str, keys: &mut Vec<(String, String)>) {
     }
 }
 
-/// The keys that are accepted below a header. `None`: the header is not a section.
+/// Returns the keys that are accepted below a header. `None`: the header is not a section.
 fn fields(header: &str) -> Option<Vec<String>> {
     match deserialize(&format!("{header}{UNKNOWN} = 1\n")).err()? {
         Kind::UnknownField(_, accepted) => {
@@ -124,12 +125,12 @@ fn fields(header: &str) -> Option<Vec<String>> {
     }
 }
 
-/// Deserialises a text, without the checks of values that depend on each other.
+/// Deserialises a configuration text. Values that depend on each other are not checked.
 fn deserialize(text: &str) -> Result<Config, Kind> {
     Figment::from(Toml::string(text)).extract().map_err(|error| error.kind)
 }
 
-/// The accepted words in the error that a text causes.
+/// Returns the accepted values that the error message for this configuration text names.
 fn accepted_by(text: &str) -> Option<String> {
     let error = Config::from_toml(text).err()?.to_string();
     Some(error.split_once("accepted: ")?.1.trim_end().to_owned())
@@ -139,8 +140,8 @@ fn line(section: &str, name: &str, value: &str) -> String {
     format!("[{section}]\n{name} = {value}\n")
 }
 
-/// Type and accepted values. No type of the configuration accepts a table with this key, so the
-/// error names what is expected.
+/// Returns the type and the accepted values of a key. The function sets the key to a table that no
+/// type accepts, and reads the expected type from the error.
 fn value_of(section: &str, name: &str) -> (&'static str, String) {
     let accepted = |values: &[&str]| {
         values.iter().find_map(|v| accepted_by(&line(section, name, v))).unwrap_or_default()
@@ -176,8 +177,8 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
     }
 }
 
-/// Whether a running controller applies a changed value. The function reloads such a configuration
-/// to find out.
+/// Returns whether a running controller applies a changed value of the key. The function reloads a
+/// configuration with a changed value to find out.
 fn is_reloaded(section: &str, name: &str, kind: &str) -> bool {
     let words = value_of(section, name).1;
     let mut values: Vec<String> = match kind {
@@ -198,7 +199,7 @@ fn is_reloaded(section: &str, name: &str, kind: &str) -> bool {
     values.iter().find_map(other).is_some_and(|read| Config::default().take(read).changed)
 }
 
-/// The keys of a sample file, each with the comment directly above it.
+/// Returns the keys of a sample file, each with the comment directly above it.
 fn sample_keys(text: &str) -> Vec<SampleKey> {
     let mut keys = Vec::new();
     let (mut section, mut comment) = (String::new(), Vec::new());
@@ -230,7 +231,7 @@ fn sample_keys(text: &str) -> Vec<SampleKey> {
     keys
 }
 
-/// Name and value of a line `name = value`.
+/// Parses a line `name = value`, and returns name and value.
 fn assignment(line: &str) -> Option<(&str, &str)> {
     let (name, value) = line.split_once(" = ")?;
     let is_name = |c: char| c.is_ascii_lowercase() || c == '_' || c.is_ascii_digit();

@@ -1,4 +1,4 @@
-//! `affinode top`: the node in a terminal, live.
+//! `affinode top`: shows the GPUs and containers of the node in a terminal, updated live.
 //!
 //! ```text
 //!  keys (a thread) ────┐

@@ -1,5 +1,5 @@
-//! The node that `top` shows. It is read from the controller, or directly from the GPUs while no
-//! controller runs.
+//! Source of the node's state for `affinode top`. The state is read from the controller, or
+//! directly from the GPUs while no controller runs.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,7 +10,7 @@ use affinode_controller::schema;
 
 use crate::{CliError, client::ControlClient, local_node::LocalNode};
 
-/// Reads the node for `top`.
+/// Reads the state of the node for `affinode top`.
 pub struct NodeSource {
     run_dir: PathBuf,
     reader: NodeReader,
@@ -35,7 +35,8 @@ impl NodeReader {
 }
 
 impl NodeSource {
-    /// Connects to the controller.
+    /// Connects to the controller. If none runs and no container needs one, prepares to read the
+    /// GPUs directly.
     ///
     /// # Errors
     /// No controller answers, although a container may run.
@@ -44,7 +45,7 @@ impl NodeSource {
         Ok(NodeSource { run_dir, reader })
     }
 
-    /// The controller, if one runs.
+    /// Returns the client of the controller. `None`: no controller runs.
     pub fn client(&self) -> Option<&Arc<ControlClient>> {
         match &self.reader {
             NodeReader::Controller(client) => Some(client),
@@ -52,10 +53,10 @@ impl NodeSource {
         }
     }
 
-    /// Reads the node. Connects again after the end of a controller.
+    /// Reads the state of the node. If the controller has ended, connects to the next one.
     ///
     /// # Errors
-    /// The controller does not answer, or refuses.
+    /// The controller does not answer, or refuses the request.
     pub async fn read(&mut self) -> Result<schema::Node, CliError> {
         if self.client().is_none() {
             match NodeReader::connect(&self.run_dir).await? {

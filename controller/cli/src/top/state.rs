@@ -1,16 +1,16 @@
-//! State of the screen, and the effect of each key. This module does no I/O.
+//! State of the screen of `affinode top`, and the effect of each key. This module does no I/O.
 
 use affinode_controller::schema;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use crate::format;
 
-/// What the caller must do after a key press.
+/// Action that the caller must carry out after a key press.
 #[derive(Debug, PartialEq, Eq)]
 pub enum KeyOutcome {
     /// Draw the screen again.
     Stay,
-    /// Leave the screen and exit.
+    /// Close the screen and end the program.
     End,
     /// Send a request for a container to the controller.
     Act {
@@ -21,7 +21,7 @@ pub enum KeyOutcome {
     },
 }
 
-/// A request for a container.
+/// Action that a key press requests for a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContainerAction {
     Offload,
@@ -36,16 +36,16 @@ pub enum SortColumn {
     #[default]
     Name,
     State,
-    /// VRAM in use, largest first.
+    /// VRAM in use, with the largest value first.
     Vram,
-    /// Offloaded VRAM, largest first.
+    /// Offloaded VRAM, with the largest value first.
     HostRam,
-    /// Time without a call, longest first.
+    /// Time without a CUDA call, with the longest time first.
     Idle,
 }
 
 impl SortColumn {
-    /// Name of the column, for the help line.
+    /// Returns the name of the column, for the help line.
     pub fn word(self) -> &'static str {
         match self {
             SortColumn::Name => "name",
@@ -67,24 +67,24 @@ impl SortColumn {
     }
 }
 
-/// All data that the screen shows.
+/// All data that the screen of `affinode top` shows.
 #[derive(Debug, Default)]
 pub struct TopState {
     /// The node at the last update.
     pub node: schema::Node,
     pub sort: SortColumn,
-    /// Text that name, state or reason must contain.
+    /// Filter text. A row is shown if its name, state or reason contains this text.
     pub filter: String,
-    /// Whether keys are typed into the filter.
+    /// Whether key presses are added to the filter text.
     pub typing: bool,
-    /// Text of the last line: the latest response of the controller.
+    /// Text of the last line, such as the latest response of the controller.
     pub message: String,
-    /// Key of the selected container, which stays selected when rows move.
+    /// Key of the selected container. The container stays selected when rows move.
     pub chosen: String,
 }
 
 impl TopState {
-    /// Sets a new state of the node.
+    /// Replaces the state of the node that is shown.
     pub fn show(&mut self, node: schema::Node) {
         self.node = node;
     }
@@ -94,7 +94,7 @@ impl TopState {
         self.message = format::safe(&message);
     }
 
-    /// The rows, filtered and sorted.
+    /// Returns the containers that the filter selects, in sorted order.
     pub fn rows(&self) -> Vec<&schema::Container> {
         let wanted = self.filter.to_lowercase();
         let fits = |c: &&schema::Container| {
@@ -114,12 +114,12 @@ impl TopState {
         rows
     }
 
-    /// Position of the selected row.
+    /// Returns the position of the selected row.
     pub fn position(&self) -> usize {
         self.rows().iter().position(|c| c.key == self.chosen).unwrap_or(0)
     }
 
-    /// Handles a key press.
+    /// Handles a key press, and returns what the caller must do.
     pub fn key(&mut self, key: KeyEvent) -> KeyOutcome {
         if key.kind != KeyEventKind::Press {
             return KeyOutcome::Stay;

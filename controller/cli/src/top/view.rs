@@ -1,4 +1,4 @@
-//! Draws the screen: GPUs, containers, one line of help.
+//! Draws the screen of `affinode top`: the GPUs, the containers, and one line of help.
 
 use affinode_controller::{clock, schema};
 use ratatui::{
@@ -12,7 +12,7 @@ use ratatui::{
 use super::state::TopState;
 use crate::{format, local_node::NOTHING_RUNS};
 
-/// The colour of a state, as on the dashboard.
+/// Returns the colour of a container's state. The dashboard uses the same colours.
 fn colour(state: &str) -> Color {
     match state {
         "Active" => Color::Green,
@@ -24,7 +24,7 @@ fn colour(state: &str) -> Color {
     }
 }
 
-/// Draws the whole screen from the state.
+/// Draws the whole screen of `affinode top` from its state.
 pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     let gpus = u16::try_from(state.node.gpus.len().max(1)).unwrap_or(u16::MAX);
     let [head, list, foot] = Layout::vertical([
@@ -59,7 +59,7 @@ pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     frame.render_widget(Paragraph::new(help(state)), foot);
 }
 
-/// The sentence that is shown if there are no rows.
+/// Returns the sentence that is shown instead of rows if there are none.
 fn nothing(node: &schema::Node) -> &'static str {
     match node.containers.is_empty() {
         false => "no container matches",
