@@ -1,5 +1,5 @@
-//! Checks that each metric of the node agent or the webhook that alert rules, dashboards and
-//! documents name exists.
+//! Checks the metrics that alert rules, dashboards and documents name. Each metric of the node
+//! agent and of the webhook must exist.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

@@ -17,7 +17,7 @@ use tokio_rustls::rustls::{
 
 use crate::error_chain;
 
-/// Reason why there is no certificate to present.
+/// Reason why a TLS certificate cannot be loaded or created.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A certificate or key file cannot be read.
@@ -92,7 +92,7 @@ impl TlsPair {
         self.config().is_ok()
     }
 
-    /// End of the certificate's validity, in seconds since 1970.
+    /// Returns the end of the certificate's validity, in seconds since 1970.
     fn not_after(&self) -> Option<i64> {
         let der = CertificateDer::from_pem_slice(&self.cert).ok()?;
         let (_, certificate) = x509_parser::parse_x509_certificate(&der).ok()?;
@@ -176,19 +176,20 @@ impl ServedCertificate {
         Ok(true)
     }
 
-    /// TLS configuration of the current pair. `None`: there is no pair yet.
+    /// Returns the TLS configuration of the current certificate and key. `None`: there is no
+    /// certificate yet.
     #[must_use]
     pub fn config(&self) -> Option<Arc<ServerConfig>> {
         self.lock().as_ref().map(|current| Arc::clone(&current.config))
     }
 
-    /// End of the current certificate's validity, in seconds since 1970.
+    /// Returns the end of the current certificate's validity, in seconds since 1970.
     #[must_use]
     pub fn not_after_seconds(&self) -> Option<i64> {
         self.lock().as_ref().and_then(|current| current.not_after_seconds)
     }
 
-    /// SHA-256 of the current certificate, as hex digits.
+    /// Returns the SHA-256 of the current certificate, as hex digits.
     #[must_use]
     pub fn fingerprint(&self) -> Option<String> {
         let der = CertificateDer::from_pem_slice(&self.lock().as_ref()?.pair.cert).ok()?;

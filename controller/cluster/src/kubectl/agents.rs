@@ -75,7 +75,8 @@ impl<'a> ClusterAgents<'a> {
     /// agents.
     ///
     /// # Errors
-    /// [`PluginError`]: the API server refuses or cannot be reached, or there is no such node.
+    /// [`PluginError`]: the API server refuses or cannot be reached, or the node `only` has no
+    /// agent.
     pub async fn find(
         access: &'a ClusterAccess,
         only: Option<&str>,

@@ -138,7 +138,7 @@ impl PluginError {
         }
     }
 
-    /// Exit status of a command that ends with this error.
+    /// Returns the exit status of a command that ends with this error.
     pub fn status(&self) -> ExitStatus {
         match self {
             PluginError::Denied { .. } | PluginError::Refused(_) => ExitStatus::Refused,

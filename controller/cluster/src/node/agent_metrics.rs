@@ -186,7 +186,7 @@ impl AgentMetrics {
         table.config_refusals.inc();
     }
 
-    /// The agent's metrics in OpenMetrics text, without the last line.
+    /// Returns the agent's metrics in OpenMetrics text, without the last line.
     ///
     /// # Errors
     /// In practice there is no error, because the text is written to memory.

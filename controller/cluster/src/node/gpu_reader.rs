@@ -24,7 +24,7 @@ impl GpuReader {
     /// Reads the GPUs. If the future is dropped, the next call waits for the same process.
     ///
     /// # Errors
-    /// [`HostError`]: the command failed or takes long, or the driver cannot be read.
+    /// [`HostError`]: the command failed or exceeded its time limit, or the driver cannot be read.
     pub async fn read(&mut self) -> Result<NodeGpus, HostError> {
         let places = &self.places;
         let running = match &mut self.running {

@@ -1,4 +1,4 @@
-//! Tests on which nodes the chart's pods run, which rights they have, and which job removes them.
+//! Tests on which nodes the chart's pods run, and which rights the pods and the uninstaller have.
 
 use serde_json::{Value, json};
 

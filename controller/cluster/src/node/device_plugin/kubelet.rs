@@ -61,7 +61,8 @@ pub struct LinkPace {
     pub look: Duration,
     /// Pause after a failed registration.
     pub retry: Duration,
-    /// Number of checks without a watcher of the devices after which the plugin registers again.
+    /// Number of consecutive checks that find no kubelet watching the devices. After this number,
+    /// the plugin registers again.
     pub unwatched_looks: u32,
 }
 

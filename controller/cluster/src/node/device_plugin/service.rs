@@ -39,7 +39,7 @@ pub const LIST: &str = "/v1beta1.DevicePlugin/ListAndWatch";
 pub const PREFER: &str = "/v1beta1.DevicePlugin/GetPreferredAllocation";
 /// Path of the method that returns the CDI devices of a container.
 pub const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
-/// Maximum number of lists that are watched at a time. A kubelet watches one.
+/// Maximum number of open streams of the seat list. A kubelet opens one stream.
 const MAX_WATCHERS: usize = 16;
 
 /// Returns which optional calls the plugin serves.

@@ -127,8 +127,8 @@ impl DraControl {
         self.demand.send_if_modified(|known| std::mem::replace(known, demand) != demand);
     }
 
-    /// Reason why the kubelet does not use the driver. `None`: the kubelet uses it, or this is not
-    /// known yet.
+    /// Returns the reason why the kubelet does not use the driver. `None`: the kubelet uses it, or
+    /// this is not known yet.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()

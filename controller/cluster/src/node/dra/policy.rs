@@ -25,7 +25,7 @@ const MAX_SETTING_BYTES: usize = 512;
 /// Annotations as name and value, in the form in which a pod has them.
 pub type Annotations = BTreeMap<String, String>;
 
-/// Reason why a configuration is invalid.
+/// Reason why an opaque configuration of a claim or device class is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     /// The configuration is not an object of the expected form.
@@ -60,7 +60,7 @@ pub enum PolicyError {
         #[source]
         source: InvalidValue,
     },
-    /// The setting is an annotation that a claim cannot have.
+    /// The setting is `inject`, which a claim cannot set.
     #[error("policy.inject is not accepted in a claim; use the annotation {INJECT} of the pod")]
     Inject,
 }

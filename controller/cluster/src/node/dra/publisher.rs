@@ -94,7 +94,7 @@ pub struct SlicePublisher {
     pub reader: GpuReader,
     /// Factor by which the capacity may exceed the VRAM.
     pub factor: OversubscriptionFactor,
-    /// Whether the GPUs are offered.
+    /// Whether the node's GPUs are offered to claims.
     pub demand: watch::Receiver<SliceDemand>,
     /// Whether the kubelet uses the driver.
     pub registration: watch::Receiver<Registration>,

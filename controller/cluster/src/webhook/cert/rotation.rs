@@ -23,7 +23,7 @@ use crate::{
     https::tls::{ServedCertificate, TlsError},
 };
 
-/// Interval between two rounds. Each round makes two small reads.
+/// Interval between two rounds of the rotation. Each round makes two small read requests.
 const ROUND: Duration = Duration::from_secs(30);
 /// Pause after an error, or after a write was rejected because another replica wrote first.
 const AGAIN: Duration = Duration::from_secs(3);
@@ -60,7 +60,7 @@ pub struct CertificatePaths {
     pub namespace: Option<String>,
 }
 
-/// Reason why a round failed.
+/// Reason why a round of the certificate's rotation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RotationError {
     /// A request for the Secret failed.
