@@ -1,4 +1,4 @@
-//! The policies that a simulation compares: the configured policy, and others.
+//! The policies that a simulation compares with the configured policy (baselines).
 
 use affinode_core::{
     Millis, Settings,
@@ -9,30 +9,31 @@ use affinode_core::{
 /// What a simulated policy knows in advance about the calls in the trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForesight {
-    /// No knowledge of the future.
+    /// The policy has no knowledge of the future.
     None,
-    /// The times of the next uses, to choose victims.
+    /// The policy knows the time of each container's next use, and chooses victims by it.
     Victims,
-    /// The times of the next uses, to choose victims and to offload at once before a long pause.
+    /// The policy knows the time of each container's next use. It chooses victims by it, and
+    /// offloads a container at once before a long pause.
     Pauses,
 }
 
-/// A policy to compare.
+/// A policy that a simulation compares with other policies.
 #[derive(Clone, Debug)]
 pub struct Baseline {
     /// Name of the policy in the results.
     pub name: String,
     /// The settings of the node. `None`: nothing is offloaded.
     pub settings: Option<Settings>,
-    /// What the policy knows in advance about the calls.
+    /// What the policy knows in advance about the calls in the trace.
     pub foresight: CallForesight,
-    /// Whether processes are ended and started again instead of moved.
+    /// Whether processes are ended and started again in place of an offload and a restore.
     pub reloads: bool,
 }
 
 impl Baseline {
-    /// The shortest idle timeout of the node and its namespaces, in milliseconds. `None`: no
-    /// container is offloaded for idleness.
+    /// The shortest idle timeout of the node and its namespaces, in milliseconds. `None`: the
+    /// policy offloads no container for idleness.
     #[must_use]
     pub fn shortest_timeout_ms(&self) -> Option<Millis> {
         let policies = &self.settings.as_ref()?.policies;
@@ -62,15 +63,15 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 
-/// The same settings for processes that are ended in place of an offload: all of their VRAM is
-/// freed at once, like by the driver's checkpoint.
+/// Changes the settings for processes that are ended in place of an offload. The end of a process
+/// frees all of its VRAM at once, as the driver's checkpoint does, so this engine is set.
 fn ends_whole(mut settings: Settings) -> Settings {
     settings.policies.node.engine = Engine::Checkpoint;
     settings.policies.rules.clear();
     settings
 }
 
-/// All baselines. The first is the configured policy.
+/// Creates all baselines, which are the policies to compare. The first is the configured policy.
 #[must_use]
 pub fn all(settings: &Settings, seed: u64) -> Vec<Baseline> {
     let contender = |name: String, settings: Option<Settings>| Baseline {

@@ -1,6 +1,6 @@
-//! The costs of moves on a machine. The defaults were measured on an H200 (`docs/figures.md`). The
-//! part `calibration` of the GPU kit writes a file for each engine, which replaces that engine's
-//! defaults.
+//! The costs of offloads and restores on a machine. The defaults were measured on an H200
+//! (`docs/figures.md`). The part `calibration` of the GPU kit measures another machine. It writes a
+//! file for each engine, which replaces that engine's defaults.
 //!
 //! Every order of the core has its own cost, so that an offload costs the sum of its steps with
 //! every engine:
@@ -21,54 +21,58 @@ use serde::{Deserialize, Serialize};
 
 use super::SimulationError;
 
-/// Fixed time and speed of the moves of one engine.
+/// Fixed time and speed of the offloads and restores of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct EngineCosts {
-    /// Fixed time of an offload, in milliseconds.
+    /// Time that an offload of any size takes in addition to the transfer, in milliseconds.
     pub offload_fixed_ms: u64,
-    /// Speed of an offload.
+    /// Speed of an offload, in bytes per second.
     pub offload_bytes_per_second: f64,
-    /// Fixed time of a restore, in milliseconds.
+    /// Time that a restore of any size takes in addition to the transfer, in milliseconds.
     pub restore_fixed_ms: u64,
-    /// Speed of a restore.
+    /// Speed of a restore, in bytes per second.
     pub restore_bytes_per_second: f64,
 }
 
 impl EngineCosts {
-    /// Duration of an offload of this many bytes.
+    /// Duration of an offload of this many bytes, in milliseconds.
     #[must_use]
     pub fn offload_ms(&self, bytes: u64) -> Millis {
         self.offload_fixed_ms + (bytes as f64 / self.offload_bytes_per_second * 1000.0) as u64
     }
 
-    /// Duration of a restore of this many bytes.
+    /// Duration of a restore of this many bytes, in milliseconds.
     #[must_use]
     pub fn restore_ms(&self, bytes: u64) -> Millis {
         self.restore_fixed_ms + (bytes as f64 / self.restore_bytes_per_second * 1000.0) as u64
     }
 }
 
-/// The costs of moves with each engine, and the cost of starting a program again.
+/// The costs of offloads and restores with each engine, and the cost of starting a program again.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
-    /// The driver's checkpoint of all memory.
+    /// Costs of the engine `checkpoint`: the driver's checkpoint of all memory.
     pub checkpoint: EngineCosts,
-    /// The library's copy. The context stays on the GPU.
+    /// Costs of the engine `copy`: the library copies the memory, and the CUDA context stays on the
+    /// GPU.
     pub copy: EngineCosts,
-    /// The library's copy and then the driver's checkpoint of the context.
+    /// Costs of the engine `full`: the library copies the memory, and then the driver checkpoints
+    /// the CUDA context.
     pub full: EngineCosts,
-    /// VRAM that a copy leaves on the GPU, in bytes: the CUDA context of a process without its local
-    /// memory. It is a part of the process's VRAM.
+    /// VRAM that stays on the GPU after a copy out, in bytes. It is the CUDA context of a process
+    /// without its local memory (the stacks of the GPU's threads).
     pub context_bytes: u64,
-    /// Fixed time of starting a program again, for the comparison with kill and reload.
+    /// Time that the start of a program takes in addition to loading its weights, in milliseconds.
+    /// Used for the policy that ends processes and starts them again.
     pub reload_fixed_ms: u64,
-    /// Speed at which a program loads its weights again.
+    /// Speed at which a program loads its weights again, in bytes per second.
     pub reload_bytes_per_second: f64,
 }
 
 impl Default for Calibration {
-    /// Costs as straight lines through the medians of two measured sizes: 1 GiB, and torch with
-    /// 24.2 GiB (H200, driver 580.159). The time of program starts is an assumption.
+    /// Returns costs measured on an H200 (driver 580.159). They are straight lines through the
+    /// medians of two sizes: 1 GiB, and torch with 24.2 GiB. The time of program starts is an
+    /// assumption.
     fn default() -> Calibration {
         Calibration {
             checkpoint: EngineCosts {
@@ -98,7 +102,7 @@ impl Default for Calibration {
     }
 }
 
-/// An engine that a calibration can be measured with.
+/// An engine for which a calibration can be measured.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum CalibratedEngine {
@@ -133,7 +137,7 @@ impl CalibrationFile {
         figment::Figment::from(Toml::string(&text)).extract().map_err(|e| bad(e.to_string()))
     }
 
-    /// Replaces the values of `costs` that the file has.
+    /// Replaces those values in `costs` that the file contains.
     fn apply(&self, costs: &mut EngineCosts) {
         fn set<T>(value: Option<T>, place: &mut T) {
             if let Some(value) = value {
@@ -146,7 +150,7 @@ impl CalibrationFile {
         set(self.restore_bytes_per_second, &mut costs.restore_bytes_per_second);
     }
 
-    /// Whether the file has a value that is specific to an engine.
+    /// Whether the file contains a value that belongs to one engine.
     fn has_engine_costs(&self) -> bool {
         self.offload_fixed_ms.or(self.restore_fixed_ms).is_some()
             || self.offload_bytes_per_second.or(self.restore_bytes_per_second).is_some()
@@ -154,8 +158,8 @@ impl CalibrationFile {
 }
 
 impl Calibration {
-    /// Replaces the costs that a file contains. The file is TOML, or JSON if its name ends with
-    /// `.json`.
+    /// Reads a calibration file, and replaces the costs that it contains. The file is TOML, or JSON
+    /// if its name ends with `.json`.
     ///
     /// # Errors
     /// The file cannot be read or parsed, or it has costs of an engine but does not name the
@@ -193,23 +197,24 @@ impl Calibration {
         Ok(self)
     }
 
-    /// Duration of the driver's checkpoint of a process whose memory is already copied out. `bytes`
-    /// is the size of the copied memory. The staging buffer of the process stays registered, which
-    /// makes the checkpoint slower.
+    /// Duration of the driver's checkpoint of a process whose memory is already copied out, in
+    /// milliseconds. `bytes` is the size of the copied memory. The staging buffer of the process
+    /// stays registered, which makes the checkpoint slower.
     #[must_use]
     pub fn context_checkpoint_ms(&self, bytes: u64) -> Millis {
         self.full.offload_ms(bytes).saturating_sub(self.copy.offload_ms(bytes))
     }
 
-    /// Duration of a restore of a context and of `bytes` copied bytes. The context and the bytes
-    /// are restored at the same time, so this is at least the duration of the copy.
+    /// Duration of the restore of a CUDA context and of `bytes` copied bytes, in milliseconds. The
+    /// context and the bytes are restored at the same time, so this is at least the duration of the
+    /// copy.
     #[must_use]
     pub fn full_restore_ms(&self, bytes: u64) -> Millis {
         self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
     }
 
-    /// Duration of an idle offload with this engine, plus the duration of the restore. Assumes that
-    /// no waiter needs the VRAM of the context.
+    /// Duration of an idle offload with this engine plus the duration of the restore, in
+    /// milliseconds. Assumes that no other container needs the VRAM of the context.
     #[must_use]
     pub fn cycle_ms(&self, engine: Engine, bytes: u64) -> Millis {
         match engine {
@@ -223,8 +228,8 @@ impl Calibration {
         }
     }
 
-    /// The costs on the same machine if the process is ended in place of the driver's checkpoint,
-    /// and started again in place of the restore.
+    /// Returns costs for the same machine if processes are ended and started again. The end of a
+    /// process replaces the driver's checkpoint, and the start replaces the restore.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
         let checkpoint = EngineCosts {

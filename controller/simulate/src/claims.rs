@@ -1,5 +1,5 @@
-//! Claims about the default policy, on traces that are small enough for a test. For whole traces
-//! use `affinode simulate`, see `docs/operations.md`.
+//! Tests of claims about the default policy, on traces that are small enough for a test. `affinode
+//! simulate` runs whole traces, see `docs/operations.md`.
 
 use affinode_core::Settings;
 
@@ -45,7 +45,8 @@ fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
-/// Time for which VRAM was held, plus the cost of the wakes as seconds of held VRAM.
+/// Cost of a run: the time for which VRAM was held, plus the cost of the wakes as a time, in
+/// seconds.
 fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
@@ -65,8 +66,8 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// Over weeks, the default policy must free more VRAM than a fixed timeout of one minute. The cost
-/// of its few additional wakes must be lower than this gain.
+/// Over weeks, the default policy must free more VRAM than a fixed timeout of one minute. Its few
+/// additional wakes must cost less than the VRAM that it frees in addition.
 #[test]
 fn the_default_frees_more_than_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);

@@ -1,12 +1,13 @@
-//! Simulates policies on a trace, in virtual time, with the code that a controller runs.
+//! Simulates policies on a trace of calls, in virtual time. The decisions are made by the same code
+//! as in the controller.
 //!
 //! ```text
 //!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
 //! ```
 //!
-//! [`engine`] simulates the environment of [`affinode_core::Node`]: processes that call, agents that
-//! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
-//! The clock jumps from event to event, so two weeks take seconds.
+//! [`engine`] simulates the environment of [`affinode_core::Node`]: processes that call, agents
+//! that execute orders in the time given by [`calibration`], and GPUs. The node makes every
+//! decision. The clock jumps from event to event, so two weeks take seconds.
 //!
 //! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
 //! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows,
@@ -45,7 +46,7 @@ pub enum SimulationError {
     Read {
         /// Path of the file.
         path: String,
-        /// The cause of the failure.
+        /// The error that the system returned.
         #[source]
         source: std::io::Error,
     },
@@ -56,15 +57,15 @@ pub enum SimulationError {
         path: String,
         /// Number of the line, from 1.
         line: usize,
-        /// Text that describes the fault.
+        /// Text that describes what is wrong with the line.
         what: String,
     },
-    /// The calibration is invalid.
+    /// A calibration file is invalid.
     #[error("{path}: {what}")]
     Calibration {
         /// Path of the file.
         path: String,
-        /// Text that describes the fault.
+        /// Text that describes what is wrong with the file.
         what: String,
     },
     /// The trace has no request.
@@ -81,7 +82,7 @@ pub enum SimulationError {
         /// VRAM of the GPU, in bytes.
         total_bytes: u64,
     },
-    /// The processes need more GPUs than can be simulated.
+    /// The processes need more GPUs than the simulation supports.
     #[error(
         "the processes hold {peak_bytes} bytes of VRAM at the same time, which needs more than \
          {limit} GPUs: set --gpus, or increase --vram or --oversubscription"
@@ -89,7 +90,7 @@ pub enum SimulationError {
     TooManyGpus {
         /// Maximum VRAM at the same time, in bytes.
         peak_bytes: u64,
-        /// Maximum number of GPUs.
+        /// Maximum number of GPUs that the simulation supports.
         limit: usize,
     },
     /// The node restored a process without enough free VRAM.
@@ -107,20 +108,22 @@ pub enum SimulationError {
     Stuck,
 }
 
-/// The GPUs and the costs of the simulated machine.
+/// The simulated machine: its GPUs, and the costs of offloads and restores on it.
 #[derive(Clone, Copy, Debug)]
 pub struct SimulatedMachine {
-    /// Number of GPUs. The trace has the GPU of each process.
+    /// Number of GPUs. The trace states on which GPU each process runs.
     pub gpus: usize,
-    /// VRAM of each GPU for managed processes, in bytes.
+    /// VRAM of each GPU that managed processes can use, in bytes.
     pub vram_bytes: u64,
-    /// Costs of moves on this machine.
+    /// Costs of offloads and restores on this machine.
     pub calibration: Calibration,
-    /// Objective for the time that a call waits, in milliseconds.
+    /// Maximum time that a call should wait, in milliseconds. The results count calls that wait
+    /// longer.
     pub slo_ms: affinode_core::Millis,
 }
 
-/// Runs every baseline over the trace, on as many threads as there are processors.
+/// Simulates every baseline (policies to compare) on the trace, on as many threads as there are
+/// processors.
 ///
 /// # Errors
 /// The first error of any run.

@@ -1,4 +1,4 @@
-//! Tests that the same trace and seed give the same decisions in the daemon and in the simulation.
+//! Tests that the daemon and the simulation make the same decisions for the same trace and seed.
 //!
 //! ```text
 //!          ┌─> engine: start and end of each use, queries when something is due ───────> decisions
@@ -8,7 +8,7 @@
 //!
 //! [`Node`] and all its decisions are real in both. This test also includes parts of the daemon
 //! that the simulation leaves out. Counters are read every half second. GPUs are read every second,
-//! and after a move. The node ticks at the rate that it requests. Every process holds its
+//! and after a move. The node ticks at the rate that it requests. Every process pauses its
 //! allocations before the proof for a restore.
 //!
 //! Three parts are virtual. The clock jumps to the next event, so that the result does not depend
@@ -46,10 +46,11 @@ use super::{
 };
 
 const GIB: u64 = 1 << 30;
-/// The default of `timing.sample_interval`.
+/// Interval at which counters are read. It is the default of the setting `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// Maximum difference between the times of one decision. Each of three steps takes up to two
-/// readings: the victim is seen idle, then seen offloaded, and the waiter is restored.
+/// Maximum difference between the times of the same decision in the simulation and in the daemon's
+/// loop. Each of three steps takes up to two readings: the victim is seen idle, then seen
+/// offloaded, and the waiter is restored.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -136,8 +137,7 @@ impl Live {
         live.decisions
     }
 
-    /// Starts the controller in a state in which an earlier controller has offloaded every
-    /// container.
+    /// Starts the node in a state in which an earlier controller has offloaded every container.
     fn begin(&mut self, trace: &WorkloadTrace) {
         self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
@@ -191,7 +191,7 @@ impl Live {
         }]
     }
 
-    /// Runs one tick, as the daemon does.
+    /// Runs one tick of the node in the way in which the daemon does.
     fn tick(&mut self) {
         for n in 0..self.agents.len() {
             self.inputs.push_back(Input::Page(names::id(n), page(&self.agents[n])));
@@ -222,7 +222,7 @@ impl Live {
         }
     }
 
-    /// A call reaches the driver: it launches a kernel and waits for its end.
+    /// Makes a CUDA call that passes the gate. The call launches a kernel and waits for its end.
     fn goes_through(&mut self, n: usize) {
         self.agents[n].calls += 1;
         self.agents[n].inflight += 1;
@@ -337,7 +337,7 @@ fn page(agent: &Agent) -> CounterSnapshot {
     }
 }
 
-/// Eight programs that are used for some seconds and then unused for minutes.
+/// Creates a trace of eight programs that are used for some seconds and then unused for minutes.
 fn trace(seed: u64) -> WorkloadTrace {
     let mut random = RandomSource::new(seed);
     let load = |n: usize| {
@@ -361,15 +361,15 @@ fn trace(seed: u64) -> WorkloadTrace {
     WorkloadTrace { loads: (0..8).map(load).collect() }
 }
 
-/// The decisions of each container, in order.
+/// Groups the decisions by container. Each group is in order of time.
 fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecision>> {
     let mut by_container: BTreeMap<&str, Vec<&PolicyDecision>> = BTreeMap::new();
     decisions.iter().for_each(|d| by_container.entry(&d.key).or_default().push(d));
     by_container
 }
 
-/// Runs the trace in the simulation and in the daemon's loop. Returns the decisions until the first
-/// process ends: first the simulated ones, then the live ones.
+/// Runs the trace in the simulation and in the daemon's loop. Returns the decisions of both until
+/// the first process ends: first those of the simulation, then those of the daemon's loop.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
     let machine = SimulatedMachine {
@@ -408,8 +408,8 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Settings without learning, so that a pause that is read half a second too short does not change
-/// later decisions.
+/// Returns settings without learned times. A pause that is read half a second too short then does
+/// not change later decisions.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
@@ -433,8 +433,8 @@ fn with_room_for_some_victims_are_equal() {
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
 }
 
-/// With the engine `copy`, contexts are checkpointed only when a waiter needs their VRAM. This must
-/// happen at the same times in the simulation and in the daemon's loop.
+/// With the engine `copy`, the simulation and the daemon's loop must choose the same victims at the
+/// same times. Contexts are checkpointed only when a waiter needs their VRAM.
 #[test]
 fn with_a_copying_engine_victims_are_equal() {
     let mut settings = settings();
@@ -444,9 +444,10 @@ fn with_a_copying_engine_victims_are_equal() {
     assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
 }
 
-/// The numbers of decisions must differ by at most 5 %. Live pauses differ by up to half a second,
-/// so the learned times and single decisions can differ. The engine `auto` is not compared here: it
-/// may checkpoint a context some polls earlier or later, which changes further decisions.
+/// With the default policy, the numbers of decisions in the simulation and in the daemon's loop
+/// must differ by at most 5 %. The daemon's loop sees pauses up to half a second too short or too
+/// long, so learned times and single decisions can differ. The engine `auto` is not compared here:
+/// it may checkpoint a context some polls earlier or later, which changes further decisions.
 #[test]
 fn the_default_policy_moves_as_many() {
     let mut settings = Settings::default();

@@ -10,21 +10,21 @@ use affinode_proto::wire::{Phase, message::Action};
 
 use super::Calibration;
 
-/// Duration of closing, locking, unlocking and opening.
+/// Duration of an order that moves no memory: close, lock, unlock or open.
 pub(super) const STEP_MS: Millis = 1;
 
-/// The part of a process's memory that is off the GPU, and the orders that moved it.
+/// The level of an offload: which part of a process's memory is off the GPU, and how it was moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum OffloadLevel {
     /// All memory is on the GPU.
     #[default]
     Resident,
-    /// All memory except the context is off the GPU, moved by the library's copy.
+    /// All memory except the CUDA context is off the GPU. The library copied it.
     Copied,
-    /// All memory is off the GPU, moved by the library's copy and then by the driver's checkpoint
-    /// of the context.
+    /// All memory is off the GPU. The library copied it, and then the driver checkpointed the CUDA
+    /// context.
     CopiedAndCheckpointed,
-    /// All memory is off the GPU, moved by the driver's checkpoint only.
+    /// All memory is off the GPU. Only the driver's checkpoint moved it.
     Checkpointed,
 }
 
@@ -37,7 +37,8 @@ pub(super) struct ProcessMemory {
 }
 
 impl ProcessMemory {
-    /// A resident process. Its VRAM includes its context, as NVML shows it.
+    /// Creates the memory of a resident process. The VRAM includes the CUDA context, as in NVML's
+    /// readings.
     pub(super) fn new(vram_bytes: u64, costs: &Calibration) -> ProcessMemory {
         ProcessMemory {
             vram_bytes,
@@ -46,7 +47,7 @@ impl ProcessMemory {
         }
     }
 
-    /// The same process, fully offloaded with this engine.
+    /// Returns the memory of the same process after a full offload with this engine.
     pub(super) fn offloaded(self, engine: Engine) -> ProcessMemory {
         let level = match engine {
             Engine::Copy | Engine::Full | Engine::Auto if self.copyable_bytes > 0 => {
@@ -57,12 +58,13 @@ impl ProcessMemory {
         ProcessMemory { level, ..self }
     }
 
-    /// Memory that the library can copy. The costs of moves depend on its size.
+    /// Amount of memory that the library can copy, in bytes. The costs of offloads and restores
+    /// depend on it.
     pub(super) fn copyable_bytes(&self) -> u64 {
         self.copyable_bytes
     }
 
-    /// VRAM that has left the GPU.
+    /// VRAM that the process released by its offload, in bytes.
     pub(super) fn gone_bytes(&self) -> u64 {
         match self.level {
             OffloadLevel::Resident => 0,
@@ -71,12 +73,12 @@ impl ProcessMemory {
         }
     }
 
-    /// VRAM that the process holds.
+    /// VRAM that the process holds now, in bytes.
     pub(super) fn held_bytes(&self) -> u64 {
         self.vram_bytes - self.gone_bytes()
     }
 
-    /// The status that the process's agent reports.
+    /// Returns the swap status that the process's agent reports.
     pub(super) fn swap(&self) -> SwapStatus {
         let is_copied =
             matches!(self.level, OffloadLevel::Copied | OffloadLevel::CopiedAndCheckpointed);
@@ -87,7 +89,7 @@ impl ProcessMemory {
         }
     }
 
-    /// Duration of an order that begins now.
+    /// Duration of an order that begins now, in milliseconds.
     pub(super) fn order_ms(&self, action: Action, costs: &Calibration) -> Millis {
         let bytes = self.copyable_bytes;
         match (action, self.level) {
@@ -101,7 +103,7 @@ impl ProcessMemory {
         }
     }
 
-    /// Carries out an order that moves memory, and returns the phase after it.
+    /// Executes an order that moves memory, and returns the phase of the process after it.
     pub(super) fn execute_order(&mut self, action: Action) -> Phase {
         let (level, phase) = match (action, self.level) {
             (Action::CopyOut { .. }, _) => (OffloadLevel::Copied, Phase::CopiedOut),

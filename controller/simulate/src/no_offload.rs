@@ -1,4 +1,4 @@
-//! Computes the result for a node without offloads. A process frees its VRAM when it ends.
+//! Computes the results for a node without offloads. A process frees its VRAM only when it ends.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -8,7 +8,7 @@ use super::{
     SimulatedMachine, SimulationSummary, WorkloadTrace, summary::SummaryMeter, trace::TraceLoad,
 };
 
-/// Runs the trace without offloads. A process that does not fit is refused.
+/// Simulates the trace without offloads. A process that does not fit on its GPU is refused.
 pub(super) fn run(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,

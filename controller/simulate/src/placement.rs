@@ -1,10 +1,10 @@
-//! Chooses the GPUs of a simulated node, and the GPU of each process.
+//! Determines the number of GPUs of a simulated node, and the GPU of each process.
 //!
 //! ```text
 //!  number given        ──> that many GPUs, each process on the GPU with the least VRAM in use
 //!  trace names GPUs    ──> those GPUs, each process on the GPU of its name
 //!  otherwise           ──> the fewest GPUs that hold all processes that exist at once,
-//!                          multiplied by the oversubscription
+//!                          if a GPU holds its VRAM times the oversubscription
 //! ```
 //!
 //! A process exists from its first call to the end of the trace. If its last call is more than a
@@ -19,14 +19,14 @@ use affinode_core::ledger::margin_bytes;
 
 use super::{SimulationError, TraceLoad, WorkloadTrace};
 
-/// Maximum number of GPUs that are simulated.
+/// Maximum number of GPUs that the simulation supports.
 pub const MAX_GPUS: usize = 1024;
 
 /// The rule by which the number of GPUs was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GpuRule {
-    /// The user stated the number.
+    /// The user gave the number of GPUs.
     Given,
     /// The trace names the GPU of each process.
     Named,
@@ -34,14 +34,14 @@ pub enum GpuRule {
     Peak,
 }
 
-/// The GPUs of a node, and the GPU of each process.
+/// The number of GPUs of a simulated node, and the GPU of each process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuPlacement {
-    /// The rule that gave the number of GPUs.
+    /// The rule that determined the number of GPUs.
     pub rule: GpuRule,
     /// Number of GPUs of the simulated node.
     pub gpus: usize,
-    /// The GPU of each process, in the order of the trace.
+    /// Number of each process's GPU, in the order of the processes in the trace.
     pub of_process: Vec<usize>,
     /// Maximum VRAM of all processes that exist at the same time, in bytes.
     pub peak_bytes: u64,
@@ -83,7 +83,7 @@ impl GpuPlacement {
         Err(SimulationError::TooManyGpus { peak_bytes, limit: MAX_GPUS })
     }
 
-    /// Records the GPU of each process in the trace.
+    /// Writes the GPU of each process into the trace.
     pub fn apply(&self, trace: &mut WorkloadTrace) {
         for (load, gpu) in trace.loads.iter_mut().zip(&self.of_process) {
             load.gpu_number = *gpu;
@@ -91,7 +91,7 @@ impl GpuPlacement {
     }
 }
 
-/// The order in which processes start.
+/// Returns the indexes of the processes in the order in which the processes start.
 fn by_start(loads: &[TraceLoad]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..loads.len()).collect();
     order.sort_by_key(|n| loads[*n].arrivals_ms.first().copied());
@@ -126,7 +126,8 @@ fn spread(trace: &WorkloadTrace, gpus: usize) -> (Vec<usize>, u64) {
     (of_process, peak)
 }
 
-/// The GPUs that the trace names, numbered by name, if it names one for each process.
+/// Returns the number of GPUs that the trace names, and the GPU of each process. GPUs are numbered
+/// by name. `None`: the trace does not name a GPU for each process.
 fn named(loads: &[TraceLoad]) -> Option<(usize, Vec<usize>)> {
     let names: BTreeSet<&str> = loads.iter().map(|load| load.gpu.as_str()).collect();
     let numbers: BTreeMap<&str, usize> = names.into_iter().zip(0..).collect();

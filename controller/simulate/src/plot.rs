@@ -1,4 +1,4 @@
-//! Plots resident VRAM over time as a self-contained SVG.
+//! Draws resident VRAM over time as a self-contained SVG image.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ const TOP: f64 = 20.0;
 const COLOURS: [&str; 8] =
     ["#0b7285", "#868e96", "#e67700", "#2b8a3e", "#c92a2a", "#5f3dc4", "#1864ab", "#a61e4d"];
 
-/// Draws one line for each policy.
+/// Returns an SVG image with one line of resident VRAM for each policy. `end_ms`: end of the trace.
 #[must_use]
 pub fn svg(all: &[SimulationSummary], end_ms: u64) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);

@@ -1,18 +1,18 @@
-//! Random numbers that are the same for the same seed on every machine: SplitMix64, and the
-//! distributions of traces.
+//! A source of random numbers that are the same for the same seed on every machine. It contains the
+//! generator SplitMix64 and the distributions that traces need.
 
-/// A random number generator.
+/// A random number generator (SplitMix64).
 #[derive(Clone, Debug)]
 pub struct RandomSource(u64);
 
 impl RandomSource {
-    /// A generator with this seed.
+    /// Creates a generator with this seed.
     #[must_use]
     pub fn new(seed: u64) -> RandomSource {
         RandomSource(seed)
     }
 
-    /// The next 64 random bits.
+    /// Returns the next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -21,27 +21,27 @@ impl RandomSource {
         z ^ (z >> 31)
     }
 
-    /// A number between 0 and 1, excluding both.
+    /// Returns a random number between 0 and 1, excluding both.
     pub fn unit(&mut self) -> f64 {
         ((self.bits() >> 12) as f64 + 0.5) / (1_u64 << 52) as f64
     }
 
-    /// A number between two others.
+    /// Returns a random number between `low` and `high`.
     pub fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * self.unit()
     }
 
-    /// An exponential variate with this mean.
+    /// Returns an exponentially distributed random number with this mean.
     pub fn exponential(&mut self, mean: f64) -> f64 {
         -mean * self.unit().ln()
     }
 
-    /// A standard normal variate.
+    /// Returns a random number with the standard normal distribution.
     pub fn normal(&mut self) -> f64 {
         (-2.0 * self.unit().ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// A gamma variate (Marsaglia and Tsang).
+    /// Returns a gamma-distributed random number (method of Marsaglia and Tsang).
     pub fn gamma(&mut self, shape: f64, scale: f64) -> f64 {
         if shape < 1.0 {
             let boost = self.unit().powf(1.0 / shape);
@@ -65,7 +65,7 @@ impl RandomSource {
         }
     }
 
-    /// A Weibull variate with these parameters.
+    /// Returns a Weibull-distributed random number with these parameters.
     pub fn weibull(&mut self, shape: f64, scale: f64) -> f64 {
         scale * (-self.unit().ln()).powf(1.0 / shape)
     }

@@ -1,86 +1,90 @@
-//! The results of one simulated policy.
+//! The results of simulating one policy.
 
 use affinode_core::Millis;
 use serde::Serialize;
 
 use super::memory::OffloadLevel;
 
-/// The results of one run.
+/// The results of simulating one policy on a trace.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct SimulationSummary {
     /// Name of the policy.
     pub policy: String,
     /// Number of requests in the trace.
     pub requests: u64,
-    /// VRAM-time freed, as a fraction of the VRAM-time between the first and last call of each
-    /// process.
+    /// VRAM-time (amount of VRAM times duration) that offloads freed, as a fraction of the
+    /// VRAM-time of all processes between their first and last calls.
     pub freed_of_all: f64,
-    /// VRAM-time freed, as a fraction of the VRAM-time without a call in progress.
+    /// VRAM-time (amount of VRAM times duration) that offloads freed, as a fraction of the
+    /// VRAM-time during which the processes had no call in progress.
     pub freed_of_idle: f64,
-    /// VRAM-time freed, as a fraction of the VRAM-time of all processes over the whole trace.
+    /// VRAM-time (amount of VRAM times duration) that offloads freed, as a fraction of the
+    /// VRAM-time of all processes over the whole trace.
     pub freed_of_trace: f64,
-    /// Mean of the resident VRAM, in bytes.
+    /// Mean of the VRAM that processes hold, in bytes.
     pub resident_mean_bytes: u64,
-    /// 95th percentile of the resident VRAM over time, in bytes.
+    /// 95th percentile, over time, of the VRAM that processes hold, in bytes.
     pub resident_p95_bytes: u64,
-    /// Maximum of the resident VRAM.
+    /// Maximum of the VRAM that processes hold, in bytes.
     pub resident_peak_bytes: u64,
-    /// Maximum of the host memory that contains offloaded VRAM.
+    /// Maximum host memory in use for offloaded VRAM, in bytes.
     pub host_peak_bytes: u64,
-    /// Fraction of requests that found their process offloaded and woke it. Requests during a move
-    /// are not counted.
+    /// Fraction of requests that found their process offloaded and caused its restore. Requests
+    /// during a move are not counted.
     pub wake_share: f64,
-    /// Fraction of requests that waited.
+    /// Fraction of requests that had to wait, for example for a restore.
     pub delayed_share: f64,
-    /// Median of the added latency over all requests.
+    /// Median of the added latency over all requests, in milliseconds.
     pub latency_p50_ms: u64,
-    /// 99th percentile of the added latency over all requests.
+    /// 99th percentile of the added latency over all requests, in milliseconds.
     pub latency_p99_ms: u64,
-    /// Median of the added latency of requests that waited.
+    /// Median of the added latency of those requests that waited, in milliseconds.
     pub delay_p50_ms: u64,
-    /// 99th percentile of the added latency of requests that waited.
+    /// 99th percentile of the added latency of those requests that waited, in milliseconds.
     pub delay_p99_ms: u64,
-    /// Fraction of requests that waited longer than the objective.
+    /// Fraction of requests that waited longer than the objective `slo_ms`.
     pub slow_share: f64,
-    /// The part of `slow_share` for which the context was still on the GPU, because only memory was
-    /// copied.
+    /// The part of `slow_share` that waited for a copy only, because the CUDA context was still on
+    /// the GPU.
     pub slow_copied_share: f64,
-    /// The part of `slow_share` for which the context had been checkpointed.
+    /// The part of `slow_share` that waited for a restore of a checkpointed CUDA context.
     pub slow_context_gone_share: f64,
-    /// Number of restores in the trace.
+    /// Number of restores in the whole run.
     pub restores: u64,
-    /// Number of restores for which the context was still on the GPU.
+    /// Number of restores that only copied memory, because the CUDA context was still on the GPU.
     pub restores_copied: u64,
     /// Number of restores per hour of a process.
     pub restores_per_process_hour: f64,
-    /// Number of restores within a minute after the offload.
+    /// Number of restores that began less than a minute after the offload.
     pub thrash: u64,
-    /// Maximum length of the queue.
+    /// Maximum number of containers that waited for VRAM at the same time.
     pub queue_peak: u64,
-    /// Mean length of the queue.
+    /// Mean number of containers that waited for VRAM.
     pub queue_mean: f64,
-    /// Number of refused offloads. For the baseline without offloads: number of requests of
-    /// processes that did not fit.
+    /// Number of offloads that the node refused. For the baseline without offloads: number of
+    /// requests of processes that did not fit on their GPU.
     pub refused: u64,
-    /// Number of restores ahead of calls.
+    /// Number of prewakes, which are restores before an expected call.
     pub prewakes: u64,
     /// Number of prewakes that a call followed.
     pub prewake_hits: u64,
-    /// Jain's fairness index over each process's fraction of requests that did not wait. 1: all
-    /// processes have the same fraction.
+    /// Jain's fairness index over the fraction of each process's requests that did not wait. 1: the
+    /// fraction is the same for all processes.
     pub fairness_jain: f64,
-    /// Mean fraction of delayed requests in the 10 % of processes with the highest fraction.
+    /// Mean fraction of requests that waited, in the 10 % of processes with the highest such
+    /// fraction.
     pub worst_decile_delayed: f64,
-    /// Resident VRAM at even steps of the trace, for the plot.
+    /// VRAM that processes hold at even steps of the trace, in bytes, for the plot.
     pub resident_over_time: Vec<u64>,
 }
 
 /// Number of points in the plot.
 const POINTS: usize = 480;
-/// Number of size classes in which the time at each amount of resident VRAM is counted.
+/// Number of classes of resident VRAM. For each class, the time with this much resident VRAM is
+/// counted.
 const LEVELS: usize = 1024;
 
-/// Integrates resident VRAM and queue length over time.
+/// Integrates resident VRAM and queue length over the time of a run.
 #[derive(Debug)]
 pub struct SummaryMeter {
     end: Millis,
@@ -97,7 +101,8 @@ pub struct SummaryMeter {
 }
 
 impl SummaryMeter {
-    /// A meter for a trace that ends at `end`, with this much VRAM.
+    /// Creates a meter for a trace that ends at `end`, on GPUs with `capacity` bytes of VRAM in
+    /// total.
     #[must_use]
     pub fn new(end: Millis, capacity: u64) -> SummaryMeter {
         SummaryMeter {
@@ -115,7 +120,7 @@ impl SummaryMeter {
         }
     }
 
-    /// Sets the values that apply from `now` on.
+    /// Sets the resident VRAM in bytes and the queue length that apply from `now` on.
     pub fn set(&mut self, now: Millis, resident: u64, queue: usize) {
         if (self.resident, self.queue) != (resident, queue) {
             self.pass(now);
@@ -151,7 +156,7 @@ impl SummaryMeter {
         }
     }
 
-    /// Writes the integrals into the results.
+    /// Computes the results from the integrals and writes them to `figures`.
     pub fn finish(mut self, figures: &mut SimulationSummary) {
         self.pass(self.end);
         let end = u128::from(self.end);
@@ -173,7 +178,7 @@ impl SummaryMeter {
     }
 }
 
-/// Totals of one process.
+/// Number of requests of one process, and number of requests that waited.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ContainerTotals {
     /// Number of the process's requests.
@@ -186,12 +191,13 @@ pub struct ContainerTotals {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallDelay {
     pub(super) ms: u32,
-    /// The level from which the process was restored. `Resident`: its offload was canceled.
+    /// The level of the offload from which the process was restored. `Resident`: its offload was
+    /// cancelled.
     pub(super) from: OffloadLevel,
 }
 
-/// Computes added latency and fairness from the delays and the processes. Also computes the share
-/// of requests that waited longer than `slo_ms`.
+/// Computes added latency, fairness, and the share of requests that waited longer than `slo_ms`.
+/// `delays`: waiting times of requests that waited. `lived`: totals of each process.
 pub(super) fn latency(
     figures: &mut SimulationSummary,
     delays: Vec<CallDelay>,

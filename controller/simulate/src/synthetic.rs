@@ -1,5 +1,5 @@
-//! A synthetic node with interactive sessions and agents (people), periodic programs (clockwork)
-//! and servers. The load of all of them has a common daily curve and common peaks.
+//! Creates a synthetic trace of a node with three kinds of programs: interactive sessions (people),
+//! periodic programs (clockwork) and servers. All follow the same daily curve with the same peaks.
 //!
 //! ```text
 //! load(t) = daily curve x (1 + common peaks)    the same for all
@@ -14,12 +14,12 @@ use super::{
     trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
 
-/// The parameters of a synthetic node.
+/// The parameters of a synthetic trace.
 #[derive(Clone, Copy, Debug)]
 pub struct SyntheticPlan {
-    /// Number of processes to create.
+    /// Number of processes in the trace.
     pub processes: usize,
-    /// Number of days to create.
+    /// Length of the trace in days.
     pub days: u32,
     /// VRAM and service time of each process, and the seed.
     pub assumed: TraceDefaults,
@@ -28,7 +28,7 @@ pub struct SyntheticPlan {
 const DAY_S: f64 = 86_400.0;
 const SLOT_S: f64 = 600.0;
 
-/// Creates a trace. The same plan gives the same trace.
+/// Creates a synthetic trace. The same plan gives the same trace.
 ///
 /// # Errors
 /// The trace has no call.
@@ -66,7 +66,7 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Returns the load in each time slot, with nights, days, and two or three common peaks a day.
+/// Returns the load in each time slot: nights, days, and two or three common peaks a day.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {

@@ -1,4 +1,4 @@
-//! Tests of the simulation, and properties that hold for every policy in it.
+//! Tests of the simulation, and of properties that hold for every simulated policy.
 
 use affinode_core::{
     Settings,
@@ -57,8 +57,7 @@ fn a_long_pause_frees_vram() {
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
 }
 
-/// Calls one process of 24 GiB after a pause. The call must wait as long as the engine's restore
-/// takes.
+/// A call after a pause must wait as long as the engine's restore of the process (24 GiB) takes.
 #[test]
 fn engine_decides_what_a_wake_costs() {
     let trace = WorkloadTrace { loads: vec![load("a", 24, &[0, 1_000, 2_000])] };
@@ -99,8 +98,8 @@ fn namespace_rule_decides_the_engine() {
     }
 }
 
-/// Calls two processes of 16 GiB in turn. If the GPU has space for one process and the context of
-/// the other, only memory must be copied. Otherwise the context must be checkpointed as well.
+/// Two processes of 16 GiB are called in turn. If the GPU has space for one process and the context
+/// of the other, only memory must be copied. Otherwise the context must be checkpointed as well.
 #[test]
 fn contexts_leave_when_a_waiter_needs_room() {
     let calls: Vec<u32> = (0..40).map(|n| n * 60).collect();
@@ -131,8 +130,7 @@ fn slow_calls_count_by_level() {
     assert_eq!(slow(Engine::Full, 400), [3, 0, 3]);
 }
 
-/// No container is evicted here, so the second process must get VRAM only when the first process
-/// ends.
+/// Without evictions, the second process must get VRAM only when the first process ends.
 #[test]
 fn vram_of_an_ended_process_is_free() {
     let trace =
@@ -146,8 +144,8 @@ fn vram_of_an_ended_process_is_free() {
     assert_eq!(without.refused, 0, "{without:?}");
 }
 
-/// The GPU is not oversubscribed until the second process starts. The mode `auto` must therefore
-/// offload idle containers until then.
+/// A process that starts late must need no VRAM before its start. Until then the GPU is not
+/// oversubscribed, so the mode `auto` must offload idle containers.
 #[test]
 fn late_process_wants_no_vram_before_its_start() {
     let early = load("a", 16, &[0, 100_000, 150_000, 300_000]);
@@ -239,8 +237,8 @@ fn files_are_read_and_bad_lines_are_named() {
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
 }
 
-/// Number of cases: fewer than usual, because a case is slow. The variable PROPTEST_CASES overrides
-/// this number.
+/// Sets a lower number of cases than usual, because a case is slow. The variable PROPTEST_CASES
+/// overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
@@ -250,8 +248,8 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// Checks two properties for all calls and sizes. No restore happens without enough free VRAM
-    /// (the engine would fail), and every call is served within a limited time.
+    /// For all calls and sizes, no restore happens without enough free VRAM (the engine would
+    /// fail), and every call is served within a limited time.
     #[test]
     fn every_call_is_served(
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),

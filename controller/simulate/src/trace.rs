@@ -1,4 +1,4 @@
-//! Traces: the times at which each process is called.
+//! Traces, which state the times at which each process makes calls.
 //!
 //! | format | columns |
 //! | --- | --- |
@@ -22,7 +22,7 @@ use std::{
 
 use super::{SimulationError, random::RandomSource};
 
-/// The calls of one process.
+/// One process of a trace: its memory, its GPU and the times of its calls.
 #[derive(Clone, Debug, Default)]
 pub struct TraceLoad {
     /// Name of the process in the trace.
@@ -42,7 +42,7 @@ pub struct TraceLoad {
 }
 
 /// Minimum time without a call, before the end of the trace, after which a process counts as ended.
-/// A shorter time could be a night without use.
+/// The limit is a day, because a shorter time could be a night without use.
 const ENDED_MS: u64 = 86_400_000;
 
 impl TraceLoad {
@@ -53,9 +53,9 @@ impl TraceLoad {
         self.arrivals_ms.first().is_some_and(|first| u64::from(*first) > ENDED_MS)
     }
 
-    /// Time at which the process ends, in milliseconds: after its last call, if this call is more
-    /// than a day before the end of the trace. `None`: the process exists until the end of the
-    /// trace.
+    /// Time at which the process ends, in milliseconds. It ends after its last call, if this call
+    /// is more than a day before the end of the trace. `None`: the process exists until the end of
+    /// the trace.
     #[must_use]
     pub fn exit_ms(&self, end_ms: u64) -> Option<u64> {
         let last = u64::from(*self.arrivals_ms.last()?) + u64::from(self.service_ms);
@@ -63,30 +63,31 @@ impl TraceLoad {
     }
 }
 
-/// The processes of a node.
+/// A trace: the processes of a node with their calls.
 #[derive(Clone, Debug, Default)]
 pub struct WorkloadTrace {
-    /// One load per process.
+    /// The processes, one load each.
     pub loads: Vec<TraceLoad>,
 }
 
-/// Values that are used if the trace does not contain them.
+/// Values that are assumed if the trace does not contain them.
 #[derive(Clone, Copy, Debug)]
 pub struct TraceDefaults {
     /// VRAM of a process, in bytes.
     pub vram_bytes: u64,
-    /// GPU time of a call, in milliseconds.
+    /// Time for which a call keeps the GPU busy, in milliseconds.
     pub service_ms: u32,
     /// Seed of the random numbers.
     pub seed: u64,
 }
 
 const WINDOW_S: f64 = 600.0;
-/// Maximum number of requests in a trace, so that it fits into memory.
+/// Maximum number of requests in a trace. It limits the memory that a trace needs.
 const MAX_REQUESTS: usize = 50_000_000;
 
 impl WorkloadTrace {
-    /// Reads a trace, which may be compressed (`.gz`). The first line determines the format.
+    /// Reads a trace from a file, which may be compressed (`.gz`). The first line determines the
+    /// format.
     ///
     /// # Errors
     /// The file cannot be read, or a line is invalid.
@@ -149,7 +150,7 @@ impl WorkloadTrace {
         WorkloadTrace { loads: reader.loads.into_values().collect() }.checked()
     }
 
-    /// Sorts the trace, and removes processes without calls.
+    /// Sorts the calls of the trace, and removes processes without calls.
     ///
     /// # Errors
     /// The trace has no request.
@@ -159,13 +160,13 @@ impl WorkloadTrace {
         if self.loads.is_empty() { Err(SimulationError::Empty) } else { Ok(self) }
     }
 
-    /// VRAM of all processes, in bytes.
+    /// VRAM of all processes of the trace, in bytes.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.loads.iter().map(|load| load.vram_bytes).sum()
     }
 
-    /// Time of the last call.
+    /// Time of the last call in the trace, in milliseconds.
     #[must_use]
     pub fn end_ms(&self) -> u64 {
         self.loads
@@ -187,7 +188,7 @@ impl WorkloadTrace {
         pauses.min().filter(|_| self.requests() >= MIN_REQUESTS)
     }
 
-    /// Number of calls of all processes.
+    /// Number of calls of all processes in the trace.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.loads.iter().map(|load| load.arrivals_ms.len() as u64).sum()
@@ -203,7 +204,8 @@ struct TraceRows {
     drawn: usize,
 }
 
-/// Converts seconds to milliseconds of a trace. `None` if the result is above 49 days.
+/// Converts seconds to milliseconds of a trace. `None`: the result does not fit, because it is
+/// above 49 days.
 fn ms(seconds: f64) -> Option<u32> {
     let ms = seconds * 1000.0;
     (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)

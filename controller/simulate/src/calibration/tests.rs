@@ -9,7 +9,7 @@ fn read(name: &str, text: &str) -> Result<Calibration, SimulationError> {
     Calibration::default().read(&path)
 }
 
-/// Compares the defaults with the figures of docs/figures.md, in GiB and milliseconds. The
+/// Compares the default costs with the figures of docs/figures.md, in GiB and milliseconds. The
 /// tolerance is 12 %, because the straight lines go through the first and the second size only.
 #[test]
 fn defaults_agree_with_the_figures() {

@@ -1,12 +1,12 @@
-//! The decisions of the node, with the time of each.
+//! The node's decisions in a simulation, with the time of each.
 
 use affinode_core::{Change, Millis};
 use affinode_proto::state::State;
 
-/// A step of a container towards Offloaded or Active.
+/// A decision of the node that moves a container towards the state Offloaded or Active.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PolicyDecision {
-    /// Time in milliseconds of the trace.
+    /// Time of the decision in the trace, in milliseconds.
     pub at_ms: Millis,
     /// Key of the container.
     pub key: String,
@@ -17,8 +17,8 @@ pub struct PolicyDecision {
 }
 
 impl PolicyDecision {
-    /// The decision that a state change shows. `None` for other changes: a change between idle and
-    /// active is not a decision, because nothing is moved.
+    /// Returns the decision that a state change shows. `None`: the change is not a decision,
+    /// because nothing is moved, as between idle and active.
     #[must_use]
     pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =

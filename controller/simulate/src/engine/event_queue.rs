@@ -1,4 +1,5 @@
-//! The planned events in order of time. Events of the same time are in the order of planning.
+//! The queue of planned events, in order of time. Events of the same time are in the order in which
+//! they were planned.
 //!
 //! Most events plan one further event in the near future. The planned event replaces the current
 //! event at the top of the heap and moves down a few levels. This costs less than a removal and an
@@ -13,7 +14,7 @@ use affinode_core::Millis;
 
 use super::SimulationEvent;
 
-/// Time of an event, and its position among events of the same time.
+/// A planned event, ordered by its time and by its position among events of the same time.
 #[derive(Clone, Copy, Debug)]
 struct ScheduledEvent {
     at: Millis,
@@ -53,14 +54,14 @@ impl Ord for ScheduledEvent {
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
-    /// Whether the event at the top of the heap is being handled. The next operation replaces or
-    /// removes it.
+    /// Whether the event at the top of the heap is being handled. The next operation on the queue
+    /// replaces or removes that event.
     happens: bool,
     sequence: u64,
 }
 
 impl EventQueue {
-    /// Plans an event for a time.
+    /// Adds an event to the queue, to happen at the time `at`.
     pub(super) fn plan(&mut self, at: Millis, event: SimulationEvent) {
         self.sequence += 1;
         let planned = ScheduledEvent { at, sequence: self.sequence, event };
@@ -73,7 +74,7 @@ impl EventQueue {
         }
     }
 
-    /// The next event and its time.
+    /// Returns the next event and its time. `None`: no event is planned.
     pub(super) fn next(&mut self) -> Option<(Millis, SimulationEvent)> {
         if self.happens
             && let Some(first) = self.heap.peek_mut()
@@ -98,8 +99,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whenever events are planned, even while another event is handled, the queue must return
-        /// them in order of time.
+        /// The queue must return events in order of time, even if events are planned while another
+        /// event is handled.
         #[test]
         fn events_come_in_order_of_time(
             steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),

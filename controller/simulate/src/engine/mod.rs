@@ -41,11 +41,12 @@ use super::{
     summary::{CallDelay, ContainerTotals, SummaryMeter},
 };
 
-/// Time between two queries of the node while a container waits.
+/// Interval at which the node is queried while a container waits for VRAM.
 const POLL_MS: Millis = 500;
-/// Time after which a waiting container counts as stuck, if no other event happens.
+/// Time after which the simulation gives up because a container waits for VRAM and no other event
+/// happens.
 const STUCK_MS: Millis = 86_400_000;
-/// Time after which a due query is repeated if it had no effect.
+/// Minimum time until the node is queried again about a container after a due query had no effect.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -62,13 +63,14 @@ struct SimulatedNode<'a> {
     now: Millis,
     agenda: EventQueue,
     processes: Vec<SimulatedProcess<'a>>,
-    /// The processes of each GPU.
+    /// For each GPU, the indexes of its processes.
     by_gpu: Vec<Vec<usize>>,
     /// UUIDs of the GPUs, one entry per GPU.
     uuids: Vec<String>,
-    /// Inputs for the node, to be processed after the current effects.
+    /// Inputs that the node will handle after the current effects are executed.
     inputs: VecDeque<Input>,
-    /// Buffer for effects. It is empty between inputs, and kept for its capacity.
+    /// Buffer for effects. It is empty between inputs and exists only so that its allocation is
+    /// reused.
     effects: Vec<Effect>,
     machine: SimulatedMachine,
     costs: Calibration,
@@ -80,17 +82,18 @@ struct SimulatedNode<'a> {
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Time since which the only planned events are queries.
+    /// Start of the time in which the only planned events are queries of the node. `None`: another
+    /// event is planned.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
     delays: Vec<CallDelay>,
     figures: SimulationSummary,
-    /// The decisions so far. `None`: they are not recorded.
+    /// The decisions so far, if they are recorded. `None`: they are not recorded.
     decisions: Option<Vec<PolicyDecision>>,
 }
 
-/// Runs one baseline over the trace.
+/// Simulates one baseline (a policy to compare) on the trace and returns the results.
 ///
 /// # Errors
 /// A process never fits, or the node violated one of its guarantees.
@@ -108,7 +111,8 @@ pub fn run(
     Ok(outcome::finish(world, contender.reloads))
 }
 
-/// Returns the decisions of one baseline, in order. A baseline without offloads has none.
+/// Simulates one baseline (a policy to compare) and returns its decisions in order. A baseline
+/// without offloads has none.
 ///
 /// # Errors
 /// The errors of [`run`].
@@ -125,7 +129,7 @@ pub fn decisions(
     Ok(world.decisions.unwrap_or_default())
 }
 
-/// Checks whether each process fits on its GPU.
+/// Checks that the largest process fits on a GPU.
 fn check(trace: &WorkloadTrace, machine: SimulatedMachine) -> Result<(), SimulationError> {
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
     if largest + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
@@ -201,7 +205,8 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Registers every process as offloaded, until its first call.
+    /// Registers every process as offloaded, and plans its first call. A process that starts later
+    /// than the trace is registered at its first call.
     fn begin(
         &mut self,
         trace: &'a WorkloadTrace,
@@ -324,7 +329,8 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Plans to query the node at its next due time, unless a call comes first.
+    /// Plans a query of the node about a process at the time at which its next decision is due.
+    /// Plans none if a call comes first.
     fn plan_due(&mut self, n: usize, not_before: Millis) {
         let p = &self.processes[n];
         if p.busy_until.is_some() || !p.waiting.is_empty() {

@@ -1,4 +1,4 @@
-//! Names of containers, processes and GPUs of a trace, derived from their numbers.
+//! Derives the names of a trace's containers, processes and GPUs from their numbers.
 
 use affinode_core::{Key, ProcessId};
 
@@ -9,7 +9,7 @@ pub(crate) fn key(n: usize) -> Key {
     }
 }
 
-/// The number of a process, from a key that [`key`] made.
+/// Returns the number of a process from a key that [`key`] made.
 pub(crate) fn number(key: &str) -> usize {
     usize::from_str_radix(key, 16).unwrap_or(0)
 }

@@ -1,5 +1,5 @@
-//! Executes the node's effects. Orders take the time of the calibration; readings of GPUs take
-//! none.
+//! Executes the node's effects. An order takes the time that the calibration states. A reading of a
+//! GPU takes no time.
 
 use affinode_core::{Effect, GpuSample, Input, Millis, Survey};
 use affinode_proto::{
@@ -18,10 +18,12 @@ use super::{
 };
 use crate::{SimulationError, memory::OffloadLevel, summary::CallDelay};
 
-/// Maximum time between an offload and the following restore that counts as thrash.
+/// Maximum time between an offload and the following restore for which the restore counts as
+/// thrash.
 const THRASH_MS: Millis = 60_000;
 
-/// A reading of a GPU. `process`: the process whose VRAM it lists.
+/// Returns the sample that NVML would give of a GPU. `process`: the only process whose VRAM the
+/// sample lists, `None` for no process.
 pub(super) fn gpu_sample(
     world: &SimulatedNode<'_>,
     gpu: usize,
@@ -38,7 +40,8 @@ pub(super) fn gpu_sample(
     }
 }
 
-/// An unrequested reading of the GPU as an input.
+/// Returns a reading of the GPU of process `n` as an input for the node, although the node has not
+/// requested it.
 pub(super) fn gpu_reading(world: &SimulatedNode<'_>, n: usize) -> Input {
     Input::Proven(
         world.processes[n].key.clone(),
@@ -88,7 +91,7 @@ pub(super) fn simulate_effect(
     Ok(())
 }
 
-/// Begins an order of the node, and plans its end.
+/// Begins the execution of an order to an agent, and plans its end.
 fn begin_order(
     world: &mut SimulatedNode<'_>,
     n: usize,
@@ -117,7 +120,7 @@ fn begin_order(
     Ok(())
 }
 
-/// Takes VRAM at the begin of a restore, because the driver allocates before it copies.
+/// Allocates VRAM at the begin of a restore, because the driver allocates before it copies.
 fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError> {
     let (now, p) = (world.now, &mut world.processes[n]);
     let bytes = p.memory.gone_bytes();
@@ -201,8 +204,8 @@ pub(super) fn end_order(
     page.map_or(Ok(()), |page| world.tell(page))
 }
 
-/// Releases the waiting calls of a process after its gate has opened. Returns the counters if
-/// calls were waiting.
+/// Releases the waiting calls of a process after its gate has opened. If calls were waiting,
+/// returns the new counters as an input.
 fn calls_continue(world: &mut SimulatedNode<'_>, n: usize) -> Option<Input> {
     let now = u32::try_from(world.now).unwrap_or(u32::MAX);
     let p = &mut world.processes[n];

@@ -1,11 +1,12 @@
-//! Computes the results at the end of a run.
+//! Computes the results of a simulation at its end.
 
 use affinode_core::Millis;
 
 use super::{SimulatedNode, process::SimulatedProcess};
 use crate::summary::{self, ContainerTotals, SimulationSummary};
 
-/// Computes the results of a run. `reloads`: the baseline reloads processes from disk.
+/// Computes the results of a simulation. `reloads`: in this baseline, processes are ended and load
+/// their data from disk again.
 pub(super) fn finish(mut world: SimulatedNode<'_>, reloads: bool) -> SimulationSummary {
     let mut summary = std::mem::take(&mut world.figures);
     let end = meter_end(&world);

@@ -19,8 +19,8 @@ use crate::{
     trace::TraceLoad,
 };
 
-/// Time after a process's end at which the node is queried about the other processes of the GPU.
-/// The node updates its list of oversubscribed GPUs every 10 s.
+/// Time after the end of a process at which the node is queried about the other processes of the
+/// GPU. It is the interval at which the node updates its list of oversubscribed GPUs.
 const NEIGHBOURS_MS: Millis = 10_000;
 
 pub(super) struct SimulatedProcess<'a> {
@@ -30,9 +30,10 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) gpu: usize,
     pub(super) phase: Phase,
     pub(super) memory: ProcessMemory,
-    /// The engine in the process's policy.
+    /// The engine (method of moving GPU memory) in the process's policy.
     pub(super) engine: Engine,
-    /// The level from which the last restore began. It is reset when the calls continue.
+    /// The level of the offload from which the last restore began: what part of the memory was off
+    /// the GPU. It is reset when the calls continue.
     pub(super) restored_from: OffloadLevel,
     pub(super) phase_after_restore: Phase,
     /// Host memory that contains the process's offloaded memory, in bytes.
@@ -43,8 +44,8 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) calls: u64,
     pub(super) lived: ContainerTotals,
     pub(super) due: Option<Millis>,
-    /// VRAM-time that offloads freed between the process's first and last call, in bytes times
-    /// milliseconds. Counted up to the time `freed_until`.
+    /// Product of freed VRAM and time, summed over the process's offloads between its first and
+    /// last call, in bytes times milliseconds. It is counted up to the time `freed_until`.
     pub(super) freed_byte_ms: u128,
     pub(super) freed_until: Millis,
     pub(super) used_ms: Millis,
@@ -67,7 +68,8 @@ impl SimulatedProcess<'_> {
         self.load.arrivals_ms.last().map_or(0, |at| Millis::from(*at))
     }
 
-    /// Adds the VRAM-time freed until now. Called before the amount of freed VRAM changes.
+    /// Adds the product of freed VRAM and time up to now. Must be called before the amount of freed
+    /// VRAM changes.
     pub(super) fn count_freed(&mut self, now: Millis) {
         let (from, to) = (self.freed_until.max(self.first()), now.min(self.last()));
         let bytes = u128::from(self.memory.gone_bytes());
@@ -83,7 +85,7 @@ pub(super) fn arrival(world: &mut SimulatedNode<'_>, n: usize) {
     }
 }
 
-/// The counters of a process at present.
+/// Returns the present counters of a process.
 pub(super) fn page(world: &SimulatedNode<'_>, n: usize) -> CounterSnapshot {
     let p = &world.processes[n];
     let swap = p.memory.swap();
@@ -108,7 +110,7 @@ pub(super) fn page(world: &SimulatedNode<'_>, n: usize) -> CounterSnapshot {
     }
 }
 
-/// A process makes its next call, which waits if the gate is closed.
+/// Makes the next CUDA call of a process. The call waits if the gate is closed.
 pub(super) fn called(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError> {
     let now = world.now;
     let p = &mut world.processes[n];
@@ -136,8 +138,8 @@ pub(super) fn called(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simu
     Ok(())
 }
 
-/// Begins a use, and returns the counters that show it. Calls without a pause between them form
-/// one use.
+/// Begins a period of use of a process, and returns the counters that show it. Calls without a
+/// pause between them form one period.
 pub(super) fn use_begins(world: &mut SimulatedNode<'_>, n: usize) -> Input {
     let now = world.now;
     let p = &mut world.processes[n];
@@ -172,9 +174,9 @@ fn exits(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError>
     Ok(())
 }
 
-/// Plans a query about each idle process on the GPU of a process that has ended. If the GPU is
-/// no longer oversubscribed, the mode `auto` offloads idle containers even if no container
-/// waits.
+/// Plans a query of the node about each idle process on the GPU of a process that has ended. If the
+/// GPU is no longer oversubscribed, the mode `auto` offloads idle containers even if no container
+/// waits for VRAM.
 fn query_neighbours(world: &mut SimulatedNode<'_>, n: usize) {
     let at = world.now + NEIGHBOURS_MS;
     for m in world.by_gpu[world.processes[n].gpu].clone() {
@@ -187,7 +189,7 @@ fn query_neighbours(world: &mut SimulatedNode<'_>, n: usize) {
     }
 }
 
-/// Ends a use of a process, and plans its next call.
+/// Ends a period of use of a process, and plans its next call.
 pub(super) fn use_ends(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError> {
     let now = world.now;
     let p = &mut world.processes[n];
