@@ -1,7 +1,8 @@
-//! State of one container that Affinode manages. [`affinode_proto::state`] draws its states.
+//! State of one container that Affinode manages. [`affinode_proto::state`] has a diagram of the
+//! states.
 //!
-//! What ends with an offload or a restore is in [`Goal`]. The other fields are grouped by what they
-//! are about.
+//! [`Goal`] contains the data of the offload or restore in progress. The other fields are grouped
+//! by subject.
 
 mod failures;
 mod figures;
@@ -23,10 +24,11 @@ use super::{
     holds::ShortHolds, input::Request, policy::Policy,
 };
 
-/// A restore before an expected call. It ends with the first call or the next offload.
+/// A prewake: a restore of a container before an expected CUDA call. It ends with the first call or
+/// the next offload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prewake {
-    /// If no call comes, the container stays resident until this time.
+    /// Time until which the container stays resident if no CUDA call comes.
     pub until: Millis,
     /// Why a call is expected: the container's history, or a connection.
     pub why: Reason,
@@ -37,7 +39,8 @@ pub struct Prewake {
 pub struct Container {
     /// The container's names, annotations and paths, as its shim announced them.
     pub spec: ContainerSpec,
-    /// The policy that results from the annotations, the namespace rule and the node's settings.
+    /// The container's effective policy. It results from the annotations, the namespace rule and
+    /// the node's settings.
     pub policy: Policy,
     /// One warning for each invalid annotation of the container.
     pub warnings: Vec<String>,
@@ -47,24 +50,26 @@ pub struct Container {
     pub goal: Goal,
     /// Cause of the offload or restore in progress.
     pub cause: Reason,
-    /// When the pending survey of host memory and GPUs was requested. `None`: no survey is pending.
-    /// A survey may outlast the offload for which it was requested.
+    /// When the pending survey (a reading of host memory and GPUs) was requested. `None`: no survey
+    /// is pending. The offload may end before its survey arrives.
     pub survey_asked: Option<Millis>,
-    /// When the first call began to wait for the restore of the container. `None`: no call waits.
+    /// When the first CUDA call began to wait for the container's restore. `None`: no call waits.
     pub wake_began: Option<Millis>,
     /// Requests of operators that the controller has not answered yet.
     pub commands: Vec<(CommandId, Request)>,
     /// When the container was used, and when its next use is expected.
     pub usage: Usage,
-    /// The last restore before an expected call, until a call or an offload follows.
+    /// The last prewake (a restore before an expected CUDA call). `None`: there was none, or a call
+    /// or an offload has followed it.
     pub prewake: Option<Prewake>,
     /// Connections that arrived while the container was offloaded.
     pub connections: Connections,
-    /// Offloads that failed, in a row.
+    /// Number of offloads in a row that failed, and when the next one may begin.
     pub offload_failures: OffloadFailures,
-    /// Restores that failed, in a row.
+    /// Number of restores in a row that failed, and when the next one may begin.
     pub restore_failures: RestoreFailures,
-    /// Orders to pause allocations that the container's processes ignored.
+    /// Orders to pause allocations that the container's processes did not follow. Because of them,
+    /// the controller waits less long for reports of these processes.
     pub short_holds: ShortHolds,
     /// Counts and durations of the container's moves.
     pub figures: Figures,
@@ -106,33 +111,34 @@ impl Container {
         self.usage.idle_after_ms(&self.policy)
     }
 
-    /// Time at which the container is idle if it is not used until then.
+    /// Time at which the container becomes idle if it is not used before.
     #[must_use]
     pub fn idle_at(&self) -> Millis {
         self.usage.last_use.saturating_add(self.idle_after_ms())
     }
 
-    /// Whether a call in progress may end the offload in progress. A forced offload goes on.
+    /// Whether a CUDA call may cancel the container's offload. A forced offload is not cancelled.
     #[must_use]
     pub fn gives_way_to_calls(&self) -> bool {
         self.goal.offload().is_some_and(|offload| !offload.forced)
     }
 
-    /// Whether the container's memory is offloaded and stays offloaded.
+    /// Whether the container is offloaded and no move of it is in progress.
     #[must_use]
     pub fn rests_offloaded(&self) -> bool {
         self.shown.state == State::Offloaded && self.goal.is_offloaded()
     }
 
-    /// Records a call that wakes the container, and whether the call came early after the offload.
+    /// Records that a CUDA call wakes the container after an offload for the idle timeout. The time
+    /// that the container was offloaded shows whether the offload was too early.
     pub fn left_early(&mut self, now: Millis) {
         if self.shown.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             self.usage.woken_after(now.saturating_sub(self.shown.since));
         }
     }
 
-    /// Ends a pause in the container's use, and learns from the pause if it was long enough.
-    /// Returns the length of the pause in milliseconds.
+    /// Ends a pause in the container's use. If the pause was a second or longer, the keep-alive is
+    /// learned from it. Returns the length of the pause in milliseconds.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         self.usage.pause_ends(now, node, self.policy.keep_alive_target())
     }

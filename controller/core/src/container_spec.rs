@@ -26,28 +26,28 @@ pub struct ContainerSpec {
     pub image: String,
     /// All annotations whose names begin with `affinode.io/`.
     pub annotations: BTreeMap<String, String>,
-    /// `linux.cgroupsPath` of the spec, as written there.
+    /// The container's `linux.cgroupsPath` in its OCI spec, unchanged.
     pub cgroups_path: String,
-    /// The bundle's directory on the host. For a job: its lock file.
+    /// Path of the OCI bundle's directory on the host. For a job: path of its lock file.
     pub bundle: String,
-    /// Number that differs between containers that reuse an id. 0: unknown.
+    /// Number that distinguishes containers that use the same id one after another. 0: unknown.
     pub generation: u64,
-    /// Pid and start time of the container's first process. They are set if no shim reports the
-    /// deletion of the container. `None`: a shim reports it, or the container is a job.
+    /// Pid and start time of the container's first process, for a container whose deletion no shim
+    /// reports. `None`: a shim reports it, or the container is a job.
     pub init: Option<(u32, u64)>,
     /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,
 }
 
 impl ContainerSpec {
-    /// Namespace that the rules of `[[policy.namespace]]` match: the namespace in Kubernetes if
-    /// there is one, else the namespace in containerd.
+    /// Namespace to which the rules of `[[policy.namespace]]` are applied: the namespace in
+    /// Kubernetes if there is one, otherwise the namespace in containerd.
     #[must_use]
     pub fn rule_namespace(&self) -> &str {
         if self.pod_namespace.is_empty() { &self.namespace } else { &self.pod_namespace }
     }
 
-    /// The policy of the container, with a warning for each invalid annotation.
+    /// Determines the policy of the container, and returns a warning for each invalid annotation.
     #[must_use]
     pub fn policy(&self, policies: &Policies) -> (Policy, Vec<String>) {
         policies.resolve(self.rule_namespace(), &self.annotations)

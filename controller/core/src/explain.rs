@@ -1,4 +1,4 @@
-//! The effective settings of a container, value by value, with the source of each value.
+//! Lists the effective settings of a container, each with the source of its value.
 //!
 //! ```text
 //! default < node (file, drop-in, environment) < namespace rule < annotation < operator (pin, auto-offload)
@@ -14,7 +14,7 @@ use super::{
     policy::{Policies, SETTINGS, Setting, apply},
 };
 
-/// The source of a value.
+/// The source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// The built-in default of Affinode.
@@ -30,7 +30,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// The word for the source, and the name of the file, namespace, annotation or command.
+    /// The word for the kind of source, and the name of the file, namespace, annotation or command.
     #[must_use]
     pub fn words(&self) -> (&'static str, &str) {
         match self {
@@ -43,23 +43,23 @@ impl Origin {
     }
 }
 
-/// A setting with its effective value.
+/// A setting with its effective value and the source of that value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Value {
     /// Name of the setting in `[policy]`.
     pub name: &'static str,
-    /// The value as configuration files write it.
+    /// The value in the form that configuration files use.
     pub value: String,
     /// The source of the value.
     pub origin: Origin,
 }
 
-/// The names of all settings, as `[policy]` has them.
+/// Names of all settings in section `[policy]` of the configuration.
 pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
 }
 
-/// The annotations that change this setting.
+/// Names of the annotations that change the setting `name`.
 #[must_use]
 pub fn annotations(name: &str) -> Vec<String> {
     let settings = SETTINGS.iter().filter(|setting| setting.name == name);
@@ -67,7 +67,7 @@ pub fn annotations(name: &str) -> Vec<String> {
 }
 
 impl Policies {
-    /// The node's values, each with its source.
+    /// Lists the node's settings, each with its value and source.
     #[must_use]
     pub fn explain_node(&self) -> Vec<Value> {
         let value = |setting: &Setting| {
@@ -80,7 +80,8 @@ impl Policies {
         SETTINGS.iter().map(value).collect()
     }
 
-    /// The effective values of a container, with the same precedence as [`Policies::resolve`].
+    /// Lists the effective settings of a container, each with its source. The precedence is the
+    /// same as in [`Policies::resolve`].
     #[must_use]
     pub fn explain(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> Vec<Value> {
         let (policy, _) = self.resolve(namespace, annotations);
@@ -103,7 +104,7 @@ impl Policies {
     }
 }
 
-/// The effective values of a container, with the choices of operators.
+/// Lists the effective settings of a container, including the choices of operators.
 #[must_use]
 pub(super) fn explain(node: &NodeState, key: &Key) -> Vec<Value> {
     let Some(container) = node.registry.containers.get(key) else { return Vec::new() };

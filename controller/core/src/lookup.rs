@@ -1,4 +1,4 @@
-//! Lookups of containers and processes that several parts of the node need.
+//! Look-ups of containers and processes that several files of the core need.
 
 use affinode_proto::{
     reason::Reason,
@@ -14,7 +14,8 @@ use super::{
     process::{PendingAlloc, Process},
 };
 
-/// Time after the begin of an offload during which the offload is expected to free VRAM soon.
+/// Time after the begin of an offload during which the offload is expected to free VRAM. A longer
+/// offload is not counted on.
 const LEAVES_MS: Millis = 20_000;
 
 impl NodeState {
@@ -23,19 +24,19 @@ impl NodeState {
         self.registry.containers.get(key).map(Container::display_name).unwrap_or_default()
     }
 
-    /// VRAM that the offloaded processes of a container gave up, in bytes.
+    /// VRAM that the offloaded processes of a container released, in bytes.
     pub(super) fn offloaded_bytes(&self, key: &Key) -> u64 {
         let offloaded =
             self.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
         offloaded.map(|(_, p)| p.offloaded_vram_bytes()).sum()
     }
 
-    /// Processes of a container.
+    /// Numbers of a container's processes.
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
         self.registry.processes.ids_of(key).collect()
     }
 
-    /// Minute of the week by the wall clock.
+    /// The present minute of the week, by the wall clock.
     pub(super) fn week_minute(&self) -> u32 {
         let now = i64::try_from(self.clock.now).unwrap_or(i64::MAX);
         super::window::week_minute(self.clock.unix_ms.saturating_add(now))
@@ -46,7 +47,8 @@ impl NodeState {
         self.registry.containers.get(key).map_or(Reason::Requested, |c| c.cause)
     }
 
-    /// Where each process of a container stands in its offload or restore.
+    /// Phase and offload method of each process of a container, from which its next orders are
+    /// planned.
     pub(super) fn positions(&self, key: &Key) -> Vec<ProcessPosition> {
         let container = self.registry.containers.get(key);
         let out = container.is_some_and(|c| c.goal.is_offloaded());
@@ -71,7 +73,8 @@ impl NodeState {
         self.admission.grants.is_empty() && self.admission.queue.in_order(self.clock.now).is_empty()
     }
 
-    /// Processes of a container that the journal records and that have not registered.
+    /// Processes of a container that an earlier controller's journal records and that have not
+    /// registered.
     pub(super) fn recalled_of<'a>(
         &'a self,
         key: &'a Key,
@@ -86,7 +89,8 @@ impl NodeState {
         })
     }
 
-    /// Whether a restore of a process that has not registered may be running.
+    /// Whether a restore may be running for a process of the container that has not registered. An
+    /// earlier controller's journal shows it.
     pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
         self.registry
             .unclaimed_journal
@@ -94,12 +98,13 @@ impl NodeState {
             .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
-    /// The container's waiting allocation that is served next.
+    /// The waiting allocation of the container that is served next, and its process. `None`: no
+    /// allocation waits.
     pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
         self.registry.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
-    /// Whether an offload of the process is expected to free VRAM soon.
+    /// Whether an offload of the process is in progress and expected to free VRAM soon.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
             let container = self.registry.containers.get(&p.key).filter(|c| !c.goal.is_resident());

@@ -13,10 +13,10 @@ use super::{
     plan::OffloadMethod,
 };
 
-/// An order that was sent and has no report yet.
+/// An order that was sent to an agent and that the agent has not reported on yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingOrder {
-    /// Number of the order; the report repeats it.
+    /// Number of the order. The agent's report contains the same number.
     pub order: u64,
     /// The action that was ordered.
     pub action: Action,
@@ -25,7 +25,7 @@ pub struct PendingOrder {
 }
 
 impl PendingOrder {
-    /// Whether the process's memory may leave the GPU when this order is carried out.
+    /// Whether the order may move the process's memory off the GPU.
     #[must_use]
     pub fn takes_vram_away(&self) -> bool {
         matches!(self.action, Action::CopyOut { .. } | Action::Checkpoint { .. })
@@ -43,25 +43,25 @@ pub struct PendingAlloc {
     pub attempts: u32,
     /// When the wait began.
     pub since: Millis,
-    /// When the process was ordered to try again. `None`: it was not ordered yet.
+    /// When the controller ordered the process to try the allocation again. `None`: not yet.
     pub resumed_at: Option<Millis>,
 }
 
-/// Work on a GPU, from NVML's utilisation samples.
+/// Work of a process on a GPU, from NVML's utilisation samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWork {
-    /// When the work was seen last.
+    /// When the work was last seen.
     pub at: Millis,
     /// Share of the sample period in which the work ran, in percent.
     pub percent: u32,
 }
 
-/// An order to end a process, because another container needs its VRAM.
+/// An order that a process end, because another container needs its VRAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
     /// When the process was ordered to end.
     pub since: Millis,
-    /// Whether the process did not end in time and was killed.
+    /// Whether the process was killed, because it did not end in time.
     pub by_force: bool,
 }
 
@@ -72,19 +72,20 @@ pub struct Process {
     pub key: Key,
     /// Pid, start time and command of the process, from the kernel.
     pub identity: Identity,
-    /// Connection and phase of the agent, and what is known about the process's hazards.
+    /// Connection and phase of the process's agent (the library's thread in it), and the known
+    /// hazards of the process.
     pub agent: AgentStatus,
-    /// The order in progress. A process has at most one.
+    /// The order in progress, of which a process has at most one. `None`: no order is in progress.
     pub pending: Option<PendingOrder>,
-    /// The VRAM that the process holds or gave up.
+    /// The VRAM that the process holds, and the VRAM that it released at its offload.
     pub memory: ProcessMemory,
-    /// Moves of the process that failed. They limit which moves are tried.
+    /// Moves of the process that failed. The controller avoids further moves of the same kind.
     pub failed_moves: FailedMoves,
-    /// Prefaulting of host memory for the next offload.
+    /// Whether and when the process was ordered to prefault host memory for the next offload.
     pub prefault: PrefaultOrder,
-    /// Pauses of the process's allocations.
+    /// Orders to the process to pause its allocations, and how it followed them.
     pub holds: ProcessHolds,
-    /// How the process uses its GPU.
+    /// How the process uses its GPU: counters, running work, and time since its restore.
     pub activity: ProcessActivity,
     /// The order to end the process. `None`: the process was not ordered to end.
     pub termination: Option<Termination>,
@@ -92,10 +93,11 @@ pub struct Process {
     pub alloc_wait: Option<PendingAlloc>,
 }
 
-/// Connection and phase of a process's agent, and what is known about the process.
+/// Connection and phase of a process's agent (the library's thread in it), and the known properties
+/// of the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentStatus {
-    /// Whether the agent is connected.
+    /// Whether the agent has a connection to the controller.
     pub connected: bool,
     /// The phase in the agent's last report.
     pub phase: Phase,
@@ -108,52 +110,54 @@ pub struct AgentStatus {
     pub capabilities: Capabilities,
 }
 
-/// Moves of a process that failed. They stay recorded when the process registers again.
+/// Kinds of moves that failed for a process. They stay recorded when the process registers again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FailedMoves {
-    /// Whether a restore on another GPU failed, or cannot be complete. This controller then does not
-    /// try it.
+    /// Whether a restore on another GPU failed, or cannot be complete. This controller then tries
+    /// no such restore.
     pub migration: bool,
-    /// Whether a copy by the agent failed. Later offloads then use the driver's checkpoint.
+    /// Whether the agent failed to copy the memory. Later offloads then use the driver's
+    /// checkpoint.
     pub copy: bool,
     /// Number of offloads in a row in which no copier copied the memory that the process had
-    /// exported.
+    /// exported for it.
     pub copier_in_a_row: u32,
 }
 
-/// Prefaulting of host memory for the next offload.
+/// The order to prefault (touch and register) host memory for the next offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefaultOrder {
-    /// Whether the process was ordered to prefault.
+    /// Whether the process is under an order to prefault.
     pub ordered: bool,
-    /// Start of the idle period in which prefaulting was last ordered. In each period it is ordered
-    /// at most once.
+    /// Start of the idle period in which the process was last ordered to prefault. In each period
+    /// it is ordered at most once.
     pub ordered_for_idle: Option<Millis>,
 }
 
-/// Pauses of a process's allocations.
+/// Orders to a process to pause its allocations, and how it followed them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessHolds {
-    /// Number of grants, and of siblings' restores, for which the process pauses its allocations.
+    /// Number of orders because of which the process pauses its allocations: one for each grant,
+    /// and one for the restore of other processes of its container.
     pub count: u32,
     /// Whether the process pauses its allocations until the other processes of its container are
     /// restored.
     pub for_siblings: bool,
-    /// Counts of refused and completed orders to pause allocations.
+    /// Record of the orders to pause allocations that the process refused.
     pub record: HoldRecord,
 }
 
-/// How a process uses its GPU.
+/// How a process uses its GPU: counters, running work, and time since its restore.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProcessActivity {
     /// The last reading of the process's counters.
     pub counters: Option<CounterSnapshot>,
-    /// The permanent reason for which the counters of the process are ignored. `None`: they are
-    /// valid.
+    /// Why the counters of the process are ignored permanently. `None`: they are valid.
     pub counter_error: Option<String>,
-    /// The last work on a GPU, as NVML reports it. It may run without a CUDA call in progress.
+    /// The work of the process that NVML last saw on a GPU. Such work may run without a CUDA call
+    /// in progress.
     pub working: Option<DeviceWork>,
-    /// When the process registered or was last restored. 0: before this controller started.
+    /// When the process registered or was last restored. 0: it started before this controller.
     pub resident_since: Millis,
 }
 
@@ -164,9 +168,9 @@ impl Process {
         self.agent.capabilities.contains(capabilities)
     }
 
-    /// Whether an order in progress may take the process's memory off the GPU. A slow order does
-    /// not count: it may hang in the driver, and the other processes of the container must not wait
-    /// for it.
+    /// Whether an order in progress may move the process's memory off the GPU. An order that takes
+    /// long does not count: it may hang in the driver, and the other processes of the container
+    /// must not wait for it.
     #[must_use]
     pub fn may_leave(&self, now: Millis) -> bool {
         self.pending.is_some_and(|pending| {
@@ -174,8 +178,8 @@ impl Process {
         })
     }
 
-    /// Hazards that do not prevent a copy out. With an older library, hazards of single allocations
-    /// do prevent it, because that library cannot leave these allocations on the GPU.
+    /// Returns the hazards that do not prevent a copy out. With an older library, hazards of single
+    /// allocations do prevent it, because that library cannot leave these allocations on the GPU.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
         let known = self.can(Capabilities::LEAVES_IN_PART);
@@ -189,41 +193,43 @@ impl Process {
         self.agent.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
-    /// Present VRAM of the process in bytes, over all GPUs.
+    /// VRAM that the process holds now, in bytes over all GPUs.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.memory.vram_bytes()
     }
 
-    /// VRAM that the process freed and needs for its restore. `None`: unknown.
+    /// VRAM that the process released at its offload and needs for its restore. `None`: unknown.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         self.memory.to_restore(self.agent.phase)
     }
 
-    /// VRAM that the process freed and needs for its restore, in bytes over all GPUs.
+    /// VRAM that the process released at its offload and needs for its restore, in bytes over all
+    /// GPUs. 0: none, or unknown.
     #[must_use]
     pub fn offloaded_vram_bytes(&self) -> u64 {
         self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
 
-    /// VRAM that a copy out frees, without the context.
+    /// VRAM that a copy out of the process frees. The CUDA context is not included, because it
+    /// stays.
     #[must_use]
     pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
         self.memory.freed_by_copy()
     }
 
-    /// Records that the process was checkpointed without a copy by its copier. The swappable memory
-    /// is still on the GPU. Therefore the restore needs only the other VRAM, and only a restore on
-    /// the same GPU can be complete.
+    /// Records that the process was checkpointed although its copier had not copied its memory. The
+    /// swappable memory is still on the GPU. Therefore the restore needs only the other VRAM, and
+    /// only a restore on the same GPU can be complete.
     pub fn record_copy_out_failure(&mut self) {
         self.memory.record_copy_out_failure();
         self.failed_moves.migration = true;
     }
 
-    /// Host memory that an offload by the method `moves` takes, in bytes, without the memory that
-    /// the driver takes for itself. A retained host copy is subtracted, because the container is
-    /// charged for that copy already.
+    /// Host memory that an offload by the method `moves` needs, in bytes. It does not include
+    /// memory that the driver allocates for itself. A retained host copy is subtracted, because the
+    /// container is charged for that copy already.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);

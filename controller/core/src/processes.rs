@@ -1,4 +1,4 @@
-//! All processes of the node. They can be found by number and by container.
+//! All processes of the node, found by number or by container.
 //!
 //! Most inputs need two results over all processes: the VRAM that the processes want per GPU, and
 //! the partly restored containers. Both are cached. Before a result is returned, it is updated for
@@ -12,14 +12,15 @@ use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
-/// All processes, grouped by container: each input looks up the few processes of one container many
-/// times, and a node may have a thousand containers.
+/// All processes of the node, grouped by container. The grouping makes look-ups fast: each input
+/// looks up the few processes of one container many times, and a node may have a thousand
+/// containers.
 #[derive(Debug, Default)]
 pub struct Processes {
     by_key: IndexMap<Key, Siblings, FixedState>,
-    /// Index of the process's container in `by_key`.
+    /// For each process, the index of its container in `by_key`.
     places: HashMap<ProcessId, usize, FixedState>,
-    /// Containers whose processes may have changed since the last count.
+    /// Containers whose processes may have changed since the cached results were last updated.
     touched: Vec<Key>,
     wanted: HashMap<String, u128, FixedState>,
     half_way: BTreeSet<Key>,
@@ -31,7 +32,7 @@ struct Siblings {
     /// The processes, ordered by number.
     list: Vec<(ProcessId, Process)>,
     touched: bool,
-    /// VRAM of these processes that is included in the cached sum.
+    /// VRAM of these processes that the cached sum contains.
     wants: Vec<DeviceBytes>,
 }
 
@@ -61,7 +62,7 @@ impl Siblings {
     }
 }
 
-/// VRAM that a process has, or had before its offload and needs again.
+/// VRAM that a process has or, if it is offloaded, had before its offload and needs again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
     match p.agent.phase {
         Phase::Checkpointed | Phase::CopiedOut => {
@@ -72,7 +73,7 @@ pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
 }
 
 impl Processes {
-    /// Inserts a process. A process with the same number is replaced.
+    /// Inserts a process. It replaces a process with the same number.
     pub fn insert(&mut self, id: ProcessId, process: Process) {
         self.remove(&id);
         let key = process.key.clone();
@@ -92,23 +93,23 @@ impl Processes {
         Some(siblings.list.remove(place).1)
     }
 
-    /// The process with this number.
+    /// Finds the process with this number.
     #[must_use]
     pub fn get(&self, id: &ProcessId) -> Option<&Process> {
         let (_, siblings) = self.by_key.get_index(*self.places.get(id)?)?;
         siblings.list.iter().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, to be changed. Its key must not change.
+    /// Finds the process with this number and returns it for changes. Its key must not change.
     pub fn get_mut(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (key, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.touch(key, &mut self.touched);
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, for a change that affects neither its phase nor its VRAM. The
-    /// cached results stay valid, so a counter reading, the most frequent input, causes no new
-    /// count.
+    /// Finds the process with this number and returns it for a change that affects neither its
+    /// phase nor its VRAM. The cached results stay valid. Counter readings, the most frequent
+    /// input, therefore cause no new count.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
@@ -127,7 +128,7 @@ impl Processes {
         self.by_key.values().flat_map(|siblings| &siblings.list).map(|(_, process)| process)
     }
 
-    /// All processes, to be changed, grouped by container. Their keys must not change.
+    /// All processes, grouped by container, for changes. Their keys must not change.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Process> {
         for (key, siblings) in &mut self.by_key {
             siblings.touch(key, &mut self.touched);
@@ -141,20 +142,20 @@ impl Processes {
         self.of(key).map(|(id, _)| id)
     }
 
-    /// A container's processes, in order of number.
+    /// Processes of a container, each with its number, in ascending order of the numbers.
     pub fn of(&self, key: &Key) -> impl Iterator<Item = (ProcessId, &Process)> + '_ {
         let list = self.by_key.get(key).map(|siblings| siblings.list.as_slice());
         list.unwrap_or_default().iter().map(|(id, process)| (*id, process))
     }
 
-    /// VRAM of one GPU that all processes hold or need again, in bytes.
+    /// VRAM of one GPU that all processes hold, or need again after an offload, in bytes.
     pub fn wanted_bytes(&mut self, uuid: &str) -> u128 {
         self.count();
         self.wanted.get(uuid).copied().unwrap_or(0)
     }
 
-    /// Containers that hold VRAM and are only partly restored: a process is locked, or behind a
-    /// closed gate.
+    /// Containers that hold VRAM and are only partly restored: a process is locked, or its gate is
+    /// closed.
     pub fn half_way(&mut self) -> &BTreeSet<Key> {
         self.count();
         &self.half_way

@@ -1,4 +1,4 @@
-//! Everything that can be read from a node: for users, the daemon and the simulator.
+//! Queries on the state of a node, for users, the daemon and the simulator.
 
 use std::collections::BTreeSet;
 
@@ -24,20 +24,20 @@ use super::{
     texts::{copy_failed_text, damaged_text, ipc_refused_text},
 };
 
-/// State of a container as its own programs can read it.
+/// State of a container in the form in which the container's own programs can read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContainerStatus {
-    /// State of the GPU memory.
+    /// State of the container, such as `Offloaded`.
     pub state: State,
     /// When the container entered this state, on the controller's monotonic clock.
     pub since: Millis,
     /// Why the container is in this state.
     pub reason: Reason,
-    /// Number of waiters that are served before the container. `None`: it does not wait for VRAM.
+    /// Number of containers that get VRAM before this container. `None`: it does not wait for VRAM.
     pub waiters_before: Option<usize>,
 }
 
-/// Reason why no container was found by a name. The text is for an operator.
+/// Error: no container, or no single container, was found by a name. The text is for an operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
     /// The name is empty.
@@ -49,7 +49,7 @@ pub enum FindError {
     /// Several containers match the name.
     #[error("{name:?} matches {}; name one of them", found.join(", "))]
     Ambiguous {
-        /// The given name, which may be a prefix of a container's key, id or name.
+        /// The given name. It may be a prefix of a container's key, id or name.
         name: String,
         /// Names of the containers that match it.
         found: Vec<String>,
@@ -62,12 +62,12 @@ impl Node {
         self.state.registry.containers.iter()
     }
 
-    /// The connected and disconnected processes of a container.
+    /// All processes of a container, including processes without a connection.
     pub fn processes(&self, key: &Key) -> impl Iterator<Item = &Process> {
         self.state.registry.processes.of(key).map(|(_, process)| process)
     }
 
-    /// The GPUs as NVML reported them last.
+    /// The GPUs in the last NVML sample.
     #[must_use]
     pub fn gpus(&self) -> &[GpuSample] {
         &self.state.gpus.samples
@@ -79,7 +79,7 @@ impl Node {
         self.state.gpus.error.as_deref()
     }
 
-    /// VRAM of a GPU that offloaded processes gave up, in bytes.
+    /// VRAM of a GPU that offloaded processes released, in bytes.
     #[must_use]
     pub fn reclaimed_bytes(&self, uuid: &str) -> u64 {
         let offloaded =
@@ -106,7 +106,7 @@ impl Node {
         &self.state.settings.policies
     }
 
-    /// The state of each container.
+    /// The status of each container at the time `now`.
     pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
         self.state.registry.containers.iter().map(move |(key, container)| {
             let status = ContainerStatus {
@@ -166,14 +166,14 @@ impl Node {
         self.state.registry.processes.of(key).map(|(_, p)| p.vram_bytes()).sum()
     }
 
-    /// VRAM that the offloaded processes of a container gave up, in bytes.
+    /// VRAM that the offloaded processes of a container released, in bytes.
     #[must_use]
     pub fn offloaded_bytes(&self, key: &Key) -> u64 {
         self.state.offloaded_bytes(key)
     }
 
-    /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards that
-    /// keep it on the GPU.
+    /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards
+    /// because of which it stays on the GPU.
     #[must_use]
     pub fn staying(&self, key: &Key) -> (u64, Hazards) {
         let hazards =
@@ -221,8 +221,8 @@ impl Node {
             .collect()
     }
 
-    /// Connected processes of the selected containers: number, key, identity and the container's
-    /// name.
+    /// Connected processes of the containers for which `wanted` returns true. Each entry has the
+    /// process's number, the container's key, the process's identity and the container's name.
     pub fn callers(
         &self,
         wanted: impl Fn(&Key) -> bool,
@@ -236,7 +236,8 @@ impl Node {
         self.state.registry.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
     }
 
-    /// Time until the next [`super::Input::Tick`] is due, at most `usual_ms`, in milliseconds.
+    /// Time until the next [`super::Input::Tick`] is due, in milliseconds. It is at most
+    /// `usual_ms`.
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.state.admission.queue.is_empty()
@@ -255,25 +256,26 @@ impl Node {
         self.state.registry.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
     }
 
-    /// Number of containers that wait for VRAM.
+    /// Number of containers in the queue for VRAM.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.state.admission.queue.len()
     }
 
-    /// Number of prewakes, and number of prewakes that a call followed.
+    /// Number of prewakes (restores before an expected CUDA call), and number of prewakes that a
+    /// call followed.
     #[must_use]
     pub fn prewakes(&self) -> (u64, u64) {
         (self.state.prediction.prewakes, self.state.prediction.prewake_hits)
     }
 
-    /// Connected processes. Their counters can be read.
+    /// Processes with a connection. The controller can read the counters of these processes.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.state.registry.processes.ids().into_iter();
         all.filter(|id| self.state.registry.processes.get(id).is_some_and(|p| p.agent.connected))
     }
 
-    /// Connected processes of a container.
+    /// Processes of a container that have a connection.
     pub fn connected_of(&self, key: &Key) -> Vec<ProcessId> {
         self.state
             .registry
@@ -284,13 +286,13 @@ impl Node {
             .collect()
     }
 
-    /// Host pids of all managed processes.
+    /// Host pids of all managed processes, which are processes that have registered.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.state.registry.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, each with its spec. `lives` returns whether a process with
-    /// this pid and start time exists.
+    /// Containers without a process, each with its spec. The journal's processes count if they
+    /// still exist: `lives` returns whether a process with this pid and start time exists.
     pub fn deserted(
         &self,
         lives: impl Fn(u32, u64) -> bool,
@@ -315,21 +317,22 @@ impl Node {
             .map(|(key, c)| (key, &c.spec))
     }
 
-    /// Whether `generation` belongs to another container than the known container with this key.
-    /// The generation is needed, because ids of containers are reused. 0 matches any generation.
+    /// Whether `generation` belongs to a different container than the known container with this
+    /// key. The comparison is needed because ids of containers are reused. 0 matches any
+    /// generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         registration::is_of_another(&self.state, key, generation)
     }
 
-    /// The effective values of a container, with the choices of operators.
+    /// Lists the effective settings of a container, including the choices of operators.
     #[must_use]
     pub fn explain(&self, key: &Key) -> Vec<Value> {
         explain::explain(&self.state, key)
     }
 
-    /// Share of the last sample in which work of the process ran, in percent. 0: the process is not
-    /// in the sample. `None`: there is no valid sample.
+    /// Share of the last sample period in which work of the process ran on the GPU, in percent. 0:
+    /// the process is not in the sample. `None`: there is no valid sample.
     #[must_use]
     pub fn utilization_percent(&self, process: &Process) -> Option<u32> {
         idle::utilization_percent(&self.state, process)
@@ -354,13 +357,14 @@ impl Node {
         copy_watch::copies_in_progress(&self.state)
     }
 
-    /// The overrides that apply now. [`super::Input::Overridden`] replaces them.
+    /// The operators' choices that apply now. [`super::Input::Overridden`] replaces them.
     #[must_use]
     pub fn overrides(&self) -> &OperatorOverrides {
         &self.state.overrides
     }
 
-    /// UUIDs of the GPUs with pressure.
+    /// UUIDs of the GPUs with pressure, which means that a container or an allocation waits for
+    /// their VRAM.
     #[must_use]
     pub fn pressed(&self) -> &BTreeSet<String> {
         &self.state.gpus.under_pressure

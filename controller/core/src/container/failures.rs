@@ -4,8 +4,8 @@ use affinode_proto::reason::Reason;
 
 use super::super::Millis;
 
-/// Number of forced offloads in a row, each given up because calls did not end, after which the
-/// container counts as immovable.
+/// Number of failed forced offloads in a row after which the container counts as immovable. Only
+/// offloads that failed because CUDA calls did not end are counted.
 const PUSHES: u32 = 3;
 
 /// Failed offloads, and when the next one may begin.
@@ -17,8 +17,8 @@ pub struct OffloadFailures {
     pub not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
     forced_in_a_row: u32,
-    /// When the container last proved immovable: several forced offloads in a row failed because
-    /// calls did not end, or an offload failed for another reason, such as a hazard.
+    /// When the container last proved immovable. Proof is an offload that failed for a reason such
+    /// as a hazard, or several forced offloads in a row that failed because CUDA calls did not end.
     pub immovable_at: Option<Millis>,
 }
 
@@ -31,9 +31,9 @@ impl OffloadFailures {
         self.not_before = now + (base << self.in_a_row.min(6)).min(3_600_000);
     }
 
-    /// Records why an offload failed, and whether the reason shows that the container is immovable.
-    /// If the reason is that calls did not end, only several forced offloads in a row show this. If
-    /// the reason is that VRAM was unknown, the failure does not show it.
+    /// Records why an offload failed, and decides whether the container counts as immovable. If
+    /// CUDA calls did not end, the container counts as immovable only after several forced offloads
+    /// in a row. If its VRAM was unknown, it does not count as immovable.
     pub fn has_stayed(&mut self, now: Millis, why: Reason, forced: bool) {
         let immovable = match why {
             Reason::Busy | Reason::Called => {
@@ -49,7 +49,7 @@ impl OffloadFailures {
         }
     }
 
-    /// Ends the row of failures after a completed offload.
+    /// Sets the counts of failures in a row to 0 after a completed offload.
     pub fn clear(&mut self) {
         self.in_a_row = 0;
         self.forced_in_a_row = 0;
@@ -59,8 +59,9 @@ impl OffloadFailures {
 /// Failed restores, and when the container enters the queue again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RestoreFailures {
-    /// Number of grants of VRAM in a row that were of no use: the container was neither restored
-    /// nor made its allocation, although other processes paused their allocations for it.
+    /// Number of VRAM grants in a row that were wasted. With a wasted grant, the container was not
+    /// restored and did not make its allocation, although other processes paused their allocations
+    /// for it.
     pub in_a_row: u32,
     /// Earliest time at which the container enters the queue again.
     pub not_before: Millis,
@@ -69,9 +70,10 @@ pub struct RestoreFailures {
 }
 
 impl RestoreFailures {
-    /// Records a grant that was of no use: it led to neither a restore nor an allocation, although
-    /// other processes paused their allocations for it. The time until the container enters the
-    /// queue again doubles with each such grant, up to a minute.
+    /// Records a wasted grant: it led to neither a restore nor an allocation, although other
+    /// processes paused their allocations for it. From the second in a row on, the container enters
+    /// the queue again only after a pause. The pause doubles with each wasted grant, up to a
+    /// minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.in_a_row > 0 {

@@ -15,29 +15,30 @@ pub struct Figures {
     pub restores: u64,
     /// Duration of the last offload, in milliseconds.
     pub last_offload_ms: Millis,
-    /// Duration of the last wake, from the first waiting call to its release, in milliseconds.
+    /// Duration of the last wake (a restore because a CUDA call waited), from the first waiting
+    /// call to its release, in milliseconds.
     pub last_wake_ms: Millis,
     /// Durations of the last wakes.
     pub wakes: Wakes,
-    /// Duration of the last restore after VRAM was granted, in milliseconds.
+    /// Duration of the last restore, in milliseconds from the grant of its VRAM.
     pub last_restore_ms: Millis,
 }
 
 impl Figures {
-    /// Figures of a container that was just announced.
+    /// Creates the figures of a container that was announced at `now`.
     #[must_use]
     pub fn new(now: Millis) -> Figures {
         Figures { announced_at: now, ..Figures::default() }
     }
 
-    /// Records an offload that took this long.
+    /// Records a completed offload that took `took_ms` milliseconds.
     pub fn offloaded(&mut self, took_ms: Millis) {
         self.offloads += 1;
         self.last_offload_ms = took_ms;
     }
 
-    /// Records a restore. `waited_ms`: time since the first waiting call, 0 if none waited.
-    /// `restore_ms`: time since VRAM was granted.
+    /// Records a completed restore. `waited_ms`: time since the first waiting CUDA call, 0 if none
+    /// waited. `restore_ms`: time since VRAM was granted.
     pub fn restored(&mut self, now: Millis, waited_ms: Millis, restore_ms: Millis) {
         self.restores += 1;
         self.restored_at = Some(now);

@@ -1,4 +1,5 @@
-//! What the controller works towards, with the data that exists only while it does so.
+//! The goal of a container: the state that the controller works towards, with the data that exists
+//! only while it does so.
 //!
 //! ```text
 //! Resident(Restore) ──request──> OffloadRequested(Offload) ──survey: fits──> Offloaded(Offload)
@@ -6,25 +7,26 @@
 //!     └──────────────────────────────────┴────────────────────────────────────────┘
 //! ```
 //!
-//! If the context of an offloaded container is to be evicted too, the goal is `OffloadRequested`
-//! again. If the eviction fails, the container goes back to `Offloaded`.
+//! If the CUDA context of an offloaded container is to be evicted too, the goal is
+//! `OffloadRequested` again. If the eviction fails, the goal is `Offloaded` again.
 
 use super::super::Millis;
 
-/// Whether the controller works towards a resident or an offloaded container.
+/// The goal of a container: whether the controller works towards a resident or an offloaded
+/// container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// The container is to be resident: the gate of every process, at which CUDA calls wait during
-    /// a move, is open.
+    /// The container is to be resident. Every process's gate, at which CUDA calls wait during a
+    /// move, is to be open.
     Resident(Restore),
     /// An offload was requested. The controller waits for the survey (readings of host memory and
     /// GPUs) and has not changed any process yet.
     OffloadRequested(Offload),
-    /// The container is to be offloaded: every process is checkpointed or copied out.
+    /// The container is to be offloaded: every process is to be checkpointed or copied out.
     Offloaded(Offload),
 }
 
-/// An offload, from its request until a restore is requested.
+/// Data of an offload. It exists from the request for the offload until a restore is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
     /// When the offload began. `None`: it is complete and counted, or an earlier controller began
@@ -38,36 +40,38 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// An offload that begins now. It keeps the contexts on the GPU if the engine can, and a call
-    /// cancels it.
+    /// Creates an offload that begins now. It keeps the CUDA contexts on the GPU if the engine can,
+    /// and a CUDA call cancels it.
     #[must_use]
     pub fn begins(now: Millis) -> Offload {
         Offload { began: Some(now), ..Offload::default() }
     }
 
-    /// Like [`begins`](Offload::begins), but the contexts leave the GPU too.
+    /// Creates an offload that begins now and also moves the CUDA contexts out of VRAM. A CUDA call
+    /// cancels it.
     #[must_use]
     pub fn deep(now: Millis) -> Offload {
         Offload { evict_context: true, ..Offload::begins(now) }
     }
 }
 
-/// A restore. If the container is resident already, all fields are `None`.
+/// Data of a restore. If the container is resident already, all fields are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restore {
     /// When the first process was ordered to restore.
     pub began: Option<Millis>,
-    /// Why one process was not restored although its VRAM was granted. The value is kept while
-    /// restores of the container's other processes run.
+    /// Why one process was not restored although its VRAM was granted. The value stays set while
+    /// the container's other processes are being restored.
     pub incomplete: Option<IncompleteRestore>,
 }
 
 /// Why a process was not restored although the VRAM was granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IncompleteRestore {
-    /// The process received the order to restore too late.
+    /// The order to restore reached the process too late and was not carried out.
     Late,
-    /// The copy in found no VRAM. Contains the text of the driver's error.
+    /// The copy of the memory back into VRAM found no free VRAM. Contains the text of the driver's
+    /// error.
     NoVram(String),
 }
 
@@ -78,25 +82,27 @@ impl Default for Goal {
 }
 
 impl Goal {
-    /// Whether the container is to be resident.
+    /// Whether the goal is that the container is resident.
     #[must_use]
     pub fn is_resident(&self) -> bool {
         matches!(self, Goal::Resident(_))
     }
 
-    /// Whether an offload waits for its survey.
+    /// Whether an offload was requested and waits for its survey (readings of host memory and
+    /// GPUs).
     #[must_use]
     pub fn is_requested(&self) -> bool {
         matches!(self, Goal::OffloadRequested(_))
     }
 
-    /// Whether the container is to be offloaded, after its survey.
+    /// Whether the goal is that the container is offloaded. False while the offload waits for its
+    /// survey (readings of host memory and GPUs).
     #[must_use]
     pub fn is_offloaded(&self) -> bool {
         matches!(self, Goal::Offloaded(_))
     }
 
-    /// The offload. `None`: the container is to be resident.
+    /// The requested offload. `None`: the container is to be resident.
     #[must_use]
     pub fn offload(&self) -> Option<&Offload> {
         match self {
@@ -105,7 +111,7 @@ impl Goal {
         }
     }
 
-    /// Like [`offload`](Goal::offload), to change it.
+    /// Returns the requested offload for changes. `None`: the container is to be resident.
     pub fn offload_mut(&mut self) -> Option<&mut Offload> {
         match self {
             Goal::Resident(_) => None,
@@ -113,7 +119,7 @@ impl Goal {
         }
     }
 
-    /// The restore. `None`: the container is to be offloaded.
+    /// Returns the restore for changes. `None`: the container is to be offloaded.
     pub fn restore_mut(&mut self) -> Option<&mut Restore> {
         match self {
             Goal::Resident(restore) => Some(restore),
@@ -121,27 +127,27 @@ impl Goal {
         }
     }
 
-    /// Whether the offload is forced.
+    /// Whether there is an offload and it is forced, so that a CUDA call does not cancel it.
     #[must_use]
     pub fn is_forced(&self) -> bool {
         self.offload().is_some_and(|offload| offload.forced)
     }
 
-    /// Whether the offload also checkpoints the CUDA context.
+    /// Whether there is an offload that also checkpoints the CUDA contexts.
     #[must_use]
     pub fn evicts_context(&self) -> bool {
         self.offload().is_some_and(|offload| offload.evict_context)
     }
 
-    /// Ends the offload, if there is one: from now on, the container is to be resident. A restore
-    /// in progress goes on.
+    /// Sets the goal to resident, which ends an offload. A restore in progress continues.
     pub fn become_resident(&mut self) {
         if !self.is_resident() {
             *self = Goal::default();
         }
     }
 
-    /// Continues a requested offload after its survey. Other goals stay.
+    /// Changes the goal from a requested offload to an offload, after a successful survey. Does
+    /// nothing if no offload is requested.
     pub fn proceed(&mut self) {
         if let Goal::OffloadRequested(offload) = *self {
             *self = Goal::Offloaded(offload);

@@ -7,42 +7,48 @@ use super::super::{
     policy::{KeepAlive, Policy},
 };
 
-/// An offload counts as too early if a call wakes the container within this time after it.
+/// Time after an offload within which a wake counts as early. An early wake shows that the offload
+/// came too soon.
 const EARLY_MS: Millis = 30_000;
-/// Number of early wakes in a row up to which the keep-alive stays unchanged, because these wakes
-/// may be chance.
+/// Number of early wakes in a row that leave the learned keep-alive (the time without use after
+/// which a container is idle) unchanged, because they may be chance.
 const THRASH: u32 = 2;
-/// Maximum number of times that a learned keep-alive is doubled.
+/// Maximum number of times that early wakes double a learned keep-alive (the time without use after
+/// which a container is idle).
 const MAX_EARLY: u32 = 5;
 /// Time after which a busy hint expires if it is not repeated.
 const BUSY_MS: Millis = 3_600_000;
-/// Time after an idle hint during which use does not end the hint, because the counters may show
-/// calls that were made before the hint.
+/// Time after an idle hint during which CUDA calls do not cancel the hint, because the counters may
+/// show calls that were made before the hint.
 const SETTLE_MS: Millis = 1_000;
 
 /// When a container was used, and when its next use is expected.
 #[derive(Clone, Debug)]
 pub struct Usage {
-    /// Last use: a call, work on the GPU, a hint or a waiting allocation.
+    /// When the container was last in use: by a CUDA call, work on the GPU, a hint or a waiting
+    /// allocation.
     pub last_use: Millis,
-    /// Last use by a CUDA call.
+    /// When the container last made a CUDA call.
     pub last_called: Millis,
-    /// When the use in progress, or the last one, began.
+    /// When the current period of use began. If the container is idle: when its last period of use
+    /// began.
     began: Millis,
     /// The last hint, and when it was given.
     pub hint: Option<(Hint, Millis)>,
     /// Lengths of the container's earlier uses and pauses, from which its next use is predicted.
     pub history: History,
-    /// Number of early wakes in a row: calls within 30 s after an offload for the idle timeout.
+    /// Number of early wakes in a row. A wake is early if a CUDA call waits within 30 s after an
+    /// offload for the idle timeout.
     pub early_wakes: u32,
-    /// Whether the last prewake was not followed by a call.
+    /// Whether the last prewake (a restore before an expected CUDA call) was not followed by a
+    /// call.
     pub prewake_missed: bool,
-    /// Time of the next use. Set only in simulations.
+    /// Time of the next use. Only simulations know and set it.
     pub next_use: Option<Millis>,
 }
 
 impl Usage {
-    /// The use of a container that was just announced.
+    /// Creates the record of a container that was announced at `now`.
     #[must_use]
     pub fn new(now: Millis) -> Usage {
         Usage {
@@ -58,8 +64,8 @@ impl Usage {
     }
 
     /// Time without use after which the container is idle, in milliseconds. With `keep_alive =
-    /// "learned"` the time is learned once the history has enough pauses. After an idle hint it is
-    /// 0.
+    /// "learned"` this time is learned from the container's pauses, if there were enough of them.
+    /// After an idle hint it is 0.
     #[must_use]
     pub fn idle_after_ms(&self, policy: &Policy) -> Millis {
         if self.hinted_idle() {
@@ -73,16 +79,17 @@ impl Usage {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// Records a wake after an offload for the idle timeout. After several early wakes in a row,
-    /// each further early wake doubles the keep-alive.
+    /// Records that a CUDA call woke the container `offloaded_ms` after an offload for the idle
+    /// timeout. If several wakes in a row come early, each further one doubles the learned idle
+    /// time.
     pub fn woken_after(&mut self, offloaded_ms: Millis) {
         let early = offloaded_ms < EARLY_MS;
         self.early_wakes = if early { self.early_wakes.saturating_add(1) } else { 0 };
     }
 
-    /// Ends a pause, and learns from it if it was long enough. `node`: the pauses of all
-    /// containers. `wish`: the objective, or `None` if the keep-alive is fixed. Returns the length
-    /// of the pause in milliseconds.
+    /// Ends a pause in the use, and updates the history if the pause was a second or longer.
+    /// `node`: the pauses of all containers. `wish`: the objective for a learned keep-alive, `None`
+    /// if it is fixed. Returns the length of the pause in milliseconds.
     pub fn pause_ends(
         &mut self,
         now: Millis,
@@ -98,8 +105,7 @@ impl Usage {
         pause_ms
     }
 
-    /// Whether an idle hint is in effect, which means that the container has not been used since
-    /// the hint.
+    /// Whether an idle hint is in effect. Use of the container cancels an idle hint.
     #[must_use]
     pub fn hinted_idle(&self) -> bool {
         matches!(self.hint, Some((Hint::Idle, _)))
@@ -114,7 +120,8 @@ impl Usage {
         }
     }
 
-    /// Ends an idle hint after the container was used.
+    /// Cancels an idle hint, because the container was used. A hint that is less than a second old
+    /// stays.
     pub fn used(&mut self, now: Millis) {
         let settled = |said: Millis| now.saturating_sub(said) > SETTLE_MS;
         if matches!(self.hint, Some((Hint::Idle, said)) if settled(said)) {

@@ -1,28 +1,28 @@
-//! The VRAM that a process holds, and the VRAM that it gave up.
+//! The VRAM that a process holds, and the VRAM that it released at its offload.
 
 use affinode_proto::wire::Phase;
 
 use super::super::{DeviceBytes, input::SwapStatus};
 
-/// The VRAM that a process holds, and the VRAM that it gave up.
+/// The VRAM that a process holds, and the VRAM that it released at its offload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
     /// VRAM of the process now, as NVML reports it.
     pub vram: Vec<DeviceBytes>,
     /// Memory that the agent can copy, and memory that it has copied.
     pub swap: SwapStatus,
-    /// The memory that is offloaded or about to be, until the container's restore ends. `None`: the
-    /// process is not offloaded, or its VRAM is unknown.
+    /// The memory of the process that is offloaded or about to be. It is recorded until the
+    /// container's restore ends. `None`: the process is not offloaded, or its VRAM is unknown.
     pub offloaded: Option<OffloadedMemory>,
 }
 
-/// The memory of a process that is offloaded, or that is about to be.
+/// The memory of a process that is offloaded or about to be offloaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OffloadedMemory {
-    /// VRAM of the process when its offload began. After a copy in: the restored part.
+    /// VRAM of the process when its offload began. After a partial restore: the restored part.
     pub vram: Vec<DeviceBytes>,
-    /// UUID of the GPU on which VRAM was promised for a migration. `None`: the process is restored
-    /// on its own GPU.
+    /// UUID of the GPU to which the process is to migrate, because VRAM was promised there. `None`:
+    /// the process is restored on its own GPU.
     pub target_gpu: Option<String>,
     /// Whether the process is checkpointed although no copier has copied its swappable memory. That
     /// memory is then still on the GPU.
@@ -30,7 +30,7 @@ pub struct OffloadedMemory {
 }
 
 impl OffloadedMemory {
-    /// Memory that is restored on the GPU from which it was offloaded.
+    /// Creates a record of memory that is to be restored on the GPU from which it was offloaded.
     #[must_use]
     pub fn of(vram: Vec<DeviceBytes>) -> OffloadedMemory {
         OffloadedMemory { vram, ..OffloadedMemory::default() }
@@ -38,19 +38,20 @@ impl OffloadedMemory {
 }
 
 impl ProcessMemory {
-    /// Present VRAM in bytes, over all GPUs.
+    /// VRAM that the process holds now, in bytes over all GPUs.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// VRAM that was given up. `None`: the process is not offloaded, or its VRAM is unknown.
+    /// VRAM that the process had when its offload began. `None`: the process is not offloaded, or
+    /// its VRAM is unknown.
     #[must_use]
     pub fn offloaded_vram(&self) -> Option<&[DeviceBytes]> {
         self.offloaded.as_ref().map(|offloaded| offloaded.vram.as_slice())
     }
 
-    /// UUID of the target GPU of a migration.
+    /// UUID of the GPU to which the process is to migrate. `None`: it is restored on its own GPU.
     #[must_use]
     pub fn target_gpu(&self) -> Option<&str> {
         self.offloaded.as_ref()?.target_gpu.as_deref()
@@ -63,7 +64,8 @@ impl ProcessMemory {
         }
     }
 
-    /// Replaces the VRAM that was given up. The target GPU and the mark of an incomplete copy stay.
+    /// Replaces the record of the VRAM that the process had before its offload. The target GPU and
+    /// the mark of an incomplete copy do not change.
     pub fn set_offloaded_vram(&mut self, vram: Option<Vec<DeviceBytes>>) {
         let before = self.offloaded.take().unwrap_or_default();
         self.offloaded = vram.map(|vram| OffloadedMemory { vram, ..before });
@@ -76,9 +78,9 @@ impl ProcessMemory {
         }
     }
 
-    /// VRAM that the process freed and needs for its restore, in this phase. `None`: unknown. A
-    /// process that is copied out needs only the copied part and its local memory, because the other
-    /// memory never left the GPU.
+    /// VRAM that the process released and needs for its restore, if it is in this phase. `None`:
+    /// unknown. A process that is copied out needs only the copied part and its local memory (the
+    /// GPU threads' stacks), because the other memory never left the GPU.
     #[must_use]
     pub fn to_restore(&self, phase: Phase) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded.as_ref()?;
@@ -93,20 +95,21 @@ impl ProcessMemory {
         Some(proportional_part(&offloaded.vram, left_bytes))
     }
 
-    /// VRAM that a copy out frees, without the context.
+    /// VRAM that a copy out of the process frees. The CUDA context is not included, because it
+    /// stays.
     #[must_use]
     pub fn freed_by_copy(&self) -> Vec<DeviceBytes> {
         proportional_part(&self.vram, self.swap.swappable_bytes)
     }
 
-    /// Records that the swappable memory is still on the GPU although the process was checkpointed.
+    /// Records that the process was checkpointed while its swappable memory was still on the GPU.
     pub fn record_copy_out_failure(&mut self) {
         self.vram = subtract_vram(&self.vram, &self.freed_by_copy());
         self.set_copy_out_incomplete(true);
     }
 
-    /// Ends a migration. From now on, the VRAM counts on the GPU `to`, or on the process's own GPU
-    /// if `to` is `None`.
+    /// Ends a migration. The offloaded VRAM is from now on assigned to the GPU `to`, or to the
+    /// process's own GPU if `to` is `None`.
     pub fn finish_migration(&mut self, to: Option<&str>) {
         if let Some(offloaded) = &mut self.offloaded {
             offloaded.vram = on_gpu(&offloaded.vram, to);
@@ -115,7 +118,8 @@ impl ProcessMemory {
     }
 }
 
-/// Returns the VRAM `all` with each GPU replaced by the GPU `to`. If `to` is `None`, the GPUs stay.
+/// Returns the VRAM `all` with each GPU replaced by the GPU `to`. If `to` is `None`, returns it
+/// unchanged.
 pub(crate) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -132,8 +136,8 @@ pub(crate) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// Returns a part of the VRAM `all` with this number of bytes in total. The agent does not report
-/// bytes per GPU, so the part has the same share of each GPU.
+/// Returns a part of the VRAM `all` that has this number of bytes in total. The part has the same
+/// share of each GPU, because the agent does not report bytes per GPU.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);
