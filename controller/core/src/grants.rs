@@ -1,6 +1,7 @@
-//! Begins and ends grants of VRAM, and takes over the grants of an earlier controller.
+//! Begins and ends grants of VRAM, and recovers the grants of an earlier controller from its
+//! journal.
 //!
-//! `grant.rs` draws the stages. `serve_queue.rs` chooses the waiters that get a grant.
+//! `grant.rs` has a diagram of the stages. `serve_queue.rs` chooses the waiters that get a grant.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +15,8 @@ use super::{
     process::on_gpu,
 };
 
-/// Promises VRAM and begins the proof that it is free. Returns the UUIDs of the GPUs.
+/// Promises VRAM to a container and begins a grant, which proves that this VRAM is free. Returns
+/// the UUIDs of the GPUs.
 pub(super) fn promise(
     node: &mut NodeState,
     key: &Key,
@@ -46,10 +48,10 @@ fn begin_grant(
     holds::prove_when_held(node, key);
 }
 
-/// Takes over a record from the journal of an earlier controller: a process was offloaded, and
-/// its restore may be running. If the restore may be running, the process's VRAM counts as
-/// promised until the process registers. All other processes then pause their allocations,
-/// because the driver may be taking this VRAM now.
+/// Recovers the journal record of a process that an earlier controller offloaded. If the record
+/// shows that a restore may be running, the process's VRAM counts as promised until the process
+/// registers. All other processes pause their allocations, because the driver may be allocating
+/// this VRAM now.
 pub(super) fn recall(
     node: &mut NodeState,
     key: Key,
@@ -68,8 +70,8 @@ pub(super) fn recall(
     }
 }
 
-/// Ends the grant of a restored container. Keeps the grant while a process that has not
-/// registered may still be taking VRAM.
+/// Ends the grant of a restored container. If a process that has not registered may still be
+/// allocating VRAM, the grant continues.
 pub(super) fn close_grant(node: &mut NodeState, key: &Key) {
     if !node.is_restoring_unseen(key) {
         abort_grant(node, key);
@@ -87,9 +89,8 @@ fn recalled_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
     merge_needs(&needs)
 }
 
-/// Ends a grant taken over from the journal once its last process has registered or exited, so
-/// that the phase of each process is known. A restore that is not complete begins again under a
-/// new grant.
+/// Ends a grant that was recovered from the journal, once its last process has registered or exited
+/// and the phase of each process is known. An incomplete restore begins again under a new grant.
 pub(super) fn recall_settled(node: &mut NodeState, key: &Key) {
     host_promises::promise_to_unseen(node, key);
     let recalled_grant = node.admission.grants.get(key).is_some_and(|grant| grant.recalled);
@@ -98,9 +99,9 @@ pub(super) fn recall_settled(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Puts all grants in doubt after a time in which the controller sent no messages. Other
-/// processes may have ended their holds and restored themselves, so VRAM that was proven free
-/// may be taken. Grants from the journal are excluded, because no restore is started under
+/// Marks all grants as doubtful after a time in which the controller sent no messages. Other
+/// processes may have resumed their allocations and restored themselves, so VRAM that was proven
+/// free may be in use. Grants from the journal are not marked, because no restore is started under
 /// them.
 pub(super) fn doubt_grants(node: &mut NodeState) {
     node.admission.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
@@ -112,7 +113,7 @@ pub(super) fn abort_grant(node: &mut NodeState, key: &Key) {
     node.admission.ledger.release(key);
 }
 
-/// Ends a grant, with or without success. Other processes may allocate again.
+/// Ends a grant after success or failure. Other processes may allocate VRAM again.
 pub(super) fn end_grant(node: &mut NodeState, key: &Key) {
     stays_where_it_was(node, key);
     let Some(mut grant) = node.admission.grants.remove(key) else {
@@ -123,8 +124,8 @@ pub(super) fn end_grant(node: &mut NodeState, key: &Key) {
     count_vain_return(node, key, &grant);
 }
 
-/// Counts a grant that led to no restore although other processes paused their allocations. The
-/// first such grant has no consequence. Each further such grant in a row delays the next
+/// Counts a grant that led to no complete restore although other processes paused their
+/// allocations. The first such grant has no consequence. Each further one in a row delays the next
 /// attempt.
 fn count_vain_return(node: &mut NodeState, key: &Key, grant: &Grant) {
     let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
@@ -134,9 +135,9 @@ fn count_vain_return(node: &mut NodeState, key: &Key, grant: &Grant) {
     }
 }
 
-/// Clears the target GPU of those processes of the container whose migration is not in
-/// progress. During a migration a process may lose its connection, and only its next
-/// registration reports on which GPU it is.
+/// Clears the target GPU of the container's connected processes, except those whose migration is in
+/// progress. During a migration a process may lose its connection, and only its next registration
+/// reports on which GPU it is.
 fn stays_where_it_was(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         if let Some(process) = node.registry.processes.get_mut(&id)
@@ -163,7 +164,7 @@ pub(super) fn enqueue(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Ends the container's grant if the grant is for an allocation. A grant that was taken over
+/// Ends the container's grant if the grant is for a waiting allocation. A grant that was recovered
 /// from the journal is never for an allocation.
 pub(super) fn end_alloc_grant(node: &mut NodeState, key: &Key) {
     if node.admission.grants.get(key).is_some_and(|grant| grant.want.is_some()) {

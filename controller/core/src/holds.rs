@@ -1,5 +1,6 @@
-//! Holds are pauses of allocations. While VRAM of a GPU is proven free for a waiter and then taken
-//! by it, no other managed process may take VRAM of that GPU.
+//! Holds are pauses of allocations. A waiter is a container that waits for VRAM. While VRAM of a
+//! GPU is proven free for a waiter and then allocated by it, no other managed process may allocate
+//! VRAM of that GPU.
 //!
 //! ```text
 //! ordered to hold ──Done──────────────────────────> holds until the grant ends
@@ -25,16 +26,17 @@ use super::{
     process::Process,
 };
 
-/// Time after the deadline of an order to hold during which the controller still waits for the
-/// process's report.
+/// Grace period after the deadline of an order to pause allocations, during which the controller
+/// still waits for the process's report.
 const REPORT_MS: Millis = 400;
-/// Time limit for the report of a process that refused an order to hold before. The limit is halved
-/// after each further refusal. Processes that can hold report within a millisecond.
+/// Time limit for the report of a process that once did not follow an order to pause its
+/// allocations. The limit is halved after each further refusal. Processes that can pause report
+/// within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
-/// Maximum number of times per grant that a newly registered process delays the proof.
+/// Maximum number of times that newly registered processes may delay the proof of one grant.
 const MAX_RESTARTS: u32 = 4;
-/// Time without a handled input after which the controller counts as stopped or starved. Reports
-/// may be unread then, so a late report does not count as a refusal.
+/// Time without a handled input after which the controller assumes that it was stopped or starved.
+/// Reports may have arrived unread, so a late report then does not count as a refusal.
 const STALL_MS: Millis = 200;
 
 /// An order to pause allocations that has no report yet.
@@ -48,7 +50,8 @@ pub(super) struct HoldOrder {
     since: Millis,
 }
 
-/// Counts the orders to pause allocations that a process, or the processes of a container, refused.
+/// Counts how often a process, or the processes of a container, did not follow an order to pause
+/// allocations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRecord {
     refused: u32,
@@ -56,8 +59,8 @@ pub struct HoldRecord {
 }
 
 impl HoldRecord {
-    /// Records a refused hold. Refusals within a second count as one, because they may be for
-    /// several grants.
+    /// Records that an order to pause allocations was refused. Refusals within a second count as
+    /// one, because the orders may belong to several grants.
     fn refuse(&mut self, now: Millis) {
         const SAME_MS: Millis = 1_000;
         if self.refused == 0 || now.saturating_sub(self.last) >= SAME_MS {
@@ -66,25 +69,25 @@ impl HoldRecord {
         }
     }
 
-    /// Records a completed hold, which reduces the number of refusals by one. If there were
-    /// refusals, at least one stays recorded.
+    /// Records a completed pause of allocations. The number of refusals decreases by one, but not
+    /// below one if there were any.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
 
-    /// Time limit for the process's report, in milliseconds. `None`: the process never refused, so
-    /// the full limit applies.
+    /// Shortened time limit for the process's report on an order to pause allocations, in
+    /// milliseconds. `None`: the process never refused, so the full limit applies.
     fn patience_ms(self) -> Option<Millis> {
         let before = self.refused.checked_sub(1)?;
         Some(SHORT_PATIENCE_MS.checked_shr(before).unwrap_or(0))
     }
 }
 
-/// Periods in which the reports of all processes of a container are awaited only briefly, because
-/// some of them ignored orders to pause allocations.
+/// Periods in which the controller waits only briefly for the reports of all processes of a
+/// container, because some of them did not follow orders to pause allocations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShortHolds {
-    /// End of the last period.
+    /// End of the last such period.
     until: Millis,
     /// Number of periods so far. Each period is longer than the period before.
     periods: u32,
@@ -93,8 +96,8 @@ pub struct ShortHolds {
 }
 
 impl ShortHolds {
-    /// Records that a process of the container did not hold. A new period begins unless one is in
-    /// progress.
+    /// Records that a process of the container did not pause its allocations. A new period of short
+    /// time limits begins unless one is in progress.
     fn refuse(&mut self, now: Millis) {
         const FIRST_MS: Millis = 60_000;
         if now >= self.until {
@@ -106,15 +109,15 @@ impl ShortHolds {
     }
 
     /// Time limit for a report of any process of the container, in milliseconds. `None`: no period
-    /// is in progress.
+    /// of short limits is in progress.
     fn patience_ms(self, now: Millis) -> Option<Millis> {
         if now < self.until { self.record.patience_ms() } else { None }
     }
 }
 
-/// Orders a process to pause its allocations for a grant. If the process cannot allocate now,
-/// the controller does not wait for its report. The process receives the order before its gate
-/// opens.
+/// Orders a process to pause its allocations for a grant. If the process cannot allocate now, for
+/// example because its gate is closed, the controller does not wait for its report. The process
+/// then receives the order before its gate opens.
 pub(super) fn hold(node: &mut NodeState, key: &Key, id: ProcessId) {
     let deadline_ms = node.settings.hold_ms;
     let (Some(process), Some(grant)) =
@@ -163,7 +166,7 @@ pub(super) fn hold(node: &mut NodeState, key: &Key, id: ProcessId) {
     }
 }
 
-/// Orders a newly registered process to hold for each grant in progress.
+/// Orders a newly registered process to pause its allocations for each grant in progress.
 pub(super) fn hold_newcomer(node: &mut NodeState, id: ProcessId) {
     let keys: Vec<Key> = node.admission.grants.keys().cloned().collect();
     for key in keys {
@@ -171,9 +174,9 @@ pub(super) fn hold_newcomer(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Orders a process that starts in an offloaded container to pause its allocations. The pause
-/// ends when the container's other processes, which need the VRAM, are restored. The same
-/// applies if the container is being offloaded.
+/// Orders a new process of an offloaded container to pause its allocations, so that it does not
+/// allocate the VRAM that the container's other processes need. The pause ends when these are
+/// restored. The same applies while the container is being offloaded.
 pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
     let Some(key) = node.registry.processes.get(&id).map(|p| p.key.clone()) else { return };
     let now = node.clock.now;
@@ -194,7 +197,8 @@ pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Ends the holds of [`hold_for_siblings`]: the whole container is restored, or offloaded again.
+/// Ends the pauses of [`hold_for_siblings`] after the whole container is restored, or offloaded
+/// again.
 pub(super) fn release_siblings(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
@@ -212,8 +216,8 @@ fn release(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Handles the report about an order to hold. Returns false if the report is about another kind
-/// of order.
+/// Handles the report on an order to pause allocations. Returns false if the report is about
+/// another kind of order.
 pub(super) fn hold_reported(
     node: &mut NodeState,
     id: ProcessId,
@@ -240,7 +244,8 @@ pub(super) fn hold_reported(
     true
 }
 
-/// Stops waiting for a process. If the grant waits for no other process, the proof begins.
+/// Removes a process from the processes for which a grant waits. If the grant waits for no other
+/// process, the proof begins.
 fn hold_settled(node: &mut NodeState, key: &Key, id: ProcessId) {
     if let Some(Stage::Holding(awaited)) =
         node.admission.grants.get_mut(key).map(|grant| &mut grant.stage)
@@ -254,7 +259,7 @@ pub(super) fn release_holds(node: &mut NodeState, grant: &mut Grant) {
     std::mem::take(&mut grant.held).into_iter().for_each(|id| release(node, id));
 }
 
-/// Removes the holds of a process that has exited or lost its connection.
+/// Removes the pauses of a process that has exited or lost its connection.
 pub(super) fn forget_holds(node: &mut NodeState, id: ProcessId) {
     if let Some(process) = node.registry.processes.get_mut(&id) {
         process.holds.count = 0;
@@ -270,12 +275,14 @@ pub(super) fn forget_holds(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Time limit for the report of a process that has never refused a hold, in milliseconds.
+/// Time limit for the report on an order to pause allocations, for a process that has never refused
+/// one, in milliseconds.
 pub(super) fn full_patience_ms(node: &NodeState) -> Millis {
     Millis::from(node.settings.hold_ms) + REPORT_MS
 }
 
-/// Time limit for the report of this process, in milliseconds. 0: its report is not awaited.
+/// Time limit for the process's report on an order to pause allocations, in milliseconds. 0: its
+/// report is not awaited.
 fn patience_ms(node: &NodeState, id: ProcessId) -> Millis {
     let Some(process) = node.registry.processes.get(&id) else { return 0 };
     let container = node.registry.containers.get(&process.key);
@@ -284,10 +291,10 @@ fn patience_ms(node: &NodeState, id: ProcessId) -> Millis {
     briefly.unwrap_or_else(|| full_patience_ms(node))
 }
 
-/// Records that a process did not hold in time, or reported that it cannot. From then on its
-/// reports are awaited only briefly. For a period that grows each time, this also applies to
-/// the other processes of its container: otherwise a container could delay others with a new
-/// process each time.
+/// Records that a process did not pause its allocations in time, or reported that it cannot. The
+/// controller then waits only briefly for the reports of this process. For a period that grows each
+/// time, this also applies to all processes of its container, because a container could otherwise
+/// cause delays with a new process each time.
 fn shorten_hold_timeout(node: &mut NodeState, id: ProcessId) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     process.holds.record.refuse(node.clock.now);
@@ -296,15 +303,16 @@ fn shorten_hold_timeout(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Records a completed hold of a process. At least one earlier refusal stays recorded.
+/// Records that a process paused its allocations as ordered. If it refused before, at least one
+/// refusal stays recorded.
 fn restore_hold_timeout(node: &mut NodeState, id: ProcessId) {
     if let Some(process) = node.registry.processes.get_mut(&id) {
         process.holds.record.keep();
     }
 }
 
-/// Extends the deadlines by `silent_ms`, the time during which the controller handled no input
-/// and read no reports.
+/// Extends the deadlines of holds by `silent_ms`, the time during which the controller handled no
+/// input and read no reports.
 pub(super) fn excuse_stall(node: &mut NodeState, silent_ms: Millis) {
     if silent_ms <= STALL_MS {
         return;
@@ -314,7 +322,8 @@ pub(super) fn excuse_stall(node: &mut NodeState, silent_ms: Millis) {
     unproven.for_each(|grant| grant.since += silent_ms);
 }
 
-/// Stops waiting for processes whose time limit has expired.
+/// Stops waiting for processes that have not reported on an order to pause allocations within their
+/// time limit.
 pub(super) fn settle_overdue(node: &mut NodeState, key: &Key, grant_is_late: bool) {
     let Some(Stage::Holding(waiting)) =
         node.admission.grants.get(key).map(|grant| grant.stage.clone())
@@ -341,8 +350,8 @@ pub(super) fn settle_overdue(node: &mut NodeState, key: &Key, grant_is_late: boo
     }
 }
 
-/// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
-/// or ending.
+/// Starts the proof of the grant's VRAM once no process is awaited any more and no copier is
+/// starting or ending.
 pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
     let Some(grant) = node.admission.grants.get_mut(key) else { return };
     if grant.stage == Stage::Holding(BTreeSet::new()) {
@@ -351,9 +360,9 @@ pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether a process may take VRAM on these GPUs. A process takes VRAM where it has memory, as NVML
-/// and the journal show. A process without memory may create a context on any GPU, and so may a
-/// process that sees several GPUs.
+/// Whether a process may allocate VRAM on these GPUs. A process allocates where it already has
+/// memory, as NVML and the journal show. A process without memory, or one that sees several GPUs,
+/// may create a context on any GPU.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let sees_one = process
         .activity

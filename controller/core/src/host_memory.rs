@@ -12,25 +12,26 @@
 //!                             short without them: the container stays
 //! ```
 //!
-//! A promise counts in full until its offload has ended, even for memory that is already in use. A
-//! reading during the offload does not show the memory in use as free, so this memory is subtracted
-//! twice. That delays other offloads but does not endanger them. A released promise still counts
-//! for readings that were requested before its release.
+//! A promise counts in full until its offload has ended, even for memory that the offload already
+//! uses. Such memory is counted twice, because readings do not show it as free either. The double
+//! count delays other offloads but does not endanger them. A released promise still counts for
+//! readings that were requested before its release.
 
 use super::{Key, Millis};
 
-/// Time after which a promise no longer counts. It is about the duration of a driver checkpoint of
-/// 140 GiB. Without the limit, a process that never reports would delay other offloads forever.
+/// Maximum age of a promise of host memory. An older promise is ignored, because a process that
+/// never reports would otherwise delay other offloads forever. A driver checkpoint of 140 GiB takes
+/// about this long.
 const MAX_PROMISE_MS: Millis = 180_000;
 
-/// One pool of host memory from which an offload takes memory.
+/// A pool of host memory from which an offload takes memory: the node, or one memory cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Path of the memory cgroup. `None`: the node.
+    /// Path of the memory cgroup. `None`: the pool is the memory of the node.
     pub group: Option<String>,
     /// Memory that may be taken from the pool, in bytes. The reserve is not included.
     pub free_bytes: u64,
-    /// Memory that this offload takes from the pool, in bytes.
+    /// Memory that the offload needs from the pool, in bytes.
     pub need_bytes: u64,
 }
 
@@ -42,7 +43,7 @@ impl MemoryPool {
     }
 }
 
-/// Reason for which host memory does not suffice for an offload.
+/// Why host memory does not suffice for an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryShortage {
     /// The pool has too little free memory, even without the promises to other offloads.
@@ -50,11 +51,11 @@ pub enum MemoryShortage {
         /// The pool with too little memory.
         pool: MemoryPool,
     },
-    /// The pool would have enough free memory without the promises to other offloads.
+    /// The pool has enough free memory, but too much of it is promised to other offloads.
     Promised {
-        /// The pool whose memory is promised to others.
+        /// The pool with too little memory that is not promised.
         pool: MemoryPool,
-        /// Memory of the pool that is promised to others, in bytes.
+        /// Memory of the pool that is promised to other offloads, in bytes.
         promised_bytes: u64,
     },
 }
@@ -66,31 +67,33 @@ struct HostPromise {
     /// Whether the promise was taken over from the journal of an earlier controller, for processes
     /// that have not registered. Their offloads may be using the memory already.
     is_recalled: bool,
-    /// Position in the order in which promises were made.
+    /// Number of the promise. Earlier promises have smaller numbers.
     number: u64,
     made_at: Millis,
-    /// Whether the move has begun, so that the memory may be in use.
+    /// Whether the container's memory is being moved, so that the promised memory may be in use.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The memory pool that had too little free memory during the copy out. If it is set, the copy
-    /// out is cancelled.
+    /// The memory pool that had too little free memory during the copy out, so that the copy out is
+    /// cancelled. `None`: every pool had enough.
     short_pool: Option<MemoryPool>,
 }
 
-/// The promises of host memory to offloads in progress.
+/// The ledger of host memory: the promises to offloads in progress.
 #[derive(Clone, Debug, Default)]
 pub struct HostLedger {
-    /// The promises in the order in which they were made. A container has at most one promise that
-    /// is not released.
+    /// The promises in the order in which they were made. Each container has at most one that is
+    /// not released, apart from promises taken from an earlier controller's journal.
     promises: Vec<HostPromise>,
     last_number: u64,
 }
 
 impl HostLedger {
-    /// Judges whether a reading that was requested at `asked_at` shows enough memory.
+    /// Decides whether a reading that was requested at `asked_at` shows enough free memory for an
+    /// offload.
     ///
-    /// A container that has a promise waits only for older promises, and for promises whose memory
-    /// may be in use already. Otherwise two containers could wait for each other forever.
+    /// Promises to other containers are subtracted from the free memory. If this container has a
+    /// promise already, only older promises and promises whose memory may be in use are subtracted.
+    /// Otherwise two containers could wait for each other forever.
     ///
     /// # Errors
     /// The first pool that has too little memory, and whether promises to others are the cause.
@@ -136,8 +139,8 @@ impl HostLedger {
             .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
     }
 
-    /// Records the promise of the memory that an offload needs. If the container has a promise
-    /// already, the new one replaces it and keeps its place in the order.
+    /// Records a promise of the memory that an offload needs. If the container has a promise
+    /// already, the new amounts replace the old ones, and its place in the order is kept.
     pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         if let Some(promise) = self.standing_mut(key) {
             (promise.pools, promise.short_pool) = (pools, None);
@@ -165,8 +168,8 @@ impl HostLedger {
         promises.find(|p| p.key == *key && !p.is_recalled && p.released_at.is_none())
     }
 
-    /// Takes over the promises of an earlier controller to processes of this container that have
-    /// not registered. If `pools` is empty, the promise is released.
+    /// Records the promises that an earlier controller made to processes of this container that
+    /// have not registered. If `pools` is empty, releases the recorded promise.
     pub fn recall(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         let known = self
             .promises
@@ -189,28 +192,32 @@ impl HostLedger {
         }
     }
 
-    /// Records that the move of the container's memory has begun.
+    /// Records that the container's memory is being moved, so that the promised memory may be in
+    /// use.
     pub fn begin_move(&mut self, key: &Key) {
         if let Some(promise) = self.standing_mut(key) {
             promise.is_moving = true;
         }
     }
 
-    /// Records a pool that has less free memory than the container's copy out still needs.
+    /// Records a pool with less free memory than the container's copy out still needs. The copy out
+    /// is then cancelled.
     pub fn turn_back(&mut self, key: &Key, short_pool: MemoryPool) {
         if let Some(promise) = self.standing_mut(key) {
             promise.short_pool.get_or_insert(short_pool);
         }
     }
 
-    /// The pool that had too little free memory during the container's copy out, if there is one.
+    /// The pool that had too little free memory during the container's copy out. `None`: every pool
+    /// had enough.
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()
     }
 
-    /// Releases the promises of containers whose offload has ended. Removes released promises that
-    /// no pending reading needs. `oldest_survey`: when the oldest pending reading was requested.
+    /// Releases the promises of containers whose offload has ended. Then removes released promises,
+    /// except those that a pending reading still needs. `oldest_survey`: when the oldest pending
+    /// reading was requested.
     pub fn settle(
         &mut self,
         now: Millis,
@@ -227,7 +234,7 @@ impl HostLedger {
         self.promises.retain(|promise| promise.released_at.is_none_or(is_needed));
     }
 
-    /// Whether no promise is recorded.
+    /// Whether the ledger contains no promise.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.promises.is_empty()

@@ -1,5 +1,5 @@
-//! Promises host memory to offloads: decides when an offload gets a promise, when the offload waits
-//! because the memory is promised to other offloads, and when a promise ends.
+//! Promises host memory to offloads. This file decides when an offload gets a promise, when it
+//! waits because the memory is promised to other offloads, and when a promise ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,8 +13,8 @@ use super::{
     process::Process,
 };
 
-/// Whether an offload gets the host memory that it needs, judged by a reading of the free memory
-/// (survey). `Waits` and `Refused` contain the reason and its detail.
+/// Decision whether an offload gets the host memory that it needs. It is based on a reading of the
+/// free memory. `Waits` and `Refused` contain the reason and its detail.
 pub(super) enum HostVerdict {
     /// The host memory is promised to the offload.
     Promised,
@@ -24,8 +24,8 @@ pub(super) enum HostVerdict {
     Refused(Reason, String),
 }
 
-/// Promises host memory to a container for its offload, if the reading of these pools shows
-/// enough. `asked_at`: when the reading was requested.
+/// Promises host memory to a container for its offload, if the reading of these pools shows enough
+/// free memory. `asked_at`: when the reading was requested.
 pub(super) fn promise_host_memory(
     node: &mut NodeState,
     key: &Key,
@@ -55,9 +55,9 @@ pub(super) fn promise_host_memory(
     }
 }
 
-/// The reason and detail of a copy out that ended with `NoHostMemory`. They name the pool in
-/// which the controller found too little memory. If there is no such pool, the library
-/// cancelled the copy, and the reason and detail name the node.
+/// Returns the reason and detail for a copy out that failed for lack of host memory. They name the
+/// pool in which the controller found too little memory. If the library cancelled the copy itself,
+/// they name the node.
 pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, String) {
     match node.host_ledger.short_pool(key) {
         Some(pool) => {
@@ -77,16 +77,16 @@ pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, S
     }
 }
 
-/// Reads host memory again for an offload that waits because the memory is promised to other
-/// offloads, and that has not changed any process yet. For an offload with locked processes,
-/// the memory is read again when the next step is planned.
+/// Requests another reading of host memory for an offload that waits because the memory is promised
+/// to other offloads. Does nothing if the offload has changed processes already: the memory is then
+/// read again when the next step is planned.
 pub(super) fn survey_again(node: &mut NodeState, key: &Key) {
     if node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
         survey(node, key);
     }
 }
 
-/// Ends the promises of offloads that have ended.
+/// Releases the promises of host memory whose offloads have ended.
 pub(super) fn settle_host_memory(node: &mut NodeState) {
     if node.host_ledger.is_empty() {
         return;
@@ -97,9 +97,9 @@ pub(super) fn settle_host_memory(node: &mut NodeState) {
     node.host_ledger = ledger;
 }
 
-/// Takes over promises for offloads that an earlier controller ordered and that may still be
-/// running. A process cannot register during its offload. The memory counts as promised until
-/// the process registers, or until NVML shows that the process holds no VRAM.
+/// Records promises of host memory for offloads that an earlier controller ordered and that may
+/// still be running. A process cannot register during its offload. Its memory counts as promised
+/// until the process registers, or until NVML shows that it holds no VRAM.
 pub(super) fn promise_to_unseen(node: &mut NodeState, key: &Key) {
     let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
     let claims = node.registry.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
@@ -112,7 +112,8 @@ pub(super) fn promise_to_unseen(node: &mut NodeState, key: &Key) {
     node.host_ledger.recall(key, pools.into_values().collect(), node.clock.now);
 }
 
-/// Records the VRAM that NVML reports for processes that have not registered.
+/// Records the VRAM that NVML reports for processes that the journal names and that have not
+/// registered, and updates their promises of host memory.
 pub(super) fn take_gpus_of_unseen(node: &mut NodeState) {
     if node.registry.unclaimed_journal.is_empty() {
         return;
@@ -127,10 +128,9 @@ pub(super) fn take_gpus_of_unseen(node: &mut NodeState) {
     keys.iter().for_each(|key| promise_to_unseen(node, key));
 }
 
-/// Whether an offload of this container may still take host memory. An offload that was given
-/// up during an order may still take host memory until the order is reported. If an agent lost
-/// its connection, the controller does not know whether an order is in progress, so the
-/// container counts.
+/// Whether an offload of this container may still allocate host memory. This is possible after the
+/// offload was given up, until the order in progress is reported. It is also possible if an agent
+/// lost its connection, because the controller does not know whether an order is in progress.
 fn may_touch_host_memory(node: &NodeState, key: &Key) -> bool {
     let leaves = node
         .registry
@@ -158,9 +158,9 @@ pub(super) fn survey(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Host memory that the offload of an unregistered process may still take. The VRAM that the
-/// process has released already is in host memory. A process that is being restored takes no host
-/// memory.
+/// Host memory that the offload of an unregistered process may still allocate. VRAM that the
+/// process has released is not counted, because its content is in host memory already. A process
+/// that is being restored allocates no host memory.
 fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
     let offloaded_bytes =
         claim.offloaded.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));

@@ -1,21 +1,22 @@
-//! The ledger of promised VRAM. A restore without enough VRAM loses its process, because the driver
-//! cannot undo the restore. VRAM is therefore promised before a restore, each byte to at most one
-//! container. NVML then proves that the VRAM is free at the moment of the restore.
+//! The ledger of promised VRAM. It promises VRAM before a restore, each byte to at most one
+//! container. NVML then proves that the VRAM is free at the moment of the restore. If a restore
+//! found too little VRAM, its process would be lost, because the driver cannot undo a restore.
 
 use std::collections::BTreeMap;
 
 use super::{DeviceBytes, Key, input::GpuSample};
 
-/// Promises of VRAM that has not been allocated yet.
+/// The ledger: promises of VRAM that the containers have not allocated yet.
 #[derive(Debug, Default)]
 pub struct Ledger {
     promised: BTreeMap<Key, Vec<DeviceBytes>>,
 }
 
 impl Ledger {
-    /// Whether `needs` fit in addition to the promises to other containers. `margin(total)`: number
-    /// of bytes that must stay free on a GPU with `total` bytes. `held(uuid)`: VRAM that the
-    /// container has on that GPU now, in bytes. A GPU without a sample has no free VRAM.
+    /// Whether the VRAM `needs` of a container fit, in addition to the promises to other
+    /// containers. `margin(total)`: number of bytes that must stay free on a GPU with `total`
+    /// bytes. `held(uuid)`: VRAM that the container has on that GPU now, in bytes. A GPU without a
+    /// sample has no free VRAM.
     #[must_use]
     pub fn fits(
         &self,
@@ -46,7 +47,8 @@ impl Ledger {
         })
     }
 
-    /// Records a promise. It replaces an earlier promise to the same container.
+    /// Records a promise of VRAM to a container. It replaces an earlier promise to the same
+    /// container.
     pub fn promise(&mut self, key: &Key, needs: Vec<DeviceBytes>) {
         self.promised.insert(key.clone(), needs);
     }
@@ -56,21 +58,21 @@ impl Ledger {
         self.promised.remove(key);
     }
 
-    /// Bytes promised to a container, over all GPUs.
+    /// VRAM promised to a container, in bytes over all GPUs.
     #[must_use]
     pub fn promised_to(&self, key: &Key) -> u64 {
         self.promised.get(key).into_iter().flatten().map(|p| p.bytes).sum()
     }
 
-    /// Bytes promised on a GPU.
+    /// VRAM of a GPU that is promised to containers, in bytes.
     #[must_use]
     pub fn promised_bytes(&self, uuid: &str) -> u64 {
         self.promised.values().flatten().filter(|p| p.uuid == uuid).map(|p| p.bytes).sum()
     }
 }
 
-/// VRAM that stays free on each GPU in addition to promises: 2 %, at most 512 MiB. The driver takes
-/// VRAM in addition to what a process allocates.
+/// VRAM that must stay free on each GPU in addition to promises: 2 %, at most 512 MiB. It covers
+/// VRAM that the driver allocates in addition to the memory of processes.
 #[must_use]
 pub fn margin_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 50).min(512 << 20)

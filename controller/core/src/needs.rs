@@ -1,4 +1,4 @@
-//! VRAM that containers need and hold.
+//! Calculates the VRAM that containers need and hold.
 
 use affinode_proto::wire::Phase;
 
@@ -12,12 +12,13 @@ use super::{
     process::{Process, Termination},
 };
 
-/// Time limit for a process to exit after it was ordered to end. After this time, its VRAM no
-/// longer counts as about to be freed.
+/// Time limit for the exit of a process that was ordered to end. Until then, its VRAM counts as
+/// about to be freed.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// VRAM that an offloaded process needs for its restore. After a loss of the journal this is not
-/// known. Then each GPU is assumed to need a context and all memory that the process's counters show.
+/// VRAM that an offloaded process needs for its restore. If the journal was lost, the need is
+/// unknown. Then it is assumed, on each GPU, to be a context and all memory that the process's
+/// counters show.
 pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
     const CONTEXT_BYTES: u64 = 1 << 30;
     if let Some(gone) = process.vram_to_restore() {
@@ -35,7 +36,7 @@ pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
         .collect()
 }
 
-/// VRAM that the offloaded processes of a container need in total.
+/// VRAM that the offloaded processes of a container need in total for their restore.
 pub(super) fn container_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
     let needs: Vec<DeviceBytes> = node
         .registry
@@ -63,8 +64,8 @@ pub(super) fn container_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
     needs
 }
 
-/// VRAM that a container needs for its restore. If the allocation `named` still waits, its need
-/// is included.
+/// VRAM that a container needs for its restore. If the allocation `named` still waits for VRAM, its
+/// size is added.
 pub(super) fn needs_with(
     node: &NodeState,
     key: &Key,
@@ -78,9 +79,9 @@ pub(super) fn needs_with(
     if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
 }
 
-/// The waiting allocation that is served together with the container's restore. Returns `None` if
-/// calls wait at the gate and the VRAM does not suffice for both: the restore is then served
-/// first, so that these calls do not also wait for the allocation.
+/// The waiting allocation that is served together with the container's restore. `None` if CUDA
+/// calls wait at the gate and the VRAM does not suffice for both. The restore is then served first,
+/// so that these calls do not also wait for the allocation.
 pub(super) fn alloc_wait_beside_restore(node: &NodeState, key: &Key) -> Option<(ProcessId, u64)> {
     let (id, want) = node.alloc_wait_of(key)?;
     let offloaded = container_needs(node, key);
@@ -97,25 +98,26 @@ pub(super) fn alloc_wait_beside_restore(node: &NodeState, key: &Key) -> Option<(
     (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
 }
 
-/// VRAM that stays free on a GPU in addition to a grant. For a restore it is the margin of the
-/// ledger, because a restore must not fail. For an allocation it is 0, because an allocation
-/// may fail and may need all VRAM.
+/// VRAM that must stay free on a GPU in addition to the container's grant. For a restore it is the
+/// margin of the ledger, because a restore must not fail. For an allocation it is 0, because an
+/// allocation may fail and may need all VRAM.
 pub(super) fn margin_for(node: &NodeState, key: &Key) -> fn(u64) -> u64 {
     if container_needs(node, key).is_empty() { |_| 0 } else { margin_bytes }
 }
 
-/// VRAM of a container on one GPU now, in bytes.
+/// VRAM that a container holds on one GPU now, in bytes.
 pub(super) fn held_bytes(node: &NodeState, key: &Key, uuid: &str) -> u64 {
     let devices = node.registry.processes.of(key).flat_map(|(_, p)| &p.memory.vram);
     devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
 }
 
-/// VRAM that the restore of a process needs, in bytes.
+/// VRAM that the restore of a process needs, in bytes over all GPUs.
 pub(super) fn offloaded_bytes_of(node: &NodeState, id: ProcessId) -> u64 {
     node.registry.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
 }
 
-/// Whether `needs` fit in addition to the VRAM that is promised to other containers.
+/// Whether the VRAM `needs` of a container fit in addition to the VRAM that is promised to other
+/// containers.
 pub(super) fn fits(
     node: &NodeState,
     key: &Key,
@@ -131,8 +133,8 @@ pub(super) fn fits(
     )
 }
 
-/// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its
-/// contexts. A container that is copied out already can free only the VRAM that it still has.
+/// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its CUDA
+/// contexts. If the container is copied out already, only the VRAM that it still holds is counted.
 pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<DeviceBytes> {
     let moves = offload_level::moves(node, key);
     let has_second_level = offload_level::has_second_level(node, key);
@@ -146,7 +148,7 @@ pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<Devi
     merge_needs(&of_each.flatten().collect::<Vec<_>>())
 }
 
-/// VRAM of the processes that were ordered to end and are still expected to exit.
+/// VRAM of the processes that were ordered to end and are still expected to exit in time.
 pub(super) fn termination_of(node: &NodeState) -> impl Iterator<Item = &DeviceBytes> {
     let hoped =
         |ending: &Termination| node.clock.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
@@ -155,8 +157,8 @@ pub(super) fn termination_of(node: &NodeState) -> impl Iterator<Item = &DeviceBy
     ending.flat_map(|p| &p.memory.vram)
 }
 
-/// Maximum VRAM that processes can have on a GPU without other users, in bytes: its size less the
-/// margin and the driver's share.
+/// Maximum VRAM that processes can have on a GPU without other users, in bytes. It is the GPU's
+/// size minus the margin and the driver's share.
 fn most_of(total_bytes: u64) -> u64 {
     total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

@@ -30,9 +30,11 @@ use super::{
     texts::size,
 };
 
-/// Assumed size of an allocation whose size only the driver knows: a context with its first module.
+/// Assumed size of an allocation whose size only the driver knows. Such an allocation is a CUDA
+/// context with its first module.
 const UNKNOWN_BYTES: u64 = 1 << 30;
-/// Number of failed attempts, each made with a grant, after which an allocation is refused.
+/// Number of failed attempts after which a waiting allocation is refused. A grant of VRAM preceded
+/// each attempt.
 const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
@@ -43,7 +45,7 @@ const OVERTIME_MS: Millis = 2_000;
 /// it succeeds, because other processes pause their allocations until it ends.
 const QUICK_MS: Millis = 1_000;
 
-/// Reason why an allocation does not wait for VRAM: it fails at once.
+/// Why an allocation may not wait for VRAM and fails at once.
 #[derive(Debug, thiserror::Error)]
 enum OomWaitRefusal {
     #[error("no such container")]
@@ -56,13 +58,13 @@ enum OomWaitRefusal {
     UnknownGpu(String),
     #[error("the GPU is too small: the container already holds {} of its VRAM", size(*own_bytes))]
     GpuTooSmall {
-        /// VRAM of the container on the GPU, in bytes.
+        /// VRAM that the container has on the GPU already, in bytes.
         own_bytes: u64,
     },
 }
 
-/// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: it
-/// fails at once.
+/// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: the
+/// allocation fails at once.
 pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
     match policy.on_oom {
         OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
@@ -144,7 +146,8 @@ fn may_wait(
     Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
 }
 
-/// VRAM of a container on a GPU: what it has there, or had before its offload and needs again.
+/// VRAM of a container on a GPU, in bytes. For an offloaded process, it is the VRAM that the
+/// process had before its offload.
 fn has(node: &NodeState, key: &Key, uuid: &str) -> u64 {
     // A sample may be older than the offload of the process.
     let all =
@@ -165,7 +168,7 @@ fn fits_ever(node: &NodeState, key: &Key, need: &DeviceBytes) -> Result<(), OomW
     }
 }
 
-/// Queues a resident container whose allocation waits.
+/// Adds a resident container to the queue because one of its allocations waits for VRAM.
 pub(super) fn queue_alloc_wait(node: &mut NodeState, key: &Key) {
     let Some(since) = node.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
     if let Some(container) = node.registry.containers.get_mut(key).filter(|c| c.goal.is_resident())
@@ -226,14 +229,14 @@ pub(super) fn alloc_wait_ended(node: &mut NodeState, id: ProcessId, ticket: u64,
     queue_alloc_wait(node, &key);
 }
 
-/// Ends the wait of a process's allocation and its grant. Other waiting processes of the
+/// Ends the wait of a process's allocation, and the grant for it. Other waiting processes of the
 /// container stay in the queue.
 pub(super) fn end_alloc_wait(node: &mut NodeState, id: ProcessId) {
     finish_alloc_wait(node, id, false);
 }
 
 /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
-/// after the process was ordered to try again.
+/// after the process was ordered to try again. Otherwise its grant counts as wasted.
 fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     let Some(want) = process.alloc_wait.take() else { return };
@@ -261,9 +264,8 @@ fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     }
 }
 
-/// Ends the wait of an allocation that can never fit, that has waited for too long, or that was not
-/// made in time after its process was ordered to try again. While it waits, later waiters for its
-/// GPU may have to wait too, so the limit of the library does not suffice.
+/// Ends the container's wait for an allocation that can never fit, or whose process did not make it
+/// in time after the order to try again.
 pub(super) fn check_alloc_wait(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     if node.alloc_wait_of(key).is_none() {

@@ -14,9 +14,9 @@ use super::{Key, Millis};
 /// Waiting time that raises the priority by one, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// Place of a waiter: priority (highest first), start of the wait, arrival number. No two places
-/// are equal. The waiters are stored in this order. The order of service differs once a waiter has
-/// aged past a waiter of higher priority.
+/// Place of a waiter in the stored order: priority (highest first), start of the wait, arrival
+/// number. No two places are equal. The order of service differs from the stored order if waiting
+/// has raised a waiter above one of higher priority.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]
@@ -26,7 +26,8 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// Sort key of the waiter: the highest aged priority is served first, then the longest wait.
+    /// Sort key for the order of service: the highest priority including the waiting time is first,
+    /// then the longest wait.
     fn turn(&self, now: Millis) -> (Reverse<i64>, Millis) {
         let (Reverse(priority), since, _) = self.place;
         let aged = i64::try_from(now.saturating_sub(since) / AGING_MS).unwrap_or(i64::MAX);
@@ -34,7 +35,7 @@ impl Waiter {
     }
 }
 
-/// The waiting containers, each at most once.
+/// The queue of the containers that wait for VRAM. It contains each container at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
     /// The waiters, ordered by `place`.
@@ -86,7 +87,7 @@ impl Queue {
         self.waiters.is_empty()
     }
 
-    /// The waiting containers, the next to be served first.
+    /// The waiting containers in the order of service, beginning with the next.
     #[must_use]
     pub fn in_order(&self, now: Millis) -> Vec<Key> {
         let mut order = Vec::new();
@@ -94,7 +95,7 @@ impl Queue {
         order
     }
 
-    /// Appends the waiting containers to `order`, the next to be served first.
+    /// Appends the waiting containers to `order` in the order of service, beginning with the next.
     pub fn order_into(&self, now: Millis, order: &mut Vec<Key>) {
         if self.are_alike() {
             return order.extend(self.waiters.iter().map(|w| w.key.clone()));
@@ -110,7 +111,7 @@ impl Queue {
         self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
 
-    /// Position in the queue, 0 for the next. `None`: the container does not wait.
+    /// Number of containers that are served before this container. `None`: it does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
         let at = self.find(key)?;
@@ -146,9 +147,9 @@ mod tests {
 
     proptest! {
         /// Serves containers one at a time while others of any priority arrive at any time. A
-        /// higher priority is worth a certain waiting time. A container may pass an earlier one
-        /// only if it arrived within that time after it. The number of later arrivals that can pass
-        /// a waiter is therefore limited.
+        /// higher priority is worth a certain waiting time. A container may pass a container that
+        /// arrived earlier only if the difference of their arrivals is less than this time. The
+        /// number of later arrivals that can pass a waiter is therefore limited.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

@@ -1,7 +1,7 @@
-//! Gives VRAM to the waiters in the queue, after NVML has shown that the VRAM is free.
+//! Grants VRAM to the waiters in the queue, after NVML has shown that the VRAM is free.
 //!
-//! `grant.rs` draws the stages. `serve_queue` begins grants. `proven` completes them or gives them
-//! up. `check_grants` ends grants that take too long.
+//! `grant.rs` has a diagram of the stages. `serve_queue` begins grants. `proven` completes them or
+//! ends them. `check_grants` ends grants that take too long.
 
 use std::collections::BTreeSet;
 
@@ -17,23 +17,24 @@ use super::{
     process::Process,
 };
 
-/// Time limit for the pause of allocations during a restore, in addition to the expected time of
-/// the copy.
+/// Time limit for the pause of other processes' allocations during a restore, in addition to the
+/// expected time of the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// Time after which a `CopyOut` in progress no longer counts as taking VRAM. An agent that exports
+/// Time after which an unfinished `CopyOut` is assumed to need no more VRAM. An agent that exports
 /// memory to a copier needs VRAM only in the first part of its `CopyOut`.
 const HANDS_OVER_MS: Millis = 10_000;
-/// Time limit for the NVML sample of a grant, in addition to the time limit for the pauses of
-/// allocations.
+/// Time limit for the NVML sample of a grant, in addition to the time limit for pausing the
+/// processes' allocations.
 const PROOF_MS: Millis = 1_600;
-/// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
+/// Speed of the slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
-/// GPUs that a waiter cannot have, while the queue is served.
+/// GPUs whose VRAM the present waiter cannot have. Exists while the queue is served.
 struct GpuClaims {
-    /// GPUs with a grant, or on which memory is handed over.
+    /// GPUs with a grant, and GPUs on which a process exports memory to a copier.
     taken: BTreeSet<String>,
-    /// GPUs that are reserved for a waiter that does not fit yet, with the key of that waiter.
+    /// GPUs that are reserved for an earlier waiter that does not fit yet, with the key of that
+    /// waiter.
     kept: Vec<(BTreeSet<String>, Key)>,
 }
 
@@ -43,8 +44,8 @@ impl GpuClaims {
     }
 }
 
-/// Begins a grant for each waiter that is next on its GPUs and whose VRAM need seems to fit. If
-/// a waiter does not fit, later waiters on its GPUs wait behind it.
+/// Begins a grant for each waiter that is next on its GPUs and whose VRAM need fits by the last
+/// sample. If a waiter does not fit, later waiters on its GPUs wait behind it.
 pub(super) fn serve_queue(node: &mut NodeState) {
     if node.admission.queue.is_empty() {
         return;
@@ -71,7 +72,7 @@ pub(super) fn serve_queue(node: &mut NodeState) {
     node.admission.queue_scratch = order;
 }
 
-/// GPUs whose free VRAM is not granted now.
+/// GPUs on which no grant may begin now.
 fn taken_gpus(node: &NodeState) -> BTreeSet<String> {
     let mut taken: BTreeSet<String> =
         node.admission.grants.values().flat_map(|g| &g.uuids).cloned().collect();
@@ -91,8 +92,8 @@ fn knows_gpus(node: &NodeState) -> bool {
     node.gpus.error.is_none() && !node.gpus.samples.is_empty()
 }
 
-/// The waiters that may be served, in their order. Most waiters of a long queue wait for GPUs
-/// that are taken. They are left out before the expensive checks.
+/// Returns the waiters that may be served, in the order of service. Waiters for GPUs that are taken
+/// are removed before the expensive checks, because they are most of a long queue.
 fn serving_order(node: &mut NodeState, taken: &BTreeSet<String>) -> Vec<Key> {
     let known = knows_gpus(node);
     let mut order = std::mem::take(&mut node.admission.queue_scratch);
@@ -116,7 +117,8 @@ fn serving_order(node: &mut NodeState, taken: &BTreeSet<String>) -> Vec<Key> {
     order
 }
 
-/// Promises VRAM to a waiter, or evicts containers for it, as far as earlier waiters permit it.
+/// Promises VRAM to a waiter, or evicts containers for it, as far as the claims of earlier waiters
+/// allow it.
 fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let known = knows_gpus(node);
     let want = needs::alloc_wait_beside_restore(node, &key);
@@ -182,9 +184,9 @@ fn needs_only(node: &NodeState, key: &Key, taken: &BTreeSet<String>) -> bool {
     off && only
 }
 
-/// Sort key that puts partly restored containers first. After a controller crash or a failed
-/// checkpoint such a container holds VRAM that it cannot free before its restore is complete.
-/// If it waited behind a container that needs that VRAM, both would wait forever.
+/// Returns a sort key that puts partly restored containers first. After a controller crash or a
+/// failed checkpoint such a container holds VRAM that it cannot free before its restore is
+/// complete. If it waited behind a container that needs that VRAM, both would wait forever.
 fn turn(node: &NodeState, key: &Key, half_way: bool) -> u8 {
     let fits = || needs::fits(node, key, &needs::container_needs(node, key), margin_bytes);
     match half_way {
@@ -194,8 +196,8 @@ fn turn(node: &NodeState, key: &Key, half_way: bool) -> u8 {
     }
 }
 
-/// Whether a process is exporting its memory to a copier, and may need VRAM for parts of that
-/// memory.
+/// Whether a process is exporting its memory to a copier and may therefore need VRAM for parts of
+/// that memory.
 fn hands_over(node: &NodeState, process: &Process) -> bool {
     process.pending.is_some_and(|pending| {
         let hands = matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);

@@ -92,18 +92,21 @@ fn promise_that_never_ends_lapses() {
     assert_eq!(judged(MAX_PROMISE_MS + 1), Ok(()));
 }
 
-/// Model of a node with one memory pool. Each container uses its promised memory step by step.
+/// Model of a node with one memory pool, in which containers use their promised memory step by
+/// step.
 #[derive(Default)]
 struct MemoryModel {
     taken: u64,
-    /// Container, number of bytes promised to it, number of bytes that it uses already.
+    /// The offloads in progress: container, number of bytes promised to it, number of bytes that it
+    /// uses already.
     moving: Vec<(u8, u64, u64)>,
-    /// Container, time of the request for the reading, number of free bytes in the reading.
+    /// The readings in progress: container, time of the request, number of free bytes that the
+    /// reading shows.
     readings: Vec<(u8, Millis, u64)>,
 }
 
 proptest! {
-    /// Promised memory always fits, in any order of requests, readings, uses and reports.
+    /// Promised memory always fits, whatever the order of requests, readings, uses and reports is.
     #[test]
     fn promised_memory_always_fits(steps in proptest::collection::vec((0_u8..6, 0_u8..5, 1_u64..500), 1..200)) {
         const TOTAL: u64 = 1_000;
