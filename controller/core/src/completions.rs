@@ -24,11 +24,11 @@ use super::{
     restore,
 };
 
-/// Time after the deadline of a close or lock order after which a missing report counts as late.
-/// The offload is then given up.
+/// Grace period after the deadline of an order to close the gate or to lock the process. If the
+/// agent has not reported by then, the controller gives up the offload.
 const LATE_MS: Millis = 5_000;
-/// Time after which an order without a deadline is shown as slow. The driver call that the order
-/// caused is never interrupted.
+/// Time after which an order without a deadline is shown to users as slow. The controller never
+/// interrupts the driver call that the order caused.
 pub(super) const SLOW_MS: Millis = 60_000;
 
 /// Handles an agent's report on an order.
@@ -58,8 +58,8 @@ pub(super) fn report(node: &mut NodeState, id: ProcessId, report: OrderReport) {
     node.resume(&key);
 }
 
-/// Updates the VRAM figures after a move, because evictions before the next NVML sample use
-/// them.
+/// Updates the recorded VRAM of a process after an offload or a restore. Evictions use the record
+/// until the next NVML sample.
 fn count_moved_vram(node: &mut NodeState, id: ProcessId, action: Action, record: ReportRecord) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     if record.phase == Phase::Checkpointed {
@@ -123,8 +123,9 @@ fn act_on_report(
     }
 }
 
-/// Handles orders whose report is late. If a close or lock order is late, the offload is given
-/// up. If an order that runs a driver call is late, it is only shown as slow.
+/// Handles orders whose report is late. If an order to close the gate or to lock is late, the
+/// controller gives up the offload. If an order that runs a driver call is late, the order is only
+/// shown to users as slow.
 pub(super) fn check_overdue(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     let late = node.registry.processes.of(key).find_map(|(_, p)| {

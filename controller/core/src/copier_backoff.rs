@@ -1,15 +1,14 @@
-//! Pauses between failed starts of a copier, which is Affinode's process on a GPU that copies
-//! memory for other processes. Each further failure on a GPU doubles the pause. The cause of a
-//! single failure may end quickly. If the driver refuses a copier, however, it usually keeps
-//! refusing.
+//! Pauses between failed starts of a copier (Affinode's process on a GPU that copies memory for
+//! other processes). Each further failure on a GPU doubles the pause, because a driver that refused
+//! a copier usually refuses it again.
 
 use std::collections::BTreeMap;
 
 use super::Millis;
 
-/// Pause after the first failure.
+/// Pause after the first failed start of a copier.
 const FIRST_MS: Millis = 5_000;
-/// Maximum pause between two starts.
+/// Maximum pause between two starts of a copier on the same GPU.
 const MAX_BACKOFF_MS: Millis = 300_000;
 
 /// The last failed start of a copier on each GPU, and the pause after it. Key: UUID of the GPU.
@@ -23,7 +22,8 @@ struct CopierFailure {
 }
 
 impl RestartBackoff {
-    /// Records a failed start. Returns the pause before the next start, in milliseconds.
+    /// Records a failed start of a copier. Returns the pause before the next start, in
+    /// milliseconds.
     pub(super) fn note(&mut self, uuid: &str, now: Millis) -> Millis {
         let before = self.0.get(uuid).map_or(0, |failure| failure.pause_ms);
         let pause_ms = (before * 2).clamp(FIRST_MS, MAX_BACKOFF_MS);

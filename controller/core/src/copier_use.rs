@@ -1,5 +1,6 @@
-//! Decides when processes use the copiers of their GPUs, and keeps copiers from taking VRAM while
-//! VRAM is being proven free. The copiers themselves are in `copiers.rs`.
+//! Decides when processes use the copiers of their GPUs. A copier is a process of Affinode that
+//! copies memory for other processes. This file also prevents copiers from allocating VRAM while
+//! the controller proves that VRAM is free. The state of the copiers is in `copiers.rs`.
 
 use affinode_proto::wire::{Capabilities, ProcessFlags, copier::CopierReport};
 
@@ -8,8 +9,8 @@ use super::{
     node_state::NodeState, offload_level, plan::OffloadMethod, process::Process,
 };
 
-/// Attaches a process to the copier of its GPU if the process will be copied out and then
-/// checkpointed.
+/// Connects a process to the copier of its GPU if the offload will copy its memory out and then
+/// checkpoint it.
 pub(super) fn attach_for_offload(node: &mut NodeState, id: ProcessId) {
     if let Some((uuid, most_bytes)) = offloads_through_copier(node, id)
         && !node.copiers.was_attached_ahead(id, &uuid)
@@ -40,8 +41,8 @@ pub(super) fn attach(
     )
 }
 
-/// Whether a process may use a copier on a GPU now. A new copier takes VRAM, so no copier is
-/// started while a container waits or VRAM is being proven free.
+/// Whether a process may use a copier on a GPU now. A new copier allocates VRAM. Therefore none is
+/// started while a container waits for VRAM or VRAM is being proven free.
 fn may_have_copier(node: &NodeState, uuid: &str) -> bool {
     node.settings.copiers && (node.is_settled() || node.copiers.has_ready(uuid))
 }
@@ -64,7 +65,7 @@ pub(super) fn copier_exited(node: &mut NodeState, id: CopierId) {
     node.copiers.exited(node.clock.now, id, &mut node.output.effects);
 }
 
-/// Ends copiers that hold VRAM for which a container waits, and copiers without processes.
+/// Ends copiers on GPUs where a container waits for VRAM, and copiers that serve no process.
 pub(super) fn keep_copiers(node: &mut NodeState) {
     let mut copiers = std::mem::take(&mut node.copiers);
     let leaves = |process| node.is_leaving(process);
@@ -78,9 +79,9 @@ pub(super) fn keep_copiers(node: &mut NodeState) {
     node.copiers = copiers;
 }
 
-/// Requests the NVML sample for each grant for which all processes have paused their
-/// allocations. No other function requests these samples. Requests none while a copier starts
-/// or ends, because the copier may take VRAM right after the sample.
+/// Requests the NVML sample for each grant whose processes have all paused their allocations. No
+/// other function requests these samples. While a copier is starting or ending, requests none,
+/// because the copier may allocate VRAM right after the sample.
 pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
     let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
     if !node.admission.grants.values().any(|grant| waits(&grant.stage)) {
@@ -99,17 +100,16 @@ pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
     }
 }
 
-/// The GPU of a process whose memory a copier can copy out, and the number of its swappable
-/// bytes. `None` if the library cannot use a copier, if the offload uses another method, or if
-/// the process has memory on several GPUs. Also `None` if its counters report that no copier
-/// can restore it.
+/// Returns the GPU of a process whose memory a copier can copy out, and the number of its swappable
+/// bytes. `None` if the library cannot use a copier, if the offload uses another method, if the
+/// process has memory on several GPUs, or if its counters report that no copier can restore it.
 pub(super) fn offloads_through_copier(node: &NodeState, id: ProcessId) -> Option<(String, u64)> {
     let process = node.registry.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
     for_copier(node, process, process.memory.offloaded_vram()?)
 }
 
-/// Like `offloads_through_copier`. `held` is the VRAM that the process has now, or had before
-/// its offload.
+/// Like `offloads_through_copier`, without the check of the library's capabilities. `held` is the
+/// VRAM that the process has now, or had before its offload.
 pub(super) fn for_copier(
     node: &NodeState,
     process: &Process,

@@ -1,6 +1,6 @@
-//! The copiers of the node: at most one process per GPU. This module decides which GPU has a
-//! copier, which processes it serves, when it ends, and when NVML's proof of free VRAM waits for
-//! it.
+//! The copiers of the node: at most one process per GPU that copies memory for other processes.
+//! This module decides which GPU has a copier, which processes the copier serves, when it ends, and
+//! when NVML's proof of free VRAM waits for it.
 //!
 //! ```text
 //! none ──offload or prefault begins──> Starting ──CopierReport: Ready──> Ready
@@ -10,13 +10,13 @@
 //!   └──────────CopierExited──────────── ending <───────────────────────────┘
 //! ```
 //!
-//! A copier takes VRAM when it starts and frees it when it ends, so a sample of free VRAM may be
-//! wrong a moment later. A proof therefore waits until no copier starts or ends, and copiers
+//! A copier allocates VRAM when it starts and frees it when it ends, so a sample of free VRAM may
+//! be wrong a moment later. A proof therefore waits until no copier starts or ends, and copiers
 //! register no memory during a proof ([`super::Effect::HoldCopier`]). No copier is started while a
 //! container waits or VRAM is promised.
 //!
-//! A copier is optional: a process without a copier, or whose copier has ended, restores its memory
-//! itself. The processes and sockets of copiers are in `controller/src/copier`.
+//! A copier is optional. A process that has no copier, or whose copier has ended, restores its
+//! memory itself. The processes and sockets of copiers are in `controller/src/copier`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -25,18 +25,18 @@ use foldhash::fast::FixedState;
 
 use super::{Domain, Effect, Millis, ProcessId, copier_backoff::RestartBackoff};
 
-/// Time without an attached process after which a copier ends.
+/// Time after which a copier without attached processes is ended.
 pub(super) const LINGER_MS: Millis = 30_000;
-/// Time after which a copy back into VRAM (a fill) counts as ended if the copier has not reported
-/// its end.
+/// Time limit for a fill, which is a copier's copy back into VRAM. If the copier has not reported
+/// the end by then, the fill counts as ended.
 const FILL_MS: Millis = 20_000;
-/// Time limit for the start of a copier. Proofs of free VRAM wait until the copier has started, so
-/// a slower start counts as failed.
+/// Time limit for the start of a copier. A slower start counts as failed, because proofs of free
+/// VRAM wait until the copier has started.
 pub(super) const START_MS: Millis = 5_000;
 /// Maximum time for which a proof of free VRAM waits until a copier has ended.
 pub(super) const END_MS: Millis = 5_000;
 
-/// The number of a copier. Numbers are not reused.
+/// Number that identifies a copier. Numbers are not reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CopierId(pub u64);
 
@@ -45,21 +45,22 @@ pub struct CopierId(pub u64);
 pub enum CopierEnd {
     /// No process was attached to the copier for `LINGER_MS`.
     Unused,
-    /// A container waits for the VRAM that the copier's context takes.
+    /// A container waits for VRAM, so the copier must free the VRAM of its CUDA context.
     MakesRoom,
-    /// The copier's connection or its process ended.
+    /// The copier lost its connection to the controller, or its process ended.
     Lost,
-    /// The copier did not become ready. No other copier is started on its GPU during the pause.
+    /// The copier did not become ready in time. No other copier is started on its GPU for
+    /// `pause_ms`.
     NeverReady {
-        /// Time before the next start, in milliseconds.
+        /// Time until the next copier may be started on the GPU, in milliseconds.
         pause_ms: Millis,
     },
 }
 
-/// Stage of a copier: starting, or ready.
+/// Stage of a copier: starting or ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CopierStage {
-    /// The copier has been creating its CUDA context since this time.
+    /// The copier is creating its CUDA context. Contains the time at which it was started.
     Starting(Millis),
     Ready,
 }
@@ -68,28 +69,30 @@ enum CopierStage {
 struct GpuCopier {
     id: CopierId,
     stage: CopierStage,
-    /// When a process was attached last.
+    /// When a process was last attached to the copier.
     used_at: Millis,
-    /// Whether the copier is unregistering memory of processes that are resident again.
+    /// Whether the copier is unregistering host memory of processes that have been restored.
     unregisters: bool,
-    /// The process whose memory the copier copies back into VRAM, and when this fill began. `None`:
-    /// no fill is in progress.
+    /// The process whose memory the copier is copying back into VRAM (a fill), and when the copy
+    /// began. `None`: no fill is in progress.
     filling: Option<(ProcessId, Millis)>,
-    /// Size of the files with deduplicated memory, in bytes.
+    /// Size of the files in which the copier stores deduplicated memory, in bytes.
     stored_bytes: u64,
 }
 
-/// State of a process's memory in its copier.
+/// Stage of a process that is attached to a copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttachmentState {
-    /// The process is resident and was attached before its offload. `prefaulted`: whether its
-    /// prefaulted memory is registered already.
+    /// The process is resident, and was attached to the copier before its offload. `prefaulted`:
+    /// whether the copier has already registered the host memory that the process prepared for the
+    /// offload.
     Ahead { prefaulted: bool },
-    /// The process is being offloaded. `prefaulted`: whether its memory was registered before the
-    /// offload and is not copied yet. If false, its memory is not registered yet.
+    /// The process is being offloaded. `prefaulted`: whether the copier registered the process's
+    /// host memory before the offload and has not copied to it yet. If false, the memory is not
+    /// registered yet.
     Offloading { prefaulted: bool },
-    /// The host memory of the offloaded process is registered, so the copier can copy its content
-    /// back into VRAM.
+    /// The process is offloaded, and the copier has registered its host memory. The copier can copy
+    /// the content back into VRAM.
     Registered,
 }
 
@@ -97,24 +100,25 @@ enum AttachmentState {
 struct AttachedProcess {
     uuid: String,
     attachment: AttachmentState,
-    /// Deduplicated memory of the process, in bytes.
+    /// Amount of the process's memory that is deduplicated, in bytes.
     shared_bytes: u64,
 }
 
 /// Figures about the copier of a GPU that users see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopierFigures {
-    /// Number of resident processes whose prefaulted memory is registered.
+    /// Number of resident processes whose prepared (prefaulted) host memory the copier has
+    /// registered.
     pub prefaulted: u32,
-    /// Number of processes whose memory is being registered or unregistered.
+    /// Number of processes whose host memory the copier is registering or unregistering.
     pub registering: u32,
-    /// Number of offloaded processes whose memory is registered.
+    /// Number of offloaded processes whose host memory the copier has registered.
     pub registered: u32,
     /// Number of restores in which a copier of this GPU copied the memory back into VRAM.
     pub restores: u64,
     /// Number of offloads in which a copier of this GPU copied the memory.
     pub offloads: u64,
-    /// Deduplicated memory of the copier's processes, in bytes.
+    /// Amount of memory of the copier's processes that is deduplicated, in bytes.
     pub shared_bytes: u64,
     /// Size of the files with deduplicated memory, in bytes.
     pub stored_bytes: u64,
@@ -126,26 +130,27 @@ pub(super) struct CopierRegistry {
     by_gpu: BTreeMap<String, GpuCopier>,
     attached: BTreeMap<ProcessId, AttachedProcess>,
     /// Copiers that were ordered to end and have not exited, each with the time of the order. The
-    /// driver may still hold memory for them.
+    /// driver may still have VRAM allocated for them.
     ending: BTreeMap<CopierId, Millis>,
     backoff: RestartBackoff,
     restores: BTreeMap<String, u64>,
     offloads: BTreeMap<String, u64>,
-    /// The number of each dedup domain, from 1. A domain keeps its number when all its processes
-    /// have ended: no other domain gets it.
+    /// The number of each dedup domain (a set of processes whose identical content is stored once),
+    /// from 1. A domain keeps its number after all its processes have ended, so that no other
+    /// domain gets it.
     domains: HashMap<Domain, u64, FixedState>,
     started: u64,
     held: bool,
 }
 
 impl CopierRegistry {
-    /// Attaches a process to the copier of its GPU, and starts that copier if there is none. The
+    /// Attaches a process to the copier of its GPU, and starts a copier if the GPU has none. The
     /// process need not wait until the copier has started. Returns false if no copier may be
     /// started.
     ///
     /// `most_bytes`: maximum number of bytes that the copier accepts from the process. `domain`:
-    /// the processes whose memory the copier may deduplicate together with this process's memory.
-    /// `ahead`: the process is attached before its offload.
+    /// the dedup domain, which is the set of processes with which the copier may deduplicate the
+    /// process's memory. `ahead`: whether the process is attached before its offload.
     pub(super) fn attach(
         &mut self,
         now: Millis,
@@ -193,9 +198,9 @@ impl CopierRegistry {
         true
     }
 
-    /// Whether a process whose offload begins was attached to this GPU's copier before. Such a
-    /// process must keep its connection, because a second connection would discard the registered
-    /// memory.
+    /// Whether a process whose offload begins is attached to this GPU's copier already. The process
+    /// must then keep its connection, because a second connection would discard the memory that the
+    /// copier has registered. Records that the offload has begun.
     pub(super) fn was_attached_ahead(&mut self, process: ProcessId, uuid: &str) -> bool {
         let attached = self.attached.get_mut(&process).filter(|attached| attached.uuid == uuid);
         match attached.map(|attached| &mut attached.attachment) {
@@ -208,17 +213,16 @@ impl CopierRegistry {
         }
     }
 
-    /// Removes a process that no longer needs its copier, or has no connection to it. Later reports
-    /// of the copier about this process are ignored. Returns whether the process was attached
-    /// before its offload.
+    /// Removes a process that no longer needs its copier or has no connection to it. The controller
+    /// ignores later reports of the copier about this process. Returns whether the process was
+    /// attached before its offload.
     pub(super) fn detach(&mut self, process: ProcessId) -> bool {
         let attached = self.attached.remove(&process);
         attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
     }
 
-    /// Orders the copier to copy the memory of a process that is being restored back into VRAM, up
-    /// to `most_bytes` of granted VRAM. Does nothing if the copier has not registered the memory of
-    /// that process.
+    /// Orders the copier to copy a process's memory back into VRAM, at most `most_bytes` of granted
+    /// VRAM. Does nothing if the copier has not registered the memory of that process.
     pub(super) fn fill(
         &mut self,
         now: Millis,
@@ -239,14 +243,15 @@ impl CopierRegistry {
         self.by_gpu.get(uuid).is_some_and(|copier| copier.stage == CopierStage::Ready)
     }
 
-    /// Whether a copier is starting or ending, so that a sample of free VRAM may be wrong a moment
-    /// later. A copier that has not exited after `END_MS` is ignored.
+    /// Whether a copier is starting or ending, so that a sample of free VRAM may soon be wrong. An
+    /// ending copier is ignored after `END_MS`, even if it has not exited.
     pub(super) fn is_moving(&self, now: Millis) -> bool {
         self.ending.values().any(|since| now.saturating_sub(*since) < END_MS)
             || self.by_gpu.values().any(|copier| copier.stage != CopierStage::Ready)
     }
 
-    /// Pauses (`true`) or resumes registrations while VRAM is being proven free or taken.
+    /// Orders all copiers to pause (`true`) or resume (`false`) the registration of host memory.
+    /// They pause while VRAM is being proven free or allocated for a grant.
     pub(super) fn hold(&mut self, on: bool, effects: &mut Vec<Effect>) {
         if self.held != on {
             self.held = on;
@@ -255,8 +260,9 @@ impl CopierRegistry {
         }
     }
 
-    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is copying
-    /// memory of a process continues: a copy into VRAM ends soon, and a copy out frees VRAM itself.
+    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is copying a
+    /// process's memory continues: a copy into VRAM ends soon, and a copy out of VRAM frees VRAM
+    /// itself.
     pub(super) fn make_room(
         &mut self,
         now: Millis,
@@ -284,7 +290,7 @@ impl CopierRegistry {
         over.iter().for_each(|uuid| self.end(now, uuid, CopierEnd::MakesRoom, effects));
     }
 
-    /// Ends copiers that had no process for `LINGER_MS`, and copiers that do not become ready in
+    /// Ends copiers that had no process for `LINGER_MS`, and copiers that did not become ready in
     /// time.
     pub(super) fn tick(&mut self, now: Millis, effects: &mut Vec<Effect>) {
         self.ending.retain(|_, since| now.saturating_sub(*since) < END_MS);
@@ -423,18 +429,19 @@ impl CopierRegistry {
         self.by_gpu.iter().find(|(_, copier)| copier.id == id).map(|(uuid, _)| uuid.clone())
     }
 
-    /// Finds the attached process that has this number in the copier's reports.
+    /// Finds the attached process by the number that the copier uses in its reports.
     fn member(&mut self, process: u64, uuid: &str) -> Option<&mut AttachedProcess> {
         self.attached.get_mut(&ProcessId(process)).filter(|attached| attached.uuid == uuid)
     }
 
-    /// The number that orders to copiers contain for a domain. 0: no domain.
+    /// Number of a dedup domain in orders to copiers. 0: no domain. A new domain gets the next free
+    /// number.
     fn number_of(&mut self, domain: Option<Domain>) -> u64 {
         let next = self.domains.len() as u64 + 1;
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
     }
 
-    /// Deduplicated memory of the processes of a GPU, in bytes.
+    /// Amount of memory of all processes of a GPU that is deduplicated, in bytes.
     fn shared_bytes(&self, uuid: &str) -> u64 {
         let here = self.attached.values().filter(|attached| attached.uuid == uuid);
         here.map(|attached| attached.shared_bytes).fold(0, u64::saturating_add)

@@ -16,12 +16,12 @@ pub const LEVELS_INTERVAL_MS: Millis = 20;
 pub struct CopyInProgress {
     /// The container that is copied out.
     pub key: Key,
-    /// The container's processes that copy now, with their host pids.
+    /// The container's processes that copy memory out now, with their host pids.
     pub processes: Vec<(ProcessId, u32)>,
 }
 
-/// A container, and the free host memory of each pool that is charged for its memory: its cgroups
-/// and the node.
+/// A container, and the free host memory of each pool that its offload uses. The pools are its
+/// cgroups and the node.
 pub type Levels = (Key, Vec<MemoryPool>);
 
 /// All containers with a copy out in progress.
@@ -35,9 +35,8 @@ pub(super) fn copies_in_progress(node: &NodeState) -> Vec<CopyInProgress> {
     copies.filter(|copy| !copy.processes.is_empty()).collect()
 }
 
-/// Cancels each copy out that needs more host memory than is free. The free memory was read
-/// before the counters that show the progress. A copy may have progressed in between, so its
-/// need can be underestimated but not overestimated.
+/// Cancels each copy out that needs more host memory than is free. The free memory was read before
+/// the progress of the copies, so the need of a copy can be underestimated but not overestimated.
 pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
     for (key, pools) in levels {
         let copying = node.registry.processes.of(&key).filter(|(_, process)| is_copying(process));

@@ -1,5 +1,6 @@
-//! The dedup domain of a container (`policy.dedup`). Memory is deduplicated within one tenant only,
-//! because sharing reveals that another container has the same content.
+//! The dedup domain of a container (`policy.dedup`): the set of containers with which it shares
+//! identical offloaded memory. Memory is shared within one tenant only, because sharing reveals
+//! that another container has the same content.
 
 use affinode_proto::wire::Capabilities;
 
@@ -16,8 +17,8 @@ pub enum Domain {
         /// Namespace in Kubernetes; empty outside Kubernetes.
         pod: String,
     },
-    /// Jobs of one user and namespace. They never share with containers, even if the namespaces
-    /// have the same name.
+    /// Jobs of one user and namespace. Jobs never share memory with containers, even if the
+    /// namespaces have the same name.
     Jobs {
         /// User id of the job's owner, as the kernel reports it. A user name would not suffice,
         /// because different users may have the same name.
@@ -28,7 +29,8 @@ pub enum Domain {
 }
 
 impl Domain {
-    /// The domain of a container or job. `None`: it has no namespace, so its memory is not shared.
+    /// Determines the dedup domain of a container or job. `None`: it has no namespace, so its
+    /// memory is not deduplicated.
     #[must_use]
     pub fn of(spec: &ContainerSpec) -> Option<Domain> {
         let namespace = spec.namespace.clone();
@@ -42,8 +44,8 @@ impl Domain {
     }
 }
 
-/// The dedup domain of a process. `None` if the policy does not enable deduplication, or if the
-/// library does not support it.
+/// Determines the dedup domain of a process. `None`: the policy does not enable deduplication, or
+/// the process's library does not support it.
 pub(super) fn domain_of(node: &NodeState, id: ProcessId) -> Option<Domain> {
     let process = node.registry.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
     let container = node.registry.containers.get(&process.key).filter(|c| c.policy.dedup)?;

@@ -1,4 +1,4 @@
-//! Restores a container on another GPU of the same model if its own GPU is full.
+//! Restores a container on another GPU of the same model if its own GPU is full (migration).
 //!
 //! ```text
 //! waiter ──does not fit on its GPU──> fits on another ──> promised and proven there
@@ -24,9 +24,9 @@ use super::{
     grants, input::GpuSample, needs, node_state::NodeState, process::Process,
 };
 
-/// Chooses another GPU for a container that does not fit on its own, and sets it as the target
-/// of all its processes. `is_others` returns whether a GPU is reserved for another waiter.
-/// Returns false if no GPU is suitable.
+/// Chooses another GPU for a container that does not fit on its own GPU, and sets it as the
+/// migration target of all its processes. `is_others` returns whether a GPU is reserved for another
+/// waiter. Returns false if no GPU is suitable.
 pub(super) fn choose_other_gpu(
     node: &mut NodeState,
     key: &Key,
@@ -65,8 +65,8 @@ fn find_other_gpu(
         .map(|gpu| gpu.uuid.clone())
 }
 
-/// The GPU from which all processes of a container were offloaded, if the container may
-/// migrate.
+/// Returns the GPU from which all processes of a container were offloaded. `None`: there are
+/// several, or the container may not migrate.
 fn single_gpu(node: &NodeState, key: &Key) -> Option<String> {
     let container = node.registry.containers.get(key)?;
     let unseen = node.registry.unclaimed_journal.keys().any(|(other, ..)| other == key);
@@ -78,8 +78,8 @@ fn single_gpu(node: &NodeState, key: &Key) -> Option<String> {
     seats.all(|seat| seat == Some(first.as_str())).then_some(first)
 }
 
-/// Sends the order to restore a process on the target GPU of its migration. If the target is no
-/// longer possible, the grant ends, and VRAM is promised and proven again later.
+/// Sends the order to restore a process on the target GPU of its migration. If that GPU can no
+/// longer be used, ends the grant. VRAM is then promised and proven again later.
 pub(super) fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
     let exchange = node.registry.processes.get(&id).and_then(|process| {
         let place = |uuid: &str| {
@@ -136,8 +136,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Whether the GPU can be in the list of GPUs that the driver receives. A MIG instance cannot be in
-/// that list. A GPU without a device file cannot be found.
+/// Whether the driver can be told to restore on this GPU. A MIG instance cannot be in the driver's
+/// list of GPUs. A GPU without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

@@ -113,8 +113,9 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, survey: Survey) {
     }
 }
 
-/// Whether NVML shows the VRAM of every process, and there is VRAM to offload. If it shows no
-/// VRAM of a process, the VRAM that its restore needs would be unknown.
+/// Checks that NVML shows the VRAM of every process and that there is VRAM to offload. Without a
+/// process's VRAM, the VRAM that its restore needs would be unknown. `Err`: the reason to refuse
+/// the offload.
 fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     let unseen = |p: &Process| {
         let claims = p.activity.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
@@ -140,8 +141,8 @@ fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     }
 }
 
-/// Runs one step of the offload for a process, after the gate of every process is closed and
-/// host memory is promised. Before the step, records the VRAM that the restore will need.
+/// Runs one step of the offload for a process. The gates of all processes are closed then, and host
+/// memory is promised. First records the VRAM that the process's restore will need.
 pub(super) fn run_offload_step(node: &mut NodeState, key: &Key, id: ProcessId, step: OffloadStep) {
     node.set_state(key, State::Offloading, node.cause(key), "", 0, 0);
     let Some(process) = node.registry.processes.get_mut(&id) else {
@@ -179,7 +180,7 @@ pub(super) fn run_offload_step(node: &mut NodeState, key: &Key, id: ProcessId, s
     );
 }
 
-/// The options of a copy out that the policy requests and the library supports.
+/// Returns the options of a copy out that the policy requests and the library supports.
 fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
     let (Some(container), Some(process)) =
         (node.registry.containers.get(key), node.registry.processes.get(&id))
@@ -247,8 +248,7 @@ pub(super) fn finish_offload(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Gives up an offload because a process of the container exits. This does not count as a
-/// failure.
+/// Cancels an offload because a process of the container exits. This does not count as a failure.
 pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
     let Some(container) = node.registry.containers.get_mut(key).filter(|c| !c.goal.is_resident())
     else {
@@ -261,11 +261,11 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
     node.answer(key, Request::Offload, false, 0, 0);
 }
 
-/// Gives up an offload, counts the failure, and undoes the completed steps.
+/// Cancels an offload after a failure, counts the failure, and undoes the completed steps.
 ///
 /// If the memory is already copied out and only the checkpoint of the contexts failed, the
-/// container stays copied out. A restore would take VRAM from the waiter that needs the
-/// contexts' VRAM.
+/// container stays copied out. A restore would take VRAM from the waiter that needs the contexts'
+/// VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
     let is_out = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
@@ -288,7 +288,7 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
     node.resume(key);
 }
 
-/// Evicts a container for a waiter.
+/// Evicts a container, because another container waits for its VRAM.
 pub(super) fn evict(node: &mut NodeState, victim: &Key, mut offload: Offload) {
     if offload_check::may_evict_context(node, victim) {
         // The container is copied out already. The same offload continues and checkpoints its

@@ -1,4 +1,4 @@
-//! Collects the facts about an offload on which [`super::eligibility`] decides.
+//! Collects the facts by which [`super::eligibility`] decides about an offload.
 
 use affinode_proto::{
     reason::Reason,
@@ -18,8 +18,8 @@ use super::{
     process::Process,
 };
 
-/// Checks whether the container may be offloaded now. If not, returns the reason and its
-/// detail. `asked`: an operator or a waiter requests the offload, so mode, idleness and minimum
+/// Checks whether the container may be offloaded now. `Err`: the reason why not, and its detail.
+/// `asked`: an operator or a waiting container requests the offload, so mode, idleness and minimum
 /// residency do not matter.
 pub(super) fn check_offload(node: &NodeState, key: &Key, asked: bool) -> Result<(), Refusal> {
     let Some(container) = node.registry.containers.get(key) else {
@@ -80,16 +80,16 @@ pub(super) fn is_too_small(node: &NodeState, key: &Key) -> bool {
     least > 0 && (1..least).contains(&held())
 }
 
-/// The index of a GPU in MIG mode on which the process holds memory.
+/// Finds a GPU in MIG mode on which the process holds memory, and returns its index.
 pub(super) fn cut_gpu_of(node: &NodeState, process: &Process) -> Option<u32> {
     let cut = node.gpus.samples.iter().filter(|gpu| gpu.mig);
     let holds = |uuid: &str| process.memory.vram.iter().any(|held| held.uuid == uuid);
     cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
 }
 
-/// Whether the context of a copied-out container may be evicted. This is also allowed while the
-/// container waits for its restore: otherwise its context would block other containers during
-/// the wait. Processes without VRAM, which may have started meanwhile, do not matter.
+/// Whether the CUDA contexts of a copied-out container may be evicted. This is also allowed while
+/// the container waits for its restore, because its contexts would otherwise block other containers
+/// during the wait. Processes without VRAM, which may have started meanwhile, are ignored.
 pub(super) fn may_evict_context(node: &NodeState, key: &Key) -> bool {
     let waits = |c: &Container| match c.goal {
         Goal::Offloaded(_) => c.shown.state == State::Offloaded,

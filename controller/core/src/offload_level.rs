@@ -1,4 +1,5 @@
-//! The two levels of an offload, and the choice of level for a process.
+//! Chooses the level of an offload for each process: whether the CUDA context stays on the GPU
+//! (first level) or leaves it too (second level).
 //!
 //! ```text
 //!              idle                         a waiter needs the VRAM of contexts
@@ -27,9 +28,9 @@ use super::{
     process::Process,
 };
 
-/// Deadlines of a forced offload. They are longer than usual, because a process whose forced
-/// offloads fail is ended. Meanwhile a grant of another container waits at most 0.9 s for the hold
-/// of this process.
+/// Deadlines of the close and lock orders in a forced offload. They are longer than usual, because
+/// a process is ended if its forced offloads fail. Meanwhile a grant of another container waits at
+/// most 0.9 s for this process to pause its allocations.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
 /// Returns a function that chooses the offload method for a process of this container.
@@ -50,8 +51,9 @@ pub(super) fn moves(node: &NodeState, key: &Key) -> impl Fn(&Process) -> Offload
     }
 }
 
-/// The engine of a container. If the container may be restored on another GPU, `auto` acts as
-/// `full`, because a kept context could not move to the other GPU.
+/// Returns the engine (the method of moving GPU memory) that applies to a container. If the
+/// container may be restored on another GPU, `auto` acts as `full`, because a kept context could
+/// not move to the other GPU.
 pub(super) fn engine_of(node: &NodeState, key: &Key) -> Engine {
     let Some(container) = node.registry.containers.get(key) else { return Engine::Checkpoint };
     match container.policy.engine {
@@ -62,21 +64,22 @@ pub(super) fn engine_of(node: &NodeState, key: &Key) -> Engine {
     }
 }
 
-/// Whether the contexts of the container's processes may be checkpointed for a waiter.
+/// Whether the CUDA contexts of the container's processes may be checkpointed too if another
+/// container needs their VRAM.
 pub(super) fn has_second_level(node: &NodeState, key: &Key) -> bool {
     engine_of(node, key) != Engine::Copy
 }
 
-/// Whether an offload to the first level would free nothing, because no process has memory that
-/// the library can copy.
+/// Whether an offload that only copies memory would free nothing, because no process has memory
+/// that the library can copy.
 pub(super) fn has_nothing_to_copy(node: &NodeState, key: &Key) -> bool {
     let moves = moves(node, key);
     let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
     node.registry.processes.of(key).all(|(_, p)| is_void(p))
 }
 
-/// Time that an eviction is expected to add to the container's next restore, in milliseconds.
-/// `deep`: its contexts are checkpointed too. If the container is copied out already, only the
+/// Time by which an eviction is expected to lengthen the container's next restore, in milliseconds.
+/// `deep`: its CUDA contexts are checkpointed too. If the container is copied out already, only the
 /// contexts count.
 pub(super) fn expected_delay_ms(node: &NodeState, key: &Key, deep: bool) -> Millis {
     let moves = moves(node, key);
@@ -98,7 +101,8 @@ pub(super) fn expected_delay_ms(node: &NodeState, key: &Key, deep: bool) -> Mill
     node.registry.processes.of(key).map(|(_, p)| of_one(p)).sum()
 }
 
-/// Deadlines of a container's offload: for its calls in progress and its running kernels.
+/// Returns the deadlines of a container's offload: for calls in progress to end, and for running
+/// kernels to end.
 pub(super) fn deadlines(node: &NodeState, key: &Key) -> OrderDeadlines {
     let usual = node.settings.deadlines;
     match node.registry.containers.get(key).is_some_and(|c| c.goal.is_forced()) {
@@ -115,7 +119,8 @@ fn has_copyable_memory(process: &Process) -> bool {
     process.memory.swap.swappable_bytes > 0
 }
 
-/// The offload method of a process with this engine while no waiter needs its context.
+/// Returns the offload method of a process with this engine, if no other container needs the VRAM
+/// of its context.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     // Memory that was imported from a copier must be copied out, because a checkpoint that includes
     // it could not be restored.
@@ -167,8 +172,9 @@ fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Mill
     }
 }
 
-/// Time that is expected to be added to a restore if the context was checkpointed too. The time is
-/// 0 if the copier's copy takes longer than the driver's restore of the context.
+/// Time by which a checkpoint of the CUDA context is expected to lengthen a restore, in
+/// milliseconds. It is 0 if the copier's copy takes longer than the driver's restore of the
+/// context.
 fn context_delay_ms(copied_bytes: u64) -> Millis {
     let of = |method| restore_ms(method, 0, copied_bytes);
     of(OffloadMethod::CopyAndCheckpoint) - of(OffloadMethod::Copy)
@@ -184,8 +190,8 @@ mod tests {
         assert!(context_delay_ms(1 << 30) > 150);
     }
 
-    /// Compares the estimates with measured restores (medians, H200, driver 580.159). They must
-    /// differ by at most a third.
+    /// Compares the estimates with measured restores (medians, H200, driver 580.159). An estimate
+    /// may differ from the measured value by at most a third.
     #[test]
     fn expected_restores_are_near_measured_ones() {
         let gib = |gib: f64| (gib * f64::from(1 << 30)) as u64;

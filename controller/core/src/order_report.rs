@@ -1,4 +1,4 @@
-//! What an agent's report on an order means. Pure: [`OrderReport::record`] changes only the process,
+//! Interprets the report of an agent on an order. [`OrderReport::record`] changes only the process,
 //! and [`OrderReport::verdict`] changes nothing. `completions.rs` acts on the verdict.
 
 use affinode_proto::{
@@ -16,17 +16,17 @@ use super::{
     process::{PendingOrder, Process},
 };
 
-/// The driver's error for each call that is made after the driver's `exit` handler has run.
+/// Error that the driver returns for each call after its `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
-/// The driver's error for a lock while GPU work is in progress.
+/// Error that the driver returns for a lock while GPU work is in progress.
 const CUDA_ERROR_NOT_READY: u32 = 600;
-/// The driver's error for a checkpoint of managed memory.
+/// Error that the driver returns for a checkpoint of managed memory.
 const CUDA_ERROR_NOT_SUPPORTED: u32 = 801;
 
 /// Report of an agent on an order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OrderReport {
-    /// Number of the order.
+    /// Number of the order to which the report belongs.
     pub order: u64,
     pub outcome: Outcome,
     /// Phase in which the agent left the process.
@@ -35,33 +35,34 @@ pub(super) struct OrderReport {
     pub swap: SwapStatus,
 }
 
-/// What a report has changed in the record of its process.
+/// Changes that a report made to the controller's record of its process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ReportRecord {
-    /// Phase of the process now.
+    /// Phase of the process after the report.
     pub phase: Phase,
-    /// Whether the report claims an offload that no controller ordered.
+    /// Whether the report claims an offload that no controller ordered. It is then not believed.
     pub is_false: bool,
-    /// Whether the process was copied out before.
+    /// Whether the process was copied out before the report.
     pub was_copied_out: bool,
-    /// VRAM that was copied out before, if it is known.
+    /// VRAM that the restore of the copied-out process needed before the report. `None`: it was not
+    /// copied out, or the need was unknown.
     pub was_to_restore: Option<Vec<DeviceBytes>>,
 }
 
-/// What the controller has to do because of a report.
+/// Meaning of an agent's report, by which the controller decides what to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ReportVerdict {
     /// The order was carried out.
     Done,
     /// The order arrived too late and was not carried out.
     Late,
-    /// The process is about to exit, and its driver has shut down. This is not a failure of the
-    /// offload: the other processes of the container are restored, or stay resident.
+    /// The process is about to exit, and its driver has shut down. This does not count as a failed
+    /// offload: the container's other processes are restored or stay resident.
     Exiting,
     /// The restore on another GPU failed, for this reason. A restore on the container's own GPU may
     /// still succeed.
     MigrationFailed(String),
-    /// The offload failed for this reason, and the process gets this mark.
+    /// The offload failed for this reason and detail. The mark is to be recorded for the process.
     OffloadFailed(Reason, String, ProcessMark),
     /// The offload failed because host memory is short.
     NoHostMemory,
@@ -73,18 +74,18 @@ pub(super) enum ReportVerdict {
     OrderFailed(String),
 }
 
-/// What a failed offload shows of its process.
+/// What a failed offload shows about its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProcessMark {
-    /// The failure shows nothing of the process.
+    /// The failure shows nothing about the process.
     None,
-    /// Its driver has no checkpoint functions.
+    /// The process's driver has no checkpoint functions.
     NoCheckpointApi,
-    /// It has managed memory.
+    /// The process has managed memory (`cuMemAllocManaged`).
     ManagedMemory,
-    /// Its memory could not be copied.
+    /// The agent could not copy the process's memory.
     CopyFailed,
-    /// The copier did not copy its memory.
+    /// The copier did not copy the process's memory.
     CopierFailed,
 }
 
@@ -102,7 +103,8 @@ impl ProcessMark {
 }
 
 impl OrderReport {
-    /// Records phase and memory of the process, whatever the outcome is.
+    /// Records the phase and memory that the report states for the process, whatever the outcome of
+    /// the order is.
     pub fn record(&self, process: &mut Process, pending: PendingOrder) -> ReportRecord {
         let moving = process.is_migrating();
         process.pending = None;
@@ -139,7 +141,8 @@ impl OrderReport {
         ReportRecord { phase, is_false, was_copied_out, was_to_restore }
     }
 
-    /// Records what an offload has used up or left behind.
+    /// Updates the offload data of the process: clears it if no offload took place, and records a
+    /// copy that the copier did not make.
     fn record_offload(&self, process: &mut Process, pending: PendingOrder) {
         let phase = process.agent.phase;
         let left = pending.takes_vram_away();
@@ -162,7 +165,8 @@ impl OrderReport {
         }
     }
 
-    /// What the report on this action means. The process has been recorded in `phase`.
+    /// Interprets the report on the order `action`. `phase`: the phase that was recorded for the
+    /// process.
     pub fn verdict(&self, process: &Process, action: Action, phase: Phase) -> ReportVerdict {
         let pid = process.identity.pid;
         match (action, self.outcome) {
@@ -248,7 +252,7 @@ impl OrderReport {
         format!("{call} of process {pid} failed with CUDA error {}", self.cuda_error)
     }
 
-    /// Text that names the work in progress in a process.
+    /// Text that names the work in a process because of which an order failed.
     fn busy_with(&self, pid: u32) -> String {
         match self.cuda_error {
             BUSY_NVML => format!("a thread of process {pid} is inside NVML"),

@@ -11,25 +11,26 @@ use affinode_proto::wire::{Phase, message::Action};
 
 use super::ProcessId;
 
-/// Phase and offload method of one process, from which the plan is made.
+/// Phase and offload method of one process. The next orders of its container are planned from
+/// these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessPosition {
-    /// The process that the plan is about.
+    /// Number of the process.
     pub process: ProcessId,
     /// The phase that the agent reported last.
     pub phase: Phase,
-    /// Whether the process gets no order now: an order is in progress, or its agent is not
-    /// connected.
+    /// Whether the process can get no order now, because an order is in progress or its agent is
+    /// not connected.
     pub occupied: bool,
-    /// Whether an order in progress may take the process's memory off the GPU.
+    /// Whether an order in progress may move the process's memory off the GPU.
     pub may_leave: bool,
     /// The method by which the process's memory leaves the GPU.
     pub moves: OffloadMethod,
     /// Whether the library can wait for the GPU's work before it copies. Otherwise the driver's
     /// lock waits for the work.
     pub awaits_work: bool,
-    /// Whether a copier copies the process's memory. While it copies, no other process of the
-    /// container is copied.
+    /// Whether a copier copies the process's memory, because its host memory was prefaulted. While
+    /// it copies, no other process of the container is copied.
     pub is_prefaulted: bool,
 }
 
@@ -49,15 +50,15 @@ impl ProcessPosition {
 /// Method by which the memory of a process leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadMethod {
-    /// The driver's checkpoint takes everything.
+    /// The driver's checkpoint moves all memory of the process.
     DriverCheckpoint,
-    /// The agent copies the allocations out; the context stays.
+    /// The agent copies the allocations out. The CUDA context stays on the GPU.
     Copy,
     /// The agent copies the allocations out, then the driver checkpoints the context.
     CopyAndCheckpoint,
 }
 
-/// A step of an offload that frees VRAM.
+/// A step of an offload that frees VRAM of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadStep {
     /// The agent copies the process's allocations to host memory.
@@ -74,9 +75,9 @@ pub enum OffloadPlan {
     /// The gates of all processes are closed. Read host memory and GPUs again (the survey), then
     /// run this step for all these processes at once.
     Run(OffloadStep, Vec<ProcessId>),
-    /// An order is in progress, or a process is between two phases.
+    /// Send nothing, because an order is in progress or a process is between two phases.
     Wait,
-    /// Every process is offloaded.
+    /// The offload is complete: every process is offloaded.
     Done,
 }
 
@@ -85,9 +86,10 @@ pub enum OffloadPlan {
 pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
-    /// The processes to restore at once, when the container has a grant.
+    /// The processes to restore at once, as soon as the container has a grant of VRAM.
     pub restore: Vec<ProcessId>,
-    /// Whether the gate of every process is open and no order is in progress.
+    /// Whether the restore is complete: the gate of every process is open and no order is in
+    /// progress.
     pub done: bool,
 }
 
@@ -96,11 +98,11 @@ pub struct RestorePlan {
 pub struct OrderDeadlines {
     /// Time for calls in progress to end when the gate closes, in milliseconds.
     pub close_ms: u32,
-    /// Time limit of the driver's lock for work in progress, in milliseconds.
+    /// Time for GPU work in progress to end when the driver locks the process, in milliseconds.
     pub lock_ms: u32,
 }
 
-/// Plans the next step of an offload.
+/// Plans the next step of a container's offload from the phases of its processes.
 #[must_use]
 pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) -> OffloadPlan {
     if positions.iter().any(|p| p.occupied) {
@@ -326,8 +328,8 @@ mod tests {
         assert_eq!(plan_restore(&half, false).restore, [], "those under way come first");
     }
 
-    /// The first process has a library of an earlier release, which copies only after the driver's
-    /// lock. Only this process must receive the order to lock.
+    /// Only a process with a library of an earlier release, which copies only after the driver's
+    /// lock, receives the order to lock. Here this is the first process.
     #[test]
     fn lock_is_ordered_only_where_it_is_needed() {
         let mut positions = at(&[Phase::Closed, Phase::Closed]);

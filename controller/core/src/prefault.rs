@@ -10,8 +10,8 @@
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Prefaulted memory belongs to the container and the node like any other memory in use. Therefore
-//! each process is ordered to prefault at most once per idle period. No offload waits for
+//! Prefaulted memory is charged to the container and the node like any other memory in use.
+//! Therefore each process is ordered to prefault at most once per idle period. No offload waits for
 //! prefaulting.
 
 use affinode_proto::{
@@ -25,8 +25,8 @@ use super::{
     offload_check, offload_level, plan::OffloadMethod, policy::Engine, process::Process,
 };
 
-/// Number of offloads in a row in which the copier copied nothing. From this number on, a process
-/// is not prefaulted.
+/// Number of offloads in a row without a copy by the copier, from which on a process is not
+/// prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
@@ -36,7 +36,7 @@ impl Container {
     }
 }
 
-/// Orders the processes of a container to prefault host memory, or to release it.
+/// Orders the processes of a container to prefault host memory, or to release it, if this is due.
 pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get(key) else { return };
     let prepared = |(_, p): (ProcessId, &Process)| p.prefault.ordered;
@@ -67,8 +67,8 @@ pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether prefaulted memory is kept. It is not released because of a condition that may end
-/// soon, such as a failed reading of the GPUs.
+/// Whether prefaulted memory should be kept. A condition that may end soon, such as a failed
+/// reading of the GPUs, is no reason to release it.
 fn stays_prefaulted(node: &NodeState, key: &Key, c: &Container) -> bool {
     let copies = offload_level::engine_of(node, key) == Engine::Full;
     let verdict = offload_check::check_offload(node, key, true);
@@ -88,8 +88,8 @@ fn may_begin(node: &NodeState, key: &Key) -> bool {
         && !offload_check::is_too_small(node, key)
 }
 
-/// Orders a process to prefault, if there is a copier for its memory: only a copier uses
-/// prefaulted memory. If there is no copier, the next attempt is made in the next idle period.
+/// Orders a process to prefault host memory, if its GPU has a copier: only a copier uses prefaulted
+/// memory. If there is no copier, the next attempt is made in the next idle period.
 fn begin_prefault(node: &mut NodeState, id: ProcessId) {
     if attach_ahead(node, id)
         && let Some(process) = node.registry.processes.get_mut_uncounted(&id)
@@ -109,8 +109,8 @@ pub(super) fn end_prefault(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Ends the prefaulting of a container after a failed offload. A process that is offloaded gets
-/// no order, because it has used its prefaulted memory.
+/// Ends the prefaulting of a container after a failed offload. A process that is offloaded gets no
+/// order, because its prefaulted memory is in use.
 pub(super) fn prefault_failed(node: &mut NodeState, key: &Key) {
     let here = |(_, p): &(ProcessId, &Process)| p.memory.offloaded.is_none();
     let here: Vec<ProcessId> =
@@ -140,8 +140,8 @@ pub(super) fn may_prefault(node: &NodeState, id: ProcessId) -> Option<(String, u
     (bytes >= node.settings.prefault_min_bytes).then_some((uuid, bytes))
 }
 
-/// Attaches a resident process to the copier of its GPU. The copier registers the process's
-/// prefaulted memory. Returns false if there is no copier for the process.
+/// Attaches a resident process to the copier of its GPU before the offload, so that the copier
+/// registers the prefaulted host memory. Returns false if the process can use no copier.
 fn attach_ahead(node: &mut NodeState, id: ProcessId) -> bool {
     match may_prefault(node, id) {
         Some((uuid, most_bytes)) => copier_use::attach(node, id, &uuid, most_bytes, true),

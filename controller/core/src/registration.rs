@@ -1,5 +1,5 @@
-//! Handles announcements and withdrawals of containers, and registrations, lost connections and
-//! exits of processes.
+//! Handles announcements and withdrawals of containers. Also handles registrations, lost
+//! connections and exits of processes.
 
 use affinode_proto::{
     event::EventKind,
@@ -24,11 +24,11 @@ use super::{
     vram_limit,
 };
 
-/// The counter error of a process that reports an offloaded phase although no controller offloaded
-/// it.
+/// Error text for a process that reports an offloaded phase although no controller offloaded it.
+/// Its counters are then ignored.
 pub(super) const NEVER_MOVED: &str = "reports that it is offloaded, but no controller offloaded it";
 
-/// Phase, hazards, capabilities and memory of a process at its registration.
+/// State that a process reports at its registration: phase, hazards, capabilities and memory.
 pub(super) struct RegistrationStatus {
     pub(super) phase: Phase,
     pub(super) generation: u64,
@@ -52,8 +52,8 @@ pub(super) fn announced(node: &mut NodeState, spec: ContainerSpec, key: &Key) {
     }
 }
 
-/// Whether `generation` belongs to another container than the known container with this key.
-/// The generation is needed, because ids of containers are reused. 0 matches any generation.
+/// Whether `generation` belongs to a different container than the known container with this key.
+/// The comparison is needed because ids of containers are reused. 0 matches any generation.
 #[must_use]
 pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> bool {
     let known = node.registry.containers.get(key).map_or(0, |known| known.spec.generation);
@@ -143,15 +143,15 @@ pub(super) fn register(
     node.resume(key);
 }
 
-/// Refuses a process. `retry`: it may register again later.
+/// Refuses the registration of a process. `retry`: the process may register again later.
 fn refuse_registration(node: &mut NodeState, id: ProcessId, retry: bool) {
     let refusal = ControllerMessage::Refuse { version: WIRE_VERSION, retry };
     node.output.effects.push(Effect::Send(id, refusal));
     node.output.effects.push(Effect::Drop(id));
 }
 
-/// VRAM that the process has to restore, on the GPU on which it will be restored. VRAM and target
-/// GPU come from the earlier connection of the process, or from the journal.
+/// Returns the VRAM that a registering process needs for its restore, on the GPU on which it will
+/// be restored. VRAM and target GPU come from the process's earlier connection or from the journal.
 fn recorded_offload(
     node: &mut NodeState,
     key: &Key,
@@ -175,8 +175,8 @@ fn recorded_offload(
     left.map(|left| on_gpu(&left, to.as_deref()))
 }
 
-/// Updates the container's goal for a process that registers in this phase. Returns whether the
-/// container had no process.
+/// Updates the container's goal because a process registers in this phase. Returns whether it is
+/// the container's first process.
 fn use_by_newcomer(node: &mut NodeState, key: &Key, phase: Phase) -> bool {
     let now = node.clock.now;
     let Some(container) = node.registry.containers.get_mut(key) else { return false };
@@ -201,8 +201,8 @@ fn use_by_newcomer(node: &mut NodeState, key: &Key, phase: Phase) -> bool {
     first
 }
 
-/// Sends the orders to hold and the Welcome. The process allocates nothing until it receives the
-/// Welcome, so the orders to hold come first.
+/// Sends a registered process the orders to pause its allocations, then the Welcome message. The
+/// process allocates nothing until it receives the Welcome, so the orders come first.
 fn welcome(node: &mut NodeState, key: &Key, id: ProcessId) {
     holds::hold_newcomer(node, id);
     holds::hold_for_siblings(node, id);
@@ -269,8 +269,8 @@ pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// The record of a process that registers. What its earlier connection has shown is kept. `first_seen`:
-/// since when it counts as resident if there was none.
+/// Creates the record of a process that registers. Knowledge from its earlier connection is kept.
+/// `first_seen`: time since which a process without an earlier connection counts as resident.
 fn registered(
     key: &Key,
     identity: Identity,

@@ -57,7 +57,8 @@ pub(super) fn command(node: &mut NodeState, command: CommandId, key: &Key, reque
     }
 }
 
-/// Begins an offload that was requested while the container was being restored.
+/// Begins an offload that an operator requested while the container was being restored. If the
+/// offload is not possible, answers the request.
 pub(super) fn resume_offload_request(node: &mut NodeState, key: &Key) {
     let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
     if !node.registry.containers.get(key).is_some_and(asked) {
@@ -76,8 +77,8 @@ pub(super) fn resume_offload_request(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Answers requests that no move will answer. The container stays resident, because it was
-/// called or one of its processes started after the request.
+/// Answers requests for which no move follows, because the container stays resident. It was called,
+/// or one of its processes started, after the request.
 pub(super) fn settle_requests(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get_mut(key) else { return };
     let resident = c.goal.is_resident() && matches!(c.shown.state, State::Active | State::Idle);

@@ -1,5 +1,5 @@
-//! The steps of a restore: a wake, a wait in the queue, and restores under a grant. Then each
-//! process is unlocked and opened.
+//! The steps of a restore: a wake, a wait in the queue, and the restores of the processes under a
+//! grant. Then each process is unlocked and its gate is opened.
 
 use affinode_proto::{
     reason::Reason,
@@ -25,8 +25,8 @@ use super::{
     requests,
 };
 
-/// Handles a call that waits at the gate of a process. Returns whether the wake must be
-/// acknowledged.
+/// Handles the report of an agent that a CUDA call waits at its process's gate (a wake). Returns
+/// whether the controller must acknowledge the report.
 pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool {
     let now = node.clock.now;
     let Some(process) = node.registry.processes.get_mut(&id) else {
@@ -70,7 +70,8 @@ pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool
     true
 }
 
-/// Tells an agent that its wake was received, and its container's place in the queue.
+/// Informs an agent that its wake was received, and at which position its container is in the
+/// queue.
 pub(super) fn acknowledge_wake(node: &mut NodeState, id: ProcessId, generation: u64) {
     let Some(process) = node.registry.processes.get(&id) else { return };
     let is_open = process.agent.phase == Phase::Open && process.pending.is_none();
@@ -80,7 +81,7 @@ pub(super) fn acknowledge_wake(node: &mut NodeState, id: ProcessId, generation: 
     node.output.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
 }
 
-/// Sends the order to restore, on the process's own GPU or on the target GPU of a migration.
+/// Sends a process the order to restore, on its own GPU or on the target GPU of a migration.
 fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
     let process = node.registry.processes.get(&id);
     if process.is_some_and(|process| process.memory.target_gpu().is_some()) {
@@ -130,7 +131,7 @@ pub(super) fn advance_restore(node: &mut NodeState, key: &Key, positions: &[Proc
     }
 }
 
-/// Ends a restore after the gate of every process is open.
+/// Completes a restore after the gate of every process is open.
 pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     let Some(container) = node.registry.containers.get_mut(key) else {
@@ -189,8 +190,8 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     requests::resume_offload_request(node, key);
 }
 
-/// Handles the report of a restore that did not happen. While other processes of the container
-/// are being restored, the grant stays, because they take the VRAM that was promised.
+/// Handles the report of a process that was not restored as ordered. The grant stays while other
+/// processes of the container are being restored, because they allocate the promised VRAM.
 pub(super) fn restore_incomplete(node: &mut NodeState, key: &Key, why: IncompleteRestore) {
     let container = node.registry.containers.get_mut(key);
     if let Some(restore) = container.and_then(|c| c.goal.restore_mut()) {
@@ -213,8 +214,8 @@ pub(super) fn end_incomplete_restore(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Handles a copy in that found no VRAM. The host copy is still complete, so the container is
-/// queued again.
+/// Handles a copy back into VRAM that found too little free VRAM. The host copy is still complete,
+/// so the container waits in the queue again.
 fn copy_in_failed(node: &mut NodeState, key: &Key, detail: &str) {
     const AGAIN_MS: Millis = 500;
     grants::end_grant(node, key);
@@ -227,7 +228,7 @@ fn copy_in_failed(node: &mut NodeState, key: &Key, detail: &str) {
     node.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
 }
 
-/// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
+/// Handles a restore that the driver refused. The controller tries it again every 10 s. It may
 /// never succeed, but an attempt does no harm.
 pub(super) fn restore_failed(node: &mut NodeState, key: &Key, detail: &str) {
     const AGAIN_MS: Millis = 10_000;

@@ -16,7 +16,7 @@ use affinode_proto::state::State;
 
 use super::{Key, container::Goal, node_state::NodeState, offload, restore};
 
-/// Sends the orders that a container needs next, if there are any.
+/// Sends the next orders for a container's offload or restore, if any are due.
 pub(super) fn advance(node: &mut NodeState, key: &Key) {
     let Some(container) = node.registry.containers.get(key) else {
         return;

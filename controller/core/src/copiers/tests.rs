@@ -1,4 +1,4 @@
-//! Tests of the copiers without a node: attachments, reports and ends.
+//! Tests of the registry of copiers without a node: attachments, reports and ends of copiers.
 
 use affinode_proto::wire::copier::CopierReport;
 
@@ -6,14 +6,14 @@ use super::*;
 
 const GPU: &str = "GPU-1";
 
-/// A registry with one copier that is ready, and that copier's id.
+/// Creates a registry with one copier that is ready. Returns the registry and the copier's id.
 fn with_copier() -> (CopierRegistry, CopierId) {
     let mut copiers = CopierRegistry::default();
     let id = next_copier(&mut copiers);
     (copiers, id)
 }
 
-/// Starts another copier, which is ready at once.
+/// Starts a further copier, makes it ready at once and returns its id.
 fn next_copier(copiers: &mut CopierRegistry) -> CopierId {
     assert!(copiers.start(0, GPU, &mut Vec::new()));
     let id = copiers.by_gpu[GPU].id;
@@ -34,8 +34,8 @@ impl CopierRegistry {
         effects
     }
 
-    /// Whether the copier ends because a container waits for its VRAM. The callback in this test
-    /// returns `leaves`: whether a process is about to free VRAM.
+    /// Whether the copier is ended because a container waits for VRAM. `leaves`: whether the
+    /// attached process is about to free VRAM itself.
     fn ends_for_room(&mut self, leaves: bool) -> bool {
         let mut effects = Vec::new();
         self.make_room(0, &[GPU.to_owned()].into(), |_| leaves, &mut effects);
@@ -44,7 +44,7 @@ impl CopierRegistry {
         ended
     }
 
-    /// The figures shown for the GPU: prefaulted, registering, registered, offloads.
+    /// The figures that users see for the GPU: prefaulted, registering, registered, offloads.
     fn shown(&self) -> (u32, u32, u32, u64) {
         let figures = self.figures(GPU);
         (figures.prefaulted, figures.registering, figures.registered, figures.offloads)
@@ -63,7 +63,7 @@ fn copied(process: u64) -> CopierReport {
     CopierReport::Copied { process, bytes: 100, elapsed_us: 1 }
 }
 
-/// A copier that does not exist.
+/// Id of a copier that does not exist.
 const OTHER: CopierId = CopierId(99);
 
 #[test]
@@ -155,7 +155,8 @@ fn starting_and_ending_copiers_move_memory() {
     assert!(!copiers.is_moving(1));
 }
 
-/// The controller may see the exit of a copier before the end of the copier's connection.
+/// A copier whose process exits is removed at once, even if the controller sees the exit before the
+/// end of the copier's connection.
 #[test]
 fn copier_that_exits_first_is_gone_at_once() {
     let (mut copiers, id) = with_copier();
