@@ -31,7 +31,7 @@ impl Hint {
         }
     }
 
-    /// Parses a text and returns the last known word in it. Words are separated by white space.
+    /// Parses a text and returns the last word in it that is a hint. White space separates words.
     /// Unknown words are skipped.
     #[must_use]
     pub fn last(text: &[u8]) -> Option<Hint> {
@@ -43,7 +43,7 @@ impl Hint {
     }
 }
 
-/// Handles a hint. `who` names the source of the hint in the event. A repeated hint publishes
+/// Handles a hint. `who` is the name of the hint's source, for the event. A repeated hint publishes
 /// no event.
 pub(super) fn hinted(node: &mut NodeState, key: &Key, hint: Hint, who: &str) {
     let now = node.clock.now;

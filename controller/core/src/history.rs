@@ -1,5 +1,5 @@
-//! Learns a container's keep-alive, its expected next use and the time of a prewake from its
-//! earlier uses.
+//! Learns three times from a container's earlier uses: how long it stays resident without use
+//! (keep-alive), when its next use is expected, and when to restore it in advance (prewake).
 //!
 //! A pause is a second or more without use. The lengths of pauses are counted in bins, four for
 //! each doubling of the length (octave). The pace of a container is the mean length of its last
@@ -18,21 +18,24 @@ use std::sync::LazyLock;
 
 use super::Millis;
 
-/// Number of bins per octave, which is a doubling of the pause's length.
+/// Number of bins per octave. An octave is a doubling of the pause's length.
 const PER_OCTAVE: f32 = 4.0;
 /// Number of bins for the lengths of pauses, from 1 s to 2^18 s (three days).
 pub const BINS: usize = 72;
 /// Number of paces. A pace is the mean length of a container's last pauses: 1, 2, 4, ... 128 s and
 /// more.
 const PACES: usize = 8;
-/// Weight of the counts of all containers of the node, as a number of the container's own pauses.
+/// Weight of the counts of all containers of the node. It equals the weight of this many pauses of
+/// the container itself.
 const NODE_WEIGHT: f32 = 100.0;
-/// Weight of the uniform prior over all bins, as a number of the container's own pauses.
+/// Weight of the uniform prior over all bins. It equals the weight of this many pauses of the
+/// container itself.
 const PRIOR_WEIGHT: f32 = 0.5;
-/// Sum of the counts of one pace at which these counts are halved, so that old pauses lose weight.
+/// Sum of the counts of one pace (a class of mean pause lengths) at which these counts are halved,
+/// so that old pauses lose weight.
 const FADE_AT: f32 = 4096.0;
-/// Time for which calls wait at a wake, in seconds. It includes the end of an offload and the
-/// restore.
+/// Time for which calls wait at a wake, in seconds. It is the time for the end of an offload and
+/// for the restore.
 const RETURN_S: f32 = 2.0;
 /// Estimated number of calls per second of use.
 const CALLS_PER_USE_S: f32 = 3.0;
@@ -41,7 +44,7 @@ const ENOUGH: u32 = 8;
 /// Minimum number of pauses of all containers of the node before a keep-alive is learned for a
 /// container with fewer than `ENOUGH` pauses of its own.
 const ENOUGH_OF_NODE: u32 = 64;
-/// Weight of the newest pause in the running means.
+/// Weight of the newest value in the running means.
 const PACE_STEP: f32 = 0.2;
 /// Minimum time without use that counts as a pause.
 pub const PAUSE_MS: Millis = 1_000;
@@ -50,16 +53,16 @@ const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// How many pauses of each length a container made at one pace. `bins`: number of pauses per bin.
-/// `sum`: number of pauses in all bins.
+/// Number of pauses of each length that a container made at one pace. `bins`: number of pauses per
+/// length. `sum`: number of pauses in all bins.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,
     sum: f32,
 }
 
-/// Counts of pauses by length. `counts`: one entry for each pace, which is the mean length of the
-/// pauses before. `seen`: number of all counted pauses.
+/// Counts of pauses by length. `counts`: one entry for each pace, which is a class of the mean
+/// length of the preceding pauses. `seen`: number of all counted pauses.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -98,19 +101,20 @@ pub struct History {
     hits: u32,
 }
 
-/// The objective by which a keep-alive is learned: the cost of a wake, and the maximum keep-alive.
+/// The objective for learning a keep-alive: the cost of a wake, and the maximum keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
-    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
-    /// costs as much as one wake.
+    /// Cost of one wake, expressed as a time in milliseconds. One wake costs as much as holding the
+    /// idle container's VRAM for this time.
     pub wake_cost_ms: Millis,
     /// Upper limit of the keep-alive, in milliseconds.
     pub at_most_ms: Millis,
 }
 
 impl History {
-    /// Counts a pause that has just ended, for the container and the node. `use_ms`: length of the
-    /// use before the pause. `wish`: the objective, or `None` if the keep-alive is fixed.
+    /// Counts a pause that has ended, for the container and for the node, and learns the keep-alive
+    /// again. `use_ms`: length of the use before the pause. `wish`: the objective, `None` if the
+    /// keep-alive is fixed.
     pub fn observe(
         &mut self,
         use_ms: Millis,
@@ -133,8 +137,8 @@ impl History {
         self.keep_alive = wish.filter(|_| enough).map(|wish| self.learn(node, wish));
     }
 
-    /// Time without use after which the container is idle, in milliseconds. `None`: too few pauses
-    /// so far.
+    /// The learned time without use after which the container is idle, in milliseconds. `None`:
+    /// there were too few pauses, or the time is fixed.
     #[must_use]
     pub fn keep_alive_ms(&self) -> Option<Millis> {
         self.keep_alive
@@ -202,9 +206,10 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// Time of the prewake, and time until which the prewoken container stays resident for a call.
-    /// Both are milliseconds after the last use. `None` if the last long pauses differ, or if too
-    /// many prewakes were missed.
+    /// Time of the prewake (a restore before the expected CUDA call), and time until which the
+    /// container then stays resident for the call. Both are milliseconds after the last use.
+    /// `None`: the last long pauses differ too much, or too many prewakes were not followed by a
+    /// call.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;
@@ -234,7 +239,7 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause of each bin, in seconds (`s`) and in milliseconds (`ms`).
+/// The longest pause that each bin counts, in seconds (`s`) and in milliseconds (`ms`).
 struct Ends {
     s: Bins,
     ms: [Millis; BINS],

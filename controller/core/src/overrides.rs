@@ -11,7 +11,8 @@ use super::{Key, node_state::NodeState};
 /// The choices of operators. They stay in effect when the controller restarts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorOverrides {
-    /// Whether containers are offloaded automatically. False: only at the request of an operator.
+    /// Whether containers are offloaded automatically. If false, they are offloaded only at the
+    /// request of an operator.
     pub auto_offload: bool,
     /// Keys of pinned containers, which are never offloaded.
     pub pinned: BTreeSet<Key>,
@@ -44,8 +45,8 @@ impl OperatorOverrides {
     }
 }
 
-/// Whether the overrides allow an offload. Otherwise returns the reason. `asked`: an operator
-/// requests the offload.
+/// Checks whether the operators' choices allow an offload. `Err`: the reason why not. `asked`: an
+/// operator requests the offload.
 pub(super) fn permitted(node: &NodeState, key: &Key, asked: bool) -> Result<(), Reason> {
     if node.overrides.pinned.contains(key) {
         return Err(Reason::Pinned);

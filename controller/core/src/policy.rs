@@ -1,6 +1,6 @@
-//! The effective policy of a container. A value of a container's annotation replaces that of the
-//! namespace rule, which replaces that of the node. An invalid annotation is ignored with a warning
-//! that names the accepted values.
+//! Determines the effective policy of a container. A value of a container's annotation replaces the
+//! value of the namespace rule, and this replaces the value of the node. An invalid annotation is
+//! ignored with a warning that names the accepted values.
 
 use std::collections::BTreeMap;
 
@@ -20,8 +20,8 @@ use affinode_proto::annotations::LATENCY_SENSITIVE;
 pub use affinode_proto::wire::Engine;
 
 impl Policy {
-    /// The objective by which the container's keep-alive (the time without use after which it is
-    /// idle) is learned. `None`: the policy has a fixed keep-alive.
+    /// The objective for learning the container's keep-alive (the time without use after which it
+    /// is idle). `None`: the policy has a fixed keep-alive.
     #[must_use]
     pub fn keep_alive_target(&self) -> Option<KeepAliveTarget> {
         (self.keep_alive == KeepAlive::Learned).then_some(KeepAliveTarget {
@@ -34,17 +34,18 @@ impl Policy {
 /// The policy values of the node, and the rules that replace them in single namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
-    /// Policy of a container that has neither a rule nor annotations.
+    /// Policy of a container for which no namespace rule and no annotation sets a value.
     pub node: Policy,
-    /// The file or environment variable that sets a value of the node. Key: name of the setting. A
-    /// setting without an entry has its default.
+    /// Source of each value of the node: the file or environment variable that sets it. Key: name
+    /// of the setting. A setting without an entry has its default.
     pub origins: BTreeMap<String, String>,
-    /// Rules of namespaces. The first rule that names the container's namespace applies.
+    /// Rules of namespaces. The first rule for a container's namespace applies.
     pub rules: Vec<NamespaceRule>,
 }
 
 impl Policies {
-    /// The effective policy of a container, and one warning per invalid annotation.
+    /// Determines the effective policy of a container. Also returns one warning per invalid
+    /// annotation.
     #[must_use]
     pub fn resolve(
         &self,
@@ -68,7 +69,7 @@ impl Policies {
         (policy, warnings)
     }
 
-    /// The policy that results from node and namespace, without annotations.
+    /// Determines the policy from the values of node and namespace, without annotations.
     #[must_use]
     pub fn before_annotations(&self, namespace: &str) -> Policy {
         let mut policy = self.node.clone();
@@ -85,7 +86,7 @@ impl Policies {
         std::iter::once(self.node.restore).chain(rules).any(|restore| restore != Restore::Queue)
     }
 
-    /// The rule for a namespace, if there is one.
+    /// Finds the rule for a namespace. `None`: no rule names it.
     #[must_use]
     pub fn rule(&self, namespace: &str) -> Option<&NamespaceRule> {
         self.rules.iter().find(|rule| rule.name == namespace)
@@ -143,8 +144,9 @@ fn annotations() -> Vec<&'static str> {
     all.map(|name| name.strip_prefix(PREFIX).unwrap_or(name)).collect()
 }
 
-/// Refuses the restore policy `immediate` in an annotation if the operator's value is `queue`. With
-/// `immediate`, processes of other containers may be ended.
+/// Refuses an annotation with the restore policy `immediate` if the operator's value is `queue`.
+/// With `immediate`, processes of other containers may be ended, so only the operator can permit
+/// it.
 fn annotated_restore(operators: &Restore, chosen: &Restore) -> Result<(), InvalidValue> {
     match (operators, chosen) {
         (Restore::Queue, Restore::Immediate) => Err(InvalidValue::NotPermitted(
@@ -155,7 +157,7 @@ fn annotated_restore(operators: &Restore, chosen: &Restore) -> Result<(), Invali
 }
 
 /// Refuses an annotation that enables deduplication if the operator's value is `false`.
-/// Deduplication costs the node CPU time.
+/// Deduplication costs CPU time of the node, so only the operator can permit it.
 fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> {
     match (operators, chosen) {
         (false, true) => {

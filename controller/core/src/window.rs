@@ -1,5 +1,5 @@
-//! Times of the week, in UTC, in which idle containers are offloaded although no waiter needs their
-//! VRAM.
+//! Times of the week, in UTC, in which idle containers may be offloaded although no other container
+//! needs their VRAM.
 //!
 //! ```text
 //! offload_window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
@@ -14,19 +14,20 @@ use super::policy::InvalidValue;
 
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const DAY: u32 = 24 * 60;
-/// Maximum number of spans, because annotations are not trusted.
+/// Maximum number of spans of a window. The number is limited because containers write annotations,
+/// which are not trusted.
 const MAX_SPANS: usize = 16;
 
-/// An offload window: times of the week.
+/// An offload window: the times of the week in which an idle container may be offloaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Window {
-    /// The spans of the window. If it has no spans, the window is always open.
+    /// The time spans of the window. A window without spans is always open.
     spans: Vec<Span>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
-    /// First and last day. 0 is Monday.
+    /// First and last day of the span. 0 is Monday.
     days: (u32, u32),
     /// Begin (`from`) and end (`to`) of the span, in minutes of the day. An end that is not after
     /// the begin is on the next day.
@@ -35,7 +36,7 @@ struct Span {
 }
 
 impl Window {
-    /// Whether the window is open at a minute of the week; Monday 00:00 is 0.
+    /// Whether the window is open at a minute of the week. Minute 0 is Monday 00:00.
     #[must_use]
     pub fn is_open(&self, minute: u32) -> bool {
         let (day, minute) = (minute / DAY % 7, minute % DAY);
@@ -53,7 +54,7 @@ impl Window {
     }
 }
 
-/// The minute of the week for milliseconds since 1970 (a Thursday).
+/// Converts milliseconds since 1970 to the minute of the week. 1970 began on a Thursday.
 #[must_use]
 pub fn week_minute(unix_ms: i64) -> u32 {
     let minutes = unix_ms.div_euclid(60_000) + 3 * i64::from(DAY);
@@ -159,7 +160,7 @@ mod tests {
     }
 
     proptest! {
-        /// Text that is shown for a window parses to the same window.
+        /// The text of a window parses to the same window.
         #[test]
         fn shown_window_parses_back(
             spans in proptest::collection::vec((0_u32..7, 0_u32..7, 0_u32..1440, 0_u32..1441), 1..5),

@@ -1,4 +1,4 @@
-//! How the values of settings are written in configuration files and annotations.
+//! Defines how values of settings are written in configuration files and annotations.
 
 use std::fmt::Debug;
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Deserializer, de::Error as _};
 use super::InvalidValue;
 use crate::{Millis, window::Window};
 
-/// Maximum of a duration: a year.
+/// Maximum of a duration in a setting: a year.
 const MAX_DURATION_MS: Millis = 366 * 24 * 3600 * 1000;
-/// Maximum of an amount of VRAM: a tebibyte.
+/// Maximum of an amount of VRAM in a setting: a tebibyte.
 const MAX_MIB: u64 = 1 << 20;
 
-/// A form in which values are written, in files and in annotations.
+/// A form in which the values of a setting are written in configuration files and annotations.
 pub trait Format {
-    /// Type of the value that the decisions use.
+    /// Type of the parsed value, which the controller's decisions use.
     type Value: Clone + Debug + PartialEq + Eq;
-    /// Type of the value in a configuration file.
+    /// Type of the value in a configuration file, before it is checked.
     type Written: for<'de> Deserialize<'de> + Debug;
 
     /// Parses the text of an annotation.
@@ -26,18 +26,17 @@ pub trait Format {
     /// be accepted.
     fn parse(text: &str) -> Result<Self::Value, InvalidValue>;
 
-    /// Converts a value that was read from a configuration file.
+    /// Checks and converts a value that was read from a configuration file.
     ///
     /// # Errors
-    /// [`InvalidValue`]: the value is not accepted. The error contains what would be
-    /// accepted.
+    /// [`InvalidValue`]: the value is not accepted. The error contains what would be accepted.
     fn accept(written: &Self::Written) -> Result<Self::Value, InvalidValue>;
 
-    /// The value as configuration files write it.
+    /// Formats the value as configuration files write it.
     fn shown(value: &Self::Value) -> String;
 }
 
-/// A value that was read from a configuration file.
+/// A checked value that was read from a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileValue<F: Format>(pub F::Value);
 
@@ -54,7 +53,7 @@ pub(super) fn word<T: Copy>(text: &str, words: &[(&'static str, T)]) -> Result<T
     meaning.ok_or_else(|| InvalidValue::Word(words.iter().map(|(word, _)| *word).collect()))
 }
 
-/// `true` or `false`.
+/// Form of a boolean value: `true` or `false`.
 impl Format for bool {
     type Value = bool;
     type Written = bool;
@@ -72,7 +71,7 @@ impl Format for bool {
     }
 }
 
-/// A duration such as `90s`, `5m` or `1h 30m`. The value is in milliseconds.
+/// Form of a duration, such as `90s`, `5m` or `1h 30m`. The value is in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Duration;
 
@@ -93,7 +92,7 @@ impl Format for Duration {
     }
 }
 
-/// Parses a duration such as `90s`, `5m` or `1h 30m`.
+/// Parses a duration such as `90s`, `5m` or `1h 30m` into milliseconds.
 ///
 /// # Errors
 /// [`InvalidValue`]: the duration is invalid.
@@ -106,7 +105,7 @@ pub fn duration_ms(value: &str) -> Result<Millis, InvalidValue> {
         .ok_or(accepted)
 }
 
-/// A number from -1000 to 1000.
+/// Form of a priority: a number from -1000 to 1000.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Priority;
 
@@ -129,7 +128,7 @@ impl Format for Priority {
     }
 }
 
-/// An amount of memory in MiB. The value is in bytes.
+/// Form of an amount of memory: a number of MiB. The value is in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mebibytes;
 

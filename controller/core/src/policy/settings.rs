@@ -16,13 +16,13 @@ use crate::{victims::VictimRule, window::Window};
 
 /// What `affinode policy show` and the parser of annotations need to know about one setting.
 pub(crate) struct Setting {
-    /// Key in configuration files.
+    /// Name of the setting in configuration files.
     pub name: &'static str,
-    /// Annotations of a container that change the setting.
+    /// Annotations of a container that set the setting.
     pub annotations: &'static [&'static str],
     /// Returns the value of the setting as configuration files write it.
     pub shown: fn(&Policy) -> String,
-    /// Whether the rule of a namespace sets a value for this setting.
+    /// Whether the rule of a namespace contains a value for this setting.
     pub is_ruled: fn(&NamespaceRule) -> bool,
     /// Parses the value of an annotation and sets it in the policy.
     pub annotate: fn(&mut Policy, &str) -> Result<(), InvalidValue>,
@@ -57,7 +57,7 @@ macro_rules! settings {
             $($(#[$doc])* #[serde(rename = $key)] pub $field: FileValue<$format>,)*
             /// Rule that decides which containers are evicted first when a waiter needs VRAM.
             pub victims: VictimRule,
-            /// Rules that each apply to one namespace, `[[policy.namespace]]`.
+            /// Rules `[[policy.namespace]]`. Each applies to one namespace.
             pub namespace: Vec<NamespaceRule>,
         }
 
@@ -72,24 +72,24 @@ macro_rules! settings {
         }
 
         impl PolicySection {
-            /// The policy of the node.
+            /// Returns the policy of the node that this section defines.
             #[must_use]
             pub fn policy(&self) -> Policy {
                 Policy { $($field: self.$field.0.clone(),)* }
             }
         }
 
-        /// A rule for one namespace. A field that is `None` does not replace the node's value.
+        /// A rule for one namespace. A field that is `None` leaves the node's value unchanged.
         #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct NamespaceRule {
-            /// Name of the namespace: of Kubernetes, or of containerd outside Kubernetes.
+            /// Name of the namespace in Kubernetes, or in containerd outside Kubernetes.
             pub name: String,
             $($(#[$doc])* #[serde(rename = $key)] pub $field: Option<FileValue<$format>>,)*
         }
 
         impl NamespaceRule {
-            /// Replaces the values in `policy` for which the rule has a value.
+            /// Sets in `policy` the values that the rule contains.
             pub(super) fn apply(&self, policy: &mut Policy) {
                 $(if let Some(value) = &self.$field {
                     policy.$field.clone_from(&value.0);
@@ -115,41 +115,43 @@ macro_rules! settings {
 }
 
 settings! {
-    /// When the container is offloaded.
+    /// The mode, which determines when the container may be offloaded.
     mode: Mode = Mode::Auto, "mode", [OFFLOAD, LATENCY_SENSITIVE];
-    /// Time without use after which the container is idle, in milliseconds. If this time is learned
-    /// (`keep_alive`), the value is the maximum.
+    /// Time without use after which the container is idle, in milliseconds. If the time is learned
+    /// (setting `keep_alive`), this value is its maximum.
     idle_timeout_ms: Duration = 300_000, "idle_timeout", ["affinode.io/idle-timeout"];
     /// Minimum time for which the container stays resident after a restore, in milliseconds.
     minimum_residency_ms: Duration = 10_000, "minimum_residency", [];
-    /// Priority in the queue, -1000 to 1000. The highest is served first.
+    /// Priority of the container in the queue for VRAM, -1000 to 1000. The highest is served first.
     priority: Priority = 0, "priority", ["affinode.io/priority"];
-    /// Whether the time without use after which the container is idle is learned or fixed.
+    /// Whether the keep-alive (the time without use after which the container is idle) is learned
+    /// or fixed.
     keep_alive: KeepAlive = KeepAlive::Learned, "keep_alive", ["affinode.io/keep-alive"];
-    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
-    /// costs as much as one wake.
+    /// Cost of one wake, expressed as a time in milliseconds. One wake costs as much as holding the
+    /// idle container's VRAM for this time.
     wake_cost_ms: Duration = 34_000, "wake_cost", [];
     /// Whether the container is restored shortly before a CUDA call that its history makes likely.
     prewake: bool = false, "prewake", ["affinode.io/prewake"];
     /// The events that restore the container: CUDA calls, or CUDA calls and TCP connections.
     wake_on: WakeOn = WakeOn::Call, "wake_on", ["affinode.io/wake-on"];
-    /// How the container's restore gets VRAM that other containers hold.
+    /// How the container's restore obtains VRAM that other containers hold.
     restore: Restore = Restore::Queue, "restore", ["affinode.io/restore"] if annotated_restore;
     /// Whether an allocation that finds no VRAM fails or waits.
     on_oom: OnOom = OnOom::Fail, "on_oom", ["affinode.io/on-oom"];
     /// Maximum time for which an allocation waits for VRAM, in milliseconds.
     on_oom_timeout_ms: Duration = 120_000, "on_oom_timeout", ["affinode.io/on-oom-timeout"];
-    /// The way in which the container's memory leaves the GPU.
+    /// The engine: the method by which the container's memory is moved off the GPU and back.
     engine: Engine = Engine::Auto, "engine", ["affinode.io/engine"];
-    /// Whether the container's host copy is retained after a restore.
+    /// Whether the copy of the container's GPU memory stays in host memory after a restore, so that
+    /// the next offload does not copy unchanged content again.
     retain_host_copy: bool = false, "retain_host_copy", ["affinode.io/retain-host-copy"];
     /// Whether a restore verifies that copied memory is unchanged.
     checksum: bool = false, "checksum", ["affinode.io/checksum"];
     /// Whether offloaded memory of the container is stored only once if other containers of its
     /// namespace have the same content.
     dedup: bool = false, "dedup", ["affinode.io/dedup"] if annotated_dedup;
-    /// Whether host memory for the next offload is prepared (prefaulted) while the container is
-    /// idle.
+    /// Whether host memory for the next offload is touched and registered (prefaulted) while the
+    /// container is idle, so that the offload is faster.
     prefault: bool = false, "prefault", ["affinode.io/prefault"];
     /// Whether the container may be restored on another GPU if its own GPU is full.
     allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];

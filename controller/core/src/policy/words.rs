@@ -1,4 +1,4 @@
-//! Settings whose value is one of a few words, and the word for each value in configuration,
+//! Settings whose value is one of a few words. Each value has the same word in configuration,
 //! annotations and output.
 
 use affinode_proto::wire::Engine;
@@ -27,7 +27,7 @@ macro_rules! words {
         pub enum $name { $($(#[$variant_doc])* $variant,)* }
 
         impl $name {
-            /// The word for the value in configuration, annotations and output.
+            /// Returns the word for the value in configuration, annotations and output.
             #[must_use]
             pub fn as_str(self) -> &'static str {
                 match self { $($name::$variant => $word,)* }
@@ -69,23 +69,25 @@ macro_rules! format_of_words {
 }
 
 words! {
-    /// When a container is offloaded.
+    /// The mode of a container, which determines when it may be offloaded.
     pub enum Mode {
-        /// As soon as the container is idle, while its GPUs are not oversubscribed or a container
-        /// has just started. Otherwise only when it is idle and a waiter needs its VRAM.
+        /// Offload as soon as the container is idle, if its GPUs are not oversubscribed or some
+        /// container has started recently. Otherwise only if the container is idle and another
+        /// container needs its VRAM.
         Auto = "auto",
-        /// As soon as the container is idle, even if no waiter needs its VRAM.
+        /// Offload as soon as the container is idle, even if no other container needs its VRAM.
         Eager = "eager",
-        /// When the container is idle and a waiter needs its VRAM.
+        /// Offload only if the container is idle and another container needs its VRAM.
         Pressure = "pressure",
-        /// Only when an operator or a program requests the offload.
+        /// Offload only at the request of an operator or a program.
         Manual = "manual",
-        /// Never, not even if an operator requests the offload.
+        /// Never offload, not even at the request of an operator.
         Off = "off",
     }
     annotations { Auto, Eager, Pressure, Manual, Off }
 
-    /// Whether the keep-alive (the time without use after which a container is idle) is learned.
+    /// Whether the keep-alive (the time without use after which a container is idle) is learned or
+    /// fixed.
     pub enum KeepAlive {
         /// The keep-alive is learned from the container's pauses. The idle timeout is its maximum.
         Learned = "learned",
@@ -94,7 +96,7 @@ words! {
     }
     annotations { Learned, Fixed }
 
-    /// Behaviour of an allocation that finds no VRAM.
+    /// What happens to an allocation that finds no VRAM.
     pub enum OnOom {
         /// The allocation fails, as it would without Affinode.
         Fail = "fail",
@@ -104,26 +106,27 @@ words! {
     }
     annotations { Fail, Wait }
 
-    /// The event that restores a container.
+    /// The events that restore a container.
     pub enum WakeOn {
-        /// A CUDA call of the container.
+        /// CUDA calls of the container.
         Call = "call",
-        /// A CUDA call, or a new TCP connection in the container's network namespace. A connection
-        /// restores the container only if the VRAM is free without an eviction.
+        /// CUDA calls of the container, and new TCP connections in its network namespace. A
+        /// connection restores the container only if enough VRAM is free without an eviction.
         Connection = "connection",
     }
     annotations { Call, Connection }
 
-    /// How a restore gets VRAM that other containers hold.
+    /// How a container's restore obtains VRAM that other containers hold.
     pub enum Restore {
-        /// The container waits until containers on its GPU that are not in use are evicted.
+        /// The container waits until other containers on its GPU are no longer in use and can be
+        /// evicted.
         Queue = "queue",
         /// The container is served before others of its priority, and takes VRAM of containers in
         /// use on its GPU. Containers that can be moved are offloaded. Processes of containers that
         /// cannot be moved are ended.
         Immediate = "immediate",
-        /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
-        /// `queue` for all others.
+        /// `immediate` for containers whose annotation requests it, `queue` for all others. Only
+        /// nodes and namespaces can have this value.
         ByAnnotation = "by-annotation",
     }
     annotations { Queue, Immediate }
