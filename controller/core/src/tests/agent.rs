@@ -1,4 +1,4 @@
-//! A simulated process of the tests: its phase, its memory and its waiting calls.
+//! A simulated process for tests: its phase, its memory and its waiting calls.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,8 @@ use super::{super::ProcessId, world::ENGINES};
 pub(super) struct Agent {
     pub(super) container: usize,
     pub(super) pid: u32,
-    /// Index of the GPU on which the process's memory is, or was before its offload.
+    /// Index of the process's GPU. For an offloaded process: of the GPU from which it was
+    /// offloaded.
     pub(super) gpu: usize,
     pub(super) phase: Phase,
     /// VRAM of the process when it is on the GPU, in bytes.
@@ -27,47 +28,49 @@ pub(super) struct Agent {
     pub(super) capabilities: Capabilities,
     /// Whether the part that the agent can copy is in host memory now.
     pub(super) copied_out: bool,
-    /// Messages that arrived on the agent's connection and were not handled yet.
+    /// Messages of the controller that the agent has not handled yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
-    /// Whether the process lost its controller during an order. It registers again after the order.
+    /// Whether the agent lost its connection while it executed an order. It registers again after
+    /// the order.
     pub(super) orphaned: bool,
     pub(super) welcomed: bool,
     pub(super) generation: u64,
     pub(super) calls: u64,
     pub(super) wants: bool,
     pub(super) held: bool,
-    /// Whether the process uses peer access, so that it cannot be moved.
+    /// Whether the process uses peer access, because of which it cannot be moved.
     pub(super) fixed: bool,
-    /// Hazards of allocations that stay on the GPU. Only the part that the agent can copy is
-    /// offloaded.
+    /// Hazards of allocations that must stay on the GPU. Only the other allocations are offloaded.
     pub(super) in_part: Hazards,
-    /// Whether a tool is in the process, so that the driver must not checkpoint it.
+    /// Whether a tool, such as a profiler, is in the process, so that the driver must not
+    /// checkpoint it.
     pub(super) tools: bool,
-    /// Whether the process was ordered to prefault host memory, and has not used that memory yet.
+    /// Whether the process has prefaulted host memory that it has not used yet.
     pub(super) prepared: bool,
-    /// Prefaulted or retained host memory, in bytes.
+    /// Amount of the process's prefaulted or retained host memory, in bytes.
     pub(super) kept: u64,
     /// Host memory that the copy out in progress still needs, in bytes.
     pub(super) filling: u64,
-    /// Further flags in the process's counters.
+    /// Flags in the process's counters, in addition to the other fields.
     pub(super) notes: ProcessFlags,
-    /// The allocation that waits for VRAM, outside the driver.
+    /// The allocation that found no VRAM and waits for it. `None`: no allocation waits.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
-    /// Whether the process was ordered on this connection to pause its allocations.
+    /// Whether the process received an order to pause its allocations on its present connection.
     pub(super) held_here: bool,
-    /// The controller's number for the process.
+    /// Number by which the controller identifies the process.
     pub(super) known_as: ProcessId,
-    /// How the process refuses to pause its allocations. `None`: it does not refuse.
+    /// How the process reacts to orders to pause its allocations that it does not follow. `None`:
+    /// it follows them.
     pub(super) refuses: Option<Refusal>,
 }
 
-/// Reaction of a process that does not report `Done` to an order to hold.
+/// Reaction of a simulated process that does not follow an order to pause its allocations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// The process reports Busy: a call is inside the driver.
+    /// The process reports Busy, because a call is inside the driver.
     Busy,
-    /// The process sends no report.
+    /// The process sends no report on the order.
     Silent,
 }
 
@@ -86,7 +89,8 @@ impl Agent {
         Hazards(fixed | self.in_part.0 | tools)
     }
 
-    /// Whether the driver must not checkpoint the process, although its memory can be copied.
+    /// Whether the context of the process stays on the GPU because the driver must not checkpoint
+    /// it.
     pub(super) fn keeps_context(&self) -> bool {
         self.hazards().intersects(Hazards::KEEPS_CONTEXT)
     }
@@ -95,7 +99,7 @@ impl Agent {
         if self.copied_out { self.swappable } else { 0 }
     }
 
-    /// VRAM of local memory that the process's contexts released, in bytes.
+    /// Local memory (stacks of GPU threads) that the process's contexts released, in bytes.
     pub(super) fn local_memory_bytes(&self) -> u64 {
         let has_left = self.has_local_memory && self.copied_out;
         if has_left { (self.size - self.swappable) / 2 } else { 0 }
@@ -109,12 +113,12 @@ impl Agent {
     }
 }
 
-/// An allocation that found no VRAM.
+/// An allocation of a simulated process that found no VRAM and waits for it.
 #[derive(Clone, Copy)]
 pub(super) struct Asking {
     pub(super) bytes: u64,
     pub(super) attempts: u32,
-    /// Whether the process was ordered to try the allocation again.
+    /// Whether the controller ordered the process to try the allocation again.
     pub(super) goes_ahead: bool,
 }
 

@@ -1,4 +1,5 @@
-//! Libraries that lack capabilities. They receive only orders that they can carry out.
+//! Tests with libraries that lack capabilities. They must receive only orders that they can carry
+//! out.
 
 use affinode_proto::wire::{
     Capabilities, Phase,
@@ -14,11 +15,11 @@ use super::{
     world::{ALL_CAPABILITIES, World, key},
 };
 
-/// The container whose engine is `full`.
+/// Number of the container whose engine is `full`.
 const FULL: usize = 1;
 
 /// Offloads a process whose library has these capabilities, under each policy that needs a
-/// capability. Returns the options of the copy out.
+/// capability. Returns the options in the order to copy out.
 fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
     let mut world = World::new(3);
     (world.libraries, world.all_options, world.prepare) = (vec![capabilities], true, true);
@@ -30,7 +31,7 @@ fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
     options
 }
 
-/// Advances the world until the process is ordered to copy out. Returns the options of the copy.
+/// Advances the world until the process is ordered to copy out. Returns the options in that order.
 fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
     for _ in 0..100 {
         if let Some(options) = ordered_copy(world, id) {
@@ -42,7 +43,7 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
 }
 
 /// Creates a process whose host memory counts as prefaulted, and requests the offload of its
-/// container.
+/// container. Returns the process.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
     world.container_mut(FULL).policy.mode = Mode::Manual;
@@ -76,8 +77,8 @@ fn copy_options_are_within_capabilities() {
     }
 }
 
-/// Before its copy out, a process may need VRAM for pieces of its memory, and grants wait for that.
-/// Grants must not wait if the library of the process cannot copy in this way.
+/// Grants must not wait for a copy out that needs no VRAM. A library that can export memory to a
+/// copier may need VRAM during the copy out, but the library of this process cannot.
 #[test]
 fn incapable_library_keeps_no_gpu_from_the_queue() {
     let mut world = World::new(3);

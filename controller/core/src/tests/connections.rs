@@ -1,4 +1,4 @@
-//! Prewakes that connections cause.
+//! Tests of prewakes: restores that incoming connections cause before a CUDA call.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -10,7 +10,7 @@ use super::{
     world::{World, key},
 };
 
-/// Creates an offloaded container whose connections were counted once.
+/// Creates a world with an offloaded container whose connections were read once.
 fn listening() -> (World, ProcessId) {
     let mut world = World::new(2);
     let id = world.running(0, 600);
@@ -24,7 +24,7 @@ fn count(world: &mut World, count: u64) {
     world.feed(Input::Connections(key(0), Some(count)));
 }
 
-/// Delivers a few events within a time in which no container becomes idle.
+/// Delivers pending messages for so short a time that no container becomes idle.
 fn arrive(world: &mut World) {
     for _ in 0..40 {
         while !world.questions.is_empty() {
@@ -36,8 +36,7 @@ fn arrive(world: &mut World) {
     }
 }
 
-/// Reports a connection that is followed by no call. Returns whether the connection caused a
-/// restore.
+/// Reports a connection that no call follows. Returns whether the connection caused a restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
     let before = world.container(0).connections.accepted.unwrap_or(0);
     count(world, before);

@@ -1,4 +1,4 @@
-//! Containers whose memory the library copies.
+//! Tests of containers whose memory the library copies out.
 
 use affinode_proto::{
     state::State,
@@ -66,8 +66,8 @@ fn uncopyable_memory_is_checkpointed() {
     }
 }
 
-/// Before its counters are read, a process may have memory imported from a copier. After a
-/// checkpoint of such memory, no restore would be possible.
+/// Before the first reading of its counters, a process may have memory that was imported from a
+/// copier. Such memory must be copied out, because it could not be restored after a checkpoint.
 #[test]
 fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
@@ -100,7 +100,8 @@ fn memory_is_copied_before_counters_are_read() {
     );
 }
 
-/// The grant of a restore must include the local memory that the contexts allocate again.
+/// The grant of a restore must include the local memory (stacks of GPU threads) that the contexts
+/// allocate again.
 #[test]
 fn restore_needs_room_for_local_memory() {
     let mut world = World::new(3);
@@ -126,8 +127,9 @@ fn restore_needs_room_for_local_memory() {
     assert!(returns(0));
 }
 
-/// The container is already charged for its retained copy. If the counters report a larger copy than
-/// the agent can make, only the swappable bytes count.
+/// A retained host copy must reduce the host memory that an offload needs, because the container is
+/// charged for the copy already. If the counters report a larger copy than the agent can make, only
+/// the swappable bytes count.
 #[test]
 fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
@@ -175,8 +177,8 @@ fn process_without_usable_copier_gets_none() {
     }
 }
 
-/// The controller ends during a restore: the driver has restored the context, but the copy in has
-/// not ended. The next controller has no record and must complete the restore.
+/// A controller ends during a restore, after the driver has restored the context and before the
+/// copy in has ended. The next controller has no record and must complete the restore.
 #[test]
 fn locked_copied_out_process_restores_unrecorded() {
     let mut world = World::new(3);

@@ -1,6 +1,6 @@
-//! Copiers in the simulated world: they take VRAM, register host memory, copy it back into VRAM and
-//! end. While a copier starts or ends, there must be no proof of free VRAM. During a proof, no
-//! copier may register memory.
+//! Tests of copiers in the simulated world. The copiers allocate VRAM, register host memory, copy
+//! it back into VRAM and end. While a copier starts or ends, there must be no proof of free VRAM.
+//! During a proof, no copier may register memory.
 
 use std::collections::BTreeSet;
 
@@ -20,9 +20,9 @@ use super::{
     world::{GPU, TOTAL, World, key, settings},
 };
 
-/// The container whose engine is `full`.
+/// Number of the container whose engine is `full`.
 const FULL: usize = 1;
-/// VRAM of a copier's context.
+/// VRAM of a copier's CUDA context, in bytes.
 const CONTEXT_BYTES: u64 = 20;
 
 /// Stage of a simulated copier.
@@ -30,11 +30,11 @@ const CONTEXT_BYTES: u64 = 20;
 enum CopierState {
     Starting,
     Ready,
-    /// The copier was ended at this time, and has not exited yet.
+    /// The copier was ordered to end at this time and has not exited yet.
     Ending(Millis),
 }
 
-/// A simulated copier of a GPU.
+/// A simulated copier, which copies memory for the processes of one GPU.
 #[derive(Debug)]
 pub(super) struct WorldCopier {
     gpu: usize,
@@ -42,14 +42,14 @@ pub(super) struct WorldCopier {
     bytes: u64,
     /// Whether the copier was ordered to register no memory.
     held: bool,
-    /// The attached processes, and whether their memory is registered.
+    /// The attached processes, each with whether its memory is registered.
     attached: Vec<(ProcessId, bool)>,
-    /// The process whose memory the copier copies back into VRAM.
+    /// The process whose memory the copier is copying back into VRAM.
     filling: Option<ProcessId>,
 }
 
 impl World {
-    /// VRAM of the copiers on a GPU.
+    /// VRAM that copiers hold on a GPU, in bytes.
     pub(super) fn copier_bytes_on(&self, gpu: usize) -> u64 {
         self.copiers.values().filter(|copier| copier.gpu == gpu).map(|copier| copier.bytes).sum()
     }
@@ -127,7 +127,7 @@ impl World {
         self.node.state.admission.grants.values().all(|grant| waits(&grant.stage))
     }
 
-    /// Asserts that no copier can change the free VRAM during a proof.
+    /// Asserts that no copier changes the free VRAM while it is being proven.
     pub(super) fn assert_no_copier_moves(&self) {
         for (id, copier) in &self.copiers {
             match copier.state {
@@ -273,8 +273,8 @@ fn proof_waits_for_an_ending_copier() {
     assert!(is_proving(&world), "the copier has exited");
 }
 
-/// The process of an ended copier blocks in the driver and does not exit. Only the first proof of
-/// free VRAM must wait for its exit.
+/// A copier was ended, but its process blocks in the driver and does not exit. Only the first proof
+/// of free VRAM must wait for its exit.
 #[test]
 fn proof_waits_for_an_end_in_vain_only_once() {
     let (mut world, id, copier) = with_registered();
@@ -342,8 +342,8 @@ fn no_copier_without_setting() {
     assert!(world.copiers.is_empty());
 }
 
-/// While a container waits, no copier must be started: its context would take VRAM that the waiter
-/// needs.
+/// While a container waits for VRAM, no copier must be started, because its context would allocate
+/// VRAM that the container needs.
 #[test]
 fn no_copier_starts_while_a_container_waits() {
     let mut world = World::new(3);

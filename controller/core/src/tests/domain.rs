@@ -1,4 +1,4 @@
-//! Dedup domains of processes.
+//! Test of dedup domains (sets of processes whose identical content is stored once).
 
 use affinode_proto::wire::Capabilities;
 

@@ -1,4 +1,4 @@
-//! Processes that exit during a move. Their driver shuts down first.
+//! Tests of processes that exit during an offload or a restore. Their driver shuts down first.
 
 use affinode_proto::{
     state::State,
@@ -11,10 +11,11 @@ use affinode_proto::{
 use super::super::{Input, ProcessId};
 use super::world::World;
 
-/// `CUDA_ERROR_DEINITIALIZED`, which the driver returns after `exit`.
+/// Error `CUDA_ERROR_DEINITIALIZED`, which the driver returns after the process has called `exit`.
 const ENDED: u32 = 4;
 
-/// Advances the world until the process receives this order. Its driver has shut down by then.
+/// Advances the world until the process receives an order that `wanted` accepts. By then the driver
+/// of the process has shut down.
 fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
     for _ in 0..1_000 {
         if let Some(ControllerMessage::Order { order, action, .. }) =
@@ -76,8 +77,8 @@ fn driver_end_during_restore_is_no_refusal() {
     assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
 }
 
-/// During a checkpoint, the driver of one process reports that it has shut down, and the process
-/// exits. The other process of the container must be restored from any phase.
+/// A process exits during its checkpoint, and its driver reports that it has shut down. The other
+/// process of the container must be restored, in whatever phase it is.
 #[test]
 fn driver_end_restores_sibling_process() {
     let mut world = World::new(1);

@@ -1,4 +1,4 @@
-//! NVML readings for offloaded processes.
+//! Test of NVML readings that offloaded processes receive.
 
 use affinode_proto::wire::message::{
     AgentMessage, ControllerMessage, GpuReading, UNKNOWN_UTILIZATION,

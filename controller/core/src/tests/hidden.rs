@@ -1,4 +1,4 @@
-//! Processes that were found to call the driver without the hooks.
+//! Test of processes that were found to call the driver without the library's hooks.
 
 use affinode_proto::{
     event::EventKind,

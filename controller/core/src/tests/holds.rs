@@ -1,4 +1,5 @@
-//! Processes that do not pause their allocations, and the time for which others wait for them.
+//! Tests of processes that do not pause their allocations as ordered, and of the time for which
+//! other containers wait for them.
 
 use affinode_proto::{
     state::State,
@@ -13,7 +14,7 @@ use super::{
     world::World,
 };
 
-/// Reaction of a process to an order to pause its allocations.
+/// Reaction of a simulated process to orders to pause its allocations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
     /// The process pauses its allocations.
@@ -26,19 +27,20 @@ enum Manner {
     Silent,
     /// The process reacts differently to each order.
     Alternates,
-    /// The process reports Busy to each order of the first minute, and holds from then on.
+    /// The process reports Busy to each order in the first minute. After that it pauses its
+    /// allocations as ordered.
     BusyForAMinute,
     /// A new process of the container reports Busy each time.
     NewEachTime,
 }
 
-/// A process whose reports are chosen by the test.
+/// A simulated process whose reports on orders the test chooses.
 struct Liar {
     id: ProcessId,
     manner: Manner,
     holds: usize,
     messages: usize,
-    /// Orders to which the process will report Busy, each with the time of the report.
+    /// Times and numbers of orders to which the process will report Busy at that time.
     later: Vec<(Millis, u64)>,
 }
 
@@ -109,7 +111,7 @@ fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
     world.feed(Input::Message(id, report));
 }
 
-/// Runs the steps of the victim and of NVML that take no time.
+/// Runs all steps of the process `victim` and of NVML that take no time.
 fn serve(world: &mut World, victim: ProcessId) {
     for _ in 0..20 {
         world.answer_question();
@@ -117,8 +119,8 @@ fn serve(world: &mut World, victim: ProcessId) {
     }
 }
 
-/// Durations of wakes next to a neighbour with this reaction, in milliseconds. For ten minutes a
-/// container is repeatedly offloaded when idle and then called.
+/// Measures the durations of wakes beside a process with this reaction, in milliseconds. For ten
+/// minutes, a container is repeatedly offloaded when idle and then called.
 fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     const STEP_MS: Millis = 20;
     const TEN_MINUTES_MS: Millis = 600_000;
@@ -160,14 +162,15 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     waits_ms
 }
 
-/// The longest wake, the sum of all other wakes, and the number of wakes.
+/// Returns the longest wake, the sum of all other wakes, and the number of wakes. Durations are in
+/// milliseconds.
 fn longest_and_rest(waits_ms: &[Millis]) -> (Millis, Millis, usize) {
     let longest = waits_ms.iter().copied().max().unwrap();
     (longest, waits_ms.iter().sum::<Millis>() - longest, waits_ms.len())
 }
 
-/// A neighbour reports Busy to each order to hold, at once or late. It must delay the wakes of
-/// others only once, by at most 1 s.
+/// A process of another container reports Busy to each order to pause its allocations, at once or
+/// late. It must delay the wakes of others only once, by at most 1 s.
 #[test]
 fn busy_for_ten_minutes_delays_wakes_once() {
     let undelayed = longest_and_rest(&wakes_beside(World::new(2), Manner::Done));
@@ -192,8 +195,8 @@ fn busy_for_ten_minutes_delays_wakes_once() {
     }
 }
 
-/// A neighbour pauses its allocations only sometimes, or uses a new process each time. It must
-/// delay each wake only briefly.
+/// A container's process pauses its allocations only sometimes, or the container uses a new process
+/// each time. It must delay each wake of another container only briefly.
 #[test]
 fn changing_refusals_delay_wakes_briefly() {
     for manner in [Manner::Alternates, Manner::NewEachTime] {
@@ -212,8 +215,8 @@ fn changing_refusals_delay_wakes_briefly() {
     }
 }
 
-/// The process is on another GPU but sees several GPUs, so it may create a context on the grant's
-/// GPU. It must delay wakes only once.
+/// A process that reports Busy uses another GPU but sees several GPUs, so it may create a context
+/// on the grant's GPU. It must delay wakes only once.
 #[test]
 fn busy_on_another_gpu_delays_wakes_once() {
     let mut world = World::new(2);
@@ -223,7 +226,8 @@ fn busy_on_another_gpu_delays_wakes_once() {
     assert!(longest <= 1_000 && rest <= 300, "{longest} ms, then {rest} ms");
 }
 
-/// The processes of a container register one after the other, each while NVML is being read.
+/// The processes of a container register one after the other, each during a proof of free VRAM.
+/// They must delay a wake only briefly.
 #[test]
 fn joins_during_proofs_delay_a_wake_briefly() {
     const NVML_MS: Millis = 40;
@@ -260,8 +264,8 @@ fn joins_during_proofs_delay_a_wake_briefly() {
     assert!(waits_ms[5..].iter().all(|wait| *wait <= NVML_MS), "{waits_ms:?}");
 }
 
-/// A process registers after NVML's reading was requested. The reading may miss the allocations of
-/// that process, so NVML must be read again.
+/// A process registers after the NVML reading for a proof was requested. The reading may miss the
+/// allocations of that process, so NVML must be read again.
 #[test]
 fn newcomer_during_a_proof_is_proven_anew() {
     let mut world = World::new(2);
@@ -289,7 +293,8 @@ fn newcomer_during_a_proof_is_proven_anew() {
     assert!(!world.agents[&victim].wants, "a call of the victim still waits");
 }
 
-/// Only processes that can take VRAM of the grant's GPU must be ordered to hold.
+/// Only processes that can allocate VRAM of the grant's GPU must be ordered to pause their
+/// allocations.
 #[test]
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
@@ -348,8 +353,9 @@ fn stalled_controller_blames_no_process() {
     assert_eq!(world.process(other.id).holds.record, HoldRecord::default());
 }
 
-/// A neighbour waits for VRAM, is ordered to try again, and does not allocate. The neighbour
-/// repeats this with the same ticket, with another ticket, or after a pause.
+/// A process waits for VRAM, is ordered to try again, and does not allocate. It repeats this with
+/// the same ticket, with another ticket, or after a pause. It must delay the wakes of others less
+/// each time.
 #[test]
 fn vain_allocations_delay_wakes_less_and_less() {
     for (same_ticket, idles_ms) in [(true, 0), (true, 300), (false, 300), (false, 9_000)] {
@@ -484,7 +490,7 @@ fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
 }
 
 /// One process sends no reports. Other processes of its container must then be awaited only
-/// briefly: for a period of one minute, and the next time of two minutes.
+/// briefly: first for a period of one minute, next for a period of two minutes.
 #[test]
 fn silence_of_one_is_held_against_its_container() {
     let mut world = World::new(2);
@@ -498,8 +504,8 @@ fn silence_of_one_is_held_against_its_container() {
     assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
 }
 
-/// A process that exits while its report is awaited, and a process with invalid counters, must
-/// cause no delay.
+/// A process that exits while its report is awaited must cause no delay. The same applies to a
+/// process with invalid counters.
 #[test]
 fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {
@@ -528,8 +534,8 @@ fn gone_or_distrusted_process_is_not_awaited() {
     }
 }
 
-/// A process starts in a partly offloaded container. It must take no VRAM before the container's
-/// other processes are restored.
+/// A process starts in a partly offloaded container. It must allocate no VRAM before the
+/// container's other processes are restored.
 #[test]
 fn new_sibling_holds_until_the_rest_is_back() {
     let mut world = World::new(1);

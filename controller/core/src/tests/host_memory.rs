@@ -1,4 +1,4 @@
-//! Tests of offloads that need more host memory in total than there is.
+//! Tests of offloads that together need more host memory than the node has.
 
 use affinode_proto::{
     reason::Reason,
@@ -13,7 +13,7 @@ use super::{
 };
 
 impl World {
-    /// Host memory that the containers use, in bytes.
+    /// Host memory that offloaded memory of the containers uses, in bytes.
     fn host_used(&self) -> u64 {
         let held = |a: &Agent| a.size - a.on_device() - a.local_memory_bytes();
         self.agents.values().map(held).sum()
@@ -33,7 +33,8 @@ impl World {
         }
     }
 
-    /// Requests the offload of a container as an operator, with fresh counters and samples.
+    /// Requests the offload of a container as an operator would, after delivering new counters and
+    /// samples.
     fn ask_offload(&mut self, n: usize, id: ProcessId) {
         self.feed(Input::Gpus(Ok(self.gpus())));
         let page = super::agent::page(&self.agents[&id]);
@@ -79,7 +80,8 @@ fn idle_at_once_leave_as_host_memory_allows() {
     }
 }
 
-/// Two offloads are requested at the same moment. Both readings are delivered before a copy begins.
+/// Two offloads are requested at the same moment, and both readings arrive before a copy begins.
+/// The same memory must not be promised to both.
 #[test]
 fn readings_of_one_moment_promise_memory_once() {
     let mut world = World::new(3);
@@ -104,8 +106,8 @@ fn readings_of_one_moment_promise_memory_once() {
     assert_eq!(done, [false, true], "the request is answered when the offload is decided");
 }
 
-/// A reading that was made before another container's copy ended does not show all memory of that
-/// copy.
+/// A reading was made before the copy of another container ended, so it does not show all memory
+/// that the copy uses. The promise for that copy must still be subtracted from the reading.
 #[test]
 fn old_reading_is_judged_with_what_it_missed() {
     let mut world = World::new(3);
@@ -140,8 +142,8 @@ fn old_reading_is_judged_with_what_it_missed() {
     assert_eq!(count_off(&world), 1);
 }
 
-/// Other processes take the memory between the first survey and the copy. The offload must be
-/// cancelled.
+/// Other processes allocate the host memory between the first survey and the copy. The offload must
+/// be cancelled.
 #[test]
 fn memory_taken_before_the_copy_turns_it_back() {
     let mut world = World::new(3);
@@ -180,8 +182,8 @@ fn copy_that_turned_back_is_tried_again() {
     assert_eq!((world.state(2), world.agents[&id].copied_out), (State::Offloaded, true));
 }
 
-/// The promise must end when the container is deleted, when its processes exit, or when the offload
-/// is cancelled.
+/// The promise of host memory must end when the container is deleted, when its processes exit, or
+/// when the offload is cancelled.
 #[test]
 fn promise_ends_however_the_offload_ends() {
     type Ending = fn(&mut World, ProcessId);
@@ -220,7 +222,8 @@ impl World {
         }
     }
 
-    /// Reports the counters of a process, and the free host memory of its pod and of the node.
+    /// Delivers counters of a process, and readings of the free host memory of its pod and of the
+    /// node.
     fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
         self.agents.get_mut(&id).unwrap().filling = filling;
         let page = super::agent::page(&self.agents[&id]);
@@ -235,8 +238,8 @@ impl World {
     }
 }
 
-/// A neighbour in the pod takes memory that was promised to a copy. Only the controller can see
-/// that.
+/// Another container of the pod allocates memory that was promised to a copy out. Only the
+/// controller can see that, and it must cancel the copy.
 #[test]
 fn copy_without_room_in_the_pod_is_turned_back() {
     let mut world = World::new(3);
@@ -288,8 +291,8 @@ fn later_copy_fails_for_its_own_reason() {
     assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
 }
 
-/// The controller is killed while a process copies. The next controller knows that process only
-/// from the journal.
+/// The controller is killed while a process copies out. The next controller knows the process only
+/// from the journal and must promise host memory for it again.
 #[test]
 fn new_controller_repeats_promises_in_progress() {
     let mut world = World::new(3);
@@ -330,7 +333,8 @@ fn offloaded_before_restart_promises_nothing() {
     assert_eq!(world.node.state.host_ledger.promised_node_bytes(), 0);
 }
 
-/// A process of the journal exits without having registered. The promise to this process must end.
+/// A process that the journal names exits without having registered. The promise of host memory to
+/// this process must end.
 #[test]
 fn recalled_promise_ends_with_its_process() {
     let mut world = World::new(3);

@@ -1,4 +1,5 @@
-//! Restore policy `immediate`.
+//! Tests of the restore policy `immediate`, in which a restore does not wait until other containers
+//! are idle.
 
 use affinode_proto::{state::State, wire::Phase};
 
@@ -19,7 +20,8 @@ fn asker(size: u64) -> (World, ProcessId) {
     (world, id)
 }
 
-/// Lets time pass while the containers `busy` are in use. Returns whether the waiter was restored.
+/// Lets time pass while the processes `busy` are in use and `asker` waits. Returns whether `asker`
+/// was restored.
 fn while_in_use(world: &mut World, busy: &[ProcessId], asker: ProcessId, ticks: usize) -> bool {
     for _ in 0..ticks {
         busy.iter().for_each(|id| world.call(*id));
@@ -92,8 +94,8 @@ fn stubborn(world: &mut World) -> u32 {
     world.agents[&id].pid
 }
 
-/// A process was ordered to end and ignores SIGTERM. It must survive if the waiter exits, or if the
-/// priority of the process's container becomes higher than the waiter's.
+/// A process was ordered to end and ignores SIGTERM. It must not be killed if the waiter exits, or
+/// if the priority of the process's container becomes higher than the waiter's.
 #[test]
 fn ended_process_survives_without_urgent_waiter() {
     for gone in [true, false] {
@@ -159,8 +161,8 @@ fn protected_processes_are_not_ended() {
     assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "no call waits");
 }
 
-/// An urgent container must be served before containers that wait longer, but after containers of
-/// higher priority.
+/// An urgent container (policy `immediate`, with a waiting call) must be served before containers
+/// that wait longer, but after containers of higher priority.
 #[test]
 fn it_goes_before_others_of_its_priority() {
     let mut world = World::new(3);
@@ -186,8 +188,8 @@ fn it_goes_before_others_of_its_priority() {
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
-/// A process must be ended if its calls never end. It must not be ended if its calls only sometimes
-/// end too late.
+/// A process must be ended if its calls never end and forced offloads fail repeatedly. It must not
+/// be ended if its calls end too late only sometimes.
 #[test]
 fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;
@@ -211,7 +213,7 @@ fn busy_process_is_forced_thrice_before_its_end() {
 }
 
 /// An operator requests a restore during a forced offload. The container must not count as
-/// immovable afterwards.
+/// immovable because of this.
 #[test]
 fn restore_request_in_offload_ends_no_process() {
     let (mut world, asker) = asker(600);

@@ -1,5 +1,5 @@
-//! Processes of which only a part can be offloaded. The other memory stays on the GPU with the
-//! context.
+//! Tests of processes of which only a part can be offloaded. The other memory stays on the GPU with
+//! the CUDA context.
 
 use affinode_proto::{
     reason::Reason,
@@ -19,8 +19,8 @@ const KINDS: [(Hazards, Reason); 2] = [
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),
 ];
 
-/// Creates a process with 600 bytes and these hazards in container `n`. The agent can copy 450 of
-/// the bytes. With the engine `checkpoint` it can copy nothing.
+/// Creates a process with 600 bytes of VRAM and these hazards in container `n`. The agent can copy
+/// 450 of the bytes, or none with the engine `checkpoint`.
 fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().in_part = hazards;
@@ -36,7 +36,7 @@ fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
     assert_eq!(world.agents[&id].generation, 0);
 }
 
-/// Bytes that stay on the GPU, and the hazards that keep them there, as users see them.
+/// Returns the bytes that stay on the GPU, and the hazards that keep them there, as users see them.
 fn shown(world: &World, n: usize) -> (u64, Vec<&'static str>) {
     let (bytes, hazards) = world.node.staying(&key(n));
     (bytes, hazards.words().collect())
@@ -77,8 +77,8 @@ fn driver_engine_keeps_all_of_such_a_process() {
     }
 }
 
-/// A library without `LEAVES_IN_PART` cannot offload a process with memory that must stay on the
-/// GPU. The whole process must stay resident.
+/// A process has memory that must stay on the GPU, and its library lacks `LEAVES_IN_PART`. The
+/// whole process must stay resident.
 #[test]
 fn older_library_keeps_all_of_such_a_process() {
     for (hazards, reason) in KINDS {
@@ -100,7 +100,8 @@ fn process_with_nothing_to_copy_stays() {
     }
 }
 
-/// Another device can access the memory of this process, and no allocation is known to be excluded.
+/// Another device can access the memory of this process, and no allocation is known to be
+/// unaffected. The whole process must stay resident.
 #[test]
 fn process_that_another_device_reaches_stays() {
     let mut world = World::new(3);
@@ -108,8 +109,8 @@ fn process_that_another_device_reaches_stays() {
     stays_whole(world, 2, id, Reason::DirectAccess);
 }
 
-/// The process shares memory for the first time after its offload has begun. The agent refuses the
-/// checkpoint, and the next offload only copies.
+/// A process shares memory for the first time after its offload has begun. The agent refuses the
+/// checkpoint, and the next offload must only copy.
 #[test]
 fn sharing_before_the_gate_closes_is_respected() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
@@ -125,7 +126,7 @@ fn sharing_before_the_gate_closes_is_respected() {
     }
 }
 
-/// The memory that stays on the GPU cannot be freed. It must be promised to no waiter.
+/// The memory that stays on the GPU cannot be freed. It must not be promised to another container.
 #[test]
 fn rest_that_stays_is_no_room_for_waiters() {
     let mut world = World::new(3);

@@ -1,4 +1,4 @@
-//! Restores on another GPU if the container's own GPU is full.
+//! Tests of restores on another GPU if the container's own GPU is full.
 
 use affinode_proto::{
     state::State,
@@ -36,7 +36,7 @@ fn oversubscribed(container: usize) -> (World, ProcessId) {
     (world, id)
 }
 
-/// Calls the process and advances until it is restored, before it is idle again.
+/// Calls the process, and advances the world until it is restored but not idle again.
 fn wait_resident(world: &mut World, id: ProcessId) {
     world.call(id);
     for _ in 0..1_000 {
@@ -107,7 +107,8 @@ fn immovable_process_waits_for_own_gpu() {
     }
 }
 
-/// A migration fails. It must not be tried again, and the container must wait for its own GPU.
+/// A migration fails. It must not be tried again, and the container must wait for VRAM of its own
+/// GPU.
 #[test]
 fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
@@ -124,9 +125,9 @@ fn failed_migration_waits_for_own_gpu() {
     }
 }
 
-/// The controller ends after it has ordered the migration: before the agent has executed the order,
-/// after the agent has executed it, or after a copy in that found no VRAM. The next controller
-/// proves VRAM on the GPU where the process is now.
+/// The controller ends after it has ordered a migration. The agent has not executed the order yet,
+/// has executed it, or has found no VRAM for the copy in. The next controller must prove VRAM on
+/// the GPU where the process is now.
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
@@ -201,8 +202,8 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
     world.process(id).vram_to_restore().unwrap().remove(0).uuid
 }
 
-/// Before the process reads the order to migrate, it has left the checkpoint by itself, on its own
-/// GPU. The late order must not move it.
+/// A process restores itself on its own GPU before it reads the order to migrate. The late order
+/// must not move it.
 #[test]
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {
@@ -224,8 +225,8 @@ fn late_order_moves_no_process() {
     }
 }
 
-/// The connection broke during the migration, and the grant ended before the process registered
-/// again.
+/// The connection breaks during a migration, and the grant ends before the process registers again.
+/// Its next registration must show the target GPU.
 #[test]
 fn target_gpu_is_known_at_registration() {
     let (mut world, id, _) = sent();

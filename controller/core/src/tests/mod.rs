@@ -1,4 +1,4 @@
-//! Tests of the core with simulated agents and GPUs: chosen cases, and random ones.
+//! Tests of the core with simulated agents and GPUs: chosen cases, and random sequences of steps.
 
 mod agent;
 mod capabilities;

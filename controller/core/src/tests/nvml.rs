@@ -1,4 +1,4 @@
-//! Simulates NVML and the survey of host memory. They answer the controller's requests one after
+//! Simulates NVML and the survey of host memory. Requests of the controller are answered one after
 //! the other. A result may be delivered later, when it is no longer true.
 
 use affinode_proto::reason::Reason;
@@ -11,14 +11,15 @@ use super::{
 type Reading = Result<Vec<GpuSample>, String>;
 type HostReading = Result<Vec<MemoryPool>, (Reason, String)>;
 
-/// Results of NVML and of surveys.
+/// State of the simulated NVML and of the surveys.
 #[derive(Default)]
 pub(super) struct Nvml {
     /// Whether every reading fails with an error.
     pub(super) fails: bool,
     /// Whether every survey reports too little host memory for an offload.
     pub(super) no_host_memory: bool,
-    /// The result that is not delivered yet, and its request. `None`: a reading for a tick.
+    /// The result that is not delivered yet, and the request for it. `None` in place of a request:
+    /// the reading is for a tick.
     in_flight: Option<(Option<Effect>, Reading, HostReading)>,
 }
 

@@ -1,5 +1,5 @@
-//! The two levels of the engine `auto`: the context is kept, and is evicted when a waiter needs its
-//! VRAM.
+//! Tests of the two levels of the engine `auto`: first the context is kept, and then it is evicted
+//! when another container needs its VRAM.
 
 use affinode_proto::{
     reason::Reason,
@@ -25,11 +25,11 @@ use super::{
 
 /// Number of the container with the engine `auto` in these tests.
 const AUTO: usize = 1;
-/// Number of a container with the engine `copy`.
+/// Number of the container with the engine `copy` in these tests.
 const COPY: usize = 2;
 
 impl World {
-    /// If `auto` is true, the container that otherwise has the engine `full` gets the engine `auto`.
+    /// Sets whether the container with the engine `full` gets the engine `auto` instead.
     pub(super) fn with_auto(mut self, auto: bool) -> World {
         self.auto = auto;
         (0..self.containers).for_each(|n| self.announce(n));
@@ -37,7 +37,7 @@ impl World {
     }
 }
 
-/// A world in which each container may be evicted for each other container.
+/// Creates a world in which any container may be evicted for any other container.
 fn auto() -> World {
     let mut world = World::new(3).with_auto(true);
     for container in world.node.state.registry.containers.values_mut() {
@@ -129,8 +129,8 @@ fn engine_copy_never_gives_up_its_context() {
     );
 }
 
-/// The driver refuses the second level. The container stays at the first level and is restored from
-/// there. The waiter gets the VRAM that the first level freed.
+/// The driver refuses the checkpoint of a context (second level). The container must stay copied
+/// out (first level) and be restored from there. The waiter must get the VRAM that the copy freed.
 #[test]
 fn failed_second_level_keeps_the_first() {
     let (mut world, id) = copied_out();
@@ -148,7 +148,7 @@ fn failed_second_level_keeps_the_first() {
     assert_eq!(world.agents[&big].size, 950);
 }
 
-/// A waiter needs the memory and the context of a resident neighbour. One offload must free both.
+/// A waiter needs the memory and the context of a resident container. One offload must free both.
 #[test]
 fn resident_victim_gives_up_both_levels_at_once() {
     let mut world = auto();
@@ -205,7 +205,8 @@ fn failed_copy_falls_back_to_the_checkpoint() {
     }
 }
 
-/// Offloads a container by request. Its context, which is not in use, must be evicted for a waiter.
+/// A container was offloaded by request. Its context must be evicted for a waiter, because it is
+/// not in use.
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
@@ -232,8 +233,8 @@ fn next_controller_keeps_first_level() {
     assert_eq!(world.container(AUTO).figures.restores, 1);
 }
 
-/// Two neighbours differ only in how they are restored. The neighbour that is restored by a copy
-/// must be evicted first.
+/// Two containers differ only in how they are restored. The container that is restored by a copy
+/// must be evicted first, because its restore is faster.
 #[test]
 fn cheap_restore_is_evicted_before_a_slow_one() {
     let mut world = auto();
@@ -277,8 +278,8 @@ fn processes_of_a_container_are_copied_at_once() {
     assert_eq!(most, 3);
 }
 
-/// One copy in finds no VRAM. The promise stays until the other copies, which still take VRAM, have
-/// ended.
+/// The copy back into VRAM of one process finds no VRAM. The promise must stay until the copies of
+/// the other processes, which still allocate VRAM, have ended.
 #[test]
 fn promise_lasts_while_other_copies_run() {
     let mut world = auto();
@@ -305,8 +306,8 @@ fn promise_lasts_while_other_copies_run() {
     assert_eq!(world.container(AUTO).figures.restores, 1);
 }
 
-/// An offloaded container must count with the VRAM that it needs again when the controller decides
-/// whether the GPU is oversubscribed.
+/// When the controller decides whether a GPU is oversubscribed, an offloaded container must count
+/// with the VRAM that it needs again.
 #[test]
 fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();
@@ -314,8 +315,8 @@ fn copied_out_memory_is_wanted_again() {
     assert_eq!(wanted.iter().map(|device| device.bytes).sum::<u64>(), 400);
 }
 
-/// A call arrives before the survey of an eviction. The eviction is given up, and the next offload,
-/// which no waiter needs, keeps the context.
+/// A call arrives before the survey of an eviction. The eviction is cancelled. The next offload,
+/// for which no container waits, must keep the context.
 #[test]
 fn eviction_given_up_for_a_call_is_forgotten() {
     let mut world = auto();

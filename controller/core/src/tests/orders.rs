@@ -1,4 +1,5 @@
-//! Executes the core's effects in the simulated world: orders to agents and requests for readings.
+//! Executes the core's effects in the simulated world: delivers orders to agents and stores
+//! requests for readings.
 
 use affinode_proto::wire::{
     Capabilities, Phase,

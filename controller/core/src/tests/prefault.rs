@@ -1,4 +1,4 @@
-//! Containers with prefaulted host memory.
+//! Tests of containers with prefaulted host memory.
 
 use affinode_proto::{
     reason::Reason,
@@ -23,13 +23,13 @@ use super::{
     world::{ENGINES, GPU, MIN_PREFAULT_BYTES, World, key},
 };
 
-/// The container whose engine is `full`.
+/// Number of the container whose engine is `full`.
 const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
 impl World {
-    /// Records a prefault order. An order to begin must be for a resident process that is not
-    /// prefaulted. An order to end must be for a prefaulted process.
+    /// Records an order to prefault host memory (`on`) or to release it. The former must be for a
+    /// resident process without prefaulted memory, the latter for a process with such memory.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         let is_full = ENGINES[agent.container] == "full";
@@ -50,7 +50,7 @@ fn policy(world: &mut World, n: usize) -> &mut Policy {
     &mut world.container_mut(n).policy
 }
 
-/// Creates a process whose container is offloaded only when a test requests it.
+/// Creates a process in container `n`, which is offloaded only if a test requests it.
 fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     let id = world.running(n, bytes);
     let policy = policy(world, n);
@@ -68,13 +68,13 @@ fn prepared(world: &mut World) -> ProcessId {
     id
 }
 
-/// Lets several times the idle timeout pass.
+/// Advances the world by several times the idle timeout.
 fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
-/// NVML may not show the last allocation yet, or may count it for a copier. The bytes that the
-/// agent can copy must count instead, at most the size of the GPU.
+/// NVML may not show the last allocation yet, or may count it for a copier. The minimum for
+/// prefaulting must therefore use the bytes that the agent can copy, at most the size of the GPU.
 #[test]
 fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
@@ -93,7 +93,7 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     );
 }
 
-/// The order to prefault was not sent. The process must then be treated like a process that is not
+/// The controller sent no order to prefault. The process must be treated like a process that is not
 /// prefaulted: its work on the GPU counts as use, and its copy out delays no waiter.
 #[test]
 fn refused_prefault_has_no_effect() {
@@ -121,7 +121,8 @@ fn refused_prefault_has_no_effect() {
     assert_eq!(world.prepared, [(id, true)], "the next idle period");
 }
 
-/// The controller could not attach the process to its copier.
+/// The controller could not attach the process to its copier. The process must not count as
+/// prefaulted.
 #[test]
 fn unattached_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -139,7 +140,7 @@ fn unattached_process_is_not_prefaulted() {
 }
 
 /// NVML shows work of a process while a copier registers its memory. This work must not count as
-/// use.
+/// use of the container.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {
     let mut world = World::new(3);
@@ -153,8 +154,8 @@ fn nvml_work_of_prefaulting_is_no_use() {
     assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
 }
 
-/// Advances the world to the order to copy out. Returns whether a copier may copy during the
-/// checkpoint.
+/// Advances the world until the process is ordered to copy out. Returns whether the order allows a
+/// copier to copy during the checkpoint.
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
         let pending = world.node.state.registry.processes.get(&id).and_then(|p| p.pending);
@@ -166,8 +167,8 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
     panic!("the process is not offloaded");
 }
 
-/// The library first copies memory that cannot be exported to other memory of the GPU, part by
-/// part. While this may need VRAM, no VRAM must be promised.
+/// Before the copier copies, the library copies memory that cannot be exported to other memory of
+/// the GPU, part by part. While this may need VRAM, no VRAM must be promised.
 #[test]
 fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
@@ -235,7 +236,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
     }
 }
 
-/// Prefaulting must begin earlier if the learned keep-alive is shorter, or after a hint that the
+/// Prefaulting must begin earlier if the learned idle time is shorter, or after a hint that the
 /// container is idle.
 #[test]
 fn shorter_keep_alive_is_prefaulted_sooner() {
@@ -445,8 +446,9 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// In several offloads in a row, the copier did not copy the memory of a process. The process must
-/// not be prefaulted, because its further offloads would have to be undone too.
+/// In several offloads in a row, the copier did not copy the memory of a process, and they had to
+/// be undone. The process must not be prefaulted any more, because further offloads would have to
+/// be undone too.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -509,8 +511,8 @@ fn it_ends_with_the_connection() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
-/// Host memory that is prefaulted already must be subtracted from the host memory that the offload
-/// needs, although the policy retains no host copy after a restore.
+/// Host memory that is prefaulted already must be subtracted from the host memory that an offload
+/// needs, even if the policy retains no host copy after a restore.
 #[test]
 fn prefaulted_memory_is_not_needed_twice() {
     for (kept, need) in [(0, 600), (450, 150)] {

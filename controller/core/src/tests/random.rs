@@ -1,4 +1,4 @@
-//! Random calls, wakes, failures, exits and controller restarts, in random order.
+//! Tests with random calls, wakes, failures, exits and controller restarts, in random order.
 
 use std::collections::BTreeSet;
 
@@ -35,27 +35,29 @@ enum Step {
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
-    /// The process uses managed memory from now on, so it cannot be moved.
+    /// The process with this index uses managed memory from now on, so it cannot be moved.
     Fix(usize),
-    /// A tool is in the process from now on, so the context of the process stays on the GPU.
+    /// A tool is in the process with this index from now on, so its context stays on the GPU.
     Tool(usize),
-    /// Number of connections on the container's network.
+    /// A reading of the connections on a container's network. Contains the container's number and
+    /// the number of connections.
     Connections(usize, u64),
-    /// NVML shows work of the process.
+    /// NVML shows work of the process with this index.
     Worked(usize),
-    /// NVML is read now, and the result is delivered later.
+    /// NVML is read now. The result is delivered later.
     Read,
     /// NVML fails from now on, or works again.
     Nvml(bool),
     /// From now on there is too little host memory for any offload, or enough again.
     HostMemory(bool),
-    /// A copier runs its next step: it becomes ready, registers memory, copies memory back into
-    /// VRAM, or exits.
+    /// The copier with this index runs its next step: it becomes ready, registers memory, copies
+    /// memory back into VRAM, or exits.
     Copier(usize),
-    /// The connection of a copier ends. `true`: the controller sees the exit of its process first.
+    /// The connection of the copier with this index ends. `true`: the controller sees the exit of
+    /// its process first.
     CopierEnds(usize, bool),
-    /// How the process refuses to pause its allocations from now on. `None`: it pauses them when
-    /// ordered.
+    /// From now on the process refuses to pause its allocations in this way. `None`: it pauses them
+    /// when ordered.
     Refuse(usize, Option<Refusal>),
 }
 
@@ -87,7 +89,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Steps of containers that use copiers. They are offloaded and called while copiers start and end.
+/// Generates steps for containers that use copiers. They are offloaded and called while copiers
+/// start and end.
 fn copier_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         2 => Just(Step::Join(1)),
@@ -107,19 +110,19 @@ fn refusal() -> impl Strategy<Value = Option<Refusal>> {
     prop_oneof![Just(None), Just(Some(Refusal::Busy)), Just(Some(Refusal::Silent))]
 }
 
-/// Uses more cases than usual. PROPTEST_CASES can set another number.
+/// Sets a higher number of cases than usual. PROPTEST_CASES overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(512);
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Runs the steps, settles the world, and checks the final state.
+/// Runs the steps, lets the world settle, and checks the final state.
 fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
     run_with(&[], steps)
 }
 
-/// Like `run`, with these containers of restore policy `immediate`.
+/// Like `run`, but the containers with these numbers have the restore policy `immediate`.
 fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> {
     run_in(World::new(3), immediate, steps)
 }
@@ -281,9 +284,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
 }
 
 /// Ends processes of a container whose resident and offloaded memory together exceed the GPU, until
-/// the rest fits. This happens only after the controller was stopped: processes of the container
-/// then ended their holds, and took VRAM that an offloaded process of the same container needs.
-/// Only an exit resolves this.
+/// the memory of its other processes fits. This is needed only after the controller was stopped.
+/// Processes of the container then resumed their allocations, and allocated VRAM that an offloaded
+/// process of the same container needs. Only an exit can solve this.
 fn exit_what_never_fits(world: &mut World) {
     for container in 0..3 {
         for gpu in 0..2 {
@@ -317,8 +320,9 @@ proptest! {
         run_in(world, &[], steps)?;
     }
 
-    /// Like `random_steps_lose_no_container`, with restores that do not wait for idle neighbours
-    /// and that may end processes (`told_to_end` asserts which processes).
+    /// Like `random_steps_lose_no_container`, but some containers have the restore policy
+    /// `immediate`. Their restores do not wait for idle containers and may end processes
+    /// (`told_to_end` asserts which).
     #[test]
     fn random_immediate_steps_lose_no_container(
         immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
@@ -349,9 +353,9 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// Like `random_steps_lose_no_container`, with copiers that take VRAM and time. While a copier
-    /// starts, ends or may register, there is no proof of free VRAM (asserted in `feed`). Memory is
-    /// filled only with a grant.
+    /// Like `random_steps_lose_no_container`, but copiers need VRAM and time. While a copier
+    /// starts, ends or may register memory, there must be no proof of free VRAM (asserted in
+    /// `feed`). A copier may copy memory into VRAM only with a grant.
     #[test]
     fn random_copiers_move_nothing_beside_a_proof(
         prepare in any::<bool>(),
@@ -460,7 +464,8 @@ fn evicted_waiter_evicts_no_other() {
     run(steps).unwrap();
 }
 
-/// The neighbour has failed several times, so its next offload waits for half a minute.
+/// An allocation must be served after an offload's retry delay. Offloads of the container that
+/// holds the VRAM have failed several times, so its next offload waits for half a minute.
 #[test]
 fn allocation_is_served_after_backoff() {
     let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];
@@ -530,8 +535,8 @@ fn waiting_allocation_restores_after_crash() {
     run(steps).unwrap();
 }
 
-/// A part of the process's memory stayed on the GPU. If a margin of free VRAM were required for the
-/// restore of the other part, the restore would wait forever.
+/// A part of the process's memory stayed on the GPU, and the process fills the GPU. Its restore
+/// must not require a margin of free VRAM, because it would then wait forever.
 #[test]
 fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];
@@ -543,7 +548,7 @@ fn gpu_filling_copied_out_process_is_restored() {
     run_with(&[2], steps).unwrap();
 }
 
-/// Regression test: each repeated wake used to end the eviction of the waiting container's context.
+/// Regression test: each repeated wake once ended the eviction of the waiting container's context.
 #[test]
 fn repeated_wake_does_not_end_an_eviction() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Work(0), Step::Allocate(0, 140)];
@@ -570,8 +575,8 @@ fn offloaded_context_leaves_for_lower_priority() {
     run_in(World::new(3).with_auto(true), &[], steps).unwrap();
 }
 
-/// Regression test: random steps once left a grant without a waiter. The allocation is refused while
-/// another process of the container becomes open again.
+/// Regression test: random steps once left a grant without a waiter. It happened when an allocation
+/// was refused while another process of the container became open again.
 #[test]
 fn grant_ends_when_closed_processes_open() {
     let mut steps: Vec<Step> = [0, 1, 1].map(Step::Join).into();
@@ -588,8 +593,8 @@ fn grant_ends_when_closed_processes_open() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: random steps once ordered a process twice to prefault. An offload that the
-/// journal recorded, and that copied nothing, uses up no prefaulted memory.
+/// Regression test: random steps once ordered a process to prefault twice. An offload that the
+/// journal recorded, and that copied nothing, must not count as a use of prefaulted memory.
 #[test]
 fn offload_without_copy_keeps_prefault() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 133)];
@@ -603,8 +608,9 @@ fn offload_without_copy_keeps_prefault() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a gate once opened beside a copy out in progress. Its process then took VRAM
-/// that the copied process needed, and both together had more than the GPU has.
+/// Regression test: a gate once opened while another process was being copied out. The process
+/// behind the gate allocated VRAM that the copied process needed, and both together had more than
+/// the GPU has.
 #[test]
 fn gates_stay_closed_beside_a_copy_out() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 271)];
@@ -617,8 +623,8 @@ fn gates_stay_closed_beside_a_copy_out() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a process registered while another process of its container was being copied
-/// out. It then took VRAM that the copied process needed.
+/// Regression test: a process once registered while another process of its container was being
+/// copied out, and allocated VRAM that the copied process needed.
 #[test]
 fn newcomer_waits_beside_a_copy_out() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 237)];
@@ -632,8 +638,8 @@ fn newcomer_waits_beside_a_copy_out() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a process without VRAM started in a copied-out container, and its context was
-/// then kept from a waiter.
+/// Regression test: a process without VRAM once started in a copied-out container. As a result, the
+/// container's context was not evicted for a waiter.
 #[test]
 fn newcomer_keeps_no_context_from_a_waiter() {
     let mut steps = vec![Step::Join(2), Step::Work(0), Step::Allocate(0, 12), Step::Join(1)];

@@ -1,4 +1,4 @@
-//! Offloads and restores, one case per test.
+//! Tests of offloads and restores, one case per test.
 
 use affinode_proto::{
     reason::Reason,
@@ -54,8 +54,7 @@ fn two_that_do_not_fit_together_take_turns() {
 }
 
 /// A controller ends between the restores of a container's two processes. Another container, which
-/// was called earlier, needs the VRAM of the first process. That container must not block the
-/// second process.
+/// was called earlier, needs the VRAM of the first process. It must not block the second process.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -119,8 +118,8 @@ fn unrecorded_container_restores_to_empty_gpu() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// All registered processes are restored, and the restore of an unregistered process is running.
-/// The VRAM must stay promised to that process.
+/// All registered processes of a container are restored, and the restore of an unregistered process
+/// is running. The VRAM must stay promised to the unregistered process.
 #[test]
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
@@ -147,8 +146,8 @@ fn promise_to_unregistered_process_is_kept() {
     assert_eq!(world.node.state.admission.ledger.promised_bytes(GPU), 400);
 }
 
-/// After the controller's end, one process of a container registers late. By then the VRAM of the
-/// other process is promised and proven. That promise does not cover the late process.
+/// After a controller's end, one process of a container registers late. By then the VRAM of the
+/// other process is promised and proven free. This proof must not be used for the late process.
 #[test]
 fn late_registration_waits_for_own_proof() {
     let mut world = World::new(1);
@@ -191,7 +190,8 @@ fn unsafe_process_is_refused_once() {
     assert_eq!(world.state(0), State::Idle);
 }
 
-/// The agent reports a hazard and then refuses the lock. The hazard must be shown as the reason.
+/// An agent reports a hazard and then refuses the order to lock. The hazard must be shown as the
+/// reason.
 #[test]
 fn hazard_during_offload_is_the_reason() {
     let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
@@ -220,7 +220,8 @@ fn process_on_mig_gpu_stays() {
     assert_eq!((world.state(0), world.refused), (State::Idle, vec!["mig".to_owned()]));
 }
 
-/// No reading has shown the memory of the process yet. The survey before the offload shows it.
+/// A process has memory on a GPU in MIG mode, but no reading has shown it yet. The survey before
+/// the offload shows it, so the process must stay resident.
 #[test]
 fn new_process_on_mig_gpu_stays() {
     let mut world = World::new(1);
@@ -288,8 +289,8 @@ fn call_during_close_undoes_offload() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
-/// A false report of an offloaded phase would claim a whole GPU. Without a record of the offload,
-/// the report must be rejected and must not block a restore.
+/// A process reports an offloaded phase that no record confirms, which would claim a whole GPU. The
+/// report must be rejected and must not block a restore.
 #[test]
 fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
@@ -309,7 +310,8 @@ fn false_offloaded_phase_is_rejected() {
     assert!(!world.agents[&honest].wants, "a call still waits");
 }
 
-/// Pins a container, or turns auto-offload off. No policy and no waiter may then cause an offload.
+/// An operator pins a container, or turns auto-offload off. No policy and no waiter may then cause
+/// an offload.
 #[test]
 fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
@@ -342,9 +344,9 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert!(!world.agents[&first].wants, "a call still waits");
 }
 
-/// The controller is stopped during the first of a container's two restores. The neighbours receive
-/// no message and end their holds. One of them takes VRAM that was proven free for the second
-/// restore.
+/// The controller is stopped during the first of a container's two restores. Processes of other
+/// containers receive no message and resume their allocations. One of them allocates VRAM that was
+/// proven free for the second restore. The controller must prove the VRAM again.
 #[test]
 fn stopped_controller_distrusts_its_proofs() {
     let mut world = World::new(1);
@@ -389,8 +391,8 @@ fn stopped_controller_distrusts_its_proofs() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A process is stopped with the order to restore in its inbox, until other processes have ended
-/// their holds. When it continues, it must not execute the order.
+/// A process is stopped with the order to restore in its inbox, until other processes have resumed
+/// their allocations. When it continues, it must not execute the order.
 #[test]
 fn stopped_process_restores_by_second_order() {
     let mut world = World::new(1);
@@ -418,6 +420,7 @@ fn stopped_process_restores_by_second_order() {
 }
 
 /// The processes of a container register one after the other, and all of them ignore all orders.
+/// They must delay other containers only once.
 #[test]
 fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
@@ -450,8 +453,8 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container gets grants, for which all other processes pause their allocations. It is never
-/// restored and waits again. Its further grants must come after longer and longer times.
+/// A container gets grants again and again but is never restored, while all other processes pause
+/// their allocations for it. Its further grants must come at longer and longer intervals.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);
@@ -486,7 +489,8 @@ fn wasted_grants_delay_others_less_each_time() {
 }
 
 /// The driver hangs in the checkpoint of a process, and the other process of the container is
-/// called. The gate of the called process must open, but not while the checkpoint may still end.
+/// called. The gate of the called process must open, but only after the checkpoint counts as
+/// hanging.
 #[test]
 fn sibling_of_a_hanging_checkpoint_opens_late() {
     let mut world = World::new(1);
@@ -513,7 +517,7 @@ fn sibling_of_a_hanging_checkpoint_opens_late() {
 }
 
 /// A process that started in an offloaded container pauses its allocations. The pause ends when the
-/// container's context is evicted, and must begin again when the eviction fails.
+/// container's context is evicted. If the eviction fails, the pause must begin again.
 #[test]
 fn newcomer_pauses_again_if_an_eviction_fails() {
     let mut world = World::new(3);

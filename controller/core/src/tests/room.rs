@@ -1,8 +1,8 @@
-//! Allocations that found no VRAM and wait for it.
+//! Tests of allocations that found no VRAM and wait for it.
 
 use super::world::{World, key};
 
-/// Lets time pass until no allocation waits.
+/// Advances the world until no allocation waits. Returns whether this succeeded.
 fn until_served(world: &mut World) -> bool {
     (0..8).any(|_| {
         world.settle();

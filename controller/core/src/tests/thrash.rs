@@ -13,14 +13,14 @@ use super::{
 
 const RESIDENCY_MS: Millis = 5_000;
 
-/// Uses fewer cases than usual, because each case is slow. PROPTEST_CASES can set another number.
+/// Sets a lower number of cases than usual, because each case is slow. PROPTEST_CASES overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Three offloaded containers, each of which needs the VRAM of the others.
+/// Creates a world with three offloaded containers, each of which needs the VRAM of the others.
 fn oversubscribed() -> (World, Vec<ProcessId>) {
     let mut world = World::new(3);
     let running = |n| {
@@ -36,7 +36,7 @@ fn oversubscribed() -> (World, Vec<ProcessId>) {
     (world, ids)
 }
 
-/// Runs a tick and delivers everything that it causes.
+/// Runs a tick, and delivers all messages that it causes.
 fn pass(world: &mut World) {
     world.tick();
     loop {
@@ -52,8 +52,8 @@ fn pass(world: &mut World) {
 proptest! {
     #![proptest_config(config())]
 
-    /// Makes random sequences of calls. A restored container must stay for its minimum residency,
-    /// and therefore move at most once in that time.
+    /// A restored container must stay resident for its minimum residency, and therefore move at
+    /// most once in that time. The sequences of calls are random.
     #[test]
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
@@ -84,8 +84,8 @@ proptest! {
         }
     }
 
-    /// Makes offloads fail. After each failure, the time until the next attempt must double, even
-    /// if calls and requests arrive meanwhile.
+    /// After each failed offload, the time until the next attempt must double, even if calls and
+    /// requests arrive meanwhile.
     #[test]
     fn failed_offloads_are_retried_less_often(
         calls in proptest::collection::vec((0_usize..2, 1_usize..60), 60),

@@ -1,4 +1,5 @@
-//! Processes with a tool. The memory that can be copied is offloaded, and the context stays.
+//! Tests of processes that contain a tool, such as a profiler. The memory that can be copied is
+//! offloaded, and the CUDA context stays.
 
 use affinode_proto::{
     reason::Reason,
@@ -11,8 +12,8 @@ use super::{
     world::{World, key},
 };
 
-/// Creates a process with 600 bytes and a tool in container `n`. The agent can copy 450 of the
-/// bytes. With the engine `checkpoint` it can copy nothing.
+/// Creates a process with 600 bytes of VRAM and a tool in container `n`. The agent can copy 450 of
+/// the bytes, or none with the engine `checkpoint`.
 fn with_tool(world: &mut World, n: usize) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().tools = true;
@@ -87,7 +88,8 @@ fn tool_in_mid_offload_turns_the_process_back() {
     }
 }
 
-/// A copy out leaves a context that cannot be freed. Its VRAM must be promised to no waiter.
+/// A copy out leaves a context on the GPU that cannot be freed because of a tool. Its VRAM must not
+/// be promised to another container.
 #[test]
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);

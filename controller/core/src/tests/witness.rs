@@ -1,4 +1,4 @@
-//! NVML utilisation: work that runs without a call in progress.
+//! Tests of NVML utilisation, which shows work that runs without a CUDA call in progress.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 

@@ -1,4 +1,4 @@
-//! Simulated agents and GPUs around a real core.
+//! The simulated world of the tests: agents and GPUs around a real core.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -29,9 +29,10 @@ use super::nvml::Nvml;
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
-/// Minimum number of bytes that an agent must be able to copy for its process to be prefaulted.
+/// Minimum amount of memory, in bytes, that an agent must be able to copy for its process to be
+/// prefaulted in the tests.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
-/// A slow copier runs one step in this number of passes of the test.
+/// Number of passes of the test in which a slow copier runs one step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
 pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111);
@@ -43,7 +44,7 @@ pub(super) struct World {
     pub(super) containers: usize,
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<ProcessId, Agent>,
-    /// Whether there is a second GPU of the same model. If there is one, both GPUs have processes.
+    /// Whether there is a second GPU of the same model. If so, processes run on both GPUs.
     pub(super) two_gpus: bool,
     /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
@@ -60,9 +61,9 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Whether containers have the policy `prefault`.
     pub(super) prepare: bool,
-    /// Whether contexts release local memory after a copy out.
+    /// Whether CUDA contexts release local memory (stacks of GPU threads) after a copy out.
     pub(super) local_memory: bool,
-    /// Capabilities of the libraries, given to the processes in turn.
+    /// Capabilities of the processes' libraries. New processes get them in turn.
     pub(super) libraries: Vec<Capabilities>,
     /// Whether containers have every policy that needs a capability of the library.
     pub(super) all_options: bool,
@@ -74,8 +75,8 @@ pub(super) struct World {
     pub(super) slow_copiers: bool,
     /// Whether the controller was stopped for some time.
     pub(super) was_stopped: bool,
-    /// Prefault orders that were sent: the process, and whether the order was to begin (`true`) or
-    /// to end.
+    /// Orders about prefaulting that were sent: the process, and whether the order was to begin
+    /// (`true`) or to end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Pids of processes that were ordered to end. `true`: the order was SIGKILL.
     pub(super) ended: Vec<(u32, bool)>,
@@ -200,7 +201,7 @@ impl World {
         others + self.copier_bytes_on(gpu) + there.map(Agent::on_device).sum::<u64>()
     }
 
-    /// Makes unmanaged processes hold this many bytes from now on, if they are free.
+    /// Sets the VRAM of unmanaged processes to this many bytes, if it is free.
     pub(super) fn take_unmanaged(&mut self, bytes: u64) {
         if self.used() - self.others + bytes <= TOTAL {
             self.others = bytes;
@@ -275,15 +276,16 @@ impl World {
         later.into_iter().for_each(|input| self.feed(input));
     }
 
-    /// Containers whose eviction has been requested and has not begun.
+    /// Containers for which an eviction has been requested but has not begun.
     fn leaving(&self) -> BTreeSet<Key> {
         let pressed = |c: &Container| c.goal.is_requested() && c.cause == Reason::Pressure;
         let all = self.node.state.registry.containers.iter().filter(|(_, c)| pressed(c));
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Asserts that for each evicted container another container waits, of the same or a higher
-    /// priority. Exception: the context of an offloaded container may be evicted for any waiter.
+    /// Asserts that each newly evicted container is evicted for a container that waits and has the
+    /// same or a higher priority. Exception: the context of an offloaded container may be evicted
+    /// for any waiter.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.state.registry.containers[key].policy.priority;
         let waiting = self.node.state.admission.queue.in_order(self.now);
@@ -297,8 +299,8 @@ impl World {
     }
 
     /// Records an order to end a process. Asserts that the process is not offloaded and cannot be
-    /// offloaded. Asserts that its priority is at most that of some waiter with restore policy
-    /// `immediate`.
+    /// offloaded. Also asserts that some container with restore policy `immediate` has at least its
+    /// priority.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
@@ -311,7 +313,8 @@ impl World {
         self.ended.push((pid, by_force));
     }
 
-    /// Ends processes that were ordered to end. Every second process exits only when it is killed.
+    /// Ends processes that were ordered to end. Every second process ignores SIGTERM and exits only
+    /// when it is killed.
     fn end_them(&mut self) {
         let ends = |agent: &Agent| {
             let told = |by_force| self.ended.contains(&(agent.pid, by_force));
@@ -321,7 +324,7 @@ impl World {
         ids.collect::<Vec<_>>().into_iter().for_each(|id| self.exit(id));
     }
 
-    /// A process makes its first CUDA call. It holds no VRAM yet.
+    /// Creates a process that makes its first CUDA call in this container. It holds no VRAM yet.
     pub(super) fn join(&mut self, container: usize) {
         self.next += 1;
         let pid = u32::try_from(self.next).unwrap() + 1_000;
@@ -365,7 +368,8 @@ impl World {
         self.agents.get(&id).map_or(0, |agent| TOTAL.saturating_sub(self.used_on(agent.gpu)))
     }
 
-    /// A process allocates if it is allowed to. If VRAM is missing, the allocation waits.
+    /// Makes a process allocate, if its allocations are not paused. If VRAM is missing, the
+    /// allocation waits.
     pub(super) fn allocate(&mut self, id: ProcessId, bytes: u64) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -389,7 +393,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
-    /// Repeats an allocation after the order to try again.
+    /// Makes a process repeat a waiting allocation after the order to try again.
     pub(super) fn try_again(&mut self, id: ProcessId) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -454,7 +458,8 @@ impl World {
         self.feed(input);
     }
 
-    /// Makes a CUDA call. The call passes, or waits at the gate and wakes the container.
+    /// Makes a CUDA call in a process. The call passes the gate, or waits there and wakes the
+    /// container.
     pub(super) fn call(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.phase == Phase::Open {
@@ -492,8 +497,8 @@ impl World {
         }
     }
 
-    /// The controller handles nothing for six seconds. Processes end their holds, and unmanaged
-    /// processes then hold `bytes`, if these are free.
+    /// Simulates a controller that handles nothing for six seconds. Processes resume their
+    /// allocations, and unmanaged processes then hold `bytes` of VRAM, if these are free.
     pub(super) fn stop_controller(&mut self, bytes: u64) {
         self.was_stopped = true;
         self.now += 6_000;
@@ -503,8 +508,8 @@ impl World {
         self.take_unmanaged(bytes);
     }
 
-    /// The connection breaks. The agent completes what is in progress, and pauses its allocations
-    /// until it receives the next Welcome.
+    /// Breaks the connection of a process. Its agent completes the order in progress, and pauses
+    /// its allocations until it receives the next Welcome.
     pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
@@ -512,7 +517,8 @@ impl World {
         (agent.orphaned, agent.prepared) = (true, false);
     }
 
-    /// The connection breaks, and the agent connects again as soon as it is not busy.
+    /// Breaks the connection of a process. Its agent connects again as soon as it is not busy.
+    /// Returns the new number of the process.
     pub(super) fn reconnect(&mut self, id: ProcessId, busy: bool) -> ProcessId {
         self.feed(Input::Detached(id));
         self.cut(id, busy);
@@ -564,13 +570,14 @@ impl World {
         }
     }
 
-    /// Delivers everything that is pending. Agents with waiting calls repeat their wakes.
+    /// Delivers all pending messages. Agents with waiting calls repeat their wakes.
     pub(super) fn settle(&mut self) {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// Settles until no container waits. This takes long enough for the retry of a failed offload
-    /// or restore, which may come a minute later. It ends before the timeout of an allocation.
+    /// Advances the world until no container waits. The time suffices for the retry of a failed
+    /// offload or restore, which may come a minute later. It ends before the timeout of an
+    /// allocation.
     pub(super) fn settle_all(&mut self) {
         self.settle();
         for _ in 0..1_200 {
@@ -611,7 +618,7 @@ impl World {
         self.tick();
     }
 
-    /// The node's data about a container of the world.
+    /// The node's data about the container with this number.
     pub(super) fn container(&self, n: usize) -> &Container {
         &self.node.state.registry.containers[&key(n)]
     }
@@ -620,7 +627,7 @@ impl World {
         self.node.state.registry.containers.get_mut(&key(n)).expect("the container is known")
     }
 
-    /// The node's data about a process of the world.
+    /// The node's data about the process with this number.
     pub(super) fn process(&self, id: ProcessId) -> &Process {
         self.node.state.registry.processes.get(&id).expect("the process is known")
     }
