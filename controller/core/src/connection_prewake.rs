@@ -22,22 +22,24 @@ use super::{
     prewake,
 };
 
-/// A CUDA call counts as the result of a connection if it follows the connection within this time.
+/// Maximum time between a connection and the CUDA call that counts as its result.
 const FOLLOWS_MS: Millis = 30_000;
-/// Number of counted connections before which each connection may cause a prewake. From this number
-/// on, connections cause prewakes only if a call followed at least half of them.
+/// Number of connections that may each cause a prewake (a restore before an expected CUDA call)
+/// without proof of use. Once this many were counted, connections cause prewakes only if a call
+/// followed at least half of them.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Number of counted connections at which the counts of connections and of followed connections are
-/// halved, so that old outcomes lose weight.
+/// Number of counted connections at which both counts are halved, so that old outcomes lose weight.
+/// The counts are of connections, and of connections followed by a call.
 const FADE_AT: u32 = 32;
 
-/// Connections that arrived while a container was offloaded.
+/// Statistics of the connections that arrived while a container was offloaded.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Connections {
-    /// Number of connections accepted on the container's network, at the last reading while the
-    /// container was offloaded. `None`: not read since the offload.
+    /// Number of connections accepted on the container's network, as last read while the container
+    /// was offloaded. `None`: not read since the offload.
     pub(super) accepted: Option<u64>,
-    /// When the last counted connection arrived. `None`: a call has followed it.
+    /// When the last counted connection arrived. `None`: none was counted yet, or a CUDA call has
+    /// followed it.
     last: Option<Millis>,
     /// Number of counted connections.
     seen: u32,
@@ -46,14 +48,15 @@ pub struct Connections {
 }
 
 impl Connections {
-    /// Starts new readings after an offload. The outcomes of earlier connections are kept.
+    /// Discards the last reading after an offload, so that the next reading becomes the reference.
+    /// The counts of earlier connections are kept.
     pub fn restart(&mut self) {
         self.accepted = None;
     }
 
-    /// Takes a reading of the number of accepted connections. Returns whether new connections have
-    /// arrived and may cause a prewake. After the first reading there are none, because later
-    /// readings are compared with it.
+    /// Records a reading of the number of accepted connections. Returns whether new connections
+    /// have arrived that may cause a prewake. The first reading after an offload always returns
+    /// false, because it is the reference for later readings.
     fn arrived(&mut self, now: Millis, accepted: u64) -> bool {
         let came = self.accepted.replace(accepted).is_some_and(|before| accepted > before);
         let worth_it = self.are_worth_it();
@@ -74,15 +77,16 @@ impl Connections {
         true
     }
 
-    /// Records a CUDA call. It counts as the result of the last connection if that connection
-    /// arrived less than 30 s ago.
+    /// Records a CUDA call. If the last counted connection arrived less than 30 s ago, the call
+    /// counts as its result.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             self.followed += 1;
         }
     }
 
-    /// Whether at least half of the connections were followed by a call.
+    /// Whether connections may cause prewakes (restores before an expected CUDA call): few were
+    /// counted so far, or at least half of them were followed by a call.
     fn are_worth_it(&self) -> bool {
         self.seen < MAX_UNPROVEN_CONNECTIONS || self.followed * 2 >= self.seen
     }
@@ -122,8 +126,9 @@ fn has_no_network(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether connections to the container are counted. After an offload by request, connections are
-/// not counted, because only a call or a request restores such a container.
+/// Whether connections to the container are counted. They are counted if it is offloaded and its
+/// policy has `wake_on = "connection"`. They are not counted after an offload that an operator
+/// requested, because only a CUDA call or a request restores such a container.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
         && c.rests_offloaded()

@@ -10,7 +10,7 @@ use super::{
     input::Identity,
 };
 
-/// A process in a journal record.
+/// Entry of a journal record for one process that is offloaded or about to be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedProcess {
     /// Pid on the host.
@@ -25,13 +25,13 @@ pub struct RecordedProcess {
     pub to: Option<String>,
 }
 
-/// The step that a journal record announces.
+/// The step of a move that a journal record announces. The record is written before the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JournalStep {
     /// The processes are being offloaded, or are offloaded.
     Checkpoint,
-    /// The processes are being restored and may be taking VRAM.
+    /// The processes are being restored, so the driver may be allocating VRAM for them.
     Restore,
 }
 
@@ -40,7 +40,7 @@ pub enum JournalStep {
 pub struct Record {
     /// The step that is about to begin.
     pub step: JournalStep,
-    /// Every process of the container that is offloaded or about to be.
+    /// Every process of the container that is offloaded or about to be offloaded.
     pub processes: Vec<RecordedProcess>,
 }
 
@@ -68,22 +68,26 @@ pub struct Change {
 /// One action of the controller. Effects are executed in the given order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
-    /// Send a message to an agent. If the message cannot be sent, the connection is closed.
+    /// Send a message to an agent (the library's thread in a CUDA process). If the message cannot
+    /// be sent, close the connection.
     Send(ProcessId, ControllerMessage),
-    /// Remove the process: stop watching its pidfd and reading its counters.
+    /// Remove the process from the controller: stop watching its pidfd and reading its counters.
     Drop(ProcessId),
     /// Write the journal record of a container; `None` removes the record. The record must be on
     /// disk before the next effect is executed.
     Journal(Key, Option<Record>),
-    /// Read GPUs, cgroups and process states. Report the result with [`super::Input::Surveyed`].
+    /// Read GPUs, cgroups and process states (a survey). Report the result with
+    /// [`super::Input::Surveyed`].
     Survey {
         /// The container whose offload needs the readings.
         key: Key,
-        /// Host pid of each process, and the bytes that it would move to host memory; 0 if unknown.
+        /// Host pid of each process, and the number of bytes that its offload would move to host
+        /// memory. 0 bytes: unknown.
         processes: Vec<(u32, u64)>,
     },
-    /// Read the GPUs now, to prove that the VRAM of the container's grant is free. Report the
-    /// result with [`super::Input::Proven`] and the same number.
+    /// Read the GPUs now to prove that the VRAM of the container's grant is free. The number
+    /// identifies this reading. Report the result with [`super::Input::Proven`] and the same
+    /// number.
     Prove(Key, u64),
     /// Recall the VRAM allowances of processes, then read their pending bytes, then the GPUs. Report
     /// the result with [`super::Input::VramRead`].
@@ -102,7 +106,7 @@ pub enum Effect {
         /// UUID of the copier's GPU.
         gpu: String,
     },
-    /// Give a process a connection to a copier. If that fails, report
+    /// Send a process a connection to a copier. If that fails, report
     /// [`super::Input::NotAttached`].
     AttachCopier {
         /// Number of the copier.
@@ -111,26 +115,26 @@ pub enum Effect {
         process: ProcessId,
         /// Maximum memory that the process may copy out, in bytes.
         most_bytes: u64,
-        /// Dedup domain. The copier may share content between processes with the same number. 0: no
-        /// sharing.
+        /// Number of the process's dedup domain. The copier may share identical content between
+        /// processes with the same number. 0: no sharing.
         domain: u64,
     },
-    /// Order a copier to copy the memory of a process back into VRAM that is granted and proven
+    /// Order a copier to copy a process's memory back into VRAM. This VRAM is granted and proven
     /// free.
     FillMemory {
         /// Number of the copier.
         copier: CopierId,
         /// The process that was ordered to restore.
         process: ProcessId,
-        /// Granted VRAM in bytes.
+        /// Amount of granted VRAM, in bytes. The copier must not exceed it.
         most_bytes: u64,
     },
-    /// Order a copier to take no VRAM except for [`Effect::FillMemory`], or withdraw this order.
+    /// Order a copier to allocate VRAM only for [`Effect::FillMemory`], or withdraw this order.
     HoldCopier {
         /// Number of the copier.
         copier: CopierId,
-        /// True: VRAM is being proven free or taken, so the copier must wait. False: the copier
-        /// continues as usual.
+        /// True: VRAM is being proven free or allocated for a grant, so the copier must wait.
+        /// False: the copier continues as usual.
         on: bool,
     },
     /// End a copier. When its process has exited, report [`super::Input::CopierExited`].
@@ -142,15 +146,15 @@ pub enum Effect {
     },
     /// Order a process to cancel its copy out and to undo the copied part.
     TurnBack(ProcessId),
-    /// End a process if its pid and start time still match. Sends SIGTERM, or SIGKILL with
+    /// End a process, if its pid and start time still match. The signal is SIGTERM, or SIGKILL with
     /// `by_force`.
     End {
         /// The process to end.
         identity: Identity,
-        /// Whether the process received SIGTERM before and did not end.
+        /// Whether to send SIGKILL, because the process received SIGTERM before and did not end.
         by_force: bool,
     },
-    /// Answer a waiting request with this response.
+    /// Send the response to an operator's request that waits for it.
     Answer(CommandId, ActionResult),
     /// Publish a change of a container's state.
     Changed(Change),

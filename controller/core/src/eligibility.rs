@@ -1,4 +1,4 @@
-//! Decides whether a container may be offloaded now, and gives the reason if not. Pure: the decision
+//! Decides whether a container may be offloaded now, and gives the reason if not. The decision
 //! depends only on [`OffloadFacts`], which [`super::offload_check`] collects.
 
 use affinode_proto::{reason::Reason, wire::Hazards};
@@ -18,41 +18,45 @@ const HAZARDS: [(Hazards, Reason); 10] = [
     (Hazards::HIDDEN_WAY, Reason::HiddenWay),
 ];
 
-/// The reason why a process with these hazards must not be offloaded, if there is one.
+/// Why a process with these hazards must not be offloaded. `None`: none of them prevents an
+/// offload.
 pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
     HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
 }
 
-/// Time without a call after which running GPU work is shown as the reason why a container stays
-/// resident.
+/// Time without a CUDA call after which GPU work may be shown as the reason why a container stays
+/// resident. Before, the recent calls are shown as the reason.
 const QUIET_MS: Millis = 2_000;
 
 /// Why a container is not offloaded: the reason, and a detail for people.
 pub(super) type Refusal = (Reason, String);
 
-/// Facts about a process that an offload depends on.
+/// Facts about one process on which the decision to offload its container depends.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProcessFacts<'a> {
     pub pid: u32,
     /// All hazards of the process.
     pub hazards: Hazards,
-    /// Hazards that make this offload unsafe. If the memory is only copied, the context stays on the
-    /// GPU, so hazards of a checkpoint do not matter.
+    /// Hazards that make this offload unsafe. If the offload only copies memory, hazards of a
+    /// checkpoint are not included, because the context stays on the GPU.
     pub unsafe_hazards: Hazards,
     pub keeps_context: bool,
-    /// Index of a GPU in MIG mode on which the process has memory.
+    /// Index of a GPU in MIG mode on which the process has memory. `None`: there is no such GPU.
     pub mig_gpu: Option<u32>,
     pub counter_error: Option<&'a str>,
     pub connected: bool,
     pub in_call: bool,
 }
 
-/// Facts that matter only if no operator and no waiter has requested the offload.
+/// Facts that matter only for an offload because of idleness. They are not used if an operator or a
+/// container that waits for VRAM requests the offload.
 #[derive(Clone, Debug, Default)]
 pub(super) struct IdleFacts {
-    /// Bytes of an allocation of the container that waits for VRAM.
+    /// Size in bytes of an allocation of the container that waits for VRAM. `None`: no allocation
+    /// waits.
     pub waiting_alloc_bytes: Option<u64>,
-    /// A process whose kernels run, and its share of the GPU's time in percent.
+    /// Pid of a process whose kernels are running on the GPU, and their share of the GPU's time in
+    /// percent.
     pub working: Option<(u32, u32)>,
     /// Whether the container has less VRAM than its policy's minimum.
     pub is_too_small: bool,
@@ -62,26 +66,29 @@ pub(super) struct IdleFacts {
     pub leaves_when_idle: bool,
 }
 
-/// All facts on which the decision depends.
+/// All facts on which the decision to offload a container depends.
 #[derive(Clone, Debug)]
 pub(super) struct OffloadFacts<'a> {
     pub now: Millis,
     pub container: &'a Container,
     pub processes: Vec<ProcessFacts<'a>>,
-    /// Whether a copy would free nothing.
+    /// Whether a copy of memory to the host would free no VRAM.
     pub nothing_to_copy: bool,
-    /// Whether the engine can checkpoint contexts too.
+    /// Whether the engine can also checkpoint CUDA contexts, which is the second level of an
+    /// offload.
     pub has_second_level: bool,
-    /// Whether an operator permits offloads.
+    /// Whether the operators' choices permit an offload. `Err`: the reason why not.
     pub permitted: Result<(), Reason>,
-    /// The error because of which the VRAM in use is unknown.
+    /// Why NVML could not be read. The VRAM in use is then unknown. `None`: the last reading
+    /// succeeded.
     pub gpu_error: Option<&'a str>,
-    /// `None` if an operator or a waiter requests the offload.
+    /// Facts about idleness. `None`: an operator or a container that waits for VRAM requests the
+    /// offload, so idleness does not matter.
     pub idle: Option<IdleFacts>,
 }
 
 impl OffloadFacts<'_> {
-    /// Whether the container may be offloaded now.
+    /// Checks whether the container may be offloaded now. `Err`: the reason why not.
     pub fn check(&self) -> Result<(), Refusal> {
         if self.processes.is_empty() {
             return refuse(Reason::NotRegistered);
@@ -107,7 +114,8 @@ impl OffloadFacts<'_> {
         }
     }
 
-    /// Whether an offload, or a request for the second level, would free memory.
+    /// Checks whether the offload would free VRAM, by copies or by checkpoints of the CUDA
+    /// contexts. `Err`: the reason why not.
     fn frees_memory(&self) -> Result<(), Refusal> {
         if !self.nothing_to_copy {
             return Ok(());
@@ -123,7 +131,8 @@ impl OffloadFacts<'_> {
         if self.has_second_level { Ok(()) } else { refuse(Reason::NothingToCopy) }
     }
 
-    /// Whether the container has been idle for its idle timeout.
+    /// Checks whether the container has been idle for its idle timeout. `Err`: the reason why it
+    /// counts as in use.
     fn is_idle(&self, idle: &IdleFacts) -> Result<(), Refusal> {
         let c = self.container;
         if let Some(bytes) = idle.waiting_alloc_bytes {
@@ -146,7 +155,8 @@ impl OffloadFacts<'_> {
         Ok(())
     }
 
-    /// Whether the policy offloads the idle container now.
+    /// Checks whether the policy offloads the idle container now. `Err`: the reason why the
+    /// container stays resident.
     fn is_due(&self, idle: &IdleFacts) -> Result<(), Refusal> {
         let c = self.container;
         if idle.is_too_small {
@@ -202,8 +212,8 @@ fn refuse<T>(reason: Reason) -> Result<T, Refusal> {
     Err((reason, String::new()))
 }
 
-/// Whether the reason is a property of the process or its GPU. Such a reason is permanent, so an
-/// event reports it.
+/// Whether the reason is a property of the process or its GPU that makes an offload unsafe. Such a
+/// reason is permanent, so an event reports it.
 pub(super) fn is_unsafe(reason: Reason) -> bool {
     reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

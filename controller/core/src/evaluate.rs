@@ -7,7 +7,7 @@ use super::{
     oversubscription,
 };
 
-/// Updates whether the container is idle, and begins an offload if the policy says so.
+/// Updates whether the container is idle, and begins an offload if the policy requires it.
 pub(super) fn evaluate(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get(key) else {
         return;

@@ -1,10 +1,10 @@
-//! Events for users: changes of state, refusals, and reports about processes.
+//! Events that are shown to users: changes of state, refused offloads, and reports about processes.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::Key;
 
-/// An event without number and time. The publisher adds them.
+/// An event for users, before the publisher adds its number and time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeEvent {
     /// Kind of the event.

@@ -24,18 +24,18 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use after which a neighbour may be evicted. If its own idle timeout is shorter,
-/// that timeout applies. If this constant were smaller, programs that are loading data would be
-/// evicted.
+/// Time without use after which a neighbour (another container on the same GPU) may be evicted. If
+/// the neighbour's own idle timeout is shorter, that timeout applies. A much smaller value would
+/// evict programs that are loading data.
 const FREE_MS: Millis = 10_000;
-/// Interval between two searches for victims for the same waiter.
+/// Minimum interval between two searches for containers to evict for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Waiting time after which every possible victim that frees some of the missing VRAM is evicted,
-/// even if all of them together do not free enough.
+/// Waiting time after which partial evictions are allowed. Then all containers that can free some
+/// of the missing VRAM are evicted, even if they do not free enough together.
 const GATHER_MS: Millis = 30_000;
 
-/// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
-/// NVML sample, counts as free.
+/// Evicts other containers from the GPUs of a waiting container until its `needs` fit. VRAM that is
+/// being freed, or was freed since the last NVML sample, counts as free.
 pub(super) fn evict_for(
     node: &mut NodeState,
     key: &Key,
@@ -123,8 +123,9 @@ fn missing_vram(
     needs.iter().filter_map(missing).collect()
 }
 
-/// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
-/// count as in use, because the waiter that needs the VRAM is earlier in the queue.
+/// Whether a container may be evicted now, for example because it is idle. A container whose own
+/// allocation waits for VRAM may be evicted as well, because the waiter that needs its VRAM is
+/// earlier in the queue.
 pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
     let free = |c: &Container| {
         let waits =

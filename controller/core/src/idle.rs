@@ -20,18 +20,18 @@ use super::{
     process::{DeviceWork, Process},
 };
 
-/// Time for which a utilisation sample is valid if no newer one arrives.
+/// Maximum age of a utilisation sample. A sample without a successor is ignored after this time.
 const TRUST_MS: Millis = 5_000;
 
-/// Whether two readings of the counters show that the process was in use between them.
+/// Whether the process was in use between two readings of its counters.
 #[must_use]
 pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
 }
 
 /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
-/// GPU. Work from before the registration of the process belongs to an earlier process with the
-/// same pid.
+/// GPU. Work from before the process registered or was last restored is ignored, because it may
+/// belong to an earlier process with the same pid.
 pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
     let now = node.clock.now;
     node.gpus.utilization_sampled_at = Some(now);
@@ -58,15 +58,15 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
     }
 }
 
-/// The pid of a process that has work on a GPU, and the share of the sample in which the work
-/// ran, in percent. `None`: no process of the container has such work.
+/// Finds a process of the container whose work runs on a GPU. Returns its pid, and the share of the
+/// sample period in which the work ran, in percent. `None`: no process has such work.
 pub(super) fn working(node: &NodeState, key: &Key) -> Option<(u32, u32)> {
     let working = |p: &Process| Some((p.identity.pid, share_of(node, p)?));
     node.registry.processes.of(key).find_map(|(_, p)| working(p))
 }
 
-/// Share of the last sample in which work of the process ran, in percent. 0: the process is not
-/// in the sample. `None`: there is no valid sample.
+/// Share of the last sample period in which work of the process ran on the GPU, in percent. 0: the
+/// process is not in the sample. `None`: there is no valid sample.
 #[must_use]
 pub(super) fn utilization_percent(node: &NodeState, process: &Process) -> Option<u32> {
     let spoke =

@@ -1,4 +1,5 @@
-//! Restore policy `immediate`: a called container does not wait until its neighbours are idle.
+//! Restore policy `immediate`: the restore of a called container does not wait until other
+//! containers on its GPU are idle.
 //!
 //! ```text
 //! called, does not fit ──idle neighbours suffice──> they are evicted, as for any waiter
@@ -35,19 +36,21 @@ use super::{
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
 
-/// When a process arrived: the time at which it took its VRAM, then its start time. Of two
-/// processes, the process with the greater value arrived later.
+/// When a process began to use its VRAM: the time at which it registered or was last restored, then
+/// its start time. A greater value means a later process.
 type Came = (Millis, u64);
 
-/// Whether the container has the restore policy `immediate` and calls wait for its restore.
+/// Whether the container has the restore policy `immediate` and a CUDA call waits for its restore.
+/// Such a container is urgent.
 pub(super) fn is_urgent(node: &NodeState, key: &Key) -> bool {
     let urgent = |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
     node.registry.containers.get(key).is_some_and(urgent)
         && !needs::container_needs(node, key).is_empty()
 }
 
-/// Appends the waiters in queue order. An urgent waiter comes before all non-urgent waiters of
-/// the same or lower priority, even if these have waited longer.
+/// Appends the waiting containers to `turns` in queue order. An urgent waiter (restore policy
+/// `immediate`, with a waiting call) comes before all other waiters of the same or lower priority,
+/// even if these have waited longer.
 pub(super) fn escalates_to_termination(node: &NodeState, turns: &mut Vec<Key>) {
     node.admission.queue.order_into(node.clock.now, turns);
     let possible = node.settings.policies.may_be_immediate();
@@ -63,9 +66,10 @@ pub(super) fn escalates_to_termination(node: &NodeState, turns: &mut Vec<Key>) {
     }
 }
 
-/// Frees VRAM for an urgent container. Evicts the containers in `idle` and neighbours in use,
-/// and ends processes that cannot be offloaded. If this is not allowed or would not free
-/// enough, it changes nothing and returns false.
+/// Frees VRAM for an urgent container (restore policy `immediate`, with a waiting call). Evicts the
+/// containers in `idle`, then other containers that are in use, and ends processes that cannot be
+/// offloaded. If this is not allowed or would not free enough, it changes nothing and returns
+/// false.
 pub(super) fn terminate_for_vram(
     node: &mut NodeState,
     key: &Key,
@@ -118,7 +122,8 @@ pub(super) fn terminate_for_vram(
     true
 }
 
-/// Resident neighbours from which the waiter may take VRAM.
+/// Resident containers whose VRAM the waiting container `asker` may get by its restore policy
+/// `immediate`.
 fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
     let priority = node.registry.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
     let concerned = move |(key, c): &(&'a Key, &Container)| {
@@ -187,9 +192,9 @@ fn end(node: &mut NodeState, id: ProcessId, asker: &Key) {
     node.output.effects.push(Effect::End { identity, by_force: false });
 }
 
-/// Kills processes that were ordered to end and still hold VRAM that an urgent waiter needs.
-/// Withdraws the order for a process that was offloaded meanwhile, or whose VRAM is no longer
-/// needed.
+/// Kills processes that were ordered to end and have not ended in time, if an urgent container
+/// still needs their VRAM. Withdraws the order for a process that was offloaded meanwhile, or whose
+/// VRAM is no longer needed.
 pub(super) fn check_terminations(node: &mut NodeState) {
     if node.registry.processes.values().all(|p| p.termination.is_none()) {
         return;
@@ -218,7 +223,7 @@ fn came_of(process: &Process) -> Came {
     (process.activity.resident_since, process.identity.start_ticks)
 }
 
-/// Missing VRAM per GPU, in bytes. A negative value: more VRAM is freed than is needed.
+/// Missing VRAM per GPU, in bytes. If the value is negative, more VRAM is freed than needed.
 struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
@@ -233,8 +238,8 @@ impl VramShortfall {
         self.missing.iter().all(|(_, bytes)| *bytes <= 0)
     }
 
-    /// Subtracts the VRAM `holds`, which is to be freed, from the missing VRAM. Does nothing and
-    /// returns false if `holds` has no VRAM on a GPU where some is missing.
+    /// Subtracts VRAM that is to be freed (`holds`) from the missing VRAM. Does nothing and returns
+    /// false if `holds` has no VRAM on a GPU where some is missing.
     fn take(&mut self, holds: &[DeviceBytes]) -> bool {
         let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
         if helps {
@@ -243,8 +248,8 @@ impl VramShortfall {
         helps
     }
 
-    /// Adds the VRAM `holds` to the missing VRAM again if enough VRAM is freed without it. Returns
-    /// false, and changes nothing, if not enough is freed.
+    /// Decides that the VRAM `holds` need not be freed, if enough is freed without it, and adds it
+    /// to the shortfall again. Otherwise changes nothing and returns false.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

@@ -1,4 +1,4 @@
-//! Inputs of the node: everything on which its decisions depend.
+//! Inputs of the node. The node's decisions depend on nothing else.
 
 use affinode_proto::{
     reason::Reason,
@@ -14,14 +14,14 @@ use super::{
     hints::Hint, host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
 };
 
-/// Number of a request that waits for its response.
+/// Number of an operator's request that waits for its response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommandId(pub u64);
 
 /// The response to a request of an operator.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ActionResult {
-    /// Whether the request was carried out.
+    /// Whether the request was carried out successfully.
     pub done: bool,
     /// State of the container. `None`: the container does not exist.
     pub state: Option<State>,
@@ -84,7 +84,7 @@ pub struct GpuFigures {
     pub power_mw: Option<u32>,
 }
 
-/// Recent work of a process on a GPU, from NVML's utilisation samples.
+/// Recent work of a process on a GPU, from NVML's utilisation samples per process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Work {
     /// UUID of the GPU.
@@ -104,14 +104,14 @@ pub struct Identity {
     pub pid: u32,
     /// Start time in clock ticks. Together, pid and start time identify the process uniquely.
     pub start_ticks: u64,
-    /// `comm` of the process, for display.
+    /// Command name of the process (`comm` in /proc), for display.
     pub command: String,
 }
 
 /// Swappable memory of a process, as its agent reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SwapStatus {
-    /// Memory that the agent can copy, in bytes.
+    /// Memory that the agent can copy to the host, in bytes.
     pub swappable_bytes: u64,
     /// The part of the swappable memory that is in host memory, in bytes.
     pub copied_out_bytes: u64,
@@ -140,23 +140,23 @@ pub struct Survey {
 /// commands and the time.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// The start time of this controller, in clock ticks. A process that started later was never
-    /// moved by an earlier controller.
+    /// The start time of this controller, in clock ticks. No earlier controller has moved a process
+    /// that started later.
     Started(u64),
-    /// The wall clock is now this time, in milliseconds since 1970. Offload windows are times of
-    /// the week.
+    /// The present wall-clock time, in milliseconds since 1970. It is needed because offload
+    /// windows are times of the week.
     Clock(i64),
     /// The settings changed. Policies of known containers are resolved again.
     Reconfigured(Box<Settings>),
-    /// The operators' overrides that apply from now on.
+    /// The operators' choices that apply from now on, such as pinned containers.
     Overridden(OperatorOverrides),
-    /// Time of a container's next use. Sent only in simulations.
+    /// Time of a container's next use, `None` if there is none. Only simulations know and send it.
     Foreseen(Key, Option<Millis>),
     /// A shim announced a container, for the first time or again.
     Announced(Box<ContainerSpec>, Key),
     /// The container was deleted.
     Withdrawn(Key),
-    /// A process registered with valid credentials.
+    /// A process registered with the controller, with valid credentials.
     Joined {
         /// The container of the process.
         key: Key,
@@ -166,7 +166,7 @@ pub enum Input {
         identity: Identity,
         /// Phase that the agent reports.
         phase: Phase,
-        /// How often the gate of the process has closed.
+        /// Number of times that the gate of the process has closed.
         generation: u64,
         /// Properties of the process that make a checkpoint unsafe.
         hazards: Hazards,
@@ -177,16 +177,16 @@ pub enum Input {
     },
     /// The connection of a process ended. The process may still run.
     Detached(ProcessId),
-    /// The process has ended.
+    /// The process has ended, so that it holds no memory.
     Exited(ProcessId),
     /// The agent sent a message other than Hello.
     Message(ProcessId, AgentMessage),
-    /// The counters of a process were read.
+    /// The counters of a process's CUDA calls were read.
     Page(ProcessId, CounterSnapshot),
-    /// The counters of a process are invalid because its container overwrote them. The text
-    /// describes the error.
+    /// The counters of a process cannot be used, because the process or its container has
+    /// overwritten them. The text describes the error.
     BadPage(ProcessId, String),
-    /// All GPUs were sampled.
+    /// NVML read all GPUs. `Err`: why the reading failed.
     Gpus(Result<Vec<GpuSample>, String>),
     /// NVML's utilisation samples of all processes were read.
     Worked(Vec<Work>),
@@ -196,15 +196,15 @@ pub enum Input {
     CopierEnded(CopierId),
     /// The process of a copier has exited, or was never started. The copier holds no memory.
     CopierExited(CopierId),
-    /// The process that [`super::Effect::AttachCopier`] names did not get a connection to its
-    /// copier.
+    /// The process to which [`super::Effect::AttachCopier`] was to connect a copier got no
+    /// connection.
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory of each pool, for copy outs in progress. The counters of the copying
-    /// processes were read after the free memory.
+    /// Free host memory of each pool, for copy outs in progress. The copies' progress was read
+    /// after the free memory.
     HostLevels(Vec<Levels>),
-    /// The GPUs were read for the [`super::Effect::Prove`] with this number.
+    /// Result of the reading of GPUs that [`super::Effect::Prove`] with this number requested.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// The result of [`super::Effect::ReadVram`].
     VramRead {
@@ -220,16 +220,17 @@ pub enum Input {
     },
     /// A record of an earlier controller's journal about a process.
     Recalled {
-        /// The container of the process.
+        /// The container to which the process belongs.
         key: Key,
-        /// Pid and start time.
+        /// Pid and start time of the process.
         identity: (u32, u64),
         /// VRAM that the process needs for its restore.
         offloaded: Vec<DeviceBytes>,
         /// UUID of the target GPU of a migration in progress. `None`: the process is restored on
         /// its own GPU.
         to: Option<String>,
-        /// Whether a restore was ordered and may be running now.
+        /// Whether the earlier controller ordered a restore of the process, which may be running
+        /// now.
         restoring: bool,
         /// The pools of host memory that the process's offload uses. Each pool has the full number
         /// of bytes that the offload takes, because the offload may be in progress.
@@ -237,15 +238,15 @@ pub enum Input {
     },
     /// A request of an operator or a program.
     Command(CommandId, Key, Request),
-    /// A hint that a container is idle or busy. The text is the name of the hint's source for the
+    /// A hint that a container is idle or busy. The text names the hint's source and appears in the
     /// event.
     Hinted(Key, Hint, String),
-    /// Number of connections accepted so far on the network of an offloaded container. `None`: the
-    /// container has no network of its own.
+    /// Number of connections that an offloaded container's network has accepted so far. `None`: the
+    /// container uses the node's network.
     Connections(Key, Option<u64>),
-    /// Time has passed for one container. Like [`Input::Tick`], but other containers are not
-    /// examined.
+    /// The controller should make the decisions that are due for one container. Like
+    /// [`Input::Tick`], but other containers are not examined.
     Due(Key),
-    /// Time has passed for all containers.
+    /// The controller should make the decisions that are due for all containers.
     Tick,
 }

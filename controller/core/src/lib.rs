@@ -1,13 +1,13 @@
-//! Decides when the containers of a node are moved, without I/O. The crate receives inputs, each
-//! with a time, and returns effects.
+//! Decides when the containers of a node are moved between VRAM and host memory, without I/O. The
+//! crate receives inputs, each with a time, and returns effects.
 //!
 //! ```text
 //!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML, events
 //! ```
 //!
-//! [`node::Node`] owns every container and process. One task drives it, so there is one writer and
-//! no lock. The same code runs on a real node, in tests and in simulation, because the caller
-//! passes the time as a number.
+//! [`node::Node`] owns the state of every container and process. One task drives it, so there is
+//! one writer and no lock. The same code runs on a real node, in tests and in simulation, because
+//! the caller passes the time as a number.
 //!
 //! ```text
 //!  node
@@ -101,7 +101,7 @@ pub use node::{Node, Settings};
 /// Milliseconds on a monotonic clock with an arbitrary zero. Only differences have a meaning.
 pub type Millis = u64;
 
-/// A container's key: 32 lower-case hex digits, made by the shim and unique on the node.
+/// A container's key: 32 lower-case hex digits, which the shim chose. It is unique on the node.
 #[derive(Clone)]
 pub struct Key {
     /// The digits as a number. Keys are compared at each input, and numbers are compared faster
@@ -110,7 +110,7 @@ pub struct Key {
     text: [u8; 32],
 }
 
-/// The text is not a key. Keys become file names, so other texts are refused.
+/// Error: the text is not a key. Keys become file names, so other texts are refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid key {0:?}: expected 32 lower-case hex digits")]
 pub struct InvalidKey(String);
@@ -173,11 +173,12 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The controller's number for a CUDA process. A process that reconnects gets a new number.
+/// The number by which the controller identifies a CUDA process. A process that reconnects gets a
+/// new number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProcessId(pub u64);
 
-/// VRAM on one GPU.
+/// An amount of VRAM on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DeviceBytes {
     /// The GPU's UUID as NVML reports it.

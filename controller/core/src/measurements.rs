@@ -97,9 +97,9 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     }
 }
 
-/// Ignores the counters of a process from now on, because they are invalid. The controller then
-/// cannot see whether the process is idle, so the process stays resident. If it is offloaded,
-/// it is still restored.
+/// Ignores the counters of a process from now on, because they are invalid. Without them the
+/// controller cannot see whether the process is idle, so the process stays resident. If it is
+/// offloaded already, it is still restored.
 pub(super) fn bad_page(node: &mut NodeState, id: ProcessId, why: String) {
     let Some(process) = node.registry.processes.get_mut(&id) else {
         return;
@@ -123,7 +123,8 @@ pub(super) fn gpus_read(node: &mut NodeState, gpus: Result<Vec<GpuSample>, Strin
     }
 }
 
-/// Records the memory of GPUs. The recorded VRAM of each process stays as it is.
+/// Records the total and used memory of the GPUs. The recorded VRAM of each process does not
+/// change.
 pub(super) fn take_memory(node: &mut NodeState, gpus: &[GpuSample]) {
     node.gpus.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
     for gpu in gpus {

@@ -1,10 +1,11 @@
-//! The node: passes each input to the file that decides about it.
+//! The node receives each input and passes it to the file that decides about it.
 //!
-//! The data is in `node_state.rs`; the files that decide are functions on it, and call each other in
-//! one direction only (a test checks this). Registration and exit are in `registration.rs`, counters
-//! and NVML samples in `measurements.rs`, requests of operators in `requests.rs`, idle containers in
-//! `evaluate.rs`, offload and restore in `transitions.rs`, the queue in `serve_queue.rs`. What the
-//! node sends is in `output.rs`, and the lists for operators are in `view.rs`.
+//! The data is in `node_state.rs`. The files that decide are functions on it, and call each other
+//! in one direction only (a test checks this). Registration and exit are in `registration.rs`,
+//! counters and NVML samples in `measurements.rs`, requests of operators in `requests.rs`, idle
+//! containers in `evaluate.rs`, offload and restore in `transitions.rs`, the queue in
+//! `serve_queue.rs`. What the node sends is in `output.rs`, and the lists for operators are in
+//! `view.rs`.
 
 use std::collections::BTreeSet;
 
@@ -32,20 +33,21 @@ use super::{
 pub struct Settings {
     /// Policies of the node and of its namespaces.
     pub policies: Policies,
-    /// Deadlines of the close and lock orders.
+    /// Deadlines of the orders to close the gate and to lock a process.
     pub deadlines: OrderDeadlines,
-    /// Time limit for a process to pause its allocations after the order, in milliseconds.
+    /// Time limit for a process to pause its allocations after it was ordered to, in milliseconds.
     pub hold_ms: u32,
     /// Maximum number of managed CUDA processes in one container.
     pub max_processes: usize,
-    /// Whether copiers are used on this node.
+    /// Whether copiers (processes that copy GPU memory for other processes) are used on this node.
     pub copiers: bool,
-    /// Minimum number of bytes that an agent must be able to copy for its process to be prefaulted.
+    /// Minimum amount of memory, in bytes, that an agent must be able to copy for its process to be
+    /// prefaulted (host memory prepared before an offload).
     pub prefault_min_bytes: u64,
-    /// The rule that chooses containers to evict for a waiter.
+    /// The rule by which containers are chosen for eviction when another container needs VRAM.
     pub victims: VictimRule,
     /// Whether processes pause their allocations while another container is restored. False only in
-    /// simulations, whose processes never allocate.
+    /// simulations, because simulated processes never allocate.
     pub hold: bool,
 }
 
@@ -64,7 +66,8 @@ impl Default for Settings {
     }
 }
 
-/// All containers and processes of one node. One task drives it.
+/// The state of all containers and processes of one node, and the decisions about them. One task
+/// drives it.
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) state: NodeState,
@@ -77,7 +80,8 @@ impl Node {
         Node { state: NodeState { settings, ..NodeState::default() } }
     }
 
-    /// Handles one input and returns the effects to execute, in order.
+    /// Handles one input at the time `now`. Returns the effects, which the caller executes in
+    /// order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
         decide(&mut self.state, now, input);
@@ -122,7 +126,7 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
     debug_assert!(node.output.resumed.is_empty(), "a container was resumed too late");
 }
 
-/// Passes an input to the part that handles it.
+/// Passes an input to the function that handles it.
 fn take(node: &mut NodeState, input: Input) {
     match input {
         Input::Started(ticks) => node.clock.started_ticks = ticks,
@@ -254,7 +258,7 @@ fn tick(node: &mut NodeState) {
     copier_use::keep_copiers(node);
 }
 
-/// Sends the next orders of each container that was resumed.
+/// Decides and sends the next orders of each container in the list `resumed`.
 fn advance_resumed(node: &mut NodeState) {
     while let Some(key) = node.output.resumed.pop_front() {
         transitions::advance(node, &key);

@@ -1,4 +1,4 @@
-//! The data of a node, in parts. The other files of the core are functions on this data.
+//! The data of a node, as structs. The other files of the core contain the functions that use it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -22,7 +22,8 @@ use super::{
     vram_limit::VramRequests,
 };
 
-/// The journal's record of a process that has not registered with this controller.
+/// The record in an earlier controller's journal of a process that has not registered with this
+/// controller.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
     pub(super) offloaded: Vec<DeviceBytes>,
@@ -37,7 +38,7 @@ pub(super) struct JournalClaim {
     pub(super) held_bytes: Option<u64>,
 }
 
-/// The data of a node. Only the files of the core read and change it.
+/// The data of a node. Only the core reads and changes it.
 #[derive(Debug, Default)]
 pub(super) struct NodeState {
     /// The settings from the configuration of the node.
@@ -57,29 +58,29 @@ pub(super) struct NodeState {
     pub(super) output: NodeOutput,
 }
 
-/// The time, as the inputs tell it. No part reads a clock.
+/// The time according to the inputs. No part of the core reads a clock.
 #[derive(Debug, Default)]
 pub(super) struct NodeClock {
     /// When this controller started, in clock ticks. 0: unknown.
     pub(super) started_ticks: u64,
-    /// The time of the present input.
+    /// Time of the input that is being handled.
     pub(super) now: Millis,
-    /// Wall clock when `now` was 0, in milliseconds since 1970.
+    /// Wall-clock time at which `now` was 0, in milliseconds since 1970.
     pub(super) unix_ms: i64,
 }
 
-/// The containers and processes that are known.
+/// The containers and processes that the controller knows.
 #[derive(Debug, Default)]
 pub(super) struct NodeRegistry {
-    /// The containers, ordered by key. They are found by hash, because each input looks up several
-    /// containers.
+    /// The containers, ordered by key. A hash finds a container by its key, because each input
+    /// looks up several containers.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     /// Records of the journal about processes that have not registered, by key, pid and start time.
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
 }
 
-/// The GPUs, as NVML shows them.
+/// The last NVML readings of the GPUs, and what was derived from them.
 #[derive(Debug, Default)]
 pub(super) struct GpuReadings {
     /// The last sample of each GPU.
@@ -98,40 +99,40 @@ pub(super) struct GpuReadings {
     pub(super) oversubscription: Oversubscription,
 }
 
-/// The waiters for VRAM, and the promises of VRAM.
+/// The containers that wait for VRAM, and the promises and grants of VRAM.
 #[derive(Debug, Default)]
 pub(super) struct Admission {
     pub(super) queue: Queue,
-    /// Buffer for the waiters in queue order. It is empty between calls and only keeps its
-    /// capacity.
+    /// Buffer for the list of waiters in queue order. It is empty between calls and exists only so
+    /// that its allocation is reused.
     pub(super) queue_scratch: Vec<Key>,
     /// Promises of VRAM to waiters and restores.
     pub(super) ledger: Ledger,
     pub(super) grants: BTreeMap<Key, Grant>,
-    /// Orders to pause allocations that have no report yet, by order number.
+    /// Orders to pause allocations that the agents have not reported on yet, by order number.
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     /// Number of the last sample that was requested as a proof of free VRAM.
     pub(super) last_proof: u64,
 }
 
-/// What is learned about the use of all containers.
+/// What the controller has learned about the use of all containers, to predict their next use.
 #[derive(Debug, Default)]
 pub(super) struct UsePrediction {
-    /// Pauses of all containers. They predict the pauses of a container that has too few of its
-    /// own.
+    /// Pauses in the use of all containers. They predict the pauses of a container that has made
+    /// few pauses itself.
     pub(super) pauses: Pauses,
-    /// Number of prewakes since the controller started.
+    /// Number of prewakes (restores before an expected CUDA call) since the controller started.
     pub(super) prewakes: u64,
     /// Number of prewakes that a call followed.
     pub(super) prewake_hits: u64,
 }
 
-/// What the present input leads to.
+/// The results of the input that is being handled.
 #[derive(Debug, Default)]
 pub(super) struct NodeOutput {
-    /// The effects so far, in order.
+    /// The effects of the input so far, in order.
     pub(super) effects: Vec<Effect>,
-    /// Containers whose next orders are decided before the input is done.
+    /// Containers whose next orders are still to be decided in the handling of this input.
     pub(super) resumed: VecDeque<Key>,
     /// Number of the last order to an agent.
     pub(super) last_order: u64,

@@ -1,5 +1,5 @@
-//! NVML readings for offloaded processes. With these readings, a query of NVML by such a process
-//! needs no restore.
+//! Sends NVML readings to offloaded processes. The library answers NVML queries of such a process
+//! with these readings, so that a query needs no restore.
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
@@ -7,12 +7,12 @@ use super::{
     Effect, Millis, ProcessId, gpu_uuid::uuid_bytes, input::GpuSample, node_state::NodeState,
 };
 
-/// Maximum age of a reading that is sent to a process. If all readings are older, NVML does not
+/// Maximum age of a reading that is sent to a process. Older readings show that NVML does not
 /// answer the controller. The process is then restored and queries NVML itself.
 const STALE_AFTER_MS: Millis = 5_000;
 
-/// Sends a reading of each GPU. If the readings are stale, sends no reading: the process is
-/// then restored and queries NVML itself.
+/// Sends the last reading of each GPU to a process. Sends nothing if the readings are too old: the
+/// process is then restored and queries NVML itself.
 pub(super) fn send_readings(node: &mut NodeState, id: ProcessId) {
     let is_stale = node.clock.now.saturating_sub(node.gpus.read_at) > STALE_AFTER_MS;
     let connected = node.registry.processes.get(&id).is_some_and(|process| process.agent.connected);

@@ -1,5 +1,5 @@
-//! What the node sends and records: orders to agents, events, states that users see, answers to
-//! requests, and journal records.
+//! Everything that the node sends and records: orders to agents, events, states that users see,
+//! answers to requests, and journal records.
 
 use affinode_proto::{
     event::EventKind,
@@ -18,8 +18,8 @@ use super::{
 };
 
 impl NodeState {
-    /// Requests that the container's next orders are decided before the present input is done. A
-    /// part calls this when it has changed a container.
+    /// Requests that the container's next orders are decided before the handling of the present
+    /// input ends. Functions that change a container call this.
     pub(super) fn resume(&mut self, key: &Key) {
         if !self.output.resumed.contains(key) {
             self.output.resumed.push_back(key.clone());
@@ -67,7 +67,8 @@ impl NodeState {
         }
     }
 
-    /// Publishes an event about a prewake. `used`: whether a call followed the prewake.
+    /// Publishes an event about a prewake (a restore before an expected CUDA call). `used`: whether
+    /// a call followed.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
             true => "the container was restored before an expected call, which arrived",
@@ -77,8 +78,8 @@ impl NodeState {
         self.publish(key, NodeEvent::new(kind, text).because(by));
     }
 
-    /// Sets the state that users see, with its reason. If the state is the same, replaces only the
-    /// reason.
+    /// Sets the state that users see, with its reason. If the state does not change, only the
+    /// reason is replaced.
     pub(super) fn set_state(
         &mut self,
         key: &Key,
@@ -111,7 +112,7 @@ impl NodeState {
         }));
     }
 
-    /// Answers the pending requests of this kind for a container.
+    /// Answers the container's pending requests of the kind `request`.
     pub(super) fn answer(
         &mut self,
         key: &Key,
@@ -163,8 +164,8 @@ impl NodeState {
         self.output.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
     }
 
-    /// Removes the container's record after a restore or its last exit. Processes of the journal
-    /// that have not registered stay in the record.
+    /// Removes the container's journal record after a restore or the exit of its last process.
+    /// Processes of an earlier controller's journal that have not registered stay in the record.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
             self.journal(key, JournalStep::Checkpoint);

@@ -1,4 +1,5 @@
-//! Decides in the mode `auto` whether idle containers are offloaded without a waiter.
+//! Decides in the mode `auto` whether containers are offloaded as soon as they are idle, although
+//! no other container waits for their VRAM.
 //!
 //! ```text
 //! wanted(GPU) = VRAM of its containers + VRAM that its offloaded containers need again
@@ -18,6 +19,7 @@ use super::{
 /// Interval between two updates of the oversubscribed GPUs.
 const LOOK_MS: Millis = 10_000;
 /// Time after a container's announcement during which it may still allocate most of its VRAM.
+/// During this time no GPU counts as oversubscribed.
 const NEWCOMER_MS: Millis = 300_000;
 
 /// The GPUs whose containers want more VRAM than the GPU has.

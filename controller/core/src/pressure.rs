@@ -13,10 +13,11 @@ use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{Key, Millis, event::NodeEvent, needs, node_state::NodeState};
 
-/// Waiting time after which a waiter counts as pressure.
+/// Time for which a container or an allocation must wait for VRAM to count as pressure.
 const WAITED_MS: Millis = 1_000;
 
-/// Updates the set of GPUs with pressure, and publishes an event for each change.
+/// Updates the set of GPUs with pressure (a container waits for their VRAM), and publishes an event
+/// for each change.
 pub(super) fn look_at_pressure(node: &mut NodeState) {
     let waiting = node
         .admission

@@ -1,5 +1,5 @@
-//! Restores containers before an expected call (prewake), and tells when the next decision about a
-//! container is due.
+//! Restores containers before an expected CUDA call (prewake), and determines when the next
+//! decision about a container is due.
 
 use affinode_proto::{reason::Reason, state::State};
 
@@ -8,10 +8,11 @@ use super::{
     oversubscription, policy::Mode,
 };
 
-/// Time between a prewake and the expected call.
+/// Time between the restore of a prewake and the CUDA call that is expected.
 const LEAD_MS: Millis = 5_000;
 
-/// Prewakes a container whose next call is expected soon, if its restore needs no eviction.
+/// Prewakes a container (restores it in advance) if its next CUDA call is expected soon and the
+/// restore needs no eviction.
 pub(super) fn expect(node: &mut NodeState, key: &Key) {
     let Some(at) = prewake_at(node, key) else { return };
     let until = prewake_until(node, key);
@@ -42,7 +43,8 @@ pub(super) fn prewake(node: &mut NodeState, key: &Key, why: Reason, until: Milli
     node.prediction.prewakes += 1;
 }
 
-/// Time at which an offloaded container is prewoken. `None`: no prewake is planned.
+/// Time at which an offloaded container is to be restored for an expected call. `None`: no such
+/// restore is planned.
 #[must_use]
 pub(super) fn prewake_at(node: &NodeState, key: &Key) -> Option<Millis> {
     let c = node.registry.containers.get(key)?;

@@ -20,21 +20,22 @@ pub(super) fn size(bytes: u64) -> String {
     }
 }
 
-/// Warning of a process whose memory could not be copied.
+/// Text of the warning about a process whose memory could not be copied.
 pub(super) fn copy_failed_text(pid: u32) -> String {
     format!(
         "the memory of process {pid} could not be copied: the driver's checkpoint moves it instead"
     )
 }
 
-/// Warning of a process that could not export memory as an IPC handle, and what to do.
+/// Text of the warning about a process that could not export memory as an IPC handle, and what to
+/// do.
 pub(super) fn ipc_refused_text(pid: u32) -> String {
     format!(
         "process {pid} could not export an IPC handle of its memory, because a copier restored the memory: set affinode.io/engine to copy or checkpoint"
     )
 }
 
-/// Event text for a process that calls the driver without the hooks.
+/// Text of the event about a process that calls the driver without the library's hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
         "a thread of process {pid} bypassed the library's hooks and blocked in the driver: \
@@ -42,7 +43,8 @@ pub(super) fn hidden_text(pid: u32) -> String {
     )
 }
 
-/// Warning of a process whose restored memory has changed, and what to do.
+/// Text of the warning about a process whose restored memory differs from the offloaded memory, and
+/// what to do.
 pub(super) fn damaged_text(pid: u32) -> String {
     format!(
         "the memory of process {pid} differs after a restore: the process wrote out of bounds, or \

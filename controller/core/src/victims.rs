@@ -1,41 +1,43 @@
-//! Chooses the victims of a waiter that does not fit: neighbours that are not in use and whose
-//! priority is not above the waiter's. The lowest priority is evicted first. Within a priority, the
-//! rule decides.
+//! Chooses victims: containers to evict for a waiter, which is a container that waits for VRAM. A
+//! victim is on the same GPU, is not in use, and has at most the waiter's priority. The lowest
+//! priority is evicted first. Within a priority, the rule decides.
 
 use super::{DeviceBytes, Key, Millis};
 
-/// The order in which neighbours of one priority are evicted.
+/// The rule for the order in which neighbours of the same priority are evicted. Neighbours are
+/// containers on the same GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// The neighbour with the highest score first. The score is the expected time until its next
+    /// The container with the highest score first. The score is the expected time until its next
     /// use, times the VRAM that its offload frees, divided by the cost of its restore.
     #[default]
     Expected,
-    /// The neighbour that has not been used for the longest time first.
+    /// The container that has not been used for the longest time first.
     Lru,
-    /// The neighbour with the largest product of VRAM and idle time first.
+    /// The container with the largest product of VRAM and idle time first.
     SizeIdle,
-    /// Pseudo-random order from this seed, for comparison in simulations.
+    /// Pseudo-random order with this seed. Simulations use it for comparison.
     #[serde(skip)]
     Random(u64),
 }
 
-/// A neighbour that may be evicted.
+/// A container that may be evicted for another container on its GPU.
 #[derive(Clone, Debug)]
 pub struct Candidate {
-    /// The neighbour's container key.
+    /// Key of the candidate container.
     pub key: Key,
-    /// Priority of the neighbour. For an offloaded container, at most the waiter's priority: it is
-    /// not in use, so its own priority does not protect its context.
+    /// Priority of the candidate. If the candidate is offloaded already, at most the waiter's
+    /// priority: it is not in use, so its own priority does not protect its context.
     pub priority: i32,
-    /// Time since the neighbour's last use, in milliseconds.
+    /// Time since the candidate's last use, in milliseconds.
     pub idle_ms: Millis,
-    /// Expected time until the neighbour's next use, in milliseconds.
+    /// Expected time until the candidate's next use, in milliseconds.
     pub return_ms: Millis,
-    /// Time that the eviction is expected to add to the neighbour's next restore, in milliseconds.
+    /// Time by which the eviction is expected to lengthen the candidate's next restore, in
+    /// milliseconds.
     pub delay_ms: Millis,
-    /// VRAM that an offload of the neighbour frees.
+    /// VRAM that an offload of the candidate frees.
     pub holds: Vec<DeviceBytes>,
 }
 
@@ -44,7 +46,7 @@ impl Candidate {
         self.holds.iter().map(|held| held.bytes).fold(0, u64::saturating_add)
     }
 
-    /// Score by the rule. The candidate with the higher score is evicted first.
+    /// Score of the candidate under the rule. The candidate with the higher score is evicted first.
     fn score(&self, rule: VictimRule, now: Millis) -> u128 {
         let bytes = self.bytes();
         match rule {
@@ -66,9 +68,9 @@ impl Candidate {
     }
 }
 
-/// Chooses neighbours that together free the missing VRAM. If all of them together cannot free
-/// enough, chooses none. `partly`, for a waiter that has waited long: chooses all neighbours that
-/// free some of the missing VRAM, even if they do not free enough.
+/// Chooses candidates that together free the missing VRAM. If all of them together cannot free
+/// enough, chooses none. With `partly` (the waiter has waited long), it then chooses all candidates
+/// that free some of the missing VRAM.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,
@@ -149,7 +151,7 @@ mod tests {
 
     proptest! {
         /// Chooses victims from random candidates. No victim may have a priority above the
-        /// waiter's, no spared container may have a lower priority than a victim, and all victims
+        /// waiter's. No candidate that stays may have a lower priority than a victim. All victims
         /// together must free enough.
         #[test]
         fn victims_respect_priority_and_suffice(

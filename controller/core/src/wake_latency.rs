@@ -1,10 +1,10 @@
-//! Durations of a container's last wakes.
+//! Durations of a container's last wakes (restores because a CUDA call waited).
 
 use std::collections::VecDeque;
 
 use super::Millis;
 
-/// Number of wakes whose durations are kept.
+/// Maximum number of wakes whose durations are stored.
 const REMEMBERED: usize = 100;
 
 /// Durations of the last wakes in milliseconds, oldest first.
@@ -20,7 +20,7 @@ impl Wakes {
         self.0.push_back(took_ms);
     }
 
-    /// The 99th percentile of the durations, in milliseconds. 0: there was no wake.
+    /// The 99th percentile of the stored durations, in milliseconds. 0: there was no wake.
     #[must_use]
     pub fn p99_ms(&self) -> Millis {
         let mut sorted: Vec<Millis> = self.0.iter().copied().collect();
