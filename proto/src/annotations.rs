@@ -1,12 +1,13 @@
 //! Annotations of containers that several programs must interpret in the same way.
 
-/// Annotation that decides when the container is offloaded.
+/// Container annotation that sets the offload mode: when the container may be offloaded.
 pub const OFFLOAD: &str = "affinode.io/offload";
-/// Annotation that disables offloads, for a container whose clients cannot wait for a restore.
+/// Container annotation that disables offloads of the container, because its clients cannot wait
+/// for a restore.
 pub const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
-/// Whether two annotations set the same setting. If they come from sources of different precedence,
-/// the one with the lower precedence has no effect.
+/// Returns whether two annotations control the same setting. If they come from sources of different
+/// precedence, the annotation of the source with lower precedence has no effect.
 #[must_use]
 pub fn set_the_same(one: &str, other: &str) -> bool {
     let sets_mode = |name: &str| name == OFFLOAD || name == LATENCY_SENSITIVE;

@@ -1,10 +1,11 @@
 //! The control API, generated from `control.proto`: messages in [`control`],
 //! ttrpc client and service in [`control_ttrpc`].
 
-/// Encodes and decodes messages. The shims' announcements are stored in files in this form.
+/// Trait that encodes and decodes Protobuf messages. A shim's announcement of a container is stored
+/// in a file in this encoding.
 pub use protobuf::Message;
 
-/// The generated messages of the API.
+/// The messages of the control API, generated from `control.proto`.
 #[allow(
     missing_docs,
     nonstandard_style,
@@ -18,7 +19,7 @@ pub mod control {
     include!(concat!(env!("OUT_DIR"), "/control.rs"));
 }
 
-/// The generated ttrpc client and service.
+/// The ttrpc client and service of the control API, generated from `control.proto`.
 #[allow(
     missing_docs,
     nonstandard_style,

@@ -2,15 +2,15 @@
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $word:literal;)*) => {
-        /// The kind of an event.
+        /// Kind of an event that the controller publishes.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum EventKind { $($(#[$doc])* $name,)* }
 
         impl EventKind {
-            /// Every kind, in the order of declaration.
+            /// All kinds of events, in the order of declaration.
             pub const ALL: &'static [EventKind] = &[$(EventKind::$name,)*];
 
-            /// The stable word that JSON, events and metric labels use.
+            /// Returns the kind's stable word, which JSON, events and metric labels use.
             #[must_use]
             pub const fn as_str(self) -> &'static str {
                 match self { $(EventKind::$name => $word,)* }
@@ -20,36 +20,36 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// The state of a container changed.
+    /// A container changed its state, for example from idle to offloading.
     State = "state";
-    /// An offload was refused or cancelled, or an order failed.
+    /// An offload was refused or cancelled, or an order to an agent failed.
     Refused = "refused";
-    /// An annotation is invalid, or has no effect.
+    /// An annotation of a container is invalid, or has no effect.
     Annotation = "annotation";
-    /// A fact about a single process, such as its registration or end.
+    /// A single process registered, ended or changed otherwise.
     Process = "process";
-    /// An operator made a request.
+    /// An operator requested an action.
     Request = "request";
     /// An allocation waits for VRAM, or its wait ended.
     Allocation = "allocation";
-    /// A hint reported a container as idle or busy.
+    /// A hint (a program's own report) stated that a container is idle or busy.
     Hint = "hint";
-    /// The pressure on a GPU began or ended.
+    /// Pressure (a wait for VRAM of a GPU) began or ended.
     Pressure = "pressure";
-    /// A process is ended, because another container needs its VRAM.
+    /// The controller ends a process, because another container needs its VRAM.
     Ended = "ended";
-    /// A call followed a prewake.
+    /// A container was restored early by a prewake, and the expected CUDA call followed.
     Prewake = "prewake";
-    /// No call followed a prewake.
+    /// A container was restored early by a prewake, but no CUDA call followed.
     PrewakeInVain = "prewake-in-vain";
-    /// The memory of a process differs after a restore.
+    /// The memory of a process was different after a restore than before the offload.
     Damaged = "damaged";
-    /// A process called the driver on a path without a hook.
+    /// A process called the driver on a path that Affinode's hooks do not intercept.
     HiddenWay = "hidden-way";
 }
 
 impl EventKind {
-    /// The kind with this word; `None` if there is none.
+    /// Returns the kind with this word, or `None` if no kind has it.
     #[must_use]
     pub fn parse(word: &str) -> Option<EventKind> {
         EventKind::ALL.iter().copied().find(|kind| kind.as_str() == word)

@@ -1,4 +1,4 @@
-//! Paths of an installation: run directory, preload library and configuration.
+//! Finds the paths of an installation: run directory, preload library and configuration.
 //!
 //! ```text
 //! environment variable ──> else beside the program ──> else the default
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! containerd starts a shim with its own environment, which has no variables of Affinode unless an
-//! operator adds them. The shim therefore finds an installation with other folders by the path of its
-//! own program.
+//! operator adds them. The shim therefore uses the path of its own program to find an installation
+//! outside the default folders.
 
 use std::{
     ffi::OsString,
@@ -28,7 +28,7 @@ const HEADER: &str = "# Written by affinode install: folders of this installatio
 /// Paths of the installation to which a program belongs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InstallationPaths {
-    /// Folder of the sockets, locks and containers' folders.
+    /// Run directory: the folder of the sockets, locks and containers' folders.
     pub run_dir: PathBuf,
     /// Folder of the preload library on the host.
     pub lib_dir: PathBuf,
@@ -37,16 +37,16 @@ pub struct InstallationPaths {
 }
 
 impl InstallationPaths {
-    /// Paths of the installation of this program.
+    /// Returns the paths of the installation to which the running program belongs.
     #[must_use]
     pub fn own() -> InstallationPaths {
         let program = std::env::current_exe().ok();
         Self::of(program.as_deref(), |name| std::env::var_os(name))
     }
 
-    /// Paths of the installation of `program`. An upgrade may have replaced the program's file
-    /// since the start. The kernel then appends a word to the file's name, but the folder in the
-    /// path is still correct.
+    /// Returns the paths of the installation to which `program` belongs. If an upgrade replaced the
+    /// program's file since the start, the kernel appends ` (deleted)` to the file's name. The
+    /// folder in the path is still correct.
     fn of(
         program: Option<&Path>,
         variable: impl Fn(&str) -> Option<OsString>,
@@ -67,24 +67,24 @@ impl InstallationPaths {
     }
 }
 
-/// Folders that an installation records for its programs.
+/// Folders of an installation, as stored in `paths.conf` for the installed programs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PathsFile {
-    /// The run directory. `None`: the default.
+    /// Path of the run directory. `None` means the default.
     pub run_dir: Option<PathBuf>,
-    /// The configuration file. `None`: the default.
+    /// Path of the configuration file. `None` means the default.
     pub config: Option<PathBuf>,
 }
 
 impl PathsFile {
-    /// Path of `paths.conf` of an installation.
+    /// Returns the path of `paths.conf` in the installation with this prefix.
     #[must_use]
     pub fn path(prefix: &Path) -> PathBuf {
         prefix.join(FILE)
     }
 
-    /// Reads `paths.conf` of an installation. If the file does not exist, all folders are the
-    /// defaults. Unknown lines and relative paths are ignored.
+    /// Reads `paths.conf` of the installation with this prefix. If the file does not exist, all
+    /// folders are the defaults. Unknown lines and relative paths are ignored.
     ///
     /// # Errors
     /// The file exists and cannot be read.
@@ -100,7 +100,7 @@ impl PathsFile {
         Ok(PathsFile { run_dir: value(paths::RUN_DIR_ENV), config: value(paths::CONFIG_ENV) })
     }
 
-    /// Whether all folders are the defaults.
+    /// Returns whether all folders are the defaults.
     #[must_use]
     pub fn is_default(&self) -> bool {
         let is = |path: &Option<PathBuf>, default: &str| {
@@ -109,7 +109,8 @@ impl PathsFile {
         is(&self.run_dir, paths::RUN_DIR) && is(&self.config, paths::CONFIG_FILE)
     }
 
-    /// Text of the file. `None`: a path is relative, is not Unicode, or has a line break.
+    /// Returns the text for `paths.conf`. Returns `None` if a path is relative, is not Unicode, or
+    /// has a line break.
     #[must_use]
     pub fn text(&self) -> Option<String> {
         let mut text = HEADER.to_owned();

@@ -1,4 +1,4 @@
-//! Everything that crosses a process boundary in Affinode.
+//! Defines the data that crosses a process boundary in Affinode.
 //!
 //! | module | between | form |
 //! | --- | --- | --- |

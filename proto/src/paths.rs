@@ -17,53 +17,65 @@ pub const CONFIG_ENV: &str = "AFFINODE_CONFIG";
 /// The configuration file when [`CONFIG_ENV`] is not set.
 pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
 
-/// Below the run directory: the controller's ttrpc socket, root only.
+/// File name below the run directory: the controller's ttrpc socket, to which only root can
+/// connect.
 pub const CONTROL_SOCKET: &str = "control.sock";
-/// Below the run directory: the controller's ttrpc socket for members of `control.view_group`. They
-/// can read, but cannot change anything.
+/// File name below the run directory: the controller's read-only ttrpc socket. Members of the group
+/// `control.view_group` can read through it, but cannot change anything.
 pub const VIEW_SOCKET: &str = "view.sock";
-/// Below the run directory: the file that the controller locks with `flock`, so that only one
-/// controller runs on a node.
+/// File name below the run directory: the lock file. The controller locks it with `flock`, so that
+/// only one controller runs on a node.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
-/// Below the run directory: the journal. The controller writes it before each destructive step.
+/// Folder name below the run directory: the journal of offloaded containers. The controller writes
+/// it before each destructive step.
 pub const JOURNAL_DIR: &str = "journal";
-/// Below the run directory: one folder per container, named by its key.
+/// Folder name below the run directory: it has one folder for each container, named by the
+/// container's key.
 pub const CONTAINERS_DIR: &str = "containers";
-/// Below the run directory: one file per prepared device of a ResourceClaim, with the policy of the
-/// containers that use it.
+/// Folder name below the run directory: it has one file for each prepared device of a Kubernetes
+/// ResourceClaim. The file contains the policy of the containers that use the device.
 pub const CLAIMS_DIR: &str = "claims";
-/// In a container's folder: the folder that is bind-mounted into the container.
+/// Folder name in a container's folder on the host: this folder is bind-mounted into the container.
 pub const MOUNT_DIR: &str = "mount";
-/// In the mounted folder: the socket on which the controller accepts this container's agents.
+/// File name in the mounted folder: the socket on which the controller accepts the agents of this
+/// container.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder, next to the socket: a file with the name of the engine. A process reads
-/// it if its first call to the driver comes before the controller's Welcome.
+/// File name in the mounted folder: a file with the name of the engine (the method that moves GPU
+/// memory). A process reads it if it calls the driver before the controller's Welcome message has
+/// arrived.
 pub const ENGINE_FILE: &str = "engine";
-/// In the mounted folder: a pipe into which the container's programs write `idle` or `busy`.
+/// File name in the mounted folder: the pipe into which the container's programs write `idle` or
+/// `busy`.
 pub const HINT_PIPE: &str = "hint";
-/// In the mounted folder: a file that shows the container whether VRAM is short on its GPUs.
+/// File name in the mounted folder: the file that shows the container's programs whether VRAM is
+/// short on its GPUs.
 pub const PRESSURE_FILE: &str = "pressure";
-/// In the mounted folder: a file with the container's state, for the container's programs.
+/// File name in the mounted folder: the file that shows the container's programs the container's
+/// state.
 pub const STATE_FILE: &str = "state";
-/// In a container's folder: the announcement of a container that has no shim. A later controller
-/// reads it.
+/// File name in a container's folder on the host: the announcement of a container that has no shim.
+/// A controller that starts later reads it.
 pub const ANNOUNCEMENT_FILE: &str = "announcement";
-/// In a container's folder: a file with the generation of the container that owns the folder.
+/// File name in a container's folder on the host: the file with the generation of the container
+/// that owns the folder.
 pub const GENERATION_FILE: &str = "generation";
-/// In a container's folder: the merged `/etc/ld.so.preload`.
+/// File name in a container's folder on the host: the `/etc/ld.so.preload` for the container,
+/// merged from the image's entries and Affinode's.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 
-/// In the container: the library folder, read-only.
+/// Path in the container: the folder of the preload library, mounted read-only.
 pub const CONTAINER_LIB_DIR: &str = "/.affinode/lib";
-/// In the container: the folder with the agent socket, read-only.
+/// Path in the container: the folder with the agent socket, mounted read-only.
 pub const CONTAINER_RUN_DIR: &str = "/.affinode/run";
-/// In the container: the folder with the files of [`CLAIMS_DIR`] that apply to the container.
+/// Path in the container: the folder with the files from the host's [`CLAIMS_DIR`] that apply to
+/// the container.
 pub const CONTAINER_CLAIMS_DIR: &str = "/.affinode/claims";
-/// In the container: path of the preload library, as written into `/etc/ld.so.preload`.
+/// Path in the container: the preload library, as written into `/etc/ld.so.preload`.
 pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
-/// In the container: the socket that the agent connects to.
+/// Path in the container: the socket that the agent connects to.
 pub const CONTAINER_AGENT_SOCKET: &str = "/.affinode/run/agent.sock";
-/// Environment variable that sets another agent socket. Processes outside containers use it.
+/// Environment variable with the path of the agent socket. It replaces [`CONTAINER_AGENT_SOCKET`]
+/// for processes outside containers.
 pub const AGENT_SOCKET_ENV: &str = "AFFINODE_SOCKET";
-/// Environment variable that disables the preload library when it is `1`.
+/// Environment variable that disables the preload library if its value is `1`.
 pub const DISABLE_ENV: &str = "AFFINODE_DISABLE";

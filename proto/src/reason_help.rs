@@ -1,22 +1,22 @@
 //! Cause and remedy of each [`Reason`]: the text of the troubleshooting page.
 //!
-//! The match is exhaustive: a new reason does not compile until its cause and remedy are added.
+//! The `match` is exhaustive, so that a new reason compiles only with a cause and a remedy.
 
 use crate::reason::Reason;
 
 /// Cause and remedy of a reason, in addition to its sentence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReasonHelp {
-    /// Events or settings that lead to this reason.
+    /// Explains which events or settings lead to the reason.
     pub cause: &'static str,
-    /// Steps that an operator can take.
+    /// Describes what an operator can do about it.
     pub remedy: &'static str,
 }
 
 const NO_ACTION: &str = "No action is needed.";
 
 impl Reason {
-    /// Cause and remedy of this reason, for operators.
+    /// Returns the cause and the remedy of this reason, for operators.
     #[must_use]
     #[expect(clippy::too_many_lines, reason = "a table with one arm for each reason")]
     pub const fn help(self) -> ReasonHelp {

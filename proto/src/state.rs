@@ -14,28 +14,30 @@
 /// State of a container's GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum State {
-    /// The container is announced; no process of it has made a CUDA call.
+    /// The container is announced, but none of its processes has made a CUDA call.
     Unregistered,
-    /// The container called CUDA recently, or a call is in progress.
+    /// A process of the container called CUDA recently, or is in a call now.
     Active,
-    /// The container made no call for the idle timeout. It still holds its VRAM.
+    /// No process of the container made a CUDA call for the idle timeout. The container still holds
+    /// its VRAM.
     Idle,
-    /// The gate is closing: new calls wait, calls in progress may finish.
+    /// The gates of the container's processes are closing. New CUDA calls wait, and calls in
+    /// progress may finish.
     Closing,
-    /// The VRAM is being moved to host memory.
+    /// The container's GPU memory is being moved to host memory.
     Offloading,
-    /// The GPU memory is in host memory. The next CUDA call restores it.
+    /// The container's GPU memory is in host memory. The next CUDA call restores it.
     Offloaded,
-    /// The restore waits for free VRAM.
+    /// A CUDA call needs a restore, and the restore waits for free VRAM.
     Queued,
-    /// The GPU memory is being moved back to VRAM.
+    /// The container's GPU memory is being moved back into VRAM.
     Restoring,
-    /// The driver reported that it cannot restore a process.
+    /// The driver reported that it cannot restore a process of the container.
     Lost,
 }
 
 impl State {
-    /// All states, in the order of a container's life.
+    /// All states, in the order in which a container reaches them.
     pub const ALL: [State; 9] = [
         State::Unregistered,
         State::Active,
@@ -48,7 +50,7 @@ impl State {
         State::Lost,
     ];
 
-    /// The word for the state, the same in every output.
+    /// Returns the word for the state, which is the same in every output.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -64,7 +66,7 @@ impl State {
         }
     }
 
-    /// The state with this word; `None` if there is none.
+    /// Returns the state with this word, or `None` if no state has it.
     #[must_use]
     pub fn parse(word: &str) -> Option<State> {
         State::ALL.into_iter().find(|state| state.as_str() == word)

@@ -1,23 +1,24 @@
-//! Orders to an agent, and their encoding in a frame: a code and a value.
+//! Orders from the controller to an agent, and their encoding in a frame as a code and a value.
 
 use super::Capabilities;
 
-/// Options of a copy out.
+/// Options of a copy out (the library's copy of allocations from VRAM to host memory).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// The host copy is retained after the restore, so that unchanged memory is not copied again.
-    /// Requires [`Capabilities::RETAINS_HOST_COPY`].
+    /// Whether the agent retains the host copy after the restore, so that the next copy out skips
+    /// unchanged memory. Requires [`Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
-    /// True: a checkpoint follows, and a copier may copy while it runs. The phase is then CopiedOut
-    /// before all memory has left the GPU. Requires [`Capabilities::PREFAULTS`].
+    /// Whether the driver's checkpoint follows, during which a copier may copy the memory. If so,
+    /// the phase becomes CopiedOut before all memory has left the GPU. Requires
+    /// [`Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
-    /// The restore verifies that the memory is unchanged. Requires
+    /// Whether the restore verifies by checksums that the memory is unchanged. Requires
     /// [`Capabilities::CHECKS`].
     pub check: bool,
 }
 
 impl CopyOptions {
-    /// Capabilities that the library must have for these options.
+    /// Returns the capabilities that the library must have for these options.
     #[must_use]
     pub const fn requires(self) -> Capabilities {
         let keep = if self.keep { Capabilities::RETAINS_HOST_COPY.0 } else { 0 };
@@ -27,7 +28,7 @@ impl CopyOptions {
     }
 }
 
-/// One code per combination of options. Codes 9 and 10 were defined first, later 12 and 13, and
+/// The code of each combination of options. Codes 9 and 10 were defined first, later 12 and 13, and
 /// last 14 to 17. An older library decodes only the codes that were defined before its release.
 const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
@@ -40,79 +41,83 @@ const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (17, CopyOptions { keep: true, then_checkpoint: true, check: true }),
 ];
 
-/// An order to an agent about its own process.
+/// An order from the controller to an agent about the agent's own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open → Closed: let new calls wait at the gate, and wait until calls in progress have ended.
-    /// After the deadline the outcome is Busy and the gate is open again.
+    /// Closes the gate (phase Open → Closed): new CUDA calls wait, and the agent waits until calls
+    /// in progress have ended. If the deadline passes, the outcome is Busy and the gate is open
+    /// again.
     Close {
         /// Time for calls in progress to return, in milliseconds.
         deadline_ms: u32,
     },
-    /// Closed → Open: release the waiting calls.
+    /// Opens the gate (phase Closed → Open), so that the waiting CUDA calls continue.
     Open,
-    /// Closed → Locked: call `cuCheckpointProcessLock`.
+    /// Locks the process (phase Closed → Locked) with `cuCheckpointProcessLock`.
     Lock {
         /// Timeout of the driver's lock, in milliseconds.
         timeout_ms: u32,
     },
-    /// Closed → CopiedOut: wait for the GPU's work, copy swappable memory to host memory and free
-    /// it on the GPU. Requires [`Capabilities::AWAITS_WORK`]. From Locked, the agent unlocks the
-    /// process instead of waiting. On an error no memory was freed, and the phase is Closed.
+    /// Copies swappable memory to host memory and frees it on the GPU (phase Closed → CopiedOut).
+    /// The agent first waits for the GPU's work, which requires [`Capabilities::AWAITS_WORK`]. If
+    /// the phase is Locked, the agent unlocks the process instead of waiting. On an error no memory
+    /// was freed, and the phase is Closed.
     CopyOut {
-        /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
-        /// restore without a controller.
+        /// Largest amount of VRAM that the process holds on any one GPU, in bytes. The agent uses
+        /// it if it must restore the process without a controller.
         vram_bytes: u64,
         /// Options of the copy out.
         how: CopyOptions,
     },
-    /// Locked → Checkpointed: call `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock
-    /// the process, then make the same call. If a copier copies the memory out, the agent waits
-    /// until it has finished. If the copier does not copy, the process is restored.
+    /// Checkpoints the process with `cuCheckpointProcessCheckpoint` (phase Locked → Checkpointed).
+    /// If the phase is CopiedOut, the agent locks the process first. If a copier copies the memory
+    /// out, the agent waits until the copier has finished. If the copier does not copy, the agent
+    /// restores the process.
     Checkpoint {
-        /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
-        /// restore without a controller.
+        /// Largest amount of VRAM that the process holds on any one GPU, in bytes. The agent uses
+        /// it if it must restore the process without a controller.
         vram_bytes: u64,
     },
-    /// Checkpointed → Locked: call `cuCheckpointProcessRestore`. With copied-out memory:
-    /// Checkpointed → Closed, by unlock and copy in. Without a checkpoint: CopiedOut → Closed, by
-    /// copy in.
+    /// Restores the process. The steps depend on the phase. Checkpointed → Locked: the agent calls
+    /// `cuCheckpointProcessRestore`. Checkpointed with copied-out memory → Closed: it then also
+    /// unlocks the process and copies the memory in. CopiedOut → Closed: it only copies the memory
+    /// in.
     ///
-    /// Sent only with VRAM reserved and proven free, and executed at most
-    /// [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the decision: a driver restore without
-    /// free VRAM loses the process.
+    /// The controller sends this order only when VRAM is reserved and proven free. The agent
+    /// executes it at most [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the decision,
+    /// because a driver restore without free VRAM loses the process.
     Restore,
-    /// Like [`Action::Restore`] of a checkpointed process, but the process's GPU is exchanged with
-    /// another GPU of the same model. Both fields are positions in the list that was sent before in
-    /// [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus). Requires
-    /// [`super::ProcessFlags::MOVABLE`].
+    /// Restores a checkpointed process like [`Action::Restore`], but on another GPU of the same
+    /// model. The driver exchanges the process's GPU with the new GPU. Both fields are positions in
+    /// the list from [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus), which
+    /// was sent before. Requires [`super::ProcessFlags::MOVABLE`].
     RestoreOnGpu {
-        /// Position of the GPU that the process was on.
+        /// Position of the GPU that the process was on before the offload.
         from: u8,
         /// Position of the GPU on which the process is restored.
         to: u8,
     },
-    /// Locked → Closed: call `cuCheckpointProcessUnlock`.
+    /// Unlocks the process (phase Locked → Closed) with `cuCheckpointProcessUnlock`.
     Unlock,
-    /// Let new calls that may take VRAM wait at the gate, and wait until such calls in progress
-    /// have ended. The phase stays Open.
+    /// Pauses allocations: new CUDA calls that may allocate VRAM wait at the gate, and the agent
+    /// waits until such calls in progress have ended. The phase stays Open.
     HoldAllocations {
-        /// Time for such calls in progress to return, in milliseconds. If they do not, the outcome
-        /// is Busy and new calls do not wait.
+        /// Time for allocating calls in progress to return, in milliseconds. If they do not return,
+        /// the outcome is Busy and new calls do not wait.
         deadline_ms: u32,
     },
-    /// Ends [`Action::HoldAllocations`]: the waiting calls continue.
+    /// Ends the pause of [`Action::HoldAllocations`], so that the waiting calls continue.
     ReleaseAllocations,
 }
 
 impl Action {
-    /// Whether the order takes VRAM. Such an order needs a grant.
+    /// Returns whether the order allocates VRAM and therefore needs a grant from the controller.
     #[must_use]
     pub const fn is_restore(self) -> bool {
         matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
     }
 
-    /// Capabilities that the library must have to execute the order.
+    /// Returns the capabilities that the library must have to execute the order.
     #[must_use]
     pub const fn requires(self) -> Capabilities {
         match self {
@@ -121,7 +126,7 @@ impl Action {
         }
     }
 
-    /// Code and value for a frame.
+    /// Encodes the action as a code and a value for a frame.
     pub(super) fn code(self) -> (u32, u64) {
         match self {
             Action::Close { deadline_ms } => (1, u64::from(deadline_ms)),
@@ -140,7 +145,7 @@ impl Action {
         }
     }
 
-    /// The action of a frame; `None` if the code is unknown.
+    /// Decodes the action from a frame's code and value. Returns `None` if the code is unknown.
     pub(super) fn from_code(code: u32, value: u64) -> Option<Action> {
         // Milliseconds fit in 32 bits; greater values are clamped.
         let ms = u32::try_from(value).unwrap_or(u32::MAX);

@@ -25,68 +25,71 @@
 
 use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
 
-/// u32, next to the gate: about one call in this many is recorded; 0: no call is recorded.
+/// Offset of a u32 in the page header, next to the gate: about one CUDA call in this many is
+/// recorded. 0 means that no call is recorded.
 pub const SAMPLE_EVERY: usize = 68;
-/// u64: number of records begun so far.
+/// Offset of a u64 in the page header: number of records begun so far.
 pub const CLAIMED: usize = 192;
-/// u64: number of the first record that may not be begun yet.
+/// Offset of a u64 in the page header: number of the first record that a thread must not begin yet.
 pub const LIMIT: usize = 200;
-/// u64: number of calls that were not recorded because the ring was full.
+/// Offset of a u64 in the page header: number of calls that were not recorded because the ring was
+/// full.
 pub const DROPPED: usize = 208;
-/// Offset of the first record in bytes.
+/// Offset of the ring's first record in the page, in bytes.
 pub const RING_OFFSET: usize = 256;
-/// Size of a record in bytes.
+/// Size of one call record in bytes.
 pub const RECORD_BYTES: usize = 32;
-/// Number of records in the ring.
+/// Number of call records in the ring.
 pub const RECORDS: usize = (SLOTS_OFFSET - RING_OFFSET) / RECORD_BYTES;
 
-/// Record offsets in bytes, from the record's start.
+/// Offsets of the fields of a record in bytes, from the record's start.
 pub mod record {
-    /// u32: number of the record plus one, cut to 32 bits. Written last.
+    /// Offset of a u32: number of the record plus one, cut to 32 bits. The writer stores it last.
     pub const SEQUENCE: usize = 0;
-    /// u16: index of the hook in the table of names.
+    /// Offset of a u16: index of the called hook in the table of names.
     pub const HOOK: usize = 4;
-    /// u16: result code of the driver.
+    /// Offset of a u16: result code that the driver returned.
     pub const RESULT: usize = 6;
-    /// u32: number of calls of the thread since its last record, including this call.
+    /// Offset of a u32: number of calls of the thread since its last record, including this call.
     pub const STANDS_FOR: usize = 8;
-    /// u32: thread id in its pid namespace.
+    /// Offset of a u32: thread id of the caller in its pid namespace.
     pub const THREAD: usize = 12;
-    /// u64: duration of the driver's call, in nanoseconds.
+    /// Offset of a u64: duration of the driver's call, in nanoseconds.
     pub const DURATION_NS: usize = 16;
-    /// u64: number of bytes in the call's arguments; 0: none.
+    /// Offset of a u64: number of bytes that the call copies, sets or allocates. 0 means none.
     pub const BYTES: usize = 24;
 }
 
-/// One recorded call. The container controls all of its fields.
+/// One recorded CUDA call. The container controls all fields, so they can have any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRecord {
-    /// Index of the hook in the table of names.
+    /// Index of the called hook in the table of names.
     pub hook: u16,
-    /// The driver's result code.
+    /// Result code that the driver returned.
     pub result: u16,
-    /// Number of calls that the record counts, including the recorded call.
+    /// Number of calls that the record stands for, including the recorded call.
     pub stands_for: u32,
-    /// Thread id in the pid namespace of the process.
+    /// Thread id of the caller in the pid namespace of the process.
     pub thread: u32,
     /// Duration of the driver call, in nanoseconds.
     pub duration_ns: u64,
-    /// Bytes that the call copies, sets or allocates.
+    /// Number of bytes that the call copies, sets or allocates.
     pub bytes: u64,
 }
 
 /// Position of a reader in the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRingReader {
-    /// Number of the first record that is not read yet.
+    /// Number of the first record that the reader has not read yet.
     read: u64,
-    /// `dropped` at the last reading.
+    /// Value of the page's `dropped` counter at the last reading.
     dropped: u64,
-    /// Whether the record with number `read` was unfinished at the last reading.
+    /// Whether the next record to read (number `read`) was unfinished at the last reading.
     stuck: bool,
 }
 
-/// Numbers of calls and records that were lost between two readings of the ring.
+/// Losses between two readings of the ring: numbers of calls and records that the reader did not
+/// get.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Number of calls that found the ring full since the last reading.
@@ -97,19 +100,21 @@ pub struct CallBatch {
 }
 
 impl CallRingReader {
-    /// Creates a reader that skips the records begun so far.
+    /// Creates a reader that starts after the records begun so far.
     #[must_use]
     pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
         CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }
     }
 
-    /// Number of the next record to read. The library gets it as the new limit.
+    /// Returns the number of the next record to read. The controller sends it to the library as the
+    /// new limit.
     #[must_use]
     pub fn read(&self) -> u64 {
         self.read
     }
 
-    /// Passes the new records, at most [`RECORDS`], to `each`.
+    /// Reads the new records, at most [`RECORDS`], and passes each to `each`. Returns how many
+    /// calls and records were lost.
     pub fn take(&mut self, page: &[u8; PAGE_BYTES], mut each: impl FnMut(CallRecord)) -> CallBatch {
         let claimed = u64_at(page, CLAIMED);
         let dropped = u64_at(page, DROPPED);
@@ -158,7 +163,8 @@ mod tests {
         page[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// A page with `claimed` records, each of which has its own number.
+    /// Returns a page with `claimed` records. The field `bytes` of each record is the record's
+    /// number.
     fn page(claimed: u64) -> Box<[u8; PAGE_BYTES]> {
         let mut page = Box::new([0; PAGE_BYTES]);
         put(&mut *page, CLAIMED, &claimed.to_ne_bytes());

@@ -39,30 +39,31 @@
 //!   Mapped ─────────────────────────────────>  fills from the sealed file ── Shared ─>
 //! ```
 //!
-//! Either side may close the socket at any time, which ends the exchange. No content is lost: it is
-//! in the process's own memory, or in GPU memory of which the process has a descriptor.
+//! Agent and copier may each close the socket at any time, which ends the exchange. No content is
+//! lost, because the content is still in the process's own memory, or in GPU memory of which the
+//! process has a descriptor.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Maximum number of pieces of one process. With more pieces, the fixed cost per piece would add up
-/// to more than the cost of the copies.
+/// Maximum number of pieces into which the copied memory of one process is divided. With more
+/// pieces, the fixed cost of each piece would add up to more than the cost of the copies.
 pub const MAX_PIECES: usize = 4096;
-/// Minimum mean size of the pieces in bytes. With smaller pieces a restore without a copier is
-/// faster: to allocate and export one piece takes as long as to copy this many bytes (H200: 0.1 to
-/// 0.15 ms).
+/// Minimum mean size of a process's pieces of GPU memory, in bytes. With smaller pieces a restore
+/// without a copier is faster: to allocate and export one piece takes as long as to copy this many
+/// bytes (H200: 0.1 to 0.15 ms).
 pub const MIN_MEAN_BYTES: u64 = 8 << 20;
-/// Unit of the sizes of pieces: each size is a multiple of it.
+/// Unit of piece sizes in bytes. The size of each piece is a multiple of it.
 pub const UNIT_BYTES: u64 = 2 << 20;
-/// Size in bytes of the parts in which a memory file is registered. [`FromCopier::Same`] numbers
-/// these parts.
+/// Size in bytes of a chunk, the part of a memory file that the copier registers at once.
+/// [`FromCopier::Same`] identifies a chunk by its number.
 pub const CHUNK_BYTES: u64 = 128 << 20;
-/// Number of pieces in one [`ToCopier::Chunks`].
+/// Maximum number of pieces that one [`ToCopier::Chunks`] message announces.
 pub const PIECES_A_FRAME: usize = 28;
 
-/// One piece of GPU memory to allocate.
+/// One piece of a process's GPU memory, which the copier allocates at the restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Piece {
-    /// Size in bytes, a multiple of [`UNIT_BYTES`].
+    /// Size of the piece in bytes, a multiple of [`UNIT_BYTES`].
     pub bytes: u64,
     /// Whether other devices on the bus may access the piece (`gpuDirectRDMACapable`).
     pub rdma: bool,
@@ -71,7 +72,7 @@ pub struct Piece {
 impl Piece {
     const RDMA: u32 = 1 << 31;
 
-    /// Encodes the piece as a word of a frame; `None` if the size is invalid.
+    /// Encodes the piece as a 32-bit word of a frame. Returns `None` if the size is invalid.
     #[must_use]
     pub fn word(self) -> Option<u32> {
         let units = u32::try_from(self.bytes / UNIT_BYTES).ok()?;
@@ -79,7 +80,7 @@ impl Piece {
         fits.then_some(if self.rdma { units | Self::RDMA } else { units })
     }
 
-    /// Decodes the piece of a word; `None` if the size is 0.
+    /// Decodes a piece from a 32-bit word of a frame. Returns `None` if the size is 0.
     #[must_use]
     pub fn from_word(word: u32) -> Option<Piece> {
         let units = u64::from(word & !Self::RDMA);
@@ -87,158 +88,164 @@ impl Piece {
     }
 }
 
-/// Messages from an agent.
+/// Messages from an agent to a copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToCopier {
-    /// Requests that the copier registers the memory file in this message. The file has no content
-    /// yet.
+    /// Requests that the copier registers the memory file whose descriptor is in this message. The
+    /// file has no content yet.
     Prefaulted {
-        /// Bytes of the file that will be used.
+        /// Number of bytes of the file that the process will use.
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The message has the descriptor of the next piece, in the order of the list. The copier
-    /// copies that piece to its place in the file.
+    /// Requests that the copier copies the next piece of the list to the piece's place in the
+    /// memory file. The message has the descriptor of the piece.
     CopyOut,
-    /// Announces the list of pieces. Their content is, or will be, in the memory file of this
-    /// message or of Prefaulted, in the order of the list and without gaps.
+    /// Announces the list of pieces. Their content is, or will be, in a memory file: the file of
+    /// this message, or the file of an earlier Prefaulted. In the file the pieces are in the order
+    /// of the list, without gaps.
     CopiedOut {
-        /// Size of all pieces in bytes.
+        /// Total size of all pieces, in bytes.
         bytes: u64,
-        /// VRAM that the driver needs to restore the process's memory that is not in the pieces, in
-        /// bytes.
+        /// VRAM that the driver needs to restore the process's other memory, which is not in the
+        /// pieces, in bytes.
         rest_bytes: u64,
-        /// Number of pieces in the Chunks that follow.
+        /// Number of pieces in the Chunks messages that follow.
         pieces: u32,
         /// UUID of the GPU that the pieces were on, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The next pieces of the list.
+    /// Announces the next pieces of the list that CopiedOut began.
     Chunks {
-        /// Number of valid `words`.
+        /// Number of entries of `words` that are valid.
         many: u32,
-        /// The pieces. See [`Piece::word`].
+        /// The announced pieces, encoded with [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
-    /// The driver has checkpointed the process without the copied-out pieces. The copier may
-    /// register the memory file only from now on, because an earlier registration slows the
-    /// checkpoint.
+    /// Reports that the driver has checkpointed the process, without the copied-out pieces. Only
+    /// from now on may the copier register the memory file, because an earlier registration slows
+    /// the checkpoint.
     Checkpointed,
-    /// The driver is about to restore the process without the copied-out pieces. From now on the
-    /// VRAM for all of the process's memory is granted to it.
+    /// Reports that the driver is about to restore the process, without the copied-out pieces. From
+    /// now on VRAM for all memory of the process is granted.
     Restoring,
-    /// The driver has restored the process without the copied-out pieces.
+    /// Reports that the driver has restored the process, without the copied-out pieces.
     Restored,
-    /// The reply to [`FromCopier::Same`].
+    /// Reply to [`FromCopier::Same`], the offer of a sealed file with the content of a chunk.
     Mapped {
-        /// Number of the chunk.
+        /// Number of the chunk that the copier named in its offer.
         chunk: u32,
-        /// True: the process has mapped the sealed file in place of the chunk, and has freed the
+        /// True if the process has mapped the sealed file in place of the chunk, and has freed the
         /// chunk.
         taken: bool,
     },
 }
 
-/// Messages to an agent.
+/// Messages from a copier to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromCopier {
-    /// The copier begins to allocate and fill the memory.
+    /// Reports that the copier begins to allocate and fill the memory.
     Begin,
-    /// The message has the shareable handle of the next filled piece.
+    /// Delivers the next filled piece. The message has the shareable handle of the piece.
     Block {
         /// Number of the piece, from 0.
         index: u32,
     },
-    /// All pieces are filled.
+    /// Reports that the copier has filled all pieces.
     Filled,
-    /// The memory file is registered, so the copier can copy out.
+    /// Reports that the memory file is registered, so that the copier can copy memory out.
     Ready,
-    /// All pieces are copied to the file.
+    /// Reports that the copier has copied all pieces to the memory file.
     Copied,
-    /// The sealed file in this message has the content of a chunk of the memory file.
+    /// Offers a sealed file with the same content as a chunk of the memory file. The message has
+    /// the descriptor of the sealed file.
     Same {
-        /// Number of the chunk (of [`CHUNK_BYTES`]), from 0.
+        /// Number of the chunk (of [`CHUNK_BYTES`] each), from 0.
         chunk: u32,
     },
 }
 
-/// Messages from the controller.
+/// Messages from the controller to a copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierOrder {
-    /// Attaches a process. The message has a socket that is connected to its agent.
+    /// Attaches a process to the copier. The message has a socket that is connected to the
+    /// process's agent.
     Attach {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
         /// Maximum number of bytes that the process may copy out.
         most_bytes: u64,
-        /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
+        /// Dedup domain of the process. The copier may share content between processes with the
+        /// same number. 0 means no sharing.
         domain: u64,
     },
-    /// VRAM is granted for the process and proven free. The copier copies the process's memory into
-    /// this VRAM as soon as the process sends Restoring.
+    /// Orders the copier to copy the process's memory into VRAM as soon as the process sends
+    /// Restoring. The VRAM is granted for the process and proven free.
     Fill {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Granted VRAM in bytes. If the process has more memory copied out, it restores itself.
+        /// Granted VRAM in bytes. If more memory of the process is copied out, the copier does not
+        /// fill it, and the process restores itself.
         most_bytes: u64,
     },
-    /// VRAM is being proven or taken for a container. Until this pause ends, the copier allocates
-    /// VRAM only for a [`CopierOrder::Fill`].
+    /// Begins or ends a pause, while VRAM is proven free or allocated for a container. During the
+    /// pause the copier allocates VRAM only for a [`CopierOrder::Fill`].
     HoldVram {
-        /// True: the pause begins. False: it ends.
+        /// True if the pause begins, false if it ends.
         on: bool,
     },
 }
 
-/// Messages to the controller.
+/// Messages from a copier to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierReport {
-    /// The copier has its context.
+    /// Reports that the copier has created its CUDA context.
     Ready,
-    /// The host memory of an offloaded process is registered, so the copier can copy it back into
-    /// VRAM at the speed of the bus.
+    /// Reports that the host memory of an offloaded process is registered. The copier can now copy
+    /// it back into VRAM at the speed of the bus.
     Registered {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Registered memory in bytes.
+        /// Size of the registered memory in bytes.
         bytes: u64,
     },
-    /// The prefaulted host memory of a resident process is registered.
+    /// Reports that the prefaulted host memory of a resident process is registered.
     Prefaulted {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Registered memory in bytes.
+        /// Size of the registered memory in bytes.
         bytes: u64,
     },
-    /// The memory of a process is copied out to its file.
+    /// Reports that the copier has copied the memory of a process to the process's memory file.
     Copied {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Copied memory in bytes.
+        /// Size of the copied memory in bytes.
         bytes: u64,
         /// Time from the arrival of the first piece to the end of the copies, in microseconds.
         elapsed_us: u64,
     },
-    /// The copier has copied all memory of a process back into VRAM.
+    /// Reports that the copier has copied all memory of a process back into VRAM.
     Filled {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Filled memory in bytes.
+        /// Size of the filled memory in bytes.
         bytes: u64,
         /// Time from the Fill order to the end of the copies, in microseconds.
         elapsed_us: u64,
     },
-    /// The socket of a process was closed, by either side.
+    /// Reports that the socket of a process was closed, by the agent or by the copier.
     Detached {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
     },
-    /// The driver has released all memory of the detached processes.
+    /// Reports that the driver has released all memory of the detached processes.
     Released,
-    /// Part of a process's content is stored in sealed files, shared with other processes.
+    /// Reports that a part of a process's content is stored in sealed files, shared with other
+    /// processes.
     Shared {
-        /// Number that the controller has given the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
         /// Shared content of the process, in bytes.
         bytes: u64,
@@ -268,7 +275,7 @@ impl ToCopier {
         .frame
     }
 
-    /// Reads a frame that an agent sent.
+    /// Decodes a frame that an agent sent.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -314,7 +321,7 @@ impl FromCopier {
         .frame
     }
 
-    /// Reads a frame that a copier sent.
+    /// Decodes a frame that a copier sent to an agent.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -348,7 +355,7 @@ impl CopierOrder {
         .frame
     }
 
-    /// Reads a frame that the controller sent.
+    /// Decodes a frame that the controller sent to a copier.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -389,7 +396,7 @@ impl CopierReport {
         .frame
     }
 
-    /// Reads a frame that a copier sent.
+    /// Decodes a frame that a copier sent to the controller.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.

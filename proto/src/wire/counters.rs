@@ -19,41 +19,43 @@
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
-/// Size of the memfd in bytes. A file of another size is refused.
+/// Size of the counters' memfd in bytes. The controller refuses a file of another size.
 pub const PAGE_BYTES: usize = 16 * 1024;
-/// First word of the header. It shows that the file contains counters.
+/// Magic number in the first word of the header. It shows that the file contains counters.
 pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
-/// Offset of the first slot in bytes.
+/// Offset of the first counter slot, in bytes.
 pub const SLOTS_OFFSET: usize = 4096;
-/// Size of a slot in bytes: one cache line, so that no two threads write to the same line.
+/// Size of a counter slot in bytes. A slot is one cache line, so that no two threads write to the
+/// same line.
 pub const SLOT_BYTES: usize = 64;
-/// Number of slots, including the shared one.
+/// Number of counter slots, including the slot that threads share.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// Maximum cost of a hook in picoseconds that the controller accepts from a container: 1
-/// microsecond.
+/// Maximum cost of a hook that the controller accepts from a container, in picoseconds (1
+/// microsecond).
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// Maximum number of bytes of retained memory that the controller accepts from a container: 1
-/// pebibyte, so that sums over thousands of processes do not overflow.
+/// Maximum amount of retained memory that the controller accepts from a container, in bytes (1
+/// pebibyte). The limit prevents an overflow of sums over thousands of processes.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
-/// Header offsets in bytes.
+/// Offsets of the fields in the header of the counters, in bytes.
 pub mod header {
-    /// u64: the magic word, [`super::PAGE_MAGIC`].
+    /// Offset of a u64: the magic number, [`super::PAGE_MAGIC`].
     pub const MAGIC: usize = 0;
-    /// u32: the protocol version, [`crate::wire::WIRE_VERSION`].
+    /// Offset of a u32: the protocol version, [`crate::wire::WIRE_VERSION`].
     pub const VERSION: usize = 8;
-    /// u32: number of slots.
+    /// Offset of a u32: number of counter slots.
     pub const SLOT_COUNT: usize = 12;
-    /// u32: the agent's [`crate::wire::Phase`].
+    /// Offset of a u32: the current [`crate::wire::Phase`] of the process.
     pub const PHASE: usize = 16;
-    /// u64: host memory retained for the next copy out, in bytes; 0 while memory is copied out.
+    /// Offset of a u64: host memory retained for the next copy out, in bytes. 0 while memory is
+    /// copied out.
     pub const KEPT_BYTES: usize = 24;
-    /// u64: the generation whose copy out must be cancelled at its next step. The controller, which
-    /// is the only writer, sets it when host memory outside the container's own limit runs short.
-    /// It needs no reset, because a copy out of another generation ignores it.
+    /// Offset of a u64: the generation whose copy out the agent must cancel at its next step. Only
+    /// the controller writes it, when host memory outside the container's own limit runs short. It
+    /// needs no reset, because a copy out of another generation ignores it.
     pub const TURN_BACK: usize = 32;
-    /// u64: bytes of host memory that the copy out in progress has not yet touched.
+    /// Offset of a u64: host memory that the copy out in progress has not yet touched, in bytes.
     pub const FILLING_BYTES: usize = 40;
     /// u64: number of the last recall of VRAM allowances. The controller, which is the only writer,
     /// changes it to make all earlier allowances of the process invalid.
@@ -64,70 +66,77 @@ pub mod header {
     /// u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a cache line
     /// of its own.
     pub const GATE: usize = 64;
-    /// u32: number of callers that wait at the gate now.
+    /// Offset of a u32: number of CUDA calls that wait at the gate now.
     pub const WAITERS: usize = 128;
-    /// u32: bits of [`crate::wire::Hazards`] found so far.
+    /// Offset of a u32: bits of [`crate::wire::Hazards`] found so far.
     pub const HAZARDS: usize = 132;
-    /// u64: the generation. It grows by one each time the gate closes.
+    /// Offset of a u64: the generation, which grows by one each time the gate closes.
     pub const GENERATION: usize = 136;
-    /// u64: bytes of device memory allocated and not yet freed, as counted by the hooks.
+    /// Offset of a u64: device memory allocated and not yet freed, in bytes, as counted by the
+    /// hooks.
     pub const ALLOCATED_BYTES: usize = 144;
-    /// u64: number of device allocations not yet freed, as counted by the hooks.
+    /// Offset of a u64: number of device allocations not yet freed, as counted by the hooks.
     pub const ALLOCATIONS: usize = 152;
-    /// u64: bytes of GPU memory that the agent can copy.
+    /// Offset of a u64: GPU memory that the agent can copy, in bytes.
     pub const SWAPPABLE_BYTES: usize = 160;
-    /// u64: bytes of the memory in [`SWAPPABLE_BYTES`] that are copied out to host memory now.
+    /// Offset of a u64: the part of the memory in [`SWAPPABLE_BYTES`] that is now copied out to
+    /// host memory, in bytes.
     pub const COPIED_OUT_BYTES: usize = 168;
-    /// u32: the current bits of [`crate::wire::ProcessFlags`].
+    /// Offset of a u32: the current bits of [`crate::wire::ProcessFlags`].
     pub const NOTES: usize = 176;
-    /// u32: time that the hook adds to a call, in picoseconds, measured once; 0: unknown.
+    /// Offset of a u32: time that the hook adds to a call, in picoseconds, measured once. 0 means
+    /// unknown.
     pub const CALL_COST_PS: usize = 180;
-    /// u64: sum of the times that calls waited at the gate, in microseconds.
+    /// Offset of a u64: total time that calls waited at the gate, in microseconds.
     pub const HELD_US: usize = 184;
 }
 
-/// Slot offsets in bytes, from the slot's start.
+/// Offsets of the fields in a counter slot, in bytes from the slot's start.
 pub mod slot {
-    /// u32: number of calls of this slot's threads that are inside the driver.
+    /// Offset of a u32: number of calls of this slot's threads that are now inside the driver.
     pub const INFLIGHT: usize = 0;
-    /// u32: number of the hook that was entered last, an index into the table of names.
+    /// Offset of a u32: number of the hook that was entered last, an index into the table of names.
     pub const LAST_HOOK: usize = 4;
-    /// u64: number of calls, without polls.
+    /// Offset of a u64: number of calls, without polls.
     pub const CALLS: usize = 8;
-    /// u64: number of poll calls (`cuEventQuery`, `cuStreamQuery`). They do not count as activity.
+    /// Offset of a u64: number of poll calls (`cuEventQuery`, `cuStreamQuery`), which do not count
+    /// as activity.
     pub const POLLS: usize = 16;
-    /// u32: thread id of the owner in its pid namespace; 0: the slot is free.
+    /// Offset of a u32: thread id of the slot's owner in its pid namespace. 0 means that the slot
+    /// is free.
     pub const OWNER_TID: usize = 24;
 }
 
 super::wire_enum! {
-    /// Values of the gate word.
+    /// Values of the gate word, which determines whether CUDA calls reach the driver.
     pub enum Gate {
-        /// Calls are passed to the driver.
+        /// CUDA calls are passed to the driver.
         Open = 0,
-        /// Calls wait at the gate.
+        /// CUDA calls wait at the gate.
         Closed = 1,
-        /// Calls that may take VRAM wait; other calls are passed to the driver.
+        /// CUDA calls that may allocate VRAM wait. Other calls are passed to the driver.
         AllocationsHeld = 2,
-        /// Calls return an error: the process's memory was damaged.
+        /// CUDA calls return an error, because the process's memory was damaged.
         Damaged = 3,
     }
 }
 
-/// One decoded reading of the counters.
+/// Decoded counters of a process at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterSnapshot {
-    /// Phase, as the agent reports it.
+    /// Phase of the process, as the agent reports it.
     pub phase: Phase,
-    /// Number of calls that wait at the gate now.
+    /// Number of CUDA calls that wait at the gate now.
     pub waiters: u32,
-    /// Facts that make a checkpoint unsafe.
+    /// Facts about the process that make a checkpoint unsafe.
     pub hazards: Hazards,
     /// Number of times that the gate has closed.
     pub generation: u64,
-    /// Device memory that the hooks counted, in bytes. The container can write any value.
+    /// Device memory allocated and not yet freed, as the hooks counted it, in bytes. The container
+    /// can write any value.
     pub allocated_bytes: u64,
-    /// Number of device allocations that the hooks counted. The container can write any value.
+    /// Number of device allocations not yet freed, as the hooks counted them. The container can
+    /// write any value.
     pub allocations: u64,
     /// GPU memory that the agent can copy, in bytes. The container can write any value.
     pub swappable_bytes: u64,
@@ -136,10 +145,10 @@ pub struct CounterSnapshot {
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-    /// Time that the hook adds to a call, in picoseconds; 0: unknown. The container can write any
-    /// value. A value above [`MAX_CALL_COST_PS`] is reduced to it.
+    /// Time that the hook adds to a call, in picoseconds. 0 means unknown. The container can write
+    /// any value. A value above [`MAX_CALL_COST_PS`] is reduced to it.
     pub call_cost_ps: u32,
-    /// Sum of the times that calls waited at the gate, in microseconds. The container can write any
+    /// Total time that calls waited at the gate, in microseconds. The container can write any
     /// value.
     pub held_us: u64,
     /// Host memory retained for the next copy out, in bytes. The container can write any value. A
@@ -148,27 +157,29 @@ pub struct CounterSnapshot {
     /// Host memory that the copy out in progress has not yet touched, in bytes. The container can
     /// write any value. A value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub filling_bytes: u64,
-    /// Number of calls since the process registered, without polls. The sum wraps.
+    /// Number of CUDA calls since the process registered, without polls. The sum over the slots
+    /// wraps.
     pub calls: u64,
-    /// Number of poll calls. The sum wraps.
+    /// Number of poll calls (`cuEventQuery`, `cuStreamQuery`). The sum over the slots wraps.
     pub polls: u64,
-    /// Number of calls inside the driver now.
+    /// Number of CUDA calls inside the driver now.
     pub inflight: u64,
-    /// Number of the hook last entered in the first slot with a call in progress, or else in the
-    /// first slot with any call. 0: there was no call.
+    /// Number of the hook that a call entered last. It is read from the first slot with a call in
+    /// progress, or else from the first slot with any call. 0 means that there was no call.
     pub last_hook: u32,
 }
 
-/// Reason why counters are invalid.
+/// Reason why a reading of the counters is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CounterError {
-    /// The buffer is not [`PAGE_BYTES`] long.
+    /// The buffer is not [`PAGE_BYTES`] long. Contains its length.
     Size(usize),
-    /// The first word is not [`PAGE_MAGIC`].
+    /// The first word is not [`PAGE_MAGIC`]. Contains the word.
     Magic(u64),
-    /// The counters have another [`WIRE_VERSION`].
+    /// The counters have a version other than [`WIRE_VERSION`]. Contains their version.
     Version(u32),
-    /// A field has a value that the protocol does not define.
+    /// A field has a value that the protocol does not define. Contains the field's name and the
+    /// value.
     Value(&'static str, u64),
 }
 
@@ -206,8 +217,8 @@ pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 }
 
 impl CounterSnapshot {
-    /// Decodes one reading of a page. Values are checked, except in fields in which any value is
-    /// harmless.
+    /// Decodes a copy of a process's counters. Values are checked, except in fields in which any
+    /// value is harmless.
     ///
     /// # Errors
     /// [`CounterError`] names the invalid field.

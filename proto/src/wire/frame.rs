@@ -1,19 +1,20 @@
-//! A frame: its size, its fields in order, and its errors.
+//! Size, fields and errors of a frame, the fixed-size message between Affinode's processes.
 
 use super::Phase;
 
 /// Size of every frame in bytes.
 pub const FRAME_BYTES: usize = 128;
-/// First word of every frame.
+/// Magic number in the first word of every frame.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
 /// Reason why a frame is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
-    /// The frame does not begin with [`FRAME_MAGIC`].
+    /// The frame does not begin with [`FRAME_MAGIC`]. Contains the word found.
     Magic(u32),
-    /// This side does not receive frames of this kind.
+    /// The receiver accepts no frames of this kind. Contains the kind.
     Kind(u32),
-    /// A field has a value that the protocol does not define.
+    /// A field has a value that the protocol does not define. Contains the field's name and the
+    /// value.
     Value(&'static str, u32),
 }
 
@@ -33,7 +34,7 @@ impl core::fmt::Display for FrameError {
 
 impl core::error::Error for FrameError {}
 
-/// A frame that is being written.
+/// Encodes a frame field by field.
 pub(super) struct Writer {
     pub(super) frame: [u8; FRAME_BYTES],
     at: usize,
@@ -52,8 +53,8 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Appends bytes. Every message fits into a frame, but the length is checked, because a panic
-    /// in the preload library would end the application.
+    /// Appends bytes to the frame. Every message fits into a frame, but the length is checked,
+    /// because a panic in the preload library would end the application.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;
@@ -63,7 +64,7 @@ impl Writer {
     }
 }
 
-/// A frame that is being read.
+/// Decodes a frame field by field.
 pub(super) struct Reader<'a> {
     frame: &'a [u8; FRAME_BYTES],
     at: usize,

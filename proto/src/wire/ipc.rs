@@ -1,6 +1,6 @@
 //! Legacy IPC between two processes with the library, for memory that `cuIpcGetMemHandle` cannot
-//! share: the 64 bytes of a handle, and the two frames that are exchanged when the importer opens
-//! the handle.
+//! share. Defines the 64 bytes of a handle, and the two frames that the processes exchange when the
+//! importer opens the handle.
 //!
 //! ```text
 //! importer                                             exporter's agent
@@ -14,27 +14,27 @@
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Size of a `CUipcMemHandle`.
+/// Size of a `CUipcMemHandle` in bytes.
 pub const HANDLE_BYTES: usize = 64;
-/// First bytes of every handle that the library creates. A handle of the driver begins with the
+/// First bytes of every IPC handle that the library creates. A handle of the driver begins with the
 /// same bytes with a probability of 2^-64.
 pub const HANDLE_MAGIC: [u8; 8] = *b"AFNipc\x001";
-/// Length of a socket's name in bytes.
+/// Length of an exporter's socket name in bytes.
 pub const NAME_BYTES: usize = NAME_BEGIN.len() + 32;
 const NAME_BEGIN: &[u8; 13] = b"affinode-ipc-";
 
-/// An IPC handle. It identifies one allocation of one process.
+/// IPC handle that the library creates. It identifies one allocation of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcHandle {
     /// Random part of the exporter's socket name.
     pub socket: [u8; 16],
-    /// Secret with which the importer proves that it has the handle.
+    /// Secret that the importer sends, to prove that it has the handle.
     pub word: [u8; 16],
-    /// Secret with which the exporter proves that it created the handle.
+    /// Secret that the exporter sends, to prove that it created the handle.
     pub proof: u64,
-    /// The allocation's address in the exporter.
+    /// Address of the allocation in the exporting process.
     pub address: u64,
-    /// Number that distinguishes the allocation from a later allocation at the same address.
+    /// Number that distinguishes the allocation from later allocations at the same address.
     pub since: u64,
 }
 
@@ -51,7 +51,7 @@ impl IpcHandle {
         bytes
     }
 
-    /// Decodes a handle; `None` if this library did not create it.
+    /// Decodes a handle. Returns `None` if Affinode's library did not create it.
     #[must_use]
     pub fn decode(bytes: &[u8; HANDLE_BYTES]) -> Option<IpcHandle> {
         let (magic, rest) = bytes.split_first_chunk()?;
@@ -69,8 +69,8 @@ impl IpcHandle {
         })
     }
 
-    /// The abstract name of the exporter's socket. It consists of hexadecimal digits, so that it is
-    /// readable in `/proc/net/unix`.
+    /// Returns the abstract name of the exporter's socket. The random part is written as
+    /// hexadecimal digits, so that it is readable in `/proc/net/unix`.
     #[must_use]
     pub fn socket_name(&self) -> [u8; NAME_BYTES] {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -84,14 +84,15 @@ impl IpcHandle {
     }
 }
 
-/// Request of an importer. The message contains a socket for the reply.
+/// Request of an importing process for the memory of a handle. The message contains a socket for
+/// the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcRequest {
-    /// [`IpcHandle::word`] of the handle.
+    /// Secret of the importer, from [`IpcHandle::word`].
     pub word: [u8; 16],
-    /// [`IpcHandle::address`] of the handle.
+    /// Address of the allocation, from [`IpcHandle::address`].
     pub address: u64,
-    /// [`IpcHandle::since`] of the handle.
+    /// Number that distinguishes the allocation, from [`IpcHandle::since`].
     pub since: u64,
 }
 
@@ -102,7 +103,7 @@ impl IpcRequest {
         Writer::new(241).bytes(&self.word).u64(self.address).u64(self.since).frame
     }
 
-    /// Reads a frame that any process may have sent.
+    /// Decodes the request from a frame. Any process may have sent it.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -114,14 +115,14 @@ impl IpcRequest {
     }
 }
 
-/// Reply of the exporter. The message contains a shareable descriptor of the memory.
+/// Reply of the exporting process. The message contains a shareable descriptor of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcReply {
-    /// [`IpcHandle::proof`] of the handle.
+    /// Secret of the exporter, from [`IpcHandle::proof`].
     pub proof: u64,
-    /// Size of the physical memory, in bytes.
+    /// Size of the shared physical memory, in bytes.
     pub bytes: u64,
-    /// Size that the exporter's application requested, in bytes.
+    /// Size that the exporting application requested, in bytes.
     pub asked_bytes: u64,
 }
 
@@ -132,7 +133,7 @@ impl IpcReply {
         Writer::new(242).u64(self.proof).u64(self.bytes).u64(self.asked_bytes).frame
     }
 
-    /// Reads a frame that was received as a reply.
+    /// Decodes the reply from a frame.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -171,8 +172,8 @@ mod tests {
     }
 
     proptest! {
-        /// Changes each of the 64 bytes. The changed bytes must decode to another handle, or to no
-        /// handle.
+        /// Changes one of the 64 bytes of a handle. The changed bytes must decode to another
+        /// handle, or to no handle.
         #[test]
         fn every_handle_byte_is_significant(
             bytes: [u8; 32], more: [u8; 32], at in 0_usize..HANDLE_BYTES, change in 1_u8..,

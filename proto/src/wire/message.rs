@@ -26,63 +26,66 @@ pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
 use super::frame::{Reader, Writer};
 use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
-/// Interval at which an agent with a waiting call repeats its Wake, in milliseconds.
+/// Interval at which an agent repeats its Wake message while a CUDA call waits, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
-/// Time after which an agent with waiting calls restores its process itself, in milliseconds. The
-/// time is measured from the first Wake without a reply, or from the loss of the controller.
+/// Time after which an agent with waiting CUDA calls restores its process without the controller,
+/// in milliseconds. The time begins with the first Wake that gets no reply, or with the loss of the
+/// controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
-/// Time after which the controller's proof of free VRAM is no longer valid, in milliseconds, if the
-/// agent receives no other message. After [`RESCUE_AFTER_MS`] other processes may restore
-/// themselves and take the VRAM, so this time is shorter, by more than [`WAKE_REPEAT_MS`].
+/// Maximum age of the controller's proof that VRAM is free, in milliseconds. An older restore order
+/// is not executed. The time is shorter than [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`],
+/// because after it other processes may restore themselves and use the VRAM.
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
-    /// The outcome of an order.
+    /// Outcome of an order, which the agent reports to the controller.
     pub enum Outcome {
-        /// The order was executed; the report has the new phase.
+        /// The agent executed the order. The report has the new phase.
         Done = 0,
-        /// The deadline passed: calls in progress did not end, or the driver did not lock the
-        /// process. For a copy out: another thread holds the dynamic loader's lock. Every step was
-        /// undone.
+        /// The deadline passed, because calls in progress did not end or the driver did not lock
+        /// the process. For a copy out, another thread holds the dynamic loader's lock. The agent
+        /// undid every step.
         Busy = 1,
-        /// The order is not valid in this phase. Nothing was done.
+        /// The order is not valid in the current phase. The agent did nothing.
         WrongPhase = 2,
-        /// The driver returned an error (see `cuda_error`). The report has the observed phase.
+        /// The driver returned an error (see `cuda_error`). The report has the phase in which the
+        /// process is now.
         DriverError = 3,
-        /// libcuda has no checkpoint entry points. Nothing was done.
+        /// The process's libcuda has no checkpoint entry points. The agent did nothing.
         Unsupported = 4,
-        /// The order takes VRAM and arrived more than [`PROOF_TTL_MS`] after its decision. Nothing
-        /// was done.
+        /// The order allocates VRAM and arrived more than [`PROOF_TTL_MS`] after the controller's
+        /// decision. The agent did nothing.
         Late = 5,
-        /// The order is a checkpoint, but the process has memory imported from a copier. The driver
-        /// could not restore such memory. Nothing was done.
+        /// The order is a checkpoint, but the process has memory imported from a copier, which the
+        /// driver could not restore. The agent did nothing.
         Imported = 6,
         /// The order is a migration, but the process cannot reach every GPU of the node, or its
-        /// driver does not support migration. Nothing was done.
+        /// driver does not support migration. The agent did nothing.
         Unreachable = 7,
-        /// The copier did not copy during the checkpoint. The phase is Checkpointed, but the
-        /// swappable memory is still on the GPU, held only by descriptors of the process. A restore
-        /// needs VRAM only for the memory that was checkpointed.
+        /// The copier did not copy the memory during the checkpoint. The phase is Checkpointed, but
+        /// the swappable memory is still on the GPU, and only descriptors of the process keep it
+        /// allocated. A restore needs VRAM only for the memory that was checkpointed.
         NotCopied = 8,
-        /// Other processes took the host memory that the copy out needs, so it was cancelled and
-        /// undone.
+        /// Other processes used the host memory that the copy out needs, so the agent cancelled the
+        /// copy out and undid it.
         NoHostMemory = 9,
     }
 }
 
-/// Value of `cuda_error` in the report of a lock that is [`Outcome::Busy`] because a thread is
-/// inside NVML. The driver does not use this value.
+/// Special value of `cuda_error` in the report of a lock. The outcome is [`Outcome::Busy`], because
+/// a thread is inside NVML. The driver does not use this value.
 pub const BUSY_NVML: u32 = 0xffff_0003;
-/// Value of `cuda_error` in the report of a lock or copy out that is [`Outcome::Busy`] because
-/// another thread holds the dynamic loader's lock. The driver does not use this value.
+/// Special value of `cuda_error` in the report of a lock or copy out. The outcome is
+/// [`Outcome::Busy`], because another thread holds the dynamic loader's lock. The driver does not
+/// use this value.
 pub const BUSY_LOADER: u32 = 0xffff_0002;
 
 /// Maximum number of GPUs on a node. On a node with more GPUs, no container is migrated.
 pub const MAX_GPUS: usize = 32;
-/// Number of GPUs in one [`ControllerMessage::Gpus`].
+/// Maximum number of GPUs in one [`ControllerMessage::Gpus`] frame.
 pub const GPUS_PER_FRAME: usize = 5;
 
-/// One GPU of the node.
+/// Identity of one GPU of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
     /// UUID of the GPU, as the driver reports it.
@@ -91,10 +94,10 @@ pub struct Gpu {
     pub minor: u32,
 }
 
-/// Value that a field of [`GpuReading`] has if the controller has no reading for it.
+/// Value of a field of [`GpuReading`] that the controller could not read.
 pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
-/// The controller's last reading of a GPU.
+/// Values of a GPU that the controller last read from NVML.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuReading {
     /// UUID of the GPU, as the driver reports it.
@@ -105,101 +108,104 @@ pub struct GpuReading {
     pub free_bytes: u64,
     /// VRAM that the driver reserves, in bytes.
     pub reserved_bytes: u64,
-    /// Share of the last sample period in which a kernel ran, in percent, or
-    /// [`UNKNOWN_UTILIZATION`].
+    /// Share of the last sample period in which a kernel ran, in percent. [`UNKNOWN_UTILIZATION`]
+    /// if it is not known.
     pub gpu_percent: u32,
-    /// Share of the last sample period in which memory of the GPU was read or written, in percent,
-    /// or [`UNKNOWN_UTILIZATION`].
+    /// Share of the last sample period in which memory of the GPU was read or written, in percent.
+    /// [`UNKNOWN_UTILIZATION`] if it is not known.
     pub memory_percent: u32,
-    /// Temperature in degrees Celsius, or [`UNKNOWN_UTILIZATION`].
+    /// Temperature of the GPU in degrees Celsius. [`UNKNOWN_UTILIZATION`] if it is not known.
     pub temperature_c: u32,
-    /// Power draw in milliwatts, or [`UNKNOWN_UTILIZATION`].
+    /// Power draw of the GPU in milliwatts. [`UNKNOWN_UTILIZATION`] if it is not known.
     pub power_mw: u32,
 }
 
-/// Messages from the agent.
+/// Messages from the agent to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentMessage {
-    /// First message of a connection. It is sent together with the descriptor of the counters.
+    /// Registers the process: the first message of a connection. It is sent together with the
+    /// descriptor of the counters.
     Hello {
-        /// [`super::WIRE_VERSION`] of the library.
+        /// Protocol version of the library ([`super::WIRE_VERSION`]).
         version: u32,
-        /// Process id in the process's own pid namespace. The socket's credentials have the host's
-        /// id.
+        /// Process id in the process's own pid namespace. The controller gets the host's process id
+        /// from the socket's credentials.
         pid_in_namespace: u32,
         /// Phase of the process. It can differ from Open if an earlier controller crashed.
         phase: Phase,
         /// Number of times that the gate has closed.
         generation: u64,
-        /// `cuDriverGetVersion`; 0: not known yet.
+        /// Driver version from `cuDriverGetVersion`. 0 means not known yet.
         driver_version: u32,
-        /// Facts that make a checkpoint unsafe.
+        /// Facts about the process that make a checkpoint unsafe.
         hazards: Hazards,
-        /// Capabilities in addition to those of the version. Empty for older libraries.
+        /// Capabilities of the library that not every library of its version has. Older libraries
+        /// send none.
         abilities: Capabilities,
-        /// Bytes of device memory that the agent can copy.
+        /// Device memory that the agent can copy, in bytes.
         swappable_bytes: u64,
-        /// Bytes of `swappable_bytes` that are copied out to host memory.
+        /// The part of `swappable_bytes` that is copied out to host memory.
         copied_out_bytes: u64,
-        /// VRAM for local memory that the contexts have released and need again at the restore, in
-        /// bytes. 0 for older libraries.
+        /// VRAM for local memory (stacks and spilled registers) that the contexts have released and
+        /// need again at the restore, in bytes. 0 for older libraries.
         local_memory_bytes: u64,
     },
-    /// A call waits at the gate, because the process is not Open or its allocations are paused.
-    /// Repeated every [`WAKE_REPEAT_MS`] while any call waits.
+    /// Reports that a CUDA call waits at the gate, because the process is not in the phase Open or
+    /// its allocations are paused. The agent repeats it every [`WAKE_REPEAT_MS`] while any call
+    /// waits.
     Wake {
         /// Generation of the closed gate.
         generation: u64,
         /// Number of waiting calls.
         waiters: u32,
-        /// Number of the hook of the waiting call.
+        /// Number of the hook that the waiting call entered.
         hook: u32,
     },
-    /// The report on an order.
+    /// Reports the outcome of an order.
     Report {
-        /// Number of the order.
+        /// Number of the order that the controller sent.
         order: u64,
         /// Outcome of the order.
         outcome: Outcome,
         /// Phase of the process after the order.
         phase: Phase,
-        /// The driver's result code; 0 if no driver call was made.
+        /// Result code of the driver. 0 if no driver call was made.
         cuda_error: u32,
-        /// Duration of the order, in microseconds.
+        /// Time that the agent needed for the order, in microseconds.
         elapsed_us: u64,
-        /// Bytes of device memory that the agent can copy.
+        /// Device memory that the agent can copy, in bytes.
         swappable_bytes: u64,
-        /// Bytes of `swappable_bytes` that are copied out to host memory now.
+        /// The part of `swappable_bytes` that is copied out to host memory now.
         copied_out_bytes: u64,
         /// Bytes that the last CopyOut did not copy because host memory had the same content.
         unchanged_bytes: u64,
         /// Bytes that the last CopyOut did not store because they are all zero.
         zero_bytes: u64,
-        /// VRAM for local memory that the contexts have released and need again at the restore, in
-        /// bytes. 0 for older libraries.
+        /// VRAM for local memory (stacks and spilled registers) that the contexts have released and
+        /// need again at the restore, in bytes. 0 for older libraries.
         local_memory_bytes: u64,
     },
-    /// New hazards were found.
+    /// Reports that the agent found new hazards (facts that make a checkpoint unsafe).
     Notice {
-        /// All hazards known so far.
+        /// All hazards that the agent has found so far.
         hazards: Hazards,
     },
-    /// An allocation found no VRAM and waits outside the driver until VRAM is free. The agent sends
-    /// this message again after each failed attempt and after each Welcome. It sends the message
-    /// only if the last [`ControllerMessage::Welcome`] allows such waits.
+    /// Reports that an allocation found no VRAM, and waits in the library until VRAM is free. The
+    /// agent sends this message again after each failed attempt and after each Welcome. It sends
+    /// the message only if the last [`ControllerMessage::Welcome`] allows such waits.
     AllocWait {
         /// Number of the allocation, unique in the process.
         ticket: u64,
-        /// Requested bytes; 0 if only the driver knows the size (of a context or a module).
+        /// Requested size in bytes. 0 if only the driver knows the size (of a context or a module).
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
         /// Number of failed attempts after the allocation's first attempt.
         attempts: u32,
     },
-    /// The allocation succeeded or failed, and no longer waits.
+    /// Reports that an allocation no longer waits, because it succeeded or failed.
     AllocWaitDone {
-        /// Number of the allocation.
+        /// Number of the allocation, as in its AllocWait.
         ticket: u64,
         /// Whether the allocation succeeded.
         served: bool,
@@ -222,86 +228,90 @@ pub enum AgentMessage {
     AskReadings,
 }
 
-/// Messages from the controller.
+/// Messages from the controller to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControllerMessage {
-    /// The process is managed from now on.
+    /// Accepts the registration: the controller manages the process from now on.
     Welcome {
-        /// The controller's number for the process.
+        /// Number that the controller has assigned to the process.
         process: u64,
-        /// Maximum time that an allocation waits for VRAM, in milliseconds. 0: the allocation fails
-        /// at once, as without Affinode.
+        /// Maximum time that an allocation waits for VRAM, in milliseconds. 0 means that the
+        /// allocation fails at once, as without Affinode.
         wait_for_room_ms: u32,
-        /// Engine for memory that is allocated from now on. The first allocation of a process waits
-        /// until the library has received this message.
+        /// Engine (method of offload) for memory that the process allocates from now on. The first
+        /// allocation of a process waits until the library has received this message.
         engine: Engine,
         /// Limit of the container's VRAM on each GPU, in bytes. 0: there is no limit. Always 0 for
         /// a library without [`Capabilities::LIMITS_VRAM`].
         vram_limit_bytes: u64,
     },
-    /// The process is not managed and runs as without Affinode. The controller then closes the
-    /// connection. The agent connects again only if `retry` is true.
+    /// Refuses the registration: the process is not managed and runs as without Affinode. The
+    /// controller then closes the connection. The agent connects again only if `retry` is true.
     Refuse {
-        /// [`super::WIRE_VERSION`] of the controller.
+        /// Protocol version of the controller ([`super::WIRE_VERSION`]).
         version: u32,
-        /// Whether another attempt can succeed.
+        /// Whether another attempt to register can succeed.
         retry: bool,
     },
-    /// An order. The agent executes one order at a time, in the sequence in which it receives them.
+    /// Orders the agent to execute an action. The agent executes orders one at a time, in the
+    /// sequence in which they arrive.
     Order {
-        /// Number of the order, for the report.
+        /// Number of the order, which the agent repeats in its report.
         order: u64,
         /// Action that the agent must execute.
         action: Action,
-        /// Time of the decision: `CLOCK_MONOTONIC` of the process's time namespace, in
-        /// milliseconds. 0: unknown.
+        /// Time at which the controller decided on the order, in milliseconds of `CLOCK_MONOTONIC`
+        /// in the process's time namespace. 0 means unknown.
         decided_ms: u64,
     },
-    /// Confirms that the controller has received the Wake.
+    /// Confirms that the controller has received a Wake message.
     WakeAck {
-        /// Generation of the closed gate, as in the Wake.
+        /// Generation of the closed gate, as in the Wake message.
         generation: u64,
-        /// Position in the queue; 0: the process is being restored now.
+        /// Position of the container in the queue for VRAM. 0 means that the process is being
+        /// restored now.
         position: u32,
     },
-    /// The reply to an [`AgentMessage::AllocWait`].
+    /// Replies to an [`AgentMessage::AllocWait`]: the allocation is tried again or fails.
     AllocGrant {
-        /// Number of the allocation.
+        /// Number of the allocation, as in its AllocWait.
         ticket: u64,
-        /// Whether VRAM is free now. If it is not, the allocation fails.
+        /// Whether VRAM is free now, so that the allocation is tried again. If false, the
+        /// allocation fails.
         granted: bool,
     },
-    /// Starts or stops the recording of calls. The recording also stops when the connection ends.
-    /// Sent only to a library with [`Capabilities::RECORDS_CALLS`].
+    /// Starts or stops the recording of CUDA calls into the counters. The recording also stops when
+    /// the connection ends. Sent only to a library with [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
-        /// About one of this many calls is recorded; 0: no call is recorded.
+        /// Sampling rate: about one CUDA call in this many is recorded. 0 means that no call is
+        /// recorded.
         one_in: u32,
-        /// Number of the first record that the controller has not read. The places of earlier
-        /// records in the ring may be overwritten.
+        /// Number of the first record that the controller has not read. The library may overwrite
+        /// the places of earlier records in the ring.
         read: u64,
     },
-    /// The message contains a socket that is connected to a copier, for the next checkpoint and its
-    /// restore. Sent only to a library with [`Capabilities::USES_COPIER`].
+    /// Delivers a socket that is connected to a copier, for the next checkpoint and its restore.
+    /// Sent only to a library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Tells the agent to prefault host memory of the size of the swappable memory, and to let the
-    /// copier register it; or tells it to release this host memory. The agent also releases the host
-    /// memory when the connection ends. Sent only to a
-    /// library with [`Capabilities::PREFAULTS`].
+    /// Starts or ends a prefault. At the start, the agent touches as much host memory as there is
+    /// swappable memory, and lets the copier register it. At the end, or when the connection ends,
+    /// the agent releases this host memory. Sent only to a library with
+    /// [`Capabilities::PREFAULTS`].
     Prefault {
-        /// True: prefault. False: release the memory.
+        /// True to prefault, false to release the memory.
         on: bool,
     },
-    /// GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. A later
-    /// [`Action::RestoreOnGpu`] refers to them by position.
+    /// Lists the GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. A later
+    /// [`Action::RestoreOnGpu`] identifies GPUs by their position in this list.
     Gpus {
-        /// Position of the first GPU of this message.
+        /// Position in the list of the first GPU of this message.
         first: u8,
         /// Number of GPUs on the node.
         total: u8,
-        /// The GPUs. Entries beyond `total` are unused.
+        /// GPUs in this message. Entries beyond `total` are unused.
         gpus: [Gpu; GPUS_PER_FRAME],
     },
-    /// A reading of a GPU, at most one sample interval old.
+    /// Delivers a reading of one GPU, at most one sample interval old.
     Reading(GpuReading),
     /// The reply to an [`AgentMessage::AskVram`]. It replaces the process's earlier allowance for
     /// the GPU.
@@ -385,7 +395,7 @@ impl AgentMessage {
         .frame
     }
 
-    /// Reads a frame that an agent sent.
+    /// Decodes a frame that an agent sent.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.
@@ -489,7 +499,7 @@ impl ControllerMessage {
         .frame
     }
 
-    /// Reads a frame that a controller sent.
+    /// Decodes a frame that a controller sent.
     ///
     /// # Errors
     /// [`FrameError`] names the invalid part of the frame.

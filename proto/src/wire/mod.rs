@@ -17,17 +17,17 @@ mod frame;
 pub mod ipc;
 pub mod message;
 
-/// Version of the counters and of the agent's frames. The controller refuses a peer of another
-/// version with a reason, and the application of that peer runs unmanaged.
+/// Version of the protocol: the layout of the counters and the frames of the agent. The controller
+/// refuses a library of another version with a reason, and the application then runs unmanaged.
 pub const WIRE_VERSION: u32 = 1;
 
-/// Facts about a process that make a checkpoint unsafe, as a bit set. A bit that is set stays set
-/// for the life of the process.
+/// Bit set of facts about a process that make a checkpoint unsafe. A bit that is set stays set for
+/// the life of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hazards(pub u32);
 
 impl Hazards {
-    /// A call of `cuMemAllocManaged` succeeded.
+    /// The process allocated managed memory with `cuMemAllocManaged`.
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
     /// `cuCtxEnablePeerAccess` succeeded, or another device got access to memory of the process.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
@@ -39,21 +39,23 @@ impl Hazards {
     pub const MPS: Hazards = Hazards(1 << 3);
     /// libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
-    /// Restored memory differs from what was offloaded. Calls of the process return an error.
+    /// The memory of the process after a restore differs from the memory that was offloaded. CUDA
+    /// calls of the process return an error.
     pub const DAMAGED_MEMORY: Hazards = Hazards(1 << 5);
-    /// A tool has obtained the driver's private tables (CUPTI, compute-sanitizer), was injected by
-    /// an environment variable, or traces the process.
+    /// A tool (profiler, sanitizer or debugger) traces the process, was injected by an environment
+    /// variable, or has obtained the driver's private tables (CUPTI, compute-sanitizer).
     pub const TOOLS: Hazards = Hazards(1 << 6);
-    /// A video library (NVDEC, NVENC) is loaded, or has obtained the driver's private tables.
+    /// The process has loaded a video library (NVDEC, NVENC), or such a library has obtained the
+    /// driver's private tables.
     pub const VIDEO: Hazards = Hazards(1 << 7);
-    /// A thread blocked inside the driver while the process was offloaded, on a path without a
-    /// hook.
+    /// A thread called the driver on a path without a hook, and blocked there while the process was
+    /// offloaded.
     pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
     /// Another device on the bus or another API may access memory of the process, without a call
-    /// that the library sees.
+    /// that the library intercepts.
     pub const DIRECT_ACCESS: Hazards = Hazards(1 << 9);
-    /// Hazards that concern single allocations. The library leaves these allocations on the GPU and
-    /// can copy all others.
+    /// Hazards of single allocations. The library does not copy the allocations concerned, and can
+    /// copy all others.
     pub const KEEPS_MEMORY: Hazards = Hazards(Hazards::MANAGED_MEMORY.0 | Hazards::SHARED_MEMORY.0);
     /// Hazards with which the driver must not checkpoint the process. Its memory can be copied, but
     /// the context stays on the GPU.
@@ -61,7 +63,7 @@ impl Hazards {
         Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
     );
 
-    /// The word that users see for each hazard.
+    /// The word for each hazard in output for users.
     const WORDS: [(Hazards, &str); 10] = [
         (Hazards::MANAGED_MEMORY, "managed-memory"),
         (Hazards::PEER_ACCESS, "peer-access"),
@@ -75,64 +77,66 @@ impl Hazards {
         (Hazards::HIDDEN_WAY, "hidden-way"),
     ];
 
-    /// The words for the hazards that are set, in a fixed order.
+    /// Returns the words for the hazards that are set, in a fixed order.
     pub fn words(self) -> impl Iterator<Item = &'static str> {
         let set = Hazards::WORDS.into_iter().filter(move |(hazard, _)| self.intersects(*hazard));
         set.map(|(_, word)| word)
     }
 
-    /// Whether any bit of `other` is set.
+    /// Returns whether both sets have a bit in common.
     #[must_use]
     pub const fn intersects(self, other: Hazards) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// Whether no bit is set.
+    /// Returns whether no hazard is set.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// The bits of this set that are not in `other`.
+    /// Returns the bits of this set that are not in `other`.
     #[must_use]
     pub const fn without(self, other: Hazards) -> Hazards {
         Hazards(self.0 & !other.0)
     }
 }
 
-/// Abilities of a library that earlier libraries of the same [`WIRE_VERSION`] do not have, as a bit
-/// set. Unknown bits are ignored.
+/// Bit set of features of a library. Libraries of the same [`WIRE_VERSION`] can differ in them,
+/// because later ones have more. Unknown bits are ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities(pub u32);
 
 impl Capabilities {
-    /// The library records calls on request ([`call_ring`]).
+    /// The library can record CUDA calls when the controller requests it ([`call_ring`]).
     pub const RECORDS_CALLS: Capabilities = Capabilities(1);
-    /// The library exports memory to a copier ([`copier`]) and imports it from there.
+    /// The library can export memory to a copier ([`copier`]) and import memory from a copier.
     pub const USES_COPIER: Capabilities = Capabilities(1 << 1);
     /// The library can retain its host copy after a restore, and detect unchanged memory.
     pub const RETAINS_HOST_COPY: Capabilities = Capabilities(1 << 2);
-    /// The library can prefault host memory, and let a copier copy during its checkpoint.
+    /// The library can prefault host memory, and let a copier copy memory during the checkpoint.
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
-    /// The library can verify memory after a restore.
+    /// The library can verify by checksums that memory is unchanged after a restore.
     pub const CHECKS: Capabilities = Capabilities(1 << 4);
-    /// The library can map a file in place of content that other processes have too. The content is
-    /// then stored once while these processes are offloaded ([`copier::FromCopier::Same`]).
+    /// The library can map a shared file in place of content that other processes have too. The
+    /// content is then stored once while these processes are offloaded
+    /// ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
-    /// The library waits for the GPU's work itself, so a copy out does not need the driver's lock.
+    /// The library waits for the GPU's work itself, so that a copy out does not need the driver's
+    /// lock.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
-    /// The library can copy the memory of a process with [`Hazards::KEEPS_MEMORY`].
+    /// The library can copy other memory of a process that has [`Hazards::KEEPS_MEMORY`].
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
     /// The library enforces a limit of the container's VRAM.
     pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
 
-    /// Whether any bit of `other` is set.
+    /// Returns whether both sets have a bit in common.
     #[must_use]
     pub const fn intersects(self, other: Capabilities) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// Whether every bit of `other` is set.
+    /// Returns whether every bit of `other` is set in this set.
     #[must_use]
     pub const fn contains(self, other: Capabilities) -> bool {
         self.0 & other.0 == other.0
@@ -147,7 +151,7 @@ macro_rules! wire_enum {
         $vis enum $name { $($(#[$vdoc])* $variant = $value,)* }
 
         impl $name {
-            /// The variant with this number; `None` if there is none.
+            /// Returns the variant with this number, or `None` if there is none.
             #[must_use]
             pub const fn from_u32(value: u32) -> Option<$name> {
                 match value { $($value => Some($name::$variant),)* _ => None }
@@ -169,36 +173,36 @@ wire_enum! {
     ///                                             └──────── Restoring ─────────┘
     /// ```
     pub enum Phase {
-        /// Calls are passed to the driver.
+        /// The gate is open: CUDA calls are passed to the driver.
         Open = 0,
-        /// New calls wait; calls in progress can end.
+        /// The gate is closing: new CUDA calls wait, and calls in progress can end.
         Closing = 1,
-        /// New calls wait; no call is in progress.
+        /// The gate is closed: new CUDA calls wait, and no call is in progress.
         Closed = 2,
         /// The driver's lock call is running.
         Locking = 3,
-        /// The driver holds the process locked.
+        /// The driver has locked the process.
         Locked = 4,
         /// The driver's checkpoint call is running.
         Checkpointing = 5,
-        /// Checkpointed: the GPU memory is in host memory.
+        /// The driver has checkpointed the process: the GPU memory is in host memory.
         Checkpointed = 6,
         /// The driver's restore call is running.
         Restoring = 7,
         /// The driver's unlock call is running.
         Unlocking = 8,
-        /// The agent copies swappable memory to host memory.
+        /// The agent is copying swappable memory to host memory.
         CopyingOut = 9,
-        /// Swappable memory is in host memory and its addresses are reserved; the context is on
-        /// the GPU.
+        /// Swappable memory is in host memory and its addresses are reserved. The CUDA context is
+        /// still on the GPU.
         CopiedOut = 10,
-        /// The agent copies the swappable memory back to the GPU.
+        /// The agent is copying the swappable memory back to the GPU.
         CopyingIn = 11,
     }
 }
 
 impl Phase {
-    /// Whether memory of the process was moved to host memory, so that a restore takes VRAM.
+    /// Returns whether memory of the process is in host memory, so that a restore needs VRAM.
     #[must_use]
     pub const fn is_offloaded(self) -> bool {
         matches!(self, Phase::Checkpointed | Phase::CopiedOut)
@@ -206,25 +210,25 @@ impl Phase {
 }
 
 wire_enum! {
-    /// The way in which a container's memory leaves the GPU.
+    /// Engine: the method by which a container's memory is moved out of VRAM.
     pub enum Engine {
-        /// The driver's checkpoint takes everything. The library does not touch allocations.
+        /// The driver's checkpoint moves all memory. The library does not copy allocations.
         Checkpoint = 0,
         /// The library copies allocations of 2 MiB and more at bus speed. The remaining memory
         /// stays on the GPU.
         Copy = 1,
-        /// The library copies allocations of 2 MiB and more. Then the driver's checkpoint takes the
+        /// The library copies allocations of 2 MiB and more. Then the driver's checkpoint moves the
         /// remaining memory.
         Full = 2,
-        /// The library copies allocations of 2 MiB and more. The driver's checkpoint takes the
-        /// remaining memory when a waiter needs it. For the library, `Auto` is the same as `Full`,
-        /// because the controller orders the checkpoint.
+        /// The library copies allocations of 2 MiB and more. The driver's checkpoint moves the
+        /// remaining memory only when a waiting container needs the VRAM. For the library, `Auto`
+        /// is the same as `Full`, because the controller orders the checkpoint.
         Auto = 3,
     }
 }
 
 impl Engine {
-    /// The engine with this word in the configuration. `None`: there is none.
+    /// Returns the engine with this word in the configuration, or `None` if no engine has it.
     #[must_use]
     pub fn parse(word: &[u8]) -> Option<Engine> {
         [Engine::Auto, Engine::Copy, Engine::Full, Engine::Checkpoint]
@@ -232,7 +236,7 @@ impl Engine {
             .find(|engine| engine.as_str().as_bytes() == word)
     }
 
-    /// The word for the engine in configuration, annotations and output.
+    /// Returns the word for the engine in configuration, annotations and output.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -244,28 +248,29 @@ impl Engine {
     }
 }
 
-/// Facts that affect how the process can be offloaded and restored, as a bit set.
+/// Bit set of facts that affect how the process can be offloaded and restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessFlags(pub u32);
 
 impl ProcessFlags {
-    /// `cuIpcGetMemHandle` failed, because the memory is swappable.
+    /// `cuIpcGetMemHandle` failed in the process, because the memory is swappable.
     pub const IPC_REFUSED: ProcessFlags = ProcessFlags(1);
-    /// The process has memory imported from a copier. A checkpoint without a copy out is refused.
-    /// Cleared when that memory is freed.
+    /// The process has memory imported from a copier, so a checkpoint without a copy out is
+    /// refused. Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
     /// When the process was last prefaulted or copied out, no copier could have restored its
     /// memory. Cleared when a copier can restore it.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
-    /// Some memory was exported to a copier and is not copied yet. It stays in VRAM in every phase.
-    /// Cleared when all of it is copied or mapped in the process again.
+    /// The process exported memory to a copier that has not copied all of it yet. The memory not
+    /// yet copied stays in VRAM in every phase. Cleared when all of it is copied or mapped in the
+    /// process again.
     pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
     /// Library and driver can restore the process on another GPU of the node.
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
     /// The driver shows only one GPU to the process, so its memory is never on several GPUs.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
 
-    /// Whether any bit of `other` is set.
+    /// Returns whether both sets have a bit in common.
     #[must_use]
     pub const fn intersects(self, other: ProcessFlags) -> bool {
         self.0 & other.0 != 0
