@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// The current time, or the time at which a test has stopped the clock.
+/// Returns the current time, or the time at which a test has stopped the clock.
 pub fn now() -> Instant {
     #[cfg(any(test, feature = "testing"))]
     if let Some(held) = HELD.get() {
@@ -11,24 +11,24 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// Duration from `then` until now.
+/// Returns the duration from `then` until now.
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
 
 #[cfg(any(test, feature = "testing"))]
 thread_local! {
-    /// The time that a stopped clock shows. `None`: the clock runs.
+    /// Time that this thread's clock shows while a test has stopped it. `None` if the clock runs.
     static HELD: std::cell::Cell<Option<Instant>> = const { std::cell::Cell::new(None) };
 }
 
-/// Stops the clock of this thread: only [`advance`] moves it.
+/// Stops the clock of this thread, so that only [`advance`] moves it.
 #[cfg(any(test, feature = "testing"))]
 pub fn hold() {
     HELD.set(Some(Instant::now()));
 }
 
-/// Advances the clock of this thread, if it is stopped.
+/// Advances the clock of this thread by a duration, if the clock is stopped.
 #[cfg(any(test, feature = "testing"))]
 pub fn advance(by: Duration) {
     HELD.set(HELD.get().map(|held| held + by));

@@ -1,4 +1,5 @@
-//! The pieces that a process has exported to be copied out during its checkpoint.
+//! Copies out the pieces of GPU memory that a process has exported to the copier for its
+//! checkpoint.
 
 use std::{os::fd::OwnedFd, rc::Rc, time::Instant};
 
@@ -7,16 +8,16 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// The pieces that have arrived so far. Fields are dropped in the order of their declaration, so
-/// copies end before the memory that they use is freed.
+/// Pieces of one process that have arrived to be copied out. Fields are dropped in the order of
+/// their declaration, so that copies end before the memory that they use is freed.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,
     blocks: Vec<DeviceBlock>,
-    /// Offset in the region at which the next piece is written.
+    /// Offset in the process's memory file at which the next piece is written.
     offset: usize,
     since: Instant,
-    /// When the last piece arrived.
+    /// Time at which the last piece arrived.
     last: Instant,
 }
 
@@ -53,22 +54,22 @@ impl CopyOutBatch {
         copied
     }
 
-    /// Number of pieces that have arrived.
+    /// Returns the number of pieces that have arrived.
     pub fn many(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Time of the first piece.
+    /// Returns the time at which the first piece arrived.
     pub fn since(&self) -> Instant {
         self.since
     }
 
-    /// Time of the last piece.
+    /// Returns the time at which the last piece arrived.
     pub fn last(&self) -> Instant {
         self.last
     }
 
-    /// Whether all pieces that have arrived are copied into the region.
+    /// Returns whether all pieces that have arrived are copied into the region.
     ///
     /// # Errors
     /// [`CudaError`]: a copy has failed.

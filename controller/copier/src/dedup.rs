@@ -1,4 +1,4 @@
-//! Finds content that several processes have, and stores it in a shared segment.
+//! Finds content that several processes have in common, and stores it once, in a shared segment.
 //!
 //! ```text
 //! chunk ──fingerprint──> equals a segment's      ──bytes are equal──> offered
@@ -7,9 +7,9 @@
 //! ```
 //!
 //! A fingerprint is a hash of samples of a chunk. The keys of the hash are random and known only to
-//! this copier. The fingerprint only selects the chunks that are compared. A chunk is compared only
-//! within its dedup domain, and a process gets a segment only if it already has all of the
-//! segment's content.
+//! this copier. The fingerprint only selects the chunks whose bytes are compared. A chunk is
+//! compared only within its dedup domain, and a process gets a segment only if it already has all
+//! of the segment's content.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -24,57 +24,59 @@ use crate::{
     sys::{CHUNK_BYTES, RegionError, SegmentDraft},
 };
 
-/// Content that is stored once.
+/// Readable content of a chunk, stored once for several processes.
 pub trait ChunkContent {
-    /// Reads `to.len()` bytes at an offset.
+    /// Reads `to.len()` bytes of the content at an offset.
     ///
     /// # Errors
     /// The `errno` of the read.
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
 }
 
-/// A process whose content may equal that of other processes.
+/// A process whose content may equal the content of other processes.
 pub trait ChunkHolder {
-    /// The type of shared content.
+    /// Type of the stored content that processes share.
     type Segment: ChunkContent;
-    /// Number that the controller has given the process.
+    /// Returns the number that the controller has assigned to the process.
     fn process(&self) -> u64;
-    /// The dedup domain: content is shared only between processes of the same domain.
+    /// Returns the process's dedup domain. Content is shared only between processes of the same
+    /// domain.
     fn domain(&self) -> u64;
-    /// The next chunk of the process's own content that is not examined yet. `None`: no chunk can
-    /// be examined now.
+    /// Returns the number of the next chunk of the process's own content that is not examined yet.
+    /// Returns `None` if no chunk can be examined now.
     fn next_chunk(&self) -> Option<usize>;
     /// Marks the chunk of [`Self::next_chunk`] as examined.
     fn has_looked(&mut self);
-    /// Whether a segment may be offered for this chunk, provided that [`Self::has_room`] is true.
+    /// Returns whether a segment may be offered for this chunk, provided that [`Self::has_room`] is
+    /// true.
     fn may_offer(&self, chunk: usize) -> bool;
-    /// Whether the process may get another offer before it replies to the earlier ones.
+    /// Returns whether the process may get another offer before it replies to its earlier offers.
     fn has_room(&self) -> bool;
-    /// Whether the process must still reply to an offer. After a timeout the process gets no more
-    /// offers.
+    /// Returns whether the process still has to reply to an offer. If the time limit for a reply
+    /// has passed, the process gets no more offers.
     fn is_asked(&mut self) -> bool;
     /// Reads the copied-out content of the process.
     ///
     /// # Errors
     /// The `errno` of the read.
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
-    /// Offers a segment with the same content as one of its chunks.
+    /// Offers the process a segment with the same content as one of its chunks.
     fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
 }
 
-/// Number of bytes that are compared at a time. A comparison takes some milliseconds, during which
-/// the copier reads no message.
+/// Number of bytes that are compared at a time. The comparison takes some milliseconds, during
+/// which the copier reads no message.
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Maximum total size of a copier's segments, as a divisor of the node's host memory: 4 means a
-/// quarter. The size is limited because segments are charged to no container.
+/// Limit for the total size of a copier's segments, as a divisor of the node's host memory: 4 means
+/// a quarter. The size is limited because segments are charged to no container.
 const MAX_MEMORY_SHARE: u64 = 4;
-/// Host memory that must stay free after a new segment, as a divisor of the node's host memory: 8
-/// means an eighth.
+/// Host memory that must stay free after a new segment is created, as a divisor of the node's host
+/// memory: 8 means an eighth.
 const MIN_FREE: u64 = 8;
 
-/// Dedup domain and fingerprint.
+/// Dedup domain and fingerprint of a chunk.
 type Key = (u64, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +85,7 @@ struct ChunkLocation {
     chunk: usize,
 }
 
-/// A comparison of two contents that is in progress.
+/// A comparison in progress, of a chunk with the content of a segment or of another chunk.
 #[derive(Debug)]
 struct CompareJob<S> {
     key: Key,
@@ -95,18 +97,19 @@ struct CompareJob<S> {
 #[derive(Debug)]
 enum CompareTarget<S> {
     Segment(Rc<S>),
-    /// The chunk of another process, and a draft with the content that is equal so far.
+    /// The chunk of another process to compare with, and a draft (an unfinished segment) with the
+    /// content found equal so far.
     Chunk(ChunkLocation, SegmentDraft),
 }
 
-/// All examined chunks and all segments.
+/// Index of all examined chunks and all segments of a copier.
 #[derive(Debug)]
 pub struct DedupIndex<S> {
     keys: RandomState,
     seen: HashMap<Key, ChunkLocation>,
     segments: HashMap<Key, Weak<S>>,
     job: Option<CompareJob<S>>,
-    /// Buffers for the parts that are compared. They are reused, because page faults in fresh
+    /// Two buffers for the parts that are compared. They are reused, because page faults in fresh
     /// memory take longer than the comparison.
     parts: [Vec<u8>; 2],
     reported_bytes: u64,
@@ -115,12 +118,12 @@ pub struct DedupIndex<S> {
 }
 
 impl<S: ChunkContent> DedupIndex<S> {
-    /// An empty index that uses this machine's host memory.
+    /// Creates an empty index, which limits its segments by this machine's host memory.
     pub fn new() -> Self {
         DedupIndex::within(HostBudget::now)
     }
 
-    /// An empty index that uses the host memory that `memory` returns.
+    /// Creates an empty index, which limits its segments by the host memory that `memory` returns.
     pub fn within(memory: fn() -> HostBudget) -> Self {
         DedupIndex {
             keys: RandomState::new(),
@@ -150,20 +153,22 @@ impl<S: ChunkContent> DedupIndex<S> {
         };
     }
 
-    /// Size of all segments, in bytes.
+    /// Returns the total size of all segments in use, in bytes.
     fn stored_bytes(&self) -> u64 {
         let live = self.segments.values().filter(|segment| segment.strong_count() > 0);
         (live.count() * CHUNK_BYTES) as u64
     }
 
-    /// Size of all segments in bytes, and whether the size has changed since the last report.
+    /// Returns the total size of all segments in bytes, and whether the size has changed since the
+    /// last report.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
         let reported_bytes = std::mem::replace(&mut self.reported_bytes, stored_bytes);
         (stored_bytes, reported_bytes != stored_bytes)
     }
 
-    /// Runs one step. `Later`: a process must reply first. `finish` turns a draft into a segment.
+    /// Runs one step of deduplication: compares a part, or examines the next chunk. `finish` turns
+    /// a draft into a segment. Returns `Later` if a process must first reply to an offer.
     ///
     /// # Errors
     /// [`RegionError`]: the driver has refused a call, and may refuse it again.
@@ -208,7 +213,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         Ok(SessionStep::More)
     }
 
-    /// Examines the next chunk that is not examined yet.
+    /// Examines the next chunk of any process that is not examined yet.
     fn look<H: ChunkHolder<Segment = S>>(&mut self, clients: &mut [H]) -> SessionStep {
         let mut waits = false;
         for client in clients.iter_mut() {
@@ -225,8 +230,8 @@ impl<S: ChunkContent> DedupIndex<S> {
         if waits { SessionStep::Later } else { SessionStep::Nothing }
     }
 
-    /// Finds the content with which a chunk is to be compared, if there is any. Returns false if
-    /// the chunk cannot be examined yet.
+    /// Examines a chunk: looks for a segment or another chunk with the same fingerprint, and
+    /// prepares the comparison with it. Returns false if the chunk must be examined later.
     fn look_at<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -265,7 +270,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         true
     }
 
-    /// Whether host memory allows one more segment.
+    /// Returns whether there is enough host memory for one more segment.
     fn has_memory(&self) -> bool {
         let (one, memory) = (CHUNK_BYTES as u64, (self.memory)());
         self.stored_bytes() + one <= memory.total_bytes / MAX_MEMORY_SHARE
@@ -312,7 +317,8 @@ impl<S: ChunkContent> CompareJob<S> {
     }
 }
 
-/// The process of a chunk, if it is still attached and may be offered a segment for that chunk.
+/// Returns the process that has a chunk, if it is still attached and may be offered a segment for
+/// that chunk.
 fn find<H: ChunkHolder>(clients: &mut [H], place: ChunkLocation) -> Option<&mut H> {
     let mut all = clients.iter_mut();
     all.find(|client| client.process() == place.process && client.may_offer(place.chunk))
@@ -332,7 +338,7 @@ fn read(
 mod tests {
     use super::*;
 
-    /// A chunk's content: each byte is `seed`, and `seed + 1` from `other_from` on.
+    /// Test content of a chunk: each byte is `seed`, and from offset `other_from` on `seed + 1`.
     #[derive(Clone, Copy)]
     struct StoredChunk {
         seed: u8,
@@ -340,8 +346,8 @@ mod tests {
     }
 
     const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
-    /// A chunk that differs from [`SAME`] only in its last byte, which is not part of the samples
-    /// for the fingerprint.
+    /// Test content that differs from [`SAME`] only in its last byte, which the fingerprint does
+    /// not sample.
     const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
 
     impl ChunkContent for StoredChunk {
@@ -407,8 +413,8 @@ mod tests {
         DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
     }
 
-    /// Runs steps until no work is left. Returns the last result, and the chunks for which each
-    /// process got an offer.
+    /// Runs deduplication steps until no work is left. Returns the last result, and for each
+    /// process the chunks for which it got an offer.
     fn run(
         dedup: &mut DedupIndex<SegmentDraft>,
         all: &mut [DedupProcess],

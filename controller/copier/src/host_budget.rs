@@ -1,18 +1,18 @@
-//! Available host memory for content that is charged to no container.
+//! Reads how much host memory is available for content that is charged to no container.
 
 use std::{fs, path::Path};
 
-/// Total and free memory of the node, or of this process's control groups if they have less.
+/// Total and free memory of the node, reduced to the limits of this process's control groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget {
     /// Total memory in bytes.
     pub total_bytes: u64,
-    /// Memory that this process could allocate, in bytes.
+    /// Memory that this process could still allocate, in bytes.
     pub free_bytes: u64,
 }
 
 impl HostBudget {
-    /// The budget at the time of the call.
+    /// Reads the budget at the time of the call.
     pub fn now() -> HostBudget {
         let node = HostBudget {
             total_bytes: of_meminfo("MemTotal"),
@@ -25,7 +25,7 @@ impl HostBudget {
     }
 
     /// Returns the budget, reduced to the limits of a control group and of all groups above it. The
-    /// kernel kills processes if any of these limits is exceeded.
+    /// kernel kills processes when a group exceeds its limit.
     fn within(self, root: &Path, group: &Path) -> HostBudget {
         let read = |group: &Path, file: &str| {
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
@@ -45,7 +45,7 @@ impl HostBudget {
     }
 }
 
-/// A value of /proc/meminfo in bytes. 0: unknown.
+/// Reads a value of `/proc/meminfo`, in bytes. Returns 0 if the value is unknown.
 fn of_meminfo(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     value(&text, name).unwrap_or(0)

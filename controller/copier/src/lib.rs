@@ -43,7 +43,7 @@ pub use serve::CopierError;
 
 use std::{ffi::OsString, io, os::fd::AsFd};
 
-/// The environment variable that names the driver's library.
+/// Environment variable with the name of the driver's library.
 pub const LIBRARY_ENV: &str = "AFFINODE_COPIER_LIBRARY";
 
 /// Runs the command `copier UUID`, with the controller's socket on standard input, until the

@@ -1,5 +1,5 @@
-//! The main loop: reads messages of the controller and the agents, and runs one step of work at a
-//! time. Sessions whose process waits come first.
+//! Main loop of the copier. It reads messages of the controller and the agents, and runs one step
+//! of work at a time. Sessions of processes that wait for the copier come first.
 
 use std::{
     io,
@@ -22,13 +22,13 @@ use crate::{
     sys::{CudaDriver, CudaError, HostRegion, SegmentDraft, SharedSegment},
 };
 
-/// A number that no process has, for reports that concern no process.
+/// Process number in reports that concern no process. No process has this number.
 const NO_PROCESS: u64 = 0;
 
-/// Interval, in nanoseconds, at which the device is queried for completed copies.
+/// Interval at which the copier asks the device for completed copies, in nanoseconds.
 const SOON_NS: i64 = 500_000;
 
-/// Time after which freed memory counts as scrubbed. It suffices for 60 GiB.
+/// Time after which the GPU has scrubbed (cleared) freed memory. It suffices for 60 GiB.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
 /// Reason why a copier has ended.
@@ -49,12 +49,12 @@ pub enum CopierError {
     /// The controller has sent an invalid frame.
     #[error("the controller sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The driver has refused a call in a way that leaves the context unusable.
+    /// The driver has refused a call, and the CUDA context is unusable.
     #[error("the copier's CUDA context is unusable")]
     Broken(#[source] Box<dyn std::error::Error>),
 }
 
-/// Serves until the controller closes its socket. `uuid` is the UUID of the GPU, in NVML's
+/// Runs the copier until the controller closes its socket. `uuid` is the UUID of the GPU, in NVML's
 /// notation.
 ///
 /// # Errors
@@ -78,8 +78,8 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller has already ended. The kernel sends no signal for an end that was before
-/// the request for the signal.
+/// Returns whether the controller has already closed its socket. This detects a controller that
+/// ended before the copier requested a signal for its end. The kernel sends no signal then.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -90,19 +90,19 @@ pub(crate) struct CopierServer {
     controller: OwnedFd,
     cuda: Rc<CudaDriver>,
     clients: Vec<ProcessSession>,
-    /// Regions of ended sessions. They are unregistered only while no process waits, because the
-    /// driver executes one call at a time.
+    /// Memory files of ended sessions, whose memory is still registered with the driver. They are
+    /// unregistered only while no process waits, because the driver executes one call at a time.
     leaving: Vec<HostRegion>,
     dedup: DedupIndex<SharedSegment>,
-    /// When memory was last freed and its scrubbing began. `None`: the driver has noticed that the
-    /// scrubbing ended.
+    /// Time at which memory was last freed, so that the GPU began to scrub (clear) it. `None` if
+    /// the driver has noticed that the scrubbing ended.
     wiping: Option<Instant>,
-    /// Whether the controller has forbidden steps that take VRAM.
+    /// Whether the controller has forbidden steps that allocate VRAM.
     held: bool,
 }
 
 impl CopierServer {
-    /// Creates a copier without sessions.
+    /// Creates a copier that serves no process yet.
     pub(crate) fn new(
         controller: OwnedFd,
         cuda: Rc<CudaDriver>,
@@ -119,7 +119,8 @@ impl CopierServer {
         }
     }
 
-    /// Reads messages, then runs one step of work. `None`: the controller has closed its socket.
+    /// Reads messages, then runs one step of work. Returns `None` if the controller has closed its
+    /// socket.
     pub(crate) fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         if !self.hear_controller()? {
             return Ok(None);
@@ -150,7 +151,8 @@ impl CopierServer {
         }
     }
 
-    /// Reads the controller's orders. Returns false if the controller has closed its socket.
+    /// Reads and executes the controller's orders. Returns false if the controller has closed its
+    /// socket.
     fn hear_controller(&mut self) -> Result<bool, CopierError> {
         loop {
             let (frame, descriptor) = match socket::receive(&self.controller) {
@@ -223,7 +225,7 @@ impl CopierServer {
         }
     }
 
-    /// Reports the size of shared content, if it has changed.
+    /// Reports the sizes of shared content to the controller, if they have changed.
     fn tell_shared(&mut self) {
         let (stored_bytes, changed) = self.dedup.report();
         let of = |client: &mut ProcessSession| {
@@ -239,8 +241,8 @@ impl CopierServer {
         }
     }
 
-    /// Runs a step for each session whose process waits. If no process waits, runs one step of one
-    /// other session.
+    /// Runs a step for each session whose process waits for the copier. If no process waits, runs
+    /// one step of one other session.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);
         let most = self.step_sessions(urgent)?;
@@ -265,9 +267,9 @@ impl CopierServer {
         Ok(if over { SessionStep::More } else { most })
     }
 
-    /// Runs a step for each urgent session, or one step of one other session. Sends the reports of
-    /// these steps, and ends the sessions for which a step failed. Returns when the next step of
-    /// these sessions can run.
+    /// Runs a step for each urgent session, or one step of one session that is not urgent. Sends
+    /// the reports of these steps, and ends the sessions whose step failed. Returns when the next
+    /// step of these sessions can run.
     fn step_sessions(&mut self, urgent: bool) -> Result<SessionStep, CopierError> {
         let held = self.held;
         let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
@@ -303,7 +305,8 @@ impl CopierServer {
         Ok(most)
     }
 
-    /// Unregisters the next part of the memory of ended sessions. Returns false if there was none.
+    /// Unregisters the next part of the memory of ended sessions. Returns false if no such memory
+    /// is left.
     fn release_next(&mut self) -> Result<bool, CopierError> {
         let Some(region) = self.leaving.last_mut() else { return Ok(false) };
         let more = region.unregister_last();
@@ -316,9 +319,9 @@ impl CopierServer {
         Ok(true)
     }
 
-    /// Runs one step for the memory of all sessions: lets go of content that is stored elsewhere,
-    /// looks for content that several processes have, and makes the driver notice the end of
-    /// scrubbing.
+    /// Runs one step of memory maintenance for all sessions: unregisters memory whose content is
+    /// stored in a segment, or looks for content that several processes have, or makes the driver
+    /// notice the end of scrubbing.
     fn tidy_memory(&mut self) -> Result<SessionStep, CopierError> {
         for client in &mut self.clients {
             if client.let_go_next().map_err(|error| CopierError::Broken(error.into()))? {
@@ -337,15 +340,15 @@ impl CopierServer {
         Ok(SessionStep::Nothing)
     }
 
-    /// Sends a report. Errors are ignored: a controller that does not read will close its socket
-    /// soon.
+    /// Sends a report to the controller. Errors are ignored, because a controller that does not
+    /// read will close its socket soon.
     fn report(&self, report: CopierReport) {
         let _ = socket::send(&self.controller, &report.encode(), None);
     }
 }
 
-/// Returns an error only if the context may be unusable after this error of a session. Any other
-/// error ends only the session in which it occurred.
+/// Returns a session's error as a copier error only if the CUDA context may be unusable after it.
+/// Any other error ends only the session in which it occurred.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }

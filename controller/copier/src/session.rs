@@ -1,4 +1,4 @@
-//! The session of one process that is offloaded or about to be.
+//! The copier's session with one process that is offloaded or about to be offloaded.
 //!
 //! ```text
 //! New ──CopiedOut, Chunks──> Listing ──Checkpointed──> Registering ──all are──> Registered
@@ -39,22 +39,24 @@ use crate::{
     },
 };
 
-/// VRAM in bytes that stays free during a fill until the driver has restored the process, in
-/// addition to the VRAM that the driver is known to need. A restore without enough VRAM loses the
-/// process.
+/// VRAM in bytes that the copier leaves free during a fill until the driver has restored the
+/// process. This is in addition to the VRAM that the driver is known to need. A restore without
+/// enough VRAM loses the process.
 const MARGIN_BYTES: u64 = 1 << 30;
 
-/// Maximum number of frames that are read from one process before other processes are served.
+/// Maximum number of messages that the copier reads from one process before it serves other
+/// processes.
 const FRAMES_AT_ONCE: usize = 64;
-/// Time limit of a fill, in addition to the time of its copies. Also the time limit for the process
-/// to close its socket after the fill.
+/// Time limit of a fill (the copy back into VRAM), in addition to the time of its copies. It is
+/// also the time limit for the process to close its socket after the fill.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for the next exported piece, counted from the arrival of the previous piece.
+/// Time limit for the arrival of the next exported piece, counted from the arrival of the previous
+/// piece.
 const BETWEEN: Duration = Duration::from_secs(2);
-/// Minimum bandwidth that is assumed of copies, in bytes per second.
+/// Bandwidth that copies are assumed to reach at least, in bytes per second.
 const BYTES_A_SECOND: u64 = 1 << 30;
 
-/// Reason why the connection to a process is closed.
+/// Reason why the copier closes the connection to a process.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
     /// The process has closed its socket.
@@ -70,19 +72,19 @@ pub enum SessionError {
     #[error("the process sent a message that is not allowed in its state")]
     Order,
     /// The process has announced too many pieces, more bytes than the controller allows, or another
-    /// device.
+    /// GPU than the copier's.
     #[error(
         "the process announced {bytes} bytes in {pieces} pieces; the limit is {most_bytes} bytes"
     )]
     Claim {
-        /// Bytes that the process announces.
+        /// Number of bytes that the process announced.
         bytes: u64,
-        /// Pieces that the process announces.
+        /// Number of pieces that the process announced.
         pieces: u32,
-        /// Limit from the controller.
+        /// Maximum number of bytes that the controller allows the process.
         most_bytes: u64,
     },
-    /// The memory file does not meet the requirements of a region.
+    /// The process's memory file does not meet the requirements for mapping and registering it.
     #[error("cannot use the memory file of the process")]
     Region(#[from] RegionError),
     /// The driver has refused a call.
@@ -91,17 +93,17 @@ pub enum SessionError {
     /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out the memory that the process exported")]
     HandedOver(#[source] CudaError),
-    /// The process must be restored now, but not all of its memory is registered yet.
+    /// The process must be restored now, but the driver has not registered all of its memory yet.
     #[error("the memory of the process is not registered yet")]
     NotHeld,
-    /// A time limit has expired: the process does not read its messages, or there is no VRAM for
-    /// its memory.
+    /// A time limit has expired, because the process does not read its messages or there is no VRAM
+    /// for its memory.
     #[error("a copy or a message of the process took too long")]
     Late,
 }
 
 impl SessionError {
-    /// Whether the context may be unusable after this error.
+    /// Returns whether the CUDA context may be unusable after this error.
     pub fn is_fatal(&self) -> bool {
         match self {
             SessionError::Cuda(error) | SessionError::Region(RegionError::Cuda(error)) => {
@@ -112,21 +114,21 @@ impl SessionError {
     }
 }
 
-/// When the next step can run.
+/// Tells the main loop when the next step of a session can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStep {
-    /// The next step can run immediately.
+    /// The next step can run at once.
     More,
-    /// The device must complete a copy first.
+    /// The next step can run after the GPU has completed a copy.
     Soon,
-    /// The process must act first, within a time limit.
+    /// The next step can run after the process has acted, for which it has a time limit.
     Later,
-    /// No step is possible before a message arrives.
+    /// The next step can run only after a message has arrived.
     Nothing,
 }
 
 impl SessionStep {
-    /// Returns the one of the two steps that can run earlier.
+    /// Returns whichever of the two steps can run earlier.
     pub fn sooner(self, other: SessionStep) -> SessionStep {
         match (self, other) {
             (SessionStep::More, _) | (_, SessionStep::More) => SessionStep::More,
@@ -139,14 +141,14 @@ impl SessionStep {
 
 #[derive(Debug)]
 enum SessionState {
-    /// The process has announced nothing yet.
+    /// The process is attached, but has announced nothing yet.
     New,
-    /// The memory file is attached, and the process is still resident.
+    /// The process has sent its memory file (prefaulted), and is still resident on the GPU.
     Prepared,
-    /// The process lists its pieces. The field is the number of pieces that are not listed yet. 0:
-    /// all pieces are listed, but the process is not checkpointed yet.
+    /// The process is listing its pieces. Contains the number of pieces that are not listed yet. 0
+    /// means that all pieces are listed, but the process is not checkpointed yet.
     Listing(u32),
-    /// The process exports its pieces, and the device copies them out.
+    /// The process is exporting its pieces, and the GPU copies them out.
     CopyingOut(CopyOutBatch),
     Registering,
     Registered,
@@ -158,8 +160,8 @@ enum SessionState {
     },
 }
 
-/// The session of one process. Fields are dropped in the order of their declaration, so copies end
-/// before the memory that they use is freed.
+/// The copier's session with one process. Fields are dropped in the order of their declaration, so
+/// that copies end before the memory that they use is freed.
 #[derive(Debug)]
 pub struct ProcessSession {
     process: u64,
@@ -167,21 +169,21 @@ pub struct ProcessSession {
     state: SessionState,
     copies: Option<CopyStream>,
     blocks: Vec<DeviceBlock>,
-    /// Offset of the next block in the region, in bytes.
+    /// Offset in the memory file of the next block to be filled, in bytes.
     offset: usize,
     /// Number of filled blocks that were exported to the process so far.
     shared: usize,
     region: Option<HostRegion>,
-    /// Whether the process announced the region before the region had content.
+    /// Whether the process was prefaulted: it sent its memory file before the file had content.
     prepared: bool,
-    /// Whether the whole region is registered with the driver.
+    /// Whether the driver has registered the whole region.
     registered: bool,
-    /// Sum of the sizes of all pieces, in bytes.
+    /// Total size of all pieces, in bytes.
     copied_out_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
     sharing: ContentSharing<SharedSegment>,
-    /// VRAM in bytes that the controller has granted for the fill. It may be granted before the
+    /// VRAM in bytes that the controller has granted for the fill. The grant may arrive before the
     /// process announces its pieces.
     granted_bytes: Option<u64>,
     restoring: bool,
@@ -191,8 +193,8 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// Creates a session that has received no messages. Takes the process's number, its limit in
-    /// bytes, and its dedup domain.
+    /// Creates a session that has received no messages yet. `most_bytes` limits what the process
+    /// may copy out, and `domain` is its dedup domain.
     pub fn new(
         cuda: &Rc<CudaDriver>,
         socket: OwnedFd,
@@ -223,33 +225,34 @@ impl ProcessSession {
         }
     }
 
-    /// Number that the controller has given the process.
+    /// Returns the number that the controller has assigned to the process.
     pub fn process(&self) -> u64 {
         self.process
     }
 
-    /// The socket of the process.
+    /// Returns the copier's end of the socket to the process.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Whether the process waits until its copies end: in its restore or in its checkpoint.
+    /// Returns whether the process waits for the copier's copies, in its restore or in its
+    /// checkpoint.
     pub fn is_urgent(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. } | SessionState::CopyingOut(_))
     }
 
-    /// Whether the process waits to be restored.
+    /// Returns whether the process waits for its memory to be copied back into VRAM.
     pub fn is_filling(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. })
     }
 
-    /// Whether the memory of the process is being registered. The driver takes a little VRAM for
-    /// that.
+    /// Returns whether the driver is registering the memory of the process, for which it allocates
+    /// a little VRAM.
     pub fn is_registering(&self) -> bool {
         matches!(self.state, SessionState::Registering) || (self.prepared && !self.registered)
     }
 
-    /// Reads messages of the process, at most [`FRAMES_AT_ONCE`].
+    /// Reads and handles messages of the process, at most [`FRAMES_AT_ONCE`].
     ///
     /// # Errors
     /// [`SessionError`]: the connection must be closed.
@@ -268,7 +271,7 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Does what a message asks for, if the message is allowed in the present state.
+    /// Handles a message of the process, if the message is allowed in the session's current state.
     fn handle(
         &mut self,
         message: ToCopier,
@@ -322,8 +325,8 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Maps the memory file of the process. A process that was prefaulted sent its file earlier and
-    /// sends none now; that region must be large enough.
+    /// Maps the memory file of the process. A prefaulted process sent its file earlier and sends
+    /// none now. The region of that earlier file must be large enough.
     fn have_region(&mut self, file: Option<OwnedFd>, bytes: u64) -> Result<(), SessionError> {
         match (&self.region, file) {
             (None, Some(file)) => {
@@ -335,7 +338,8 @@ impl ProcessSession {
         }
     }
 
-    /// Records that the process waits to be restored, and starts the fill if it is granted.
+    /// Records that the process waits to be restored, and starts the fill if VRAM for it is
+    /// granted.
     fn restore(&mut self) -> Result<(), SessionError> {
         // If the memory is not registered yet, the process must not wait for the registration: the
         // error ends the session, and the process restores itself.
@@ -356,8 +360,8 @@ impl ProcessSession {
         if fits { Ok(()) } else { Err(SessionError::Claim { bytes, pieces, most_bytes }) }
     }
 
-    /// Starts to copy the next piece out. The process may send any descriptor: if the driver
-    /// refuses it, the context is still usable.
+    /// Starts to copy the next exported piece out. The process may send any descriptor. If the
+    /// driver refuses it, the context is still usable.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
         let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
         else {
@@ -378,7 +382,8 @@ impl ProcessSession {
         if sum == self.copied_out_bytes { Ok(()) } else { Err(SessionError::Order) }
     }
 
-    /// Records that the controller has granted this much VRAM for the fill.
+    /// Records that the controller has granted VRAM for the fill, and starts the fill if the
+    /// process waits for it.
     ///
     /// # Errors
     /// [`SessionError`]: the connection must be closed, and the process restores itself.
@@ -391,7 +396,8 @@ impl ProcessSession {
         self.begin()
     }
 
-    /// Refuses pieces that together are larger than the VRAM that the controller has granted.
+    /// Returns an error if the pieces are together larger than the VRAM that the controller has
+    /// granted.
     fn within_grant(&self, most_bytes: u64) -> Result<(), SessionError> {
         if self.copied_out_bytes <= most_bytes {
             return Ok(());
@@ -401,8 +407,8 @@ impl ProcessSession {
     }
 
     /// Starts the fill once the controller has granted the VRAM and the process has sent Restoring.
-    /// The message alone does not suffice, because any process can send it. The grant may arrive
-    /// before or after the message, and before the pieces are known: hence the second check.
+    /// The message alone does not suffice, because any process can send it. The size of the pieces
+    /// is checked again here, because the grant may arrive before the process announces its pieces.
     fn begin(&mut self) -> Result<(), SessionError> {
         let (Some(granted_bytes), true) = (self.granted_bytes, self.restoring) else {
             return Ok(());
@@ -416,7 +422,7 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Runs the next step. The result says when to run the following step, and contains a report for
+    /// Runs the next step of the session. Returns when the following step can run, and a report for
     /// the controller if there is one.
     ///
     /// # Errors
@@ -524,7 +530,7 @@ impl ProcessSession {
         Ok((SessionStep::Later, Some(report)))
     }
 
-    /// Starts to copy content into the block that was created last.
+    /// Starts to copy the content of a piece into the block that was created last.
     fn copy(&mut self, index: usize) -> Result<(), SessionError> {
         let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
             return Err(SessionError::NotHeld);
@@ -538,10 +544,11 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Exports the next block, once it is filled and the process has sent Restored. A block that is
-    /// not filled would show the earlier content of its memory. Before Restored the process does
-    /// not read, and a descriptor in its socket would keep the memory allocated. Returns false if
-    /// no block is ready, or if the process must read its messages first.
+    /// Exports the next block to the process, once the block is filled and the process has sent
+    /// Restored. A block that is not filled would show the earlier content of its memory. Before
+    /// Restored the process does not read its socket, and a descriptor in the socket would keep the
+    /// memory allocated. Returns false if no block is ready, or if the process must read its
+    /// messages first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
@@ -556,12 +563,13 @@ impl ProcessSession {
         Ok(told)
     }
 
-    /// Returns the region of an ended session, which the caller unregisters later, chunk by chunk.
+    /// Ends the session and returns its region, which the caller unregisters later, chunk by chunk.
     pub fn into_region(self) -> Option<HostRegion> {
         self.region
     }
 
-    /// Sends a message. Returns false if the socket is full: the process must read first.
+    /// Sends a message to the process. Returns false if the socket is full, so that the process
+    /// must read first.
     fn tell(
         &self,
         message: FromCopier,

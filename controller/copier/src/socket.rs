@@ -1,4 +1,5 @@
-//! Sends and receives frames, one per packet, each with at most one descriptor.
+//! Sends and receives frames on a packet socket. Each packet has one frame and at most one
+//! descriptor.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -15,7 +16,7 @@ use rustix::net::{
 /// A frame, and the descriptor that arrived with it.
 pub type Received = ([u8; FRAME_BYTES], Option<OwnedFd>);
 
-/// Receives the next packet, without waiting for one.
+/// Receives the next packet if one has arrived, without waiting.
 ///
 /// # Errors
 /// `WouldBlock`: no packet has arrived. Any other error: the connection has ended, or the packet is
@@ -40,8 +41,8 @@ pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     }
 }
 
-/// Sends a packet, without waiting. Returns the number of bytes sent. On a stream socket this can
-/// be less than the packet.
+/// Sends a frame and an optional descriptor, without waiting. Returns the number of bytes sent. On
+/// a stream socket this can be less than the frame.
 ///
 /// # Errors
 /// If the socket is full, or the peer has closed it.

@@ -1,5 +1,5 @@
-//! Content that a process shares with others. While the process is offloaded, the content is stored
-//! once, in a segment.
+//! Shares content of a process with other processes. While the process is offloaded, the content is
+//! stored once, in a segment (a sealed file of the copier).
 //!
 //! ```text
 //! chunk:  not examined ──> examined ──Same──> offered ──Mapped──> elsewhere
@@ -23,42 +23,43 @@ use crate::{
     sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
 };
 
-/// Maximum number of offers to a process that have no reply yet.
+/// Maximum number of offers to one process that have no reply yet.
 const MAX_OFFERED: usize = 2;
 /// Time limit for the reply to an offer. Without the limit, a stopped process would delay the
 /// deduplication of other processes.
 const ANSWERS: Duration = Duration::from_secs(5);
 
-/// The state of deduplication for one process.
+/// Deduplication state of one process: its offers, and which of its chunks are examined.
 #[derive(Debug)]
 pub struct ContentSharing<S> {
-    /// Dedup domain. 0: the process shares with no other.
+    /// Dedup domain of the process. 0 means that the process shares no content.
     domain: u64,
-    /// Whether segments may be offered now.
+    /// Whether the copier may offer segments to the process now.
     open: bool,
-    /// The first chunk that is not examined yet.
+    /// Number of the first chunk that is not examined yet.
     next: usize,
     offered: BTreeMap<usize, (Instant, Rc<S>)>,
     reported_bytes: usize,
 }
 
 impl<S> ContentSharing<S> {
-    /// Creates the state in which no chunk is examined.
+    /// Creates the state of a process of which no chunk is examined yet.
     pub fn of(domain: u64) -> Self {
         ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), reported_bytes: 0 }
     }
 
-    /// Allows offers: the process is offloaded, and all of its memory is registered.
+    /// Allows offers to the process, because it is offloaded and all of its memory is registered.
     pub fn open(&mut self) {
         self.open = self.domain != 0;
     }
 
-    /// Ends the offers because the process will be restored. Replies are still accepted.
+    /// Ends the offers to the process, because it will be restored. Replies are still accepted.
     pub fn end(&mut self) {
         self.open = false;
     }
 
-    /// Drops the offers that have no reply yet: the process is being restored and will not reply.
+    /// Drops the offers that have no reply yet, because the process is being restored and will not
+    /// reply.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
@@ -69,7 +70,8 @@ impl<S> ContentSharing<S> {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
-    /// Whether a segment may be offered for this chunk, provided that [`Self::has_room`] is true.
+    /// Returns whether a segment may be offered for this chunk, provided that [`Self::has_room`] is
+    /// true.
     fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
@@ -78,8 +80,8 @@ impl<S> ContentSharing<S> {
         self.offered.len() < MAX_OFFERED
     }
 
-    /// The next chunk to examine, of `chunks` chunks. `None`: all are examined, or the process must
-    /// reply first.
+    /// Returns the number of the next chunk to examine, if the process has `chunks` chunks. Returns
+    /// `None` if all chunks are examined, or if the process must first reply to an offer.
     fn next(&self, chunks: usize) -> Option<usize> {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
@@ -92,7 +94,8 @@ impl<S> ContentSharing<S> {
         self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
-    /// Number of bytes stored in segments, if it has changed since the last report.
+    /// Returns the number of the process's bytes that are stored in segments, if it has changed
+    /// since the last report.
     fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
         let told = std::mem::replace(&mut self.reported_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
@@ -100,7 +103,7 @@ impl<S> ContentSharing<S> {
 }
 
 impl ProcessSession {
-    /// Handles the reply to the offer for a chunk.
+    /// Handles the process's reply to the offer of a segment for a chunk.
     pub(super) fn mapped(&mut self, chunk: usize, taken: bool) -> Result<(), SessionError> {
         let segment = self.sharing.answered(chunk).ok_or(SessionError::Order)?;
         match &mut self.region {
@@ -109,8 +112,8 @@ impl ProcessSession {
         }
     }
 
-    /// Unregisters the memory of one chunk that the process has freed, because the chunk's content
-    /// is in a segment. Returns false if there is no such chunk.
+    /// Unregisters the memory of one chunk that the process has freed, because a segment stores the
+    /// chunk's content. Returns false if there is no such chunk.
     ///
     /// # Errors
     /// [`CudaError`]: the context may be unusable.
@@ -118,7 +121,8 @@ impl ProcessSession {
         self.region.as_mut().map_or(Ok(false), HostRegion::let_go_next)
     }
 
-    /// Number of bytes stored in segments, if it has changed since the last report.
+    /// Returns the number of the process's bytes that are stored in segments, if it has changed
+    /// since the last report.
     pub fn shared_bytes(&mut self) -> Option<u64> {
         self.sharing.report(self.region.as_ref().map_or(0, HostRegion::elsewhere_bytes))
     }
@@ -209,7 +213,8 @@ mod tests {
         assert!(sharing.next(9).is_none(), "it is asked no more");
     }
 
-    /// A process may send a reply until it sends Restoring. Later replies must be refused.
+    /// Checks that the copier accepts a process's reply to an offer until the process sends
+    /// Restoring, and refuses later replies.
     #[test]
     fn replies_are_accepted_until_restore_begins() {
         let mut sharing = ContentSharing::of(7);

@@ -1,4 +1,4 @@
-//! The driver functions that a copier uses on its device.
+//! Functions of the CUDA driver that a copier calls on its GPU.
 
 use std::{
     ffi::c_void,
@@ -12,46 +12,49 @@ use affinode_cuda_sys::{
 };
 use libloading::Library;
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR` of the driver's header.
+/// Handle type of an exported piece of memory: `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR` of the
+/// driver's header.
 pub(super) const POSIX_DESCRIPTOR: u32 = 1;
 
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE` of the driver's header.
+/// Device attribute with the compute mode: `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE` of the driver's
+/// header.
 const COMPUTE_MODE: i32 = 20;
-/// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
+/// Context limit for the local memory of each thread, in bytes: `CU_LIMIT_STACK_SIZE` of the
+/// driver's header.
 const STACK_SIZE: u32 = 0;
 
-/// A failed call of the driver.
+/// Error of a call of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// The library, or one of its functions, cannot be loaded.
+    /// The driver's library, or one of its functions, cannot be loaded.
     #[error("cannot load the driver's library {library}")]
     Library {
-        /// Name of the library.
+        /// Name of the library that cannot be loaded.
         library: String,
-        /// Error of the loader's call.
+        /// Error that the dynamic loader returned.
         #[source]
         source: libloading::Error,
     },
-    /// A call has returned an error.
+    /// A driver function has returned an error.
     #[error("the driver's function {call} returned error {code}")]
     Call {
-        /// Name of the function.
+        /// Name of the driver function.
         call: &'static str,
-        /// The `CUresult` of the call.
+        /// Error code of the driver (`CUresult`).
         code: u32,
     },
-    /// The driver does not list the device.
+    /// The driver lists no GPU with this UUID.
     #[error("no device has the UUID {0}")]
     NoDevice(String),
-    /// The GPU is in an exclusive compute mode: while the copier has a context, no process could be
-    /// restored.
+    /// The GPU is in this exclusive compute mode. While the copier has a context in such a mode, no
+    /// process could be restored.
     #[error("the GPU accepts only one process at a time (compute mode {0}); run nvidia-smi -c 0")]
     Exclusive(i32),
 }
 
 impl CudaError {
-    /// Whether a later call may succeed: memory was short, or the driver refused the memory of a
-    /// container. After any other error the context may be unusable.
+    /// Returns whether a later call may succeed, because memory was short or the driver refused the
+    /// memory of a container. After any other error the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =
@@ -66,7 +69,7 @@ macro_rules! functions {
         #[derive(Debug)]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
-            /// The loaded library. `None`: the functions belong to a test.
+            /// The loaded library. `None` if a test provides the functions.
             pub(super) _library: Option<Library>,
         }
 
@@ -129,8 +132,8 @@ macro_rules! call {
     };
 }
 
-/// The driver's functions and a context on one device. The context is current on this thread, and
-/// only this thread uses it.
+/// The driver's functions, and a CUDA context on one GPU. The context is current on this thread,
+/// and only this thread uses it.
 #[derive(Debug)]
 pub struct CudaDriver {
     functions: Functions,
@@ -140,7 +143,8 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// Creates the context. `uuid` is in NVML's notation.
+    /// Loads the driver's library and creates a context on the GPU with this UUID, in NVML's
+    /// notation.
     ///
     /// # Errors
     /// [`CudaError`]: the library cannot be loaded, no device has this UUID, or the context cannot
@@ -151,7 +155,7 @@ impl CudaDriver {
         CudaDriver::with(functions, uuid)
     }
 
-    /// Creates the context with the given functions.
+    /// Creates a context on the GPU with this UUID, with the given driver functions.
     pub(super) fn with(functions: Functions, uuid: &str) -> Result<Rc<CudaDriver>, CudaError> {
         call!(functions, init(0))?;
         let mut count = 0;
@@ -187,12 +191,12 @@ impl CudaDriver {
         Err(CudaError::NoDevice(uuid.to_owned()))
     }
 
-    /// The UUID of the device.
+    /// Returns the UUID of the GPU, as the driver reports it.
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
     }
 
-    /// Free device memory, in bytes.
+    /// Returns the free device memory in bytes.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused the query.
@@ -202,9 +206,10 @@ impl CudaDriver {
         Ok(free as u64)
     }
 
-    /// Makes a small allocation and frees it, so that the driver notices that scrubbing has ended.
-    /// The driver notices the end only inside an allocation of some process. After 60 GiB were
-    /// freed, that allocation takes 13 to 20 ms (H200, driver 580.159).
+    /// Makes a small allocation and frees it, so that the driver notices that the GPU has finished
+    /// scrubbing (clearing) freed memory. The driver notices the end only inside an allocation of
+    /// some process. After 60 GiB were freed, that allocation takes 13 to 20 ms (H200, driver
+    /// 580.159).
     pub fn take_note(&self) {
         const LITTLE_BYTES: usize = 2 << 20;
         let (mut handle, property) = (0, self.property(false));
@@ -228,7 +233,7 @@ impl CudaDriver {
         }
     }
 
-    /// Registers host memory, so that the device copies at the speed of the bus.
+    /// Registers host memory with the driver, so that the GPU copies at the speed of the bus.
     ///
     /// # Safety
     /// The range must be mapped, and stay mapped until [`Self::unregister`].
@@ -240,7 +245,7 @@ impl CudaDriver {
         call!(self.functions, host_register(start, bytes, PORTABLE))
     }
 
-    /// Unregisters memory that [`Self::register`] has registered.
+    /// Unregisters host memory that [`Self::register`] has registered.
     ///
     /// # Errors
     /// [`CudaError`]: the memory may still be registered.
@@ -249,28 +254,28 @@ impl CudaDriver {
     }
 }
 
-/// Whether a UUID in NVML's notation equals the raw UUID of a device.
+/// Returns whether a UUID in NVML's notation equals the raw UUID of a device.
 fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     let digits = uuid.trim_start_matches("GPU-").bytes().filter(|digit| *digit != b'-');
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory to which or from which content is copied. When the block is dropped, this process
-/// releases the memory. Another process that created or imported the memory keeps it.
+/// A block of device memory, mapped for copies to it or from it. When the block is dropped, this
+/// process releases the memory. Another process that created or imported the memory keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,
     handle: u64,
-    /// Start of the reserved address range. 0: no range is reserved yet.
+    /// Start of the reserved device address range. 0 means that no range is reserved yet.
     address: u64,
     bytes: usize,
     is_mapped: bool,
-    /// Event that the device records when the block's copies have completed.
+    /// Event that completes when the copies of the block have completed.
     filled: *mut c_void,
 }
 
 impl DeviceBlock {
-    /// Creates and maps device memory.
+    /// Allocates and maps device memory. `rdma` makes it accessible to other devices on the bus.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused a call. Nothing is allocated then.
@@ -283,7 +288,7 @@ impl DeviceBlock {
         Ok(block)
     }
 
-    /// Maps `bytes` of another process's memory.
+    /// Imports and maps `bytes` of another process's device memory.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused a call. Nothing is mapped then, and only the other process
@@ -322,7 +327,7 @@ impl DeviceBlock {
         call!(functions, mem_set_access(self.address, self.bytes, &raw const access, 1))
     }
 
-    /// Whether the block's copies have completed.
+    /// Returns whether the copies of the block have completed.
     ///
     /// # Errors
     /// [`CudaError`]: a copy has failed.
@@ -334,7 +339,7 @@ impl DeviceBlock {
         }
     }
 
-    /// A descriptor with which another process can import the block.
+    /// Exports the block: returns a descriptor with which another process can import it.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused the export.
@@ -365,7 +370,7 @@ impl Drop for DeviceBlock {
     }
 }
 
-/// A stream for the copies of one process.
+/// A CUDA stream for the copies of one process.
 #[derive(Debug)]
 pub struct CopyStream {
     cuda: Rc<CudaDriver>,
@@ -373,7 +378,7 @@ pub struct CopyStream {
 }
 
 impl CopyStream {
-    /// Creates a stream without copies.
+    /// Creates a stream without queued copies.
     ///
     /// # Errors
     /// [`CudaError`]: the driver cannot create a stream.
@@ -384,7 +389,7 @@ impl CopyStream {
         Ok(CopyStream { cuda: Rc::clone(cuda), stream })
     }
 
-    /// Starts a copy to an offset in a block.
+    /// Starts a copy from host memory to an offset in a block of device memory.
     ///
     /// # Safety
     /// The host memory must stay registered, and the block must exist, until this stream is
@@ -403,7 +408,7 @@ impl CopyStream {
         call!(self.cuda.functions, copy_in(address, from, bytes, self.stream))
     }
 
-    /// Starts a copy from an offset in a block.
+    /// Starts a copy from an offset in a block of device memory to host memory.
     ///
     /// # Safety
     /// The requirements of [`Self::copy_in`] apply.
@@ -421,8 +426,8 @@ impl CopyStream {
         call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
     }
 
-    /// Records an event after all queued copies of a block. [`DeviceBlock::is_copied`] then reports
-    /// their completion.
+    /// Records the block's event after all copies queued for it, so that [`DeviceBlock::is_copied`]
+    /// can report their completion.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused the event.

@@ -1,8 +1,9 @@
-//! A simulated driver, one for each thread. It simulates memory, mappings, registrations, streams
-//! and events, and checks each rule of the real driver that a copier can break.
+//! A simulated CUDA driver for tests, one for each thread. It simulates memory, mappings,
+//! registrations, streams and events, and checks each rule of the real driver that a copier can
+//! break.
 //!
-//! A broken rule is recorded as a fault. It causes no panic, because a panic must not leave a
-//! function that is called like the driver's. Fresh memory is filled with [`SECRET`], which
+//! A broken rule is recorded as a fault. It causes no panic, because a panic must not unwind out of
+//! a function that is called like the driver's. Fresh memory is filled with [`SECRET`], which
 //! represents another tenant's content. Host memory and device memory are really copied.
 
 use std::{
@@ -23,21 +24,22 @@ use super::{
     cuda::{Functions, POSIX_DESCRIPTOR},
 };
 
-/// Byte that fills fresh device memory.
+/// Byte that fills fresh device memory. It represents another tenant's content.
 pub const SECRET: u8 = 0xee;
 /// UUID of the simulated device on which the copier has its context.
 pub const UUID: [u8; 16] = [7; 16];
-/// [`UUID`] as NVML writes it.
+/// Text of [`UUID`] in NVML's notation.
 pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
 
 const ALREADY_MAPPED: u32 = 208;
 const ALREADY_REGISTERED: u32 = 712;
 const NOT_REGISTERED: u32 = 713;
-/// Error codes from this value on leave the context unusable.
+/// Smallest error code that leaves the simulated context unusable.
 const STICKY: u32 = 700;
 const INVALID_HANDLE: u32 = 400;
 const PAGE_BYTES: usize = 4096;
-/// Unit in which the simulated driver records which device memory was filled.
+/// Size in bytes of a grain, the unit in which the simulated driver records which device memory was
+/// filled.
 const GRAIN_BYTES: usize = 64 << 10;
 
 thread_local! {
@@ -47,11 +49,11 @@ thread_local! {
 #[derive(Debug)]
 struct Memory {
     bytes: usize,
-    /// Byte that the memory contains until something is copied to it.
+    /// Value of every byte of the memory until content is copied to it.
     byte: u8,
-    /// Copied content. Empty if nothing was copied to the memory.
+    /// Content that was copied to the memory. Empty if nothing was copied.
     content: Vec<u8>,
-    /// Grains to which content was copied.
+    /// For each grain of the memory, whether content was copied to it.
     filled: Vec<bool>,
     rdma: bool,
     /// Whether another process created the memory.
@@ -86,25 +88,25 @@ enum Event {
     Failed(u32),
 }
 
-/// A call that the driver refuses.
+/// A driver call that the simulated driver will refuse.
 #[derive(Clone, Copy, Debug)]
 struct Refusal {
     call: Option<&'static str>,
-    /// Number of matching calls that succeed before the refused one.
+    /// Number of matching calls that succeed before one is refused.
     after: usize,
     code: u32,
 }
 
-/// Number of existing objects of each kind.
+/// Number of driver objects of each kind that still exist.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
-    /// Number of handles of device memory.
+    /// Number of existing handles of device memory.
     pub handles: usize,
-    /// Number of mappings of device memory.
+    /// Number of existing mappings of device memory.
     pub mappings: usize,
     /// Number of reserved ranges of device addresses.
     pub reservations: usize,
-    /// Number of registrations of host memory.
+    /// Number of existing registrations of host memory.
     pub registrations: usize,
     /// Number of existing streams.
     pub streams: usize,
@@ -117,11 +119,12 @@ pub struct Left {
 pub struct Fake {
     total_bytes: u64,
     used_by_others_bytes: u64,
-    /// VRAM that each allocation must leave free, because the driver's restore needs it.
+    /// VRAM in bytes that each allocation must leave free, because the driver's restore needs it.
     floor_bytes: u64,
     rdma_capable: bool,
     compute_mode: i32,
-    /// Stack limit of the context. `None`: the limit of a new context.
+    /// Stack limit that the copier set for the context. `None` if the context has its initial
+    /// limit.
     stack_limit: Option<usize>,
     next: u64,
     memories: BTreeMap<u64, Memory>,
@@ -132,9 +135,9 @@ pub struct Fake {
     streams: BTreeMap<usize, VecDeque<Work>>,
     events: BTreeMap<usize, Event>,
     exported: BTreeMap<(u64, u64), u64>,
-    /// Whether copies wait for [`run_copies`].
+    /// Whether queued copies wait until the test calls [`run_copies`].
     copies_wait: bool,
-    /// Error code of the next copies.
+    /// Error code with which the next copies fail. 0 means that they succeed.
     copies_fail: u32,
     sticky: u32,
     refusals: Vec<Refusal>,
@@ -142,12 +145,12 @@ pub struct Fake {
     faults: Vec<String>,
 }
 
-/// Resets the driver of this thread, with this much device memory.
+/// Resets the simulated driver of this thread to a GPU with this much device memory.
 pub fn reset(total_bytes: u64) {
     FAKE.replace(Fake { total_bytes, rdma_capable: true, next: 1, ..Fake::default() });
 }
 
-/// Creates a context on the device of [`UUID`].
+/// Creates a context on the simulated GPU with the UUID [`UUID`].
 ///
 /// # Errors
 /// [`CudaError`]: a test ordered a call to be refused.
@@ -155,12 +158,12 @@ pub fn open() -> Result<Rc<CudaDriver>, CudaError> {
     CudaDriver::with(functions(), UUID_TEXT)
 }
 
-/// Calls `body` with the state of this thread's driver.
+/// Calls `body` with the state of this thread's simulated driver.
 pub fn with<T>(body: impl FnOnce(&mut Fake) -> T) -> T {
     FAKE.with_borrow_mut(body)
 }
 
-/// Executes all queued work of all streams.
+/// Executes all queued copies and events of all streams.
 pub fn run_copies() {
     with(|fake| {
         for stream in fake.streams.keys().copied().collect::<Vec<_>>() {
@@ -169,7 +172,8 @@ pub fn run_copies() {
     });
 }
 
-/// Creates memory of another process, filled with a byte. Returns a descriptor for its import.
+/// Creates device memory of another process, filled with a byte. Returns a descriptor with which
+/// the copier can import it.
 ///
 /// # Errors
 /// The `errno` of the kernel.
@@ -180,7 +184,8 @@ pub fn made_by_another(bytes: usize, byte: u8) -> std::io::Result<OwnedFd> {
     })
 }
 
-/// Content of the memory behind a descriptor, as a process that has imported it sees it.
+/// Returns the content of the memory behind an exported descriptor, as a process that has imported
+/// it sees it.
 pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -188,7 +193,7 @@ pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     })
 }
 
-/// Whether other devices on the bus may access the memory behind a descriptor.
+/// Returns whether other devices on the bus may access the memory behind an exported descriptor.
 pub fn is_rdma(exported: BorrowedFd<'_>) -> Option<bool> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -201,7 +206,7 @@ fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
 }
 
 impl Fake {
-    /// Number of objects that were created and not released.
+    /// Returns the number of objects that the copier created and did not release.
     pub fn left(&self) -> Left {
         Left {
             handles: self.handles.len(),
@@ -213,70 +218,73 @@ impl Fake {
         }
     }
 
-    /// Rules that the copier has broken.
+    /// Returns the rules of the driver that the copier has broken.
     pub fn faults(&self) -> &[String] {
         &self.faults
     }
 
-    /// Names of all calls so far.
+    /// Returns the names of all driver calls so far.
     pub fn calls(&self) -> &[&'static str] {
         &self.calls
     }
 
-    /// Number of registered bytes of host memory.
+    /// Returns the amount of registered host memory, in bytes.
     pub fn registered_bytes(&self) -> usize {
         self.registered.values().sum()
     }
 
-    /// Device memory that this process created and still has a handle for, in bytes.
+    /// Returns the amount of device memory that the copier created and still has a handle for, in
+    /// bytes.
     pub fn made_bytes(&self) -> u64 {
         let made = |id: &&u64| self.memories.get(id).is_some_and(|memory| !memory.imported);
         self.handles.values().filter(made).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Device memory of other processes for which this process has a handle, in bytes.
+    /// Returns the amount of other processes' device memory for which the copier has a handle, in
+    /// bytes.
     pub fn imported_bytes(&self) -> u64 {
         let imported = |id: &&u64| self.memories.get(id).is_some_and(|memory| memory.imported);
         self.handles.values().filter(imported).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Sets the amount of memory that other processes use.
+    /// Sets the amount of device memory that other processes use.
     pub fn others_use(&mut self, bytes: u64) {
         self.used_by_others_bytes = bytes;
     }
 
-    /// Requires that each further allocation leaves this many bytes free.
+    /// Makes it a fault if a further allocation leaves fewer than this many bytes free.
     pub fn must_leave(&mut self, bytes: u64) {
         self.floor_bytes = bytes;
     }
 
-    /// Makes further copies wait for [`run_copies`].
+    /// Makes further copies wait until the test calls [`run_copies`].
     pub fn copies_wait(&mut self) {
         self.copies_wait = true;
     }
 
-    /// Makes further copies fail with this code.
+    /// Makes further copies fail with this error code.
     pub fn copies_fail(&mut self, code: u32) {
         self.copies_fail = code;
     }
 
-    /// Makes the device's memory inaccessible to other devices on the bus.
+    /// Simulates a GPU whose memory other devices on the bus cannot access.
     pub fn is_not_rdma_capable(&mut self) {
         self.rdma_capable = false;
     }
 
-    /// Stack limit of the context. `None`: the limit of a new context.
+    /// Returns the stack limit that the copier set for the context. `None` if the context has its
+    /// initial limit.
     pub fn stack_limit(&self) -> Option<usize> {
         self.stack_limit
     }
 
-    /// Sets the compute mode of the device.
+    /// Sets the compute mode of the simulated GPU.
     pub fn compute_mode(&mut self, mode: i32) {
         self.compute_mode = mode;
     }
 
-    /// Refuses one call with `code`, after `after` matching calls. `call`: name of the call;
-    /// `None`: any call.
+    /// Makes the simulated driver refuse one call with the error `code`, after `after` matching
+    /// calls. `call` is the name of the function to refuse. `None` matches any function.
     pub fn refuse(&mut self, call: Option<&'static str>, after: usize, code: u32) {
         self.refusals.push(Refusal { call, after, code });
     }
@@ -315,14 +323,14 @@ impl Fake {
         Ok(file)
     }
 
-    /// The mapping that contains a range.
+    /// Returns the mapping of device memory that contains a range, if there is one.
     fn mapping(&self, device: u64, bytes: usize) -> Option<(u64, usize, Mapping)> {
         let (start, mapping) = self.mapped.range(..=device).next_back()?;
         let offset = usize::try_from(device - start).ok()?;
         (offset + bytes <= mapping.bytes).then_some((*start, offset, *mapping))
     }
 
-    /// Whether a range of host memory is within one registration.
+    /// Returns whether a range of host memory lies within one registration.
     fn is_registered(&self, host: usize, bytes: usize) -> bool {
         self.registered
             .range(..=host)
@@ -422,8 +430,8 @@ impl Fake {
         })
     }
 
-    /// Removes memory that has neither a handle nor a mapping. Memory that other processes created
-    /// or imported stays.
+    /// Removes device memory that has neither a handle nor a mapping. Memory that other processes
+    /// created or imported stays.
     fn forget(&mut self, id: u64) {
         let is_held = self.handles.values().any(|of| *of == id)
             || self.mapped.values().any(|of| of.memory == id)
@@ -463,7 +471,8 @@ impl Fake {
     }
 }
 
-/// Whether all pages of a range are resident. `None`: the range is not mapped.
+/// Returns whether all pages of a range of host memory are resident. Returns `None` if the range is
+/// not mapped.
 fn resident(start: usize, bytes: usize) -> Option<bool> {
     let first = start / PAGE_BYTES * PAGE_BYTES;
     let bytes = start + bytes - first;
@@ -488,7 +497,7 @@ macro_rules! fakes {
     };
 }
 
-/// Writes the result of a call.
+/// Writes the result of a simulated driver call to the caller's pointer.
 fn give<T>(to: *mut T, value: T) -> Result<(), u32> {
     // SAFETY: the callers of these functions pass pointers to their own locals, or null.
     match unsafe { to.as_mut() } {

@@ -1,4 +1,4 @@
-//! The only unsafe code of this crate: driver functions and mappings of files.
+//! Contains all unsafe code of this crate: calls of driver functions and mappings of files.
 #![allow(unsafe_code)]
 
 mod cuda;
@@ -13,7 +13,7 @@ pub use segment::{SegmentDraft, SharedSegment};
 
 use std::{io, os::fd::AsFd};
 
-/// Fills `to` with the content of a file, beginning at `offset`.
+/// Fills the buffer `to` with the content of a file, beginning at `offset`.
 fn read_exact_at(file: impl AsFd, offset: usize, to: &mut [u8]) -> io::Result<()> {
     let (mut done, all) = (0, to.len());
     while done < all {

@@ -1,7 +1,7 @@
-//! A process's memory file, mapped and registered. The copier never reads or writes the mapping. It
-//! reads from the file instead, so that a hole stays a hole and takes no memory. It makes no call
-//! that waits for a lock of the file (`lseek`, `fallocate`), because the container could hold that
-//! lock.
+//! A process's memory file, mapped by the copier and registered with the driver. The copier itself
+//! never reads or writes the mapping. It reads from the file instead, so that a hole stays a hole
+//! and uses no memory. It makes no call that waits for a lock of the file (`lseek`, `fallocate`),
+//! because the container could hold that lock.
 
 use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
@@ -15,19 +15,20 @@ use super::{
     segment::SharedSegment,
 };
 
-/// Number of bytes that are registered or copied at a time. Each such step takes a few
-/// milliseconds.
+/// Size of a chunk in bytes, the part of a memory file that is registered or copied at a time. Each
+/// such step takes a few milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Number of bytes that are registered or copied at a time. It is smaller in tests, because they
-/// copy many chunks.
+/// Size of a chunk in bytes, the part of a memory file that is registered or copied at a time. It
+/// is smaller in tests, because they copy many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
-/// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
+/// File system type (`f_type`) of tmpfs, the only one that a memory file may have
+/// (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Reason why a file cannot be mapped or registered.
+/// Reason why the copier cannot map or register a process's memory file.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
     /// A system call has failed.
@@ -36,22 +37,23 @@ pub enum RegionError {
     /// The size of the file is not sealed, so it could change during a copy.
     #[error("the size of the memory file is not sealed")]
     NotSealed,
-    /// The file may have pages that are not charged to the container.
+    /// The file may have pages that are not charged to the process's container.
     #[error("the memory file does not consist of ordinary pages")]
     NotPlain,
-    /// The file is smaller than the process announced.
+    /// The file is smaller than the process announced it to be.
     #[error("the memory file has {has} of the announced {wanted} bytes")]
     TooSmall {
-        /// Size of the file.
+        /// Actual size of the file in bytes.
         has: u64,
-        /// Size that the process has announced.
+        /// Size in bytes that the process has announced.
         wanted: u64,
     },
-    /// Pages of the file are missing. A registration would allocate them and charge them to the
-    /// copier.
+    /// Pages of the file are missing. A registration would allocate these pages and charge them to
+    /// the copier.
     #[error("pages of the memory file are missing")]
     Missing,
-    /// The process reported that it uses a segment for a chunk, but has not freed the chunk.
+    /// The process reported that it uses a segment in place of a chunk, but it has not freed the
+    /// chunk.
     #[error("the memory file still has pages of a chunk whose content is in a shared segment")]
     NotGivenUp,
     /// The driver has refused a call.
@@ -68,7 +70,8 @@ pub enum CopyDirection {
     Out,
 }
 
-/// A mapped memory file. The memory belongs to the process, and its container is charged for it.
+/// A process's memory file, mapped by the copier. The memory belongs to the process, and its
+/// container is charged for it.
 #[derive(Debug)]
 pub struct HostRegion {
     cuda: Rc<CudaDriver>,
@@ -76,14 +79,14 @@ pub struct HostRegion {
     start: NonNull<c_void>,
     bytes: usize,
     registered: usize,
-    /// Segments that store the content of shared chunks, by chunk number.
+    /// Segments that store the content of chunks in place of the memory file, by chunk number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
-    /// Chunks of this region that use shared memory now, while the memory that they used before is
-    /// still registered.
+    /// Chunks whose content is now in a segment, but whose memory in this region is still
+    /// registered.
     given_up: Vec<usize>,
 }
 
-/// Checks that a file can be mapped safely.
+/// Checks that the copier can map the first `bytes` of a file safely.
 fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let io = io::Error::from;
     let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
@@ -104,7 +107,7 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// Which pages of a range are present.
+/// States which pages of a range are present in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageState {
     All,
@@ -112,8 +115,8 @@ enum PageState {
     None,
 }
 
-/// Reads which pages of a range are present, by a call that takes no lock of the file, because a
-/// container could hold that lock.
+/// Determines which pages of a range are present in memory. It uses a call that needs no lock of
+/// the file, because a container could hold that lock.
 ///
 /// # Safety
 /// The range must be mapped.
@@ -133,7 +136,7 @@ unsafe fn pages(start: *mut c_void, bytes: usize) -> io::Result<PageState> {
 }
 
 impl HostRegion {
-    /// Maps the first `bytes` of a file.
+    /// Maps the first `bytes` of a process's memory file, after a check that this is safe.
     ///
     /// # Errors
     /// [`RegionError`]: the file does not meet a requirement, or cannot be mapped.
@@ -161,7 +164,7 @@ impl HostRegion {
         Ok(HostRegion { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
     }
 
-    /// Reads the file at an offset. Holes are read as zeros and stay holes.
+    /// Reads content of the memory file at an offset. Holes are read as zeros and stay holes.
     ///
     /// # Errors
     /// The `errno` of the read.
@@ -169,7 +172,7 @@ impl HostRegion {
         super::read_exact_at(&self.file, offset, to)
     }
 
-    /// Records that a chunk's content is in a segment and no longer in the file.
+    /// Records that a chunk's content is now in a segment and no longer in the memory file.
     ///
     /// # Errors
     /// [`RegionError`]: the connection to the process must be closed.
@@ -204,12 +207,12 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// Number of bytes in shared segments.
+    /// Returns the number of the region's bytes whose content is in segments.
     pub fn elsewhere_bytes(&self) -> usize {
         self.elsewhere.len() * CHUNK_BYTES
     }
 
-    /// Whether a chunk's content is in a segment.
+    /// Returns whether a chunk's content is in a segment.
     pub fn is_elsewhere(&self, chunk: usize) -> bool {
         self.elsewhere.contains_key(&chunk)
     }
@@ -223,7 +226,7 @@ impl HostRegion {
         self.start.as_ptr().wrapping_byte_add(offset)
     }
 
-    /// Registers the next chunk. Returns false if all chunks are registered.
+    /// Registers the next chunk with the driver. Returns false if all chunks are registered.
     ///
     /// # Errors
     /// [`RegionError`]: pages are missing, or the driver refused the registration.
@@ -242,7 +245,8 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// Starts a copy of `bytes` between a block and the region, at `offset` in the region.
+    /// Starts a copy of `bytes` between a block of device memory and the region, at `offset` in the
+    /// region.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused a copy.

@@ -1,5 +1,5 @@
-//! Content that several processes share: a chunk in a memory file of the copier. The file is
-//! sealed, so that no process can change the content that others use.
+//! Segments: files of the copier, each with a chunk of content that several processes share. The
+//! file is sealed, so that no process can change the content that others use.
 //!
 //! ```text
 //! SegmentDraft ──all is written──> sealed, registered: SharedSegment ──its last user has left──> unmapped
@@ -25,11 +25,11 @@ use super::{
 };
 use crate::dedup::ChunkContent;
 
-/// `F_SEAL_FUTURE_WRITE`: the file can be written only through existing mappings.
+/// File seal `F_SEAL_FUTURE_WRITE`: the file can be written only through existing mappings.
 const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 
-/// The file of a segment, mapped so that the device can copy from it. Other processes cannot write
-/// to the file, and this process does not write to it after the seal.
+/// A segment's file, mapped so that the GPU can copy from it. Other processes cannot write to the
+/// file, and this process does not write to it after the seal.
 #[derive(Debug)]
 struct MappedSegment {
     file: OwnedFd,
@@ -37,7 +37,7 @@ struct MappedSegment {
 }
 
 impl MappedSegment {
-    /// Seals the content and size of the file for all processes.
+    /// Seals the content and size of the file, so that no process can change them.
     fn seal(&self) -> io::Result<()> {
         let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
         Ok(rustix::fs::fcntl_add_seals(&self.file, seals)?)
@@ -57,7 +57,7 @@ impl Drop for MappedSegment {
     }
 }
 
-/// A segment that is being written.
+/// A segment whose content is still being written.
 #[derive(Debug)]
 pub struct SegmentDraft {
     mapped: MappedSegment,
@@ -65,7 +65,7 @@ pub struct SegmentDraft {
 }
 
 impl SegmentDraft {
-    /// Creates a draft without content.
+    /// Creates a segment without content.
     ///
     /// # Errors
     /// The `errno` of creating or mapping the file.
@@ -88,14 +88,14 @@ impl SegmentDraft {
         Ok(SegmentDraft { mapped: MappedSegment { file, start }, written: 0 })
     }
 
-    /// Number of bytes written.
+    /// Returns the number of bytes written so far.
     #[cfg(test)]
     pub fn written(&self) -> usize {
         self.written
     }
 
-    /// Writes the next part. Huge pages are not requested: to collapse small pages into a huge page
-    /// takes 6 ms (Linux 6.18), which makes the whole write eight times slower.
+    /// Appends the next part of the content. Huge pages are not requested: to collapse small pages
+    /// into a huge page takes 6 ms (Linux 6.18), which makes the whole write eight times slower.
     ///
     /// # Errors
     /// The `errno` of the write.
@@ -109,7 +109,7 @@ impl SegmentDraft {
         Ok(())
     }
 
-    /// Seals the segment and registers it, so that the device can copy from it.
+    /// Seals the segment and registers it with the driver, so that the GPU can copy from it.
     ///
     /// # Errors
     /// [`RegionError`]: the draft is not complete, cannot be sealed, or the driver refused it.
@@ -124,16 +124,16 @@ impl SegmentDraft {
     }
 }
 
-/// A complete segment. All sessions that use it share it.
+/// A complete, sealed segment. All sessions whose processes use it own it together.
 #[derive(Debug)]
 pub struct SharedSegment {
     cuda: Rc<CudaDriver>,
-    /// The mapping. It ends only after the driver has unregistered it.
+    /// The mapped file. It is unmapped only after the driver has unregistered it.
     mapped: ManuallyDrop<MappedSegment>,
 }
 
 impl SharedSegment {
-    /// A read-only descriptor of the file, for a process.
+    /// Returns a read-only descriptor of the file, to be sent to a process.
     ///
     /// # Errors
     /// The `errno` of opening the file.
@@ -141,7 +141,7 @@ impl SharedSegment {
         self.mapped.to_read()
     }
 
-    /// Address of an offset in the segment.
+    /// Returns the address of an offset in the mapped segment.
     pub fn at(&self, offset: usize) -> *mut c_void {
         self.mapped.start.as_ptr().wrapping_byte_add(offset)
     }

@@ -1,5 +1,5 @@
-//! A copier on a simulated driver, with the controller's and the agents' ends of its sockets.
-//! Everything runs on the thread of the test.
+//! Testbed: a copier on a simulated driver, with the controller's and the agents' ends of its
+//! sockets. Everything runs on the thread of the test.
 #![allow(clippy::unwrap_used, reason = "this is code of tests, also where a feature asks for it")]
 
 mod play;
@@ -33,20 +33,20 @@ use crate::{
     session::SessionStep, socket,
 };
 
-/// Unit of the sizes of pieces.
+/// Unit of piece sizes in bytes.
 pub const UNIT: u64 = affinode_proto::wire::copier::UNIT_BYTES;
-/// Device memory of a testbed, in bytes.
+/// Device memory of a testbed's GPU, in bytes.
 pub const VRAM_BYTES: u64 = 8 << 30;
 
 const SEALED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Two ends of a packet socket.
+/// Creates a packet socket and returns both ends.
 pub fn pair() -> (OwnedFd, OwnedFd) {
     let flags = SocketFlags::CLOEXEC;
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// Bytes that differ from page to page, so that a test notices a page at the wrong place.
+/// Returns bytes that differ from page to page, so that a test notices a page at the wrong place.
 pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let mut content = vec![seed as u8; bytes as usize];
     for (n, page) in content.chunks_exact_mut(4096).enumerate() {
@@ -55,7 +55,7 @@ pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     content
 }
 
-/// A memory file with this content and with these seals.
+/// Creates a memory file with this content and these seals.
 pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = File::from(rustix::fs::memfd_create("affinode-testbed", flags).unwrap());
@@ -65,34 +65,34 @@ pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
     file
 }
 
-/// A memory file as a real agent makes it.
+/// Creates a memory file with the seals that a real agent sets.
 pub fn content_file(content: &[u8]) -> OwnedFd {
     memory_file(content, SEALED)
 }
 
-/// The content of a file.
+/// Reads the first `bytes` of a file.
 pub fn content_of(file: &OwnedFd, bytes: usize) -> Vec<u8> {
     let mut content = vec![0; bytes];
     File::from(file.try_clone().unwrap()).read_exact_at(&mut content, 0).unwrap();
     content
 }
 
-/// A copier and its controller.
+/// A copier under test, with the controller's end of its socket.
 pub struct Testbed {
     copier: Option<CopierServer>,
     controller: Option<OwnedFd>,
-    /// Reports of the copier that the test has not taken yet.
+    /// Reports from the copier that the test has not taken yet.
     pub reports: Vec<CopierReport>,
 }
 
 impl Testbed {
-    /// Creates a testbed with a GPU that no other process uses.
+    /// Creates a testbed with a GPU that only the copier uses.
     pub fn new() -> Testbed {
         // Enough host memory for every test, independent of this machine.
         Testbed::within(|| HostBudget { total_bytes: 1 << 40, free_bytes: 1 << 40 })
     }
 
-    /// Creates a testbed with the host memory that `memory` returns.
+    /// Creates a testbed whose copier sees the host memory that `memory` returns.
     pub fn within(memory: fn() -> HostBudget) -> Testbed {
         clock::hold();
         fake::reset(VRAM_BYTES);
@@ -101,7 +101,7 @@ impl Testbed {
         Testbed { copier: Some(copier), controller: Some(ours), reports: Vec::new() }
     }
 
-    /// Sends an order of the controller.
+    /// Sends an order to the copier, as the controller does.
     pub fn order(&self, order: CopierOrder, descriptor: Option<&OwnedFd>) {
         if let Some(controller) = &self.controller {
             // An error is ignored: the copier may have ended.
@@ -109,7 +109,7 @@ impl Testbed {
         }
     }
 
-    /// Sends arbitrary bytes as a frame of the controller.
+    /// Sends arbitrary bytes to the copier in place of a controller's frame.
     pub fn order_bytes(&self, frame: &[u8; FRAME_BYTES]) {
         if let Some(controller) = &self.controller {
             socket::send(controller, frame, None).unwrap();
@@ -121,14 +121,14 @@ impl Testbed {
         self.controller = None;
     }
 
-    /// Starts another copier, with the driver in its current state.
+    /// Starts another copier, while the simulated driver keeps its current state.
     pub fn open_again(&mut self) {
         let (ours, theirs) = pair();
         self.copier = Some(CopierServer::new(theirs, fake::open().unwrap(), DedupIndex::new()));
         self.controller = Some(ours);
     }
 
-    /// Attaches a process whose socket has space for only a few messages.
+    /// Attaches a process to the copier. Its socket has space for only a few messages.
     pub fn attach_with_a_short_queue(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         rustix::net::sockopt::set_socket_send_buffer_size(&theirs, 1).unwrap();
@@ -136,21 +136,21 @@ impl Testbed {
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Attaches a process. Returns the process's end of the socket.
+    /// Attaches a process to the copier. Returns the process's end of the socket.
     pub fn attach(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         self.order(CopierOrder::Attach { process, most_bytes, domain }, Some(&theirs));
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Orders the copier to copy the memory of an offloaded process back into VRAM, up to
-    /// `most_bytes` of granted VRAM.
+    /// Orders the copier to copy the memory of an offloaded process back into VRAM. `most_bytes` is
+    /// the granted VRAM.
     pub fn fill(&self, process: u64, most_bytes: u64) {
         self.order(CopierOrder::Fill { process, most_bytes }, None);
     }
 
-    /// Runs one turn of the copier. `None`: the copier has ended, because the controller's end of
-    /// the socket is closed.
+    /// Runs one turn of the copier's main loop. Returns `None` if the copier has ended, because the
+    /// controller's end of the socket is closed.
     ///
     /// # Errors
     /// [`CopierError`]: the copier has failed.
@@ -164,7 +164,7 @@ impl Testbed {
         step
     }
 
-    /// Runs turns until no step can run immediately.
+    /// Runs turns of the copier until no step can run immediately.
     ///
     /// # Errors
     /// The errors of [`Self::turn`].
@@ -186,12 +186,12 @@ impl Testbed {
         }
     }
 
-    /// The reports since the last call.
+    /// Returns the copier's reports since the last call.
     pub fn take_reports(&mut self) -> Vec<CopierReport> {
         std::mem::take(&mut self.reports)
     }
 
-    /// Whether the copier is running.
+    /// Returns whether the copier is still running.
     pub fn runs(&self) -> bool {
         self.copier.is_some()
     }
@@ -203,12 +203,12 @@ impl Testbed {
         self.copier = None;
     }
 
-    /// Advances the clock by this time.
+    /// Advances the copier's clock by this time.
     pub fn wait(&self, by: Duration) {
         clock::advance(by);
     }
 
-    /// Asserts that no session, driver object or mapping is left.
+    /// Asserts that no session, driver object or mapping remains.
     ///
     /// # Panics
     /// If a rule of the driver was broken, or something of a detached process remains.
@@ -227,7 +227,7 @@ impl Default for Testbed {
     }
 }
 
-/// Number of mapped memory files of this thread's testbed. Other threads of the test program map
+/// Counts the mapped memory files of this thread's testbed. Other threads of the test program map
 /// files of the same name, so inodes identify the files.
 fn mappings() -> usize {
     FILES.with_borrow(|files| {
@@ -245,21 +245,21 @@ thread_local! {
     static FILES: RefCell<BTreeSet<u64>> = const { RefCell::new(BTreeSet::new()) };
 }
 
-/// An agent's end of its socket to the copier.
+/// The agent's end of a socket to the copier.
 pub struct Agent {
-    /// The controller's number of the process.
+    /// Number that the controller has assigned to the process.
     pub process: u64,
     socket: Option<OwnedFd>,
     inbox: Vec<(FromCopier, Option<OwnedFd>)>,
 }
 
 impl Agent {
-    /// Sends a message. Returns false if the copier has closed the socket.
+    /// Sends a message to the copier. Returns false if the copier has closed the socket.
     pub fn say(&self, message: ToCopier, descriptor: Option<&OwnedFd>) -> bool {
         self.say_bytes(&message.encode(), descriptor)
     }
 
-    /// Sends arbitrary bytes as a frame of the agent.
+    /// Sends arbitrary bytes to the copier in place of an agent's frame.
     pub fn say_bytes(&self, frame: &[u8; FRAME_BYTES], descriptor: Option<&OwnedFd>) -> bool {
         if let Some(file) = descriptor
             && let Ok(stat) = rustix::fs::fstat(file)
@@ -269,7 +269,7 @@ impl Agent {
         self.socket.as_ref().is_some_and(|socket| socket::send(socket, frame, descriptor).is_ok())
     }
 
-    /// Sends a packet of any size.
+    /// Sends a packet of any size to the copier.
     pub fn say_packet(&self, packet: &[u8]) {
         if let Some(socket) = &self.socket {
             let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
@@ -277,7 +277,7 @@ impl Agent {
         }
     }
 
-    /// Announces the copied-out pieces, and sends the memory file if one is given.
+    /// Announces the copied-out pieces to the copier, and sends the memory file if one is given.
     pub fn copy_out(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let many = u32::try_from(pieces.len()).unwrap();
@@ -291,13 +291,13 @@ impl Agent {
         }
     }
 
-    /// Announces the pieces and then the checkpoint, so that the copier registers the memory.
+    /// Announces the pieces and then the checkpoint to the copier, so that it registers the memory.
     pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
         self.copy_out(pieces, rest_bytes, Some(file));
         self.say(ToCopier::Checkpointed, None);
     }
 
-    /// Messages from the copier since the last call, with their descriptors.
+    /// Returns the messages from the copier since the last call, with their descriptors.
     pub fn received(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
         while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
             self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
@@ -305,12 +305,12 @@ impl Agent {
         std::mem::take(&mut self.inbox)
     }
 
-    /// Messages from the copier since the last call, without their descriptors.
+    /// Returns the messages from the copier since the last call, without their descriptors.
     pub fn words(&mut self) -> Vec<FromCopier> {
         self.received().into_iter().map(|(message, _)| message).collect()
     }
 
-    /// Whether the copier has closed the socket.
+    /// Returns whether the copier has closed the socket.
     pub fn is_hung_up(&mut self) -> bool {
         let Some(socket) = &self.socket else { return true };
         loop {
@@ -323,18 +323,18 @@ impl Agent {
         }
     }
 
-    /// Closes the agent's end, as the kernel does when a process exits.
+    /// Closes the agent's end of the socket, as the kernel does when a process exits.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
 }
 
-/// Pieces with these sizes in units.
+/// Returns pieces with these sizes, given in units.
 pub fn pieces(units: &[u64]) -> Vec<Piece> {
     units.iter().map(|units| Piece { bytes: units * UNIT, rdma: false }).collect()
 }
 
-/// The content of all blocks that an agent received, in order.
+/// Returns the content of all blocks that an agent received, in order.
 pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
     let mut content = Vec::new();
     for (message, block) in received {
@@ -345,7 +345,8 @@ pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> 
     content
 }
 
-/// Content of consecutive pieces. Each byte of a piece is the piece's number of units.
+/// Returns content of consecutive pieces with these sizes. Each byte of a piece is the piece's
+/// number of units.
 pub fn full_of_units(units: &[u64]) -> Vec<u8> {
     let mut content = Vec::new();
     for many in units {

@@ -7,17 +7,17 @@ use rustix::fs::FallocateFlags;
 
 use super::*;
 
-/// Number of the honest process.
+/// Process number of the honest process.
 const HONEST: u64 = 9;
-/// Number of hostile processes, numbered from 1.
+/// Number of hostile processes. Their process numbers begin with 1.
 const HOSTILE: usize = 3;
-/// Number of units that a process is allowed to copy out.
+/// Number of size units that a process is allowed to copy out.
 const MAX_UNITS: u64 = 4;
 /// Maximum number of simulated steps.
 const MAX_STEPS: usize = 120;
 
-/// Interprets bytes as actions of hostile processes, of the controller and of the device. Then the
-/// copier copies the memory of an honest process back into VRAM.
+/// Runs one test: interprets bytes as actions of hostile processes, of the controller and of the
+/// GPU. Then the copier copies the memory of an honest process back into VRAM.
 ///
 /// # Panics
 /// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
@@ -36,7 +36,8 @@ pub fn play(data: &[u8]) {
 #[derive(Default)]
 struct Hostile {
     agent: Option<Agent>,
-    /// Largest VRAM in bytes that a Fill order has granted since the process was attached.
+    /// Largest amount of VRAM in bytes that a Fill order has granted since the process was
+    /// attached.
     granted_bytes: u64,
     /// Whether the process has sent Restoring.
     restores: bool,
@@ -48,7 +49,7 @@ struct Play<'a> {
     hostile: [Hostile; HOSTILE],
     honest: Agent,
     content: Vec<u8>,
-    /// Descriptors of each kind, to be sent.
+    /// Descriptors of several kinds, which hostile processes send.
     things: Vec<Option<OwnedFd>>,
 }
 
@@ -219,8 +220,8 @@ impl<'a> Play<'a> {
     }
 }
 
-/// Creates the descriptors to send: no descriptor, memory files (the last is overwritten later),
-/// device memory, and other files.
+/// Creates the descriptors that hostile processes send: no descriptor, memory files (the last is
+/// overwritten later), device memory, and other files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {

@@ -1,12 +1,13 @@
-//! Tests of false announcements. The copier checks announcements against the controller's limits.
+//! Tests of processes that announce false sizes. The copier checks announcements against the
+//! controller's limits.
 
 use affinode_proto::wire::copier::{MAX_PIECES, PIECES_A_FRAME};
 use rustix::fs::SealFlags;
 
 use super::*;
 
-/// Asserts that the copier refuses a message of a process whose limit is 4 units and whose file has
-/// 8 units.
+/// Asserts that the copier refuses a message. The process has a limit of 4 units and a file of 8
+/// units.
 fn refuses(message: ToCopier, why: &str) {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);

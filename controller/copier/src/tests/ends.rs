@@ -1,5 +1,5 @@
-//! Tests of the end of a process or of the controller. After the end, no object of that process, or
-//! of the copier, may be left.
+//! Tests of what the copier releases when a process or the controller ends. No object of that
+//! process, or of the copier, may remain.
 
 use super::*;
 
@@ -93,9 +93,9 @@ fn filled_process_that_stays_is_ended() {
     assert_ended(&mut testbed, &mut agent, "it keeps the memory of others waiting");
 }
 
-/// A process exits while the memory of another process is copied back into VRAM. The memory of the
-/// exited process must be unregistered only afterwards: the driver executes one call at a time, and
-/// to unregister memory takes as long as to copy it.
+/// A process exits while the copier copies the memory of another process back into VRAM. The copier
+/// must unregister the memory of the exited process only after the copies. The driver executes one
+/// call at a time, and to unregister memory takes as long as to copy it.
 #[test]
 fn memory_of_the_dead_waits_for_a_fill() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);
@@ -173,7 +173,8 @@ fn registration_waits_for_a_fill() {
 }
 
 /// After memory was released, the copier makes a small allocation, so that the driver notices that
-/// scrubbing has ended. It must not make this allocation during a proof or a registration.
+/// the GPU has finished clearing (scrubbing) it. The copier must not make this allocation during a
+/// proof or a registration.
 #[test]
 fn wiped_memory_is_taken_note_of_later() {
     let count =

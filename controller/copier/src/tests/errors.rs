@@ -1,4 +1,4 @@
-//! Tests in which the driver refuses each call in turn, with each class of error code.
+//! Tests in which the simulated driver refuses each call in turn, with each class of error code.
 
 use super::*;
 
@@ -36,8 +36,8 @@ fn calls_of_a_life() -> Vec<&'static str> {
     fake::with(|fake| fake.calls()[before..].to_vec())
 }
 
-/// Calls that release something. If one of these calls fails, the memory is released only when the
-/// copier's process ends.
+/// Driver calls that release something. If one of these calls fails, the memory is released only
+/// when the copier's process ends.
 const RELEASES: [&str; 7] = [
     "mem_release",
     "mem_unmap",
@@ -97,8 +97,8 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
     assert_eq!(left, fake::Left::default(), "{why}");
 }
 
-/// Causes errors that leave the context unusable. The copier must then serve no process, report no
-/// success and end, so that the controller starts another copier.
+/// Causes driver errors that leave the context unusable. The copier must then serve no process,
+/// report no success and end, so that the controller starts another copier.
 #[test]
 fn sticky_error_ends_the_copier() {
     for (nth, call) in calls_of_a_life().iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Pseudo-random bytes, the same for each seed.
+/// Returns pseudo-random bytes, the same for each seed.
 fn bytes(seed: u64, many: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -1,4 +1,5 @@
-//! Tests of a process that follows the protocol, from its memory file to the end of its fill.
+//! Tests of a process that follows the protocol, from the announcement of its memory file until its
+//! memory is back in VRAM.
 
 use std::os::fd::AsFd;
 
@@ -41,8 +42,8 @@ fn context_of_the_copier_has_no_local_memory() {
     assert_eq!(fake::with(|fake| fake.stack_limit()), Some(0));
 }
 
-/// A block must be exported only when two conditions hold: the block is filled, because before that
-/// it has another tenant's content, and the process reads its messages.
+/// The copier must export a block only when two conditions hold. The block is filled, because
+/// before that it has another tenant's content. And the process reads its messages.
 #[test]
 fn block_is_shared_once_it_is_filled() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
@@ -141,8 +142,8 @@ fn report_of_a_fill_has_its_time() {
     assert_eq!(filled, Some(3_000_000));
 }
 
-/// Fills pieces that cross from one chunk into the next. They must be copied in parts, because the
-/// driver refuses a copy that crosses from one registration into another.
+/// Copies pieces that cross from one chunk into the next back into VRAM. They must be copied in
+/// parts, because the driver refuses a copy that crosses from one registration into another.
 #[test]
 fn content_across_chunks_is_copied_in_parts() {
     const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;

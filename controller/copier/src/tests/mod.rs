@@ -1,5 +1,5 @@
-//! Tests of the copier on a simulated driver: of properties that hold for any input of a container
-//! and for any error of the driver.
+//! Tests of the copier on a simulated driver. They check properties that hold for any input of a
+//! container and for any error of the driver.
 
 mod claims;
 mod ends;
@@ -18,30 +18,30 @@ use affinode_proto::wire::copier::{CopierOrder, CopierReport, FromCopier, Piece,
 use crate::{serve::CopierError, session::SessionStep, testing::*};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// VRAM that the copier leaves free in addition to what the driver needs.
+/// VRAM in bytes that the copier leaves free in addition to what the driver needs.
 const MARGIN_BYTES: u64 = 1 << 30;
-/// VRAM that the driver needs per process in these tests, to restore the memory that the copier
-/// does not copy.
+/// VRAM in bytes that the driver needs in these tests, to restore the memory of a process that the
+/// copier does not copy.
 const REST_BYTES: u64 = 300 << 20;
-/// Sizes of the copied-out pieces, in units.
+/// Sizes of a process's copied-out pieces, in units.
 const UNITS: [u64; 2] = [1, 2];
 const COPIED_OUT_BYTES: u64 = 3 * UNIT;
 
-/// Progress of a process in the protocol.
+/// Stage that a process has reached in the protocol with the copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     New,
     Prepared,
-    /// Half of the list of pieces has arrived.
+    /// The copier has received half of the list of pieces.
     Listing,
-    /// The whole list of pieces of a prefaulted process has arrived.
+    /// The copier has received the whole list of pieces of a prefaulted process.
     Listed,
-    /// The process has exported one of two pieces.
+    /// The process has exported one of two pieces to be copied out.
     Taking,
-    /// All pieces are copied.
+    /// All pieces are copied out.
     Taken,
     Held,
-    /// Copies of the fill are in progress.
+    /// The copier is copying the process's memory back into VRAM.
     Filling,
     Filled,
 }
@@ -58,7 +58,7 @@ const STAGES: [Stage; 9] = [
     Stage::Filled,
 ];
 
-/// Brings process 1 to a stage. Also returns its memory file.
+/// Creates a testbed and brings process 1 to a stage. Also returns the process's memory file.
 fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
     let mut testbed = Testbed::new();
     let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
@@ -67,7 +67,7 @@ fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
     (testbed, agent, file)
 }
 
-/// Brings a new process to a stage.
+/// Brings a new process to a stage of the protocol.
 fn advance(testbed: &mut Testbed, agent: &Agent, file: &OwnedFd, stage: Stage) {
     let pieces = pieces(&UNITS);
     let steps: &[Stage] = match stage {
@@ -126,7 +126,7 @@ fn one_of_the_list(piece: Piece) -> ToCopier {
     ToCopier::Chunks { many: 1, words }
 }
 
-/// Exports pieces, each filled with its number of units.
+/// Exports pieces to the copier, each filled with its number of units.
 fn take(agent: &Agent, pieces: &[Piece]) {
     for piece in pieces {
         let byte = (piece.bytes / UNIT) as u8;
@@ -139,15 +139,15 @@ fn copied_out(bytes: u64, pieces: u32) -> ToCopier {
     ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
 }
 
-/// Asserts that the copier closes the socket of a process, reports the end of the session, releases
-/// all objects of the process, and continues.
+/// Asserts that the copier closes the socket of a process, reports the end of its session, releases
+/// all its objects, and continues.
 fn assert_ended(testbed: &mut Testbed, agent: &mut Agent, why: &str) {
     testbed.settle().unwrap_or_else(|error| panic!("{why}: the copier has ended: {error}"));
     assert!(agent.is_hung_up(), "{why}: the process is served still");
     assert_left(testbed, why);
 }
 
-/// Asserts that the session of the process has ended.
+/// Asserts that the session of the process has ended and nothing of it remains.
 fn assert_left(testbed: &mut Testbed, why: &str) {
     let reports = testbed.take_reports();
     assert!(reports.contains(&CopierReport::Detached { process: 1 }), "{why}: {reports:?}");
@@ -155,7 +155,7 @@ fn assert_left(testbed: &mut Testbed, why: &str) {
     testbed.assert_nothing_is_left();
 }
 
-/// Asserts that the copier serves another process through all stages.
+/// Asserts that the copier still serves another process through all stages.
 fn assert_serves(testbed: &mut Testbed) {
     testbed.take_reports();
     let mut agent = testbed.attach(99, COPIED_OUT_BYTES, 0);

@@ -1,6 +1,6 @@
 //! Tests of the order of messages. The copier copies memory back into VRAM (a fill) only after the
-//! controller's grant and the process's Restoring. A message is accepted only in the stages to
-//! which it belongs.
+//! controller's grant and the process's Restoring. It accepts a message only in the stages to which
+//! the message belongs.
 
 use std::os::fd::AsFd;
 
@@ -49,8 +49,8 @@ fn grant_before_all_is_registered_is_no_fill() {
     assert!(fake::with(|fake| !fake.calls().contains(&"mem_create")));
 }
 
-/// Sends each message, with and without a descriptor, at each stage. A message that is not accepted
-/// ends the session of its process, and no other.
+/// Sends each message, with and without a descriptor, at each stage. A message that the copier does
+/// not accept ends the session of its process, and no other session.
 #[test]
 fn message_in_a_wrong_stage_ends_the_process() {
     use Stage::*;

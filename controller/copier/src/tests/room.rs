@@ -1,9 +1,9 @@
-//! Tests of the VRAM that stays free for the driver's restore. A restore without enough VRAM loses
-//! the process.
+//! Tests of the VRAM that the copier leaves free for the driver's restore. A restore without enough
+//! VRAM loses the process.
 
 use super::*;
 
-/// A process whose fill has begun, on a GPU with this many bytes of free VRAM.
+/// Starts a fill (a copy back into VRAM) on a GPU with this many bytes of free VRAM.
 fn filling_with(free_bytes: u64) -> (Testbed, Agent) {
     let (mut testbed, agent, _) = reach(Stage::Held);
     fake::with(|fake| {

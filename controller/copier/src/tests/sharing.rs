@@ -1,4 +1,4 @@
-//! Tests of content that is shared between processes.
+//! Tests of content that is stored once and shared between processes.
 
 use std::{fs::File, os::unix::fs::FileExt};
 
@@ -9,8 +9,8 @@ use super::*;
 const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
 const DOMAIN: u64 = 5;
 
-/// Creates two offloaded processes. Each has a chunk with the same content as the other process's
-/// chunk, and a unit with content of its own.
+/// Creates two offloaded processes in the given dedup domains. Each has a chunk with the same
+/// content as the other process's chunk, and a unit with content of its own.
 fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
@@ -177,8 +177,8 @@ fn restoring_process_is_offered_nothing() {
     }
 }
 
-/// Requests a copy out into a shared chunk. No copy must be started, because other processes may
-/// read the shared content.
+/// Requests a copy out into a shared chunk. The copier must not start this copy, because other
+/// processes may read the shared content.
 #[test]
 fn shared_chunk_is_never_copied_over() {
     let mut testbed = Testbed::new();

@@ -1,9 +1,9 @@
-//! Tests of copies out of memory that a process has exported.
+//! Tests in which the copier copies out memory that a process has exported.
 
 use super::*;
 
-/// Content of the file after all pieces were copied out. Each byte of a piece is the piece's number
-/// of units.
+/// Returns the expected content of the file after all pieces were copied out. Each byte of a piece
+/// is the piece's number of units.
 fn taken_content() -> Vec<u8> {
     full_of_units(&UNITS)
 }
@@ -56,8 +56,8 @@ fn copied_is_said_once_all_pieces_have_come() {
     assert_eq!(agent.words(), [FromCopier::Ready]);
 }
 
-/// The process closes its descriptors after it receives Copied. The exported memory must then be
-/// free.
+/// Checks the exported memory of a process that closes its descriptors after it receives Copied.
+/// The memory must then be free.
 #[test]
 fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
