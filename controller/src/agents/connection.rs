@@ -1,4 +1,4 @@
-//! One connection of an agent, from its Hello to its end.
+//! Serves one connection of an agent, from its Hello message to its end.
 
 use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -20,12 +20,12 @@ use tokio::{
 use super::{AgentHandle, AgentMail, OUTBOX, OutgoingFrame, peer, rate_limit::RateLimits};
 use crate::{error_chain, sys};
 
-/// Time limit for the Hello, the first message of a process that connects.
+/// Time limit for the arrival of the Hello, the first message of a process that connects.
 const HELLO: Duration = Duration::from_secs(2);
-/// Time limit for the socket to accept a message.
+/// Time limit for an agent's socket to accept a message.
 const WRITE: Duration = Duration::from_secs(5);
-/// Maximum number of messages per second that are read from one process. Further messages wait in
-/// its socket.
+/// Maximum number of messages per second that the controller reads from one process. Further
+/// messages wait in the socket of the process.
 const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
@@ -46,8 +46,9 @@ enum ConnectionRefusal {
     Papers(#[from] peer::PeerError),
 }
 
-/// Serves a connection until it ends. The end of the process is awaited on `runtime`, the
-/// controller's own runtime, so that it is noticed even while the container's thread is blocked.
+/// Serves an agent's connection until it ends. The wait for the end of the process runs on
+/// `runtime`, the controller's own runtime. The controller therefore notices the end even while the
+/// container's thread is blocked.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,
@@ -148,7 +149,8 @@ fn receive(
     Ok(received.bytes)
 }
 
-/// Sends `Exited` when the process ends, but not before `Joined` was sent.
+/// Waits until the process ends, then sends `Exited` to the actor. Sends nothing before `Joined`
+/// was sent.
 async fn watch(
     pidfd: OwnedFd,
     joined: oneshot::Receiver<()>,

@@ -1,5 +1,6 @@
-//! The relay between one process and its copier. A copier serves all processes of a GPU on one
-//! thread. The relay therefore forwards a descriptor only if closing it cannot block that thread.
+//! Relays messages between one process and its copier. A copier serves all processes of a GPU on
+//! one thread. The relay therefore forwards a descriptor only if closing it cannot block that
+//! thread.
 
 use std::{io, os::fd::OwnedFd};
 
@@ -11,8 +12,8 @@ use super::peer;
 use crate::sys;
 
 /// Relays frames in both directions until one side closes its socket, or the process sends a
-/// descriptor that is not allowed. Must run on the container's own thread: receiving may block
-/// there.
+/// descriptor that is not allowed. Must run on the container's own thread, because receiving a
+/// message may block there.
 pub async fn carry(process: OwnedFd, copier: OwnedFd) {
     let (Ok(process), Ok(copier)) = (sys::watch(process), sys::watch(copier)) else { return };
     let ended = tokio::select! {
@@ -44,8 +45,8 @@ async fn pass(
     }
 }
 
-/// Whether a descriptor can be closed without involving another process. That is true for a file in
-/// memory and for a device. The driver exports device memory as a device file.
+/// Returns whether a descriptor can be closed without waiting for another process. That is true for
+/// a file in memory and for a device. The driver exports device memory as a device file.
 fn is_harmless(descriptor: &OwnedFd) -> bool {
     let is_device = || {
         let stat = rustix::fs::fstat(descriptor);

@@ -1,6 +1,6 @@
-//! A pipe in the folder that a container sees. The container writes `idle` and `busy` into it. The
-//! folder is read-only for the container, but a pipe in it can still be written. It holds at most
-//! 64 KiB.
+//! Reads hints (`idle` or `busy`) that a container writes into a pipe. The pipe is in the folder
+//! that is mounted into the container. The folder is read-only for the container, but a pipe in it
+//! can still be written. The pipe holds at most 64 KiB.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
@@ -15,19 +15,19 @@ use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 
 use crate::sys;
 
-/// Maximum number of bytes per read. Only the end of the text counts.
+/// Maximum number of bytes per read. Only the last hint in the text matters.
 const MAX_BYTES: usize = 64 << 10;
-/// Number of bytes that are kept, from the end of the text.
+/// Number of bytes of unprocessed text that are kept. Older text is dropped.
 const KEPT_BYTES: usize = 512;
-/// Time between two readings while a container writes without pause.
+/// Minimum time between two readings while a container writes without pause.
 const PACE: Duration = Duration::from_millis(50);
 
-/// Text that was read from the pipe and not yet taken.
+/// Text that was read from a hint pipe and not yet processed by the actor.
 #[derive(Clone, Debug, Default)]
 pub struct ReceivedHint(Arc<Mutex<Vec<u8>>>);
 
 impl ReceivedHint {
-    /// Returns the text and empties the buffer.
+    /// Returns the received text and empties the buffer.
     #[must_use]
     pub fn take(&self) -> Vec<u8> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
@@ -41,12 +41,13 @@ impl ReceivedHint {
     }
 }
 
-/// The reading end of the pipe. It is also opened for writing, because otherwise it would read an
+/// Reading end of a hint pipe. It is also opened for writing, because otherwise it would read an
 /// end of file when the container closes its own end.
 #[derive(Debug)]
 pub struct HintPipe(File);
 
-/// Creates the pipe. A pipe of an earlier controller is kept, so that its writers can continue.
+/// Creates the hint pipe. A pipe of an earlier controller is kept, so that its writers can
+/// continue.
 ///
 /// # Errors
 /// The pipe cannot be created, or another file has its name.
@@ -62,9 +63,9 @@ pub fn make(path: &Path) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(0o622))
 }
 
-/// Reads all text that the container writes. Must run on the container's own thread: opening or
-/// reading a pipe waits for a writer in the middle of a write, and page faults can delay that
-/// writer without limit.
+/// Reads all text that the container writes into its hint pipe. Must run on the container's own
+/// thread: to open or read a pipe, the kernel waits for a writer in the middle of a write, and page
+/// faults can delay that writer without limit.
 pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =
@@ -96,7 +97,7 @@ impl HintPipe {
         Ok(HintPipe(file))
     }
 
-    /// The text written since the last reading.
+    /// Returns the text that was written into the pipe since the last reading.
     #[must_use]
     fn read(&self) -> Vec<u8> {
         let mut buffer = [0; KEPT_BYTES];

@@ -1,4 +1,4 @@
-//! The socket of one container, and the thread that serves its agents.
+//! The agent socket of one container, and the thread that serves the container's agents.
 
 use std::{
     fs, io,
@@ -27,27 +27,27 @@ use super::{
 };
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets};
 
-/// Maximum number of connections of one container at the same time, including those without a
-/// Hello.
+/// Maximum number of connections of one container at the same time. Connections that have not sent
+/// a Hello count too.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
-/// Accepts and serves a container's agents, on a thread of the container's own. Dropping the
+/// Accepts and serves the agents of one container, on a thread of the container's own. Dropping the
 /// listener ends the thread and its connections.
 #[derive(Debug)]
 pub struct AgentListener {
     _ward: IsolatedRuntime,
     hints: ReceivedHint,
     folder: PathBuf,
-    /// The status in the state file. `None`: there is no file yet.
+    /// Container status that was last written to the state file. `None` if there is no file yet.
     written: Option<ContainerStatus>,
     /// Whether the last write of the state file failed.
     state_failed: bool,
 }
 
 impl AgentListener {
-    /// Listens at the socket in the folder that the container sees. An old socket is replaced,
-    /// except a socket that systemd has stored. `owner`: the only user, besides root, whose
-    /// processes may connect. `None`: processes of any user may connect.
+    /// Listens at the agent socket, in the folder that is mounted into the container. An old socket
+    /// is replaced, except a socket that systemd has stored. If `owner` is given, only processes of
+    /// this user and of root may connect. If it is `None`, processes of any user may connect.
     ///
     /// # Errors
     /// The folder or the socket cannot be created.
@@ -88,15 +88,15 @@ impl AgentListener {
 }
 
 impl AgentListener {
-    /// Path of the container's socket below the run directory.
+    /// Returns the path of the container's agent socket, relative to the run directory.
     #[must_use]
     pub fn socket(key: &Key) -> String {
         let (containers, mount) = (paths::CONTAINERS_DIR, paths::MOUNT_DIR);
         format!("{containers}/{key}/{mount}/{}", paths::AGENT_SOCKET)
     }
 
-    /// Writes the GPUs on which a container waits for VRAM into a file that the container can read,
-    /// one UUID per line.
+    /// Writes the pressure file of the container: the UUIDs of the GPUs on which some container
+    /// waits for VRAM, one per line.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -105,9 +105,9 @@ impl AgentListener {
         self.replace(paths::PRESSURE_FILE, &text)
     }
 
-    /// Writes the container's own state into a file that the container can read, unless the file
-    /// already contains that state. `since_unix_ms`: start of the state, in milliseconds since
-    /// 1970.
+    /// Writes the state file of the container, from which its programs read the container's state.
+    /// Does nothing if the file already contains that state. `since_unix_ms` is the start of the
+    /// state, in milliseconds since 1970.
     ///
     /// # Errors
     /// The file cannot be written. Only the first of consecutive failures is returned.
@@ -128,7 +128,8 @@ impl AgentListener {
         if is_new { replaced } else { Ok(()) }
     }
 
-    /// Renames a new file over the old one: the container reads a complete text at any time.
+    /// Replaces a file in the mounted folder by renaming a new file over it, so that the container
+    /// reads a complete text at any time.
     fn replace(&self, name: &str, text: &str) -> io::Result<()> {
         let fresh = self.folder.join(format!(".{name}"));
         fs::write(&fresh, text)?;
@@ -136,7 +137,7 @@ impl AgentListener {
         fs::rename(fresh, self.folder.join(name))
     }
 
-    /// The hints that the container wrote since the last call.
+    /// Returns the hints that the container wrote since the last call.
     #[must_use]
     pub fn received(&self) -> Vec<u8> {
         self.hints.take()

@@ -1,4 +1,4 @@
-//! The agents: Affinode's library in processes of containers, at the other end of sockets.
+//! Connections to the agents: the threads of Affinode's library in the processes of containers.
 //!
 //! ```text
 //! AgentListener (one per container) ──accept──> connection: Hello, peer ──Joined──> the actor
@@ -44,42 +44,42 @@ use crate::copier;
 pub use listener::AgentListener;
 pub(crate) use rate_limit::RefusalLog;
 
-/// Maximum number of messages that wait for an agent. If there are more, the agent's connection is
-/// closed.
+/// Maximum number of messages that wait to be sent to an agent. If there are more, the controller
+/// closes the agent's connection.
 const OUTBOX: usize = 64;
 
-/// Messages from the connections to the actor.
+/// Messages from the connections of agents to the actor (the task that drives the controller).
 #[derive(Debug)]
 pub enum AgentMail {
-    /// A process was identified and has sent a valid Hello.
+    /// The kernel identified a process, and its agent sent a valid Hello.
     Joined {
-        /// The container whose socket the process used.
+        /// Key of the container whose socket the process used.
         key: Key,
         /// Number of the connection.
         id: ProcessId,
-        /// The process, as the kernel identified it.
+        /// Identity of the process, as the kernel reports it.
         identity: Identity,
-        /// The Hello: capabilities, phase and memory of the process.
+        /// The Hello message, with capabilities, phase and memory of the process.
         hello: AgentMessage,
-        /// The connection to its agent.
+        /// Handle of the connection to the process's agent.
         agent: AgentHandle,
     },
-    /// A message after the Hello.
+    /// An agent sent a message after its Hello.
     Message(ProcessId, AgentMessage),
-    /// The connection of a process ended.
+    /// The connection to a process's agent ended.
     Detached(ProcessId),
-    /// A connected process has ended.
+    /// A process whose agent was connected has ended.
     Exited(ProcessId),
-    /// A connection was refused.
+    /// The controller refused a connection.
     Refused {
-        /// The container whose socket the process used.
+        /// Key of the container whose socket the process used.
         key: Key,
         /// Reason in plain text.
         why: String,
     },
 }
 
-/// A message to an agent, and the descriptor that is sent with it.
+/// A message to an agent, with the descriptor that is sent with it, if any.
 #[derive(Debug)]
 pub struct OutgoingFrame {
     message: ControllerMessage,
@@ -92,34 +92,35 @@ impl From<ControllerMessage> for OutgoingFrame {
     }
 }
 
-/// A connected process: its counters and its connection.
+/// Handle of a connected process: its counters and the connection to its agent.
 #[derive(Debug)]
 pub struct AgentHandle {
     outbox: Option<mpsc::Sender<OutgoingFrame>>,
     page: Arc<File>,
     abilities: Capabilities,
-    /// Time by which the process's `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds.
+    /// Difference between the process's `CLOCK_MONOTONIC` and the controller's, in milliseconds.
+    /// Positive if the process's clock is ahead.
     clock_ahead_ms: i64,
-    /// Handle of the task that waits for the end of the process, not of the connection.
+    /// Handle of the task that waits for the end of the process (not of the connection).
     watch: AbortHandle,
-    /// The runtime of the container's own thread.
+    /// Handle of the runtime on the container's own thread.
     ward: Handle,
 }
 
-/// Reason why the counters were not read.
+/// Reason why the controller cannot read a process's counters.
 #[derive(Debug, thiserror::Error)]
 pub enum CounterReadError {
-    /// The file cannot be read.
+    /// The file of the counters cannot be read.
     #[error("cannot read the process's counters")]
     Io(#[from] std::io::Error),
-    /// The content is invalid.
+    /// The content of the file is invalid.
     #[error("the process's counters are invalid")]
     Content(#[from] CounterError),
 }
 
 impl AgentHandle {
-    /// Queues a message. `false`: too many messages wait because the agent does not read them, and
-    /// its connection is closed.
+    /// Queues a message to the agent. Returns `false` if too many messages wait because the agent
+    /// does not read them. The connection is then closed.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
         if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
             tracing::debug!(order, ?action, "order queued");
@@ -146,13 +147,13 @@ impl AgentHandle {
         sent
     }
 
-    /// Cancels the process's copy out in progress. For this, writes the process's current
+    /// Cancels the process's copy out in progress. The controller writes the process's current
     /// generation into a word of the counters, because the process reads no messages while it
     /// copies.
     ///
     /// # Errors
-    /// The counters cannot be read or written: the container has changed the file or made it
-    /// read-only.
+    /// The counters cannot be read or written, because the container has changed the file or made
+    /// it read-only.
     pub fn turn_back(&self) -> std::io::Result<()> {
         // The container can change both words in the counters. A false value affects only that
         // container's own copy.
@@ -187,8 +188,9 @@ impl AgentHandle {
         sent
     }
 
-    /// The counters, and the queue to the agent. The queue is `None` if the library cannot record
-    /// calls. The queue's handle is weak, so that the call trace does not keep the connection open.
+    /// Returns what the call trace needs: the counters, and the queue of messages to the agent. The
+    /// queue is `None` if the library cannot record calls. The queue's handle is weak, so that the
+    /// call trace does not keep the connection open.
     #[must_use]
     pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<OutgoingFrame>>) {
         let records = self.abilities.intersects(Capabilities::RECORDS_CALLS);
@@ -196,7 +198,7 @@ impl AgentHandle {
         (Arc::clone(&self.page), outbox)
     }
 
-    /// Reads the counters once.
+    /// Reads and decodes the counters once.
     ///
     /// # Errors
     /// [`CounterReadError`]: the container truncated the file or overwrote its content.

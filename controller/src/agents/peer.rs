@@ -1,4 +1,4 @@
-//! Identification of a peer and validation of its counter file.
+//! Identifies the process at the other end of a socket, and validates its counter file.
 
 use std::{
     fs::File,
@@ -16,41 +16,42 @@ use rustix::{
 
 use crate::inventory::process;
 
-/// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
+/// File system type (`f_type`) of tmpfs, which every memfd has (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Reason why a peer was refused.
+/// Reason why the controller refused a process that connected.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not report the peer's pid.
+    /// The kernel does not report the pid of the process.
     #[error("the process that connected has no pid in the controller's pid namespace")]
     NoPid,
-    /// The process has ended, or /proc cannot be read.
+    /// The process has ended, or its folder in `/proc` cannot be read.
     #[error("cannot identify process {pid}")]
     Process {
         pid: u32,
         #[source]
         source: std::io::Error,
     },
-    /// The process ended while it was identified.
+    /// The process ended while the controller identified it. Contains its pid.
     #[error("process {0} ended while it was identified")]
     Ended(u32),
-    /// The Hello came without a counter file, or with several descriptors.
+    /// The Hello came without a counter file, or with several descriptors. Contains their number.
     #[error("the Hello carries {0} descriptors, but must carry one: the counter file")]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]
     Page(#[source] std::io::Error),
-    /// The file is not a counter file: it is a pipe, on FUSE, on huge pages, or of another size.
+    /// The file is not a counter file. For example, it is a pipe, is on FUSE or on huge pages, or
+    /// has another size.
     #[error("the counter file is not a memfd of {PAGE_BYTES} bytes")]
     NotAPage,
 }
 
-/// Identity of the peer, the lead of its `CLOCK_MONOTONIC` over the controller's in milliseconds,
-/// and a descriptor that becomes readable when the process ends.
+/// Result of an identification: the identity of the process, the lead of its `CLOCK_MONOTONIC` over
+/// the controller's in milliseconds, and a descriptor that becomes readable when the process ends.
 pub type Identified = (Identity, i64, OwnedFd);
 
-/// Identifies the peer of a socket.
+/// Identifies the process at the other end of a socket.
 ///
 /// # Errors
 /// [`PeerError`]: the process has ended or cannot be identified.
@@ -60,8 +61,8 @@ pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PeerError> {
     identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
 }
 
-/// Identifies a process by its pid. `peer` is the kernel's own pidfd of the process that connected,
-/// if the kernel has one (Linux 6.5). The pidfd distinguishes an ended process from a later one
+/// Identifies a process by its pid. `peer` is the pidfd of the connected process from the kernel,
+/// if the kernel has one (Linux 6.5). The pidfd distinguishes an ended process from a later process
 /// with the same pid.
 fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
@@ -81,7 +82,7 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     if ended > 0 { Err(PeerError::Ended(pid)) } else { Ok((identity, clock_ahead_ms, pidfd)) }
 }
 
-/// Takes the counter file from the descriptors of a Hello.
+/// Returns the counter file from the descriptors that came with a Hello.
 ///
 /// # Errors
 /// [`PeerError`]: there is not exactly one descriptor, or it is not a memfd of the right size.
@@ -103,8 +104,8 @@ pub fn page(descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     if regular && memory && fits { Ok(File::from(page)) } else { Err(PeerError::NotAPage) }
 }
 
-/// Whether a file is in memory. Only memory files have seals, and the kernel reads them without a
-/// call to a file system.
+/// Returns whether a file is in memory. Only memory files have seals, and the kernel reads them
+/// without a call to a file system.
 pub fn is_memory(file: impl AsFd) -> bool {
     rustix::fs::fcntl_get_seals(file).is_ok()
 }
@@ -146,7 +147,8 @@ mod tests {
         assert!(identify_pid(pid, None).is_err());
     }
 
-    /// The peer's pid now belongs to another process. The identification must fail.
+    /// Checks that the identification fails if the pid of the connected process now belongs to
+    /// another process.
     #[test]
     fn a_pid_that_was_given_again_is_not_believed() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();

@@ -1,4 +1,4 @@
-//! Rate limits of one container, for all of its connections together.
+//! Rate limits of one container, which apply to all of its connections together.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -7,17 +7,17 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Limit for the messages of a container: size of a burst, then number per second. Further messages
-/// wait in the container's sockets.
+/// Rate limit of the messages that the controller reads from a container: size of a burst, then
+/// number per second. Further messages wait in the container's sockets.
 const MESSAGES: (u32, u32) = (2_000, 1_000);
-/// Limit for the connections of a container: size of a burst, then number per second. All processes
-/// of a large container may start at the same time.
+/// Rate limit of the connections of a container: size of a burst, then number per second. The burst
+/// is large, because all processes of a large container may start at the same time.
 const CONNECTIONS: (u32, u32) = (512, 50);
-/// Limit for the logged refusals of peers: size of a burst, then number per second.
+/// Rate limit of the log lines about refused processes: size of a burst, then number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
-/// A token bucket. It stores only the time at which all tokens taken so far will have been
-/// refilled.
+/// A rate limit (token bucket). It stores only the time at which all tokens taken so far will have
+/// been refilled.
 #[derive(Debug)]
 pub struct RateLimit {
     ahead: Duration,
@@ -32,7 +32,7 @@ impl RateLimit {
         RateLimit { ahead, interval, paid: Mutex::new(Instant::now()) }
     }
 
-    /// Takes one token. Waits until a token is available.
+    /// Takes one token, and waits until it is available.
     pub async fn take(&self) {
         let paid = {
             let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -42,7 +42,7 @@ impl RateLimit {
         tokio::time::sleep_until(paid - self.ahead).await;
     }
 
-    /// Takes one token, if a token is available. Returns whether it was.
+    /// Takes one token if it is available now, without waiting. Returns whether it was.
     pub fn try_take(&self) -> bool {
         let now = Instant::now();
         let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -58,15 +58,16 @@ impl RateLimit {
 /// The rate limits of one container.
 #[derive(Debug)]
 pub struct RateLimits {
-    /// Messages that the controller reads.
+    /// Rate limit of the messages that the controller reads.
     pub messages: RateLimit,
-    /// Connections that the controller accepts.
+    /// Rate limit of the connections that the controller accepts.
     pub connections: RateLimit,
-    /// Refused peers that the controller logs.
+    /// Limit of the log lines about refused processes.
     pub refusals: RefusalLog,
 }
 
-/// Limits the log lines about refused peers: a few one by one, then their number.
+/// Limits the log lines about refused processes. It logs a few refusals one by one, and then only
+/// their number.
 #[derive(Debug)]
 pub struct RefusalLog {
     budget: RateLimit,
@@ -80,7 +81,8 @@ impl Default for RefusalLog {
 }
 
 impl RefusalLog {
-    /// Returns the text to log for one refusal. `None`: too many refusals were logged recently.
+    /// Returns the text to log for one refusal. Returns `None` if too many refusals were logged
+    /// recently.
     pub fn tell(&self, why: String) -> Option<String> {
         let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {
@@ -95,7 +97,7 @@ impl RefusalLog {
 }
 
 impl RateLimits {
-    /// Creates the limits of a container that has used none of them.
+    /// Creates the limits of a container that has not used any tokens yet.
     pub fn new() -> RateLimits {
         RateLimits {
             messages: RateLimit::new(MESSAGES),

@@ -1,4 +1,4 @@
-//! Tests of connections with valid, silent, malformed and hostile peers.
+//! Tests of connections to agents that are valid, silent, malformed or hostile.
 
 use std::{
     io::{IoSlice, Read, Write},
@@ -69,7 +69,7 @@ struct Bench {
     mail: mpsc::Receiver<AgentMail>,
 }
 
-/// Serves one end of a socket pair as a connection of a container.
+/// Creates a socket pair, and serves one end as the connection of a container.
 fn bench() -> Bench {
     let (peer, ours) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
@@ -104,7 +104,8 @@ async fn an_identified_process_joins() {
     assert_eq!(answer, order);
 }
 
-/// A Hello that contains the capabilities must be enough for the core, without a further message.
+/// Checks that the core learns the library's capabilities from the Hello, without a further
+/// message.
 #[tokio::test]
 async fn hello_with_capabilities_tells_the_core() {
     let mut bench = bench();
@@ -286,7 +287,7 @@ async fn connections_of_a_container_are_limited() {
     }
 }
 
-/// A container must not exceed its rate limit by opening many connections.
+/// Checks that a container cannot exceed its rate limit by opening many connections.
 #[tokio::test(start_paused = true)]
 async fn connections_of_a_container_share_one_rate() {
     let budgets = Arc::new(rate_limit::RateLimits::new());
@@ -337,8 +338,8 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// Receiving such a message can block the thread inside the kernel without limit. Only the thread
-/// of this container may be blocked.
+/// Checks that a message whose descriptor blocks the receiving thread in the kernel blocks only the
+/// thread of its container.
 #[tokio::test]
 async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();
@@ -378,7 +379,7 @@ async fn a_blocked_reader_blocks_one_container() {
     assert!(waits, "it has waited for the other container's connection");
 }
 
-/// Relays one packet of a process, and returns what a copier would receive.
+/// Relays one packet from a process, and returns what a copier would receive.
 async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_copier::socket::Received> {
     let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
     affinode_copier::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();

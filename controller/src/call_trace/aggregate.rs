@@ -1,4 +1,4 @@
-//! Sums up one process's call records between two readings. This module does no I/O.
+//! Sums up the call records of one process between two readings. This module does no I/O.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,22 +7,23 @@ use affinode_proto::wire::call_ring::{CallRecord, RECORDS};
 
 use super::{FunctionCalls, RecordedCall};
 
-/// Number of records wanted per reading: half of the ring, so that a program can double its call
-/// rate without losing records.
+/// Number of call records that one reading should find: half of the ring. A program can thus double
+/// its call rate without losing records.
 const WANTED: u64 = RECORDS as u64 / 2;
-/// Maximum number of records per reading that are returned one by one.
+/// Maximum number of call records per reading that are returned individually. All others only count
+/// in the sums.
 const SHOWN: usize = 40;
-/// `CUDA_ERROR_NOT_READY`: the normal result of a query, not a failure.
+/// Result code `CUDA_ERROR_NOT_READY`: the normal result of a query, not a failure.
 const NOT_READY: u16 = 600;
 
-/// Sampling rate for `calls` calls between two readings. With a result of n, one in n calls is
-/// recorded.
+/// Returns the sampling rate for a process that made `calls` calls between two readings. With a
+/// result of n, one in n calls is recorded.
 #[must_use]
 pub fn one_in(calls: u64) -> u32 {
     u32::try_from(calls.div_ceil(WANTED)).unwrap_or(u32::MAX).max(1)
 }
 
-/// Sums per function, and the latest records.
+/// Sums of call records for each CUDA function, and the latest records.
 #[derive(Debug, Default)]
 pub struct CallAggregate {
     functions: BTreeMap<u16, FunctionCalls>,
@@ -30,7 +31,7 @@ pub struct CallAggregate {
 }
 
 impl CallAggregate {
-    /// Adds a record. Its values come from the container, so every sum saturates.
+    /// Adds a record to the sums. Its values come from the container, so every sum saturates.
     pub fn add(&mut self, record: CallRecord) {
         let function = self.functions.entry(record.hook).or_default();
         let times = u64::from(record.stands_for);
@@ -46,7 +47,7 @@ impl CallAggregate {
         self.last.push_back(record);
     }
 
-    /// The sums per function, the most called first, and the latest records.
+    /// Returns the sums for each function, the most called first, and the latest records.
     #[must_use]
     pub fn finish(self) -> (Vec<FunctionCalls>, Vec<RecordedCall>) {
         let mut functions: Vec<FunctionCalls> = self

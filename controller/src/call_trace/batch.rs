@@ -1,13 +1,13 @@
-//! Batches of CUDA calls that watchers receive, each for a fifth of a second. They have the same
-//! fields in JSON and on the control socket.
+//! Batches of traced CUDA calls, which are sent to watchers. Each batch covers a fifth of a second.
+//! Batches have the same fields in JSON and on the control socket.
 
 use affinode_proto::api::control;
 use serde::Serialize;
 
-/// The calls of all watched processes between two readings.
+/// CUDA calls of all watched processes between two readings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CallTraceBatch {
-    /// Number of the batch: the previous batch's number plus one.
+    /// Number of the batch, one higher than that of the previous batch.
     pub sequence: u64,
     /// Time of the reading, in milliseconds since 1970.
     pub unix_ms: i64,
@@ -15,11 +15,11 @@ pub struct CallTraceBatch {
     pub elapsed_ms: u64,
     /// Processes with calls, the busiest first.
     pub processes: Vec<ProcessCalls>,
-    /// Number of further processes with calls.
+    /// Number of further processes with calls, which the batch does not list.
     pub left_out: u64,
 }
 
-/// The calls of one process.
+/// CUDA calls of one process in one batch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ProcessCalls {
     /// Key of the process's container.
@@ -30,39 +30,39 @@ pub struct ProcessCalls {
     pub pid: u32,
     /// Name of the process's program, from `/proc/PID/comm`.
     pub command: String,
-    /// Number of calls, exact.
+    /// Exact number of calls of the process.
     pub calls: u64,
-    /// Approximate sampling rate: one of this many calls was recorded. 0: the library is too old to
-    /// record calls.
+    /// Sampling rate: about one of this many calls was recorded. 0 means that the library is too
+    /// old to record calls.
     pub one_in: u32,
-    /// Calls lost because the ring was full.
+    /// Number of calls that were not recorded because the ring was full.
     pub dropped: u64,
-    /// Calls by function, the most called first.
+    /// Calls summed up by function, the most called first.
     pub functions: Vec<FunctionCalls>,
     /// The latest recorded calls, the oldest first.
     pub recorded: Vec<RecordedCall>,
 }
 
-/// The calls of one function in one process.
+/// Calls of one CUDA function in one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct FunctionCalls {
     /// Name of the CUDA function.
     pub name: String,
     /// Number of calls, estimated from the recorded calls. Exact if every call was recorded.
     pub calls: u64,
-    /// Number of recorded calls.
+    /// Number of calls that were recorded.
     pub recorded: u64,
     /// Number of bytes that the calls copied, set or allocated, estimated from the recorded calls.
     pub bytes: u64,
     /// Number of recorded calls that failed.
     pub failed: u64,
-    /// Sum of the durations of the recorded calls.
+    /// Total duration of the recorded calls, in nanoseconds.
     pub total_ns: u64,
-    /// Duration of the longest recorded call.
+    /// Duration of the longest recorded call, in nanoseconds.
     pub longest_ns: u64,
 }
 
-/// One call from the call ring.
+/// One CUDA call, as recorded in the call ring of its process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RecordedCall {
     /// Name of the CUDA function.
@@ -71,9 +71,9 @@ pub struct RecordedCall {
     pub thread: u32,
     /// Duration of the driver's function, in nanoseconds.
     pub duration_ns: u64,
-    /// Number of bytes that the call's arguments state.
+    /// Number of bytes that the call copies, sets or allocates.
     pub bytes: u64,
-    /// Result code of the driver, a `CUresult`.
+    /// Result code that the driver returned (`CUresult`).
     pub result: u32,
     /// Number of calls that this record represents: the thread's calls since its previous recorded
     /// call, including this call.
@@ -81,7 +81,7 @@ pub struct RecordedCall {
 }
 
 impl CallTraceBatch {
-    /// The part of the batch that concerns one container.
+    /// Returns the part of the batch that concerns one container.
     #[must_use]
     pub fn of(&self, key: &str) -> CallTraceBatch {
         let processes = self.processes.iter().filter(|p| p.key == key).cloned().collect();
@@ -89,8 +89,8 @@ impl CallTraceBatch {
     }
 }
 
-/// Implements the conversion from and to the messages of the control socket. The fields in brackets
-/// are lists.
+/// Implements the conversions between a batch type and the matching message of the control socket.
+/// The fields in brackets are lists.
 macro_rules! as_sent {
     ($name:ident as $sent:ident: $($field:ident),*; [$($list:ident),*]) => {
         impl From<control::$sent> for $name {

@@ -1,5 +1,5 @@
-//! Passes batches from the sampler to watchers. Each request renews the watcher's subscription,
-//! which otherwise expires.
+//! Passes batches of traced CUDA calls from the sampler to watchers. Each request renews the
+//! watcher's subscription, which otherwise expires.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,17 +12,17 @@ use tokio::{sync::Notify, time::Instant};
 
 use super::CallTraceBatch;
 
-/// Number of batches that are kept for watchers: the batches of ten seconds.
+/// Number of batches that are kept for watchers. They cover ten seconds.
 const KEPT: usize = 50;
-/// Maximum time that a request waits for a batch.
+/// Maximum time that a watcher's request waits for a batch.
 const MAX_WAIT: Duration = Duration::from_secs(2);
-/// Time after which a watcher without a new request is removed.
+/// Time after which a watcher that sent no new request is removed.
 const WATCHER_TTL: Duration = Duration::from_secs(2);
 
-/// Watched containers: one container, or all (`None`).
+/// Containers that a watcher observes: one container, or all containers (`None`).
 pub type Scope = Option<Key>;
 
-/// The batches, and the scopes that are watched.
+/// Store of the latest batches, and of the scopes that are watched now.
 #[derive(Debug, Default)]
 pub struct CallTraceHub {
     inner: Mutex<CallTraceHubState>,
@@ -39,8 +39,8 @@ struct CallTraceHubState {
 }
 
 impl CallTraceHub {
-    /// Returns the batches of a scope that came after batch `sequence`. If there are none, waits
-    /// for the first, at most `wait`. Without a number, or with a number of another controller,
+    /// Returns the batches of a scope that came after batch `sequence`. If there are none, waits at
+    /// most `wait` for the next batch. If `sequence` is `None` or comes from another controller,
     /// returns only batches that arrive later.
     pub async fn after(
         &self,
@@ -72,7 +72,7 @@ impl CallTraceHub {
         }
     }
 
-    /// The scopes that are watched now. Empty if there is no watcher.
+    /// Returns the scopes that are watched now. The list is empty if there is no watcher.
     pub(crate) fn watched(&self) -> Vec<Scope> {
         let now = Instant::now();
         let mut inner = self.lock();
@@ -80,12 +80,12 @@ impl CallTraceHub {
         inner.watched.keys().cloned().collect()
     }
 
-    /// Waits for the next request.
+    /// Waits until a watcher sends the next request.
     pub(super) async fn asked(&self) {
         self.asked.notified().await;
     }
 
-    /// Adds a batch and sets its number.
+    /// Adds a batch from the sampler and sets its number.
     pub(crate) fn add(&self, batch: CallTraceBatch) {
         {
             let mut inner = self.lock();

@@ -1,4 +1,4 @@
-//! The call trace: the CUDA calls of processes, read live while a watcher requests them.
+//! The call trace shows the CUDA calls of processes live while a watcher requests them.
 //!
 //! ```text
 //!  watcher ──after()──> CallTraceHub ──watched()──> CallSampler ──SampleCalls──> agent: call ring

@@ -1,4 +1,4 @@
-//! Reads the call rings of processes, and sends their agents the sampling rate.
+//! Reads the call rings of processes, and sends the sampling rate to their agents.
 
 use std::{collections::HashMap, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
@@ -19,11 +19,11 @@ use crate::{
     handle::{CallSource, ControllerHandle, ShuttingDown},
 };
 
-/// Time between two readings.
+/// Time between two readings of the call rings.
 const PERIOD: Duration = Duration::from_millis(200);
-/// Time between two scans for new and ended processes.
+/// Time between two searches for new and ended processes.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of processes in one batch.
+/// Maximum number of processes that one batch lists.
 const SHOWN: usize = 256;
 
 struct SampledProcess {
@@ -33,7 +33,7 @@ struct SampledProcess {
     last_sent: Option<ControllerMessage>,
 }
 
-/// Reads the call rings while the trace is watched.
+/// Reads the call rings of processes while a watcher requests the call trace.
 pub struct CallSampler {
     door: ControllerHandle,
     hub: Arc<CallTraceHub>,
@@ -43,7 +43,7 @@ pub struct CallSampler {
 }
 
 impl CallSampler {
-    /// A sampler of the processes of one controller, for the watchers of one hub.
+    /// Creates a sampler of the processes of one controller, for the watchers of one hub.
     #[must_use]
     pub fn new(door: ControllerHandle, hub: Arc<CallTraceHub>) -> CallSampler {
         CallSampler { door, hub, watched: HashMap::new(), called_roll: None, read: Instant::now() }
@@ -150,7 +150,8 @@ impl SampledProcess {
         })
     }
 
-    /// Sends the sampling rate and the position read so far, unless the agent has both.
+    /// Sends the agent the sampling rate and the number of the next record to read, unless it
+    /// already has both.
     fn ask_for(&mut self, one_in: u32) {
         if self.sight.outbox.is_none() {
             return;
@@ -162,8 +163,8 @@ impl SampledProcess {
     }
 }
 
-/// Queues a message for an agent. Returns false, without queuing it, if other messages wait in the
-/// queue, because orders are more important.
+/// Queues a message for an agent. If other messages already wait in the queue, it queues nothing
+/// and returns false, because orders are more important.
 fn tell(sight: &CallSource, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {

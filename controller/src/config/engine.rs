@@ -1,5 +1,5 @@
-//! Reads the configuration for programs other than the controller: the engine of a container, and
-//! the OCI runtime.
+//! Reads single values of the configuration for programs other than the controller: the engine of a
+//! container, and the OCI runtime.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +8,8 @@ use affinode_proto::{api::control::Announcement, wire::Engine};
 use super::Config;
 use crate::conversion;
 
-/// The engine that the controller will choose for a container with this announcement. If the
-/// configuration cannot be read, the default engine is returned.
+/// Returns the engine (method of offload) that the controller will choose for a container with this
+/// announcement. If the configuration cannot be read, the default engine is returned.
 #[must_use]
 pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
     let config = Config::load(file).unwrap_or_else(|error| {
@@ -26,8 +26,9 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
     spec.policy(&config.settings().policies).0.engine
 }
 
-/// The OCI runtime from the configuration. The path is empty if the configuration has no runtime or
-/// cannot be read. The controller reports a configuration that cannot be read.
+/// Returns the OCI runtime that the configuration in `file` names. The path is empty if the
+/// configuration names no runtime or cannot be read. An unreadable configuration is reported by the
+/// controller.
 #[must_use]
 pub fn oci_runtime_of(file: &Path) -> PathBuf {
     Config::load(file).map(|config| config.oci.runtime).unwrap_or_default()

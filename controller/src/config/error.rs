@@ -1,9 +1,10 @@
-//! Formats an invalid key or value: the key, its file, the value, and the accepted values.
+//! Formats the error about an invalid key or value: the key, its file, the value, and the accepted
+//! values.
 
 use figment::{Error, Metadata, Source, error::Kind};
 
-/// Returns a text such as `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto,
-/// eager, …`.
+/// Formats an error of the configuration, such as `policy.mode in /etc/affinode/config.toml:
+/// "often"; accepted: auto, eager, …`.
 pub(super) fn tell(error: Error) -> String {
     let all: Vec<String> = error.into_iter().map(|error| one(&error)).collect();
     all.join("; ")

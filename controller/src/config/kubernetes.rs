@@ -1,10 +1,11 @@
-//! `[http.kubernetes]`: the API server that checks tokens, with `http.auth = "token-review"`.
+//! Section `[http.kubernetes]`: the API server that checks clients' tokens if `http.auth` is
+//! `token-review`.
 
 use serde::Deserialize;
 
 use super::ConfigError;
 
-/// Address and credentials for the API server.
+/// Address of the Kubernetes API server, and credentials for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KubernetesSection {
@@ -15,15 +16,15 @@ pub struct KubernetesSection {
     /// File with the controller's own token for the API server. The file is read again for each
     /// request.
     pub token_file: String,
-    /// Audiences that a client's token must have. Empty: the audiences of the API server.
+    /// Audiences that a client's token must have. If empty, the audiences of the API server apply.
     pub audiences: Vec<String>,
 }
 
-/// Default port of HTTPS.
+/// Port of the API server if its URL has none: the default port of HTTPS.
 const PORT: u16 = 443;
 
 impl KubernetesSection {
-    /// Host and port of the API server.
+    /// Returns the host and port of the API server.
     ///
     /// # Errors
     /// `api_server` is not a URL of the form `https://host:port`. The error names this form.

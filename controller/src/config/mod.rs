@@ -1,6 +1,6 @@
-//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` next to it in order of
-//! name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later source overrides an
-//! earlier one, value by value. An error names the unknown key or invalid value, and its source.
+//! Reads the configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` next to it in order
+//! of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later source overrides an
+//! earlier source, value by value. An error names the unknown key or invalid value, and its source.
 
 mod engine;
 mod error;
@@ -41,21 +41,21 @@ pub use services::{
 pub use set::{SetError, set};
 use whole_numbers::WholeNumbers;
 
-/// The whole configuration. Every key has a default.
+/// The whole configuration of the controller. Every key has a default.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// Section `[policy]`: when containers are offloaded.
     pub policy: PolicySection,
-    /// Section `[timing]`: intervals and deadlines.
+    /// Section `[timing]`: intervals and deadlines of the controller.
     pub timing: TimingSection,
     /// Section `[memory]`: limits of host memory.
     pub memory: MemorySection,
     /// Section `[driver]`: where the driver is installed.
     pub driver: DriverSection,
-    /// Section `[nvml]`: the library of NVML.
+    /// Section `[nvml]`: the location of NVML's library.
     pub nvml: NvmlSection,
-    /// Section `[copier]`: the processes that copy memory for other processes.
+    /// Section `[copier]`: copiers, the processes that copy GPU memory for other processes.
     pub copier: CopierSection,
     /// Section `[log]`: level and format of the log.
     pub log: LogSection,
@@ -63,15 +63,15 @@ pub struct Config {
     pub http: HttpSection,
     /// Section `[control]`: users of the command line who are not root.
     pub control: ControlSection,
-    /// Section `[history]`: the history on disk.
+    /// Section `[history]`: the history of containers that is stored on disk.
     pub history: HistorySection,
     /// Section `[report]`: prices in reports.
     pub report: ReportSection,
-    /// Section `[jobs]`: programs without a container.
+    /// Section `[jobs]`: programs that users run without a container.
     pub jobs: JobsSection,
     /// Section `[oci]`: the OCI runtime that `affinode-runtime` runs.
     pub oci: OciSection,
-    /// For each key of `[policy]` that is set: the file or environment variable that set the value.
+    /// For each key of `[policy]` that is set, the file or environment variable that set it.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,
 }
@@ -79,10 +79,11 @@ pub struct Config {
 /// Reason why the configuration was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// A key is unknown or a value is invalid. The text names key, source and accepted values.
+    /// A key is unknown or a value is invalid. The text names the key, its source and the accepted
+    /// values.
     #[error("configuration: {0}")]
     Bad(String),
-    /// The folder of drop-ins cannot be listed.
+    /// The folder `conf.d` of additional configuration files cannot be listed.
     #[error("configuration: cannot list {path}")]
     List {
         /// Path of the folder.
@@ -94,13 +95,15 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Path of this installation's configuration file, by default `/etc/affinode/config.toml`.
+    /// Returns the path of this installation's configuration file, by default
+    /// `/etc/affinode/config.toml`.
     #[must_use]
     pub fn path() -> PathBuf {
         InstallationPaths::own().config
     }
 
-    /// Parses the text of one configuration file. Drop-ins and environment are not read.
+    /// Parses the text of one configuration file. The files in `conf.d` and the environment are not
+    /// read.
     ///
     /// # Errors
     /// [`ConfigError`]: a key is unknown, or a value is invalid.
@@ -108,8 +111,8 @@ impl Config {
         Config::extract(&Figment::from(WholeNumbers(Toml::string(text))))
     }
 
-    /// Reads the configuration file, its drop-ins and the environment. If the file does not exist,
-    /// the defaults apply.
+    /// Reads the configuration file, the files in `conf.d` next to it, and the environment. If the
+    /// configuration file does not exist, the defaults apply.
     ///
     /// # Errors
     /// [`ConfigError`]: a key is unknown, a value is invalid, or the drop-ins cannot be listed.
@@ -117,7 +120,8 @@ impl Config {
         Config::load_with(file, None)
     }
 
-    /// Like [`Config::load`], with another text in place of one drop-in.
+    /// Reads the configuration like [`Config::load`], but uses another text in place of one of the
+    /// files in `conf.d`.
     fn load_with(file: &Path, replaced: Option<(&Path, &str)>) -> Result<Config, ConfigError> {
         let mut figment = Figment::new();
         if file.exists() {
@@ -166,7 +170,8 @@ impl Config {
         Ok(self)
     }
 
-    /// The part of the configuration that the core uses.
+    /// Returns the part of the configuration that the core (the module that decides about moves)
+    /// uses.
     #[must_use]
     pub fn settings(&self) -> Settings {
         let ms = |value: Millis| u32::try_from(value).unwrap_or(u32::MAX);
@@ -187,7 +192,7 @@ impl Config {
     }
 }
 
-/// The file or environment variable that set the key `name` of `[policy]`.
+/// Returns the file or environment variable that set the key `name` of `[policy]`.
 fn origin(figment: &Figment, name: &str) -> Option<String> {
     let metadata = figment.find_metadata(&format!("policy.{name}"))?;
     Some(match &metadata.source {
@@ -199,7 +204,7 @@ fn origin(figment: &Figment, name: &str) -> Option<String> {
     })
 }
 
-/// The files `conf.d/*.toml` next to the configuration file, in order of name.
+/// Lists the files `conf.d/*.toml` next to the configuration file, in order of name.
 fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let Some(folder) = file.parent().map(|parent| parent.join("conf.d")) else {
         return Ok(Vec::new());

@@ -1,20 +1,21 @@
-//! Applies a configuration that was read again. Some parts apply immediately. The other parts apply
-//! when the controller starts next, and their names are returned.
+//! Applies a configuration that was read again while the controller runs. Some parts apply
+//! immediately. The other parts apply when the controller starts next, and their names are
+//! returned.
 
 use super::Config;
 
-/// Result of a reload.
+/// Result of applying a changed configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadedConfig {
-    /// Whether any value in effect has changed.
+    /// Whether a value that is in effect has changed.
     pub changed: bool,
-    /// Sections or single keys that have changed and apply only when the controller starts next.
+    /// Names of changed sections or keys that apply only when the controller starts next.
     pub waits: Vec<&'static str>,
 }
 
 impl Config {
-    /// Applies the changes that can apply immediately. All other values stay as they were when this
-    /// controller started.
+    /// Applies those changes of `read` that can apply immediately. All other values stay as they
+    /// were when this controller started.
     pub fn take(&mut self, mut read: Config) -> ReloadedConfig {
         let mut waits = Vec::new();
         macro_rules! keep {

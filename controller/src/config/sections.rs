@@ -1,4 +1,4 @@
-//! The sections `[timing]`, `[memory]`, `[driver]`, `[nvml]`, `[copier]` and `[log]`.
+//! Configuration sections `[timing]`, `[memory]`, `[driver]`, `[nvml]`, `[copier]` and `[log]`.
 
 use std::path::PathBuf;
 
@@ -7,18 +7,17 @@ use serde::Deserialize;
 
 use super::duration;
 
-/// Section `[timing]`: intervals and deadlines.
+/// Section `[timing]`: intervals and deadlines of the controller.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TimingSection {
-    /// Interval at which the counters of processes are read, in milliseconds.
+    /// Interval at which the controller reads the counters of processes, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub sample_interval: Millis,
-    /// Maximum time for which an offload waits until CUDA calls in progress have returned, in
-    /// milliseconds.
+    /// Maximum time that an offload waits for CUDA calls in progress to return, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub close_deadline: Millis,
-    /// Maximum time for which the driver waits for running kernels when it locks a process, in
+    /// Maximum time that the driver waits for running kernels when it locks a process, in
     /// milliseconds.
     #[serde(deserialize_with = "duration")]
     pub lock_timeout: Millis,
@@ -31,29 +30,29 @@ pub struct MemorySection {
     /// Host memory that the driver needs for an offloaded process in addition to the size of its
     /// VRAM, in MiB (measured: 530 MiB).
     pub driver_overhead_mib: u64,
-    /// Host memory that stays free on the node after an offload, in MiB. `None`: a sixteenth of the
-    /// node's memory, at least 1 GiB.
+    /// Host memory that an offload must leave free on the node, in MiB. `None` means a sixteenth of
+    /// the node's memory, but at least 1 GiB.
     pub node_reserve_mib: Option<u64>,
 }
 
-/// Section `[driver]`: where the driver is installed.
+/// Section `[driver]`: where the NVIDIA driver is installed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DriverSection {
-    /// Root folder of the driver's installation. Empty: the host's root is searched first, then the
-    /// folders that Kubernetes operators and node images are known to use.
+    /// Root folder of the driver's installation. If empty, the host's root is searched first, then
+    /// the folders that Kubernetes operators and node images are known to use.
     pub root: PathBuf,
 }
 
-/// Section `[nvml]`: the library of NVML.
+/// Section `[nvml]`: the location of NVML's library.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct NvmlSection {
-    /// Name or path of NVML's library.
+    /// Name or path of the library of NVML.
     pub library: String,
 }
 
-/// Section `[copier]`: the processes that copy memory for other processes.
+/// Section `[copier]`: copiers, the processes that copy GPU memory for other processes.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopierSection {
@@ -63,17 +62,18 @@ pub struct CopierSection {
     pub library: String,
 }
 
-/// Section `[log]`: level and format.
+/// Section `[log]`: level and format of the controller's log.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogSection {
-    /// Filter of the crate `tracing`: error, warn, info, debug, or one level per module.
+    /// Filter of log messages, in the syntax of the crate `tracing`: error, warn, info, debug, or
+    /// one level per module.
     pub level: String,
     /// Format of the log: text, json or journald.
     pub format: LogFormat,
 }
 
-/// Format of the log.
+/// Format of the controller's log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
@@ -81,7 +81,7 @@ pub enum LogFormat {
     Text,
     /// One JSON object per line.
     Json,
-    /// systemd's journal, with a field for each value.
+    /// Entries of systemd's journal, with a field for each value.
     Journald,
 }
 
@@ -92,7 +92,8 @@ impl Default for TimingSection {
 }
 
 impl MemorySection {
-    /// The node's memory reserve in bytes. `None`: not configured.
+    /// Returns the configured memory reserve of the node in bytes, or `None` if it is not
+    /// configured.
     #[must_use]
     pub fn node_reserve_bytes(&self) -> Option<u64> {
         self.node_reserve_mib.map(|mib| mib << 20)

@@ -1,4 +1,4 @@
-//! The sections `[http]`, `[control]`, `[history]`, `[report]`, `[jobs]` and `[oci]`.
+//! Configuration sections `[http]`, `[control]`, `[history]`, `[report]`, `[jobs]` and `[oci]`.
 
 use std::{
     net::SocketAddr,
@@ -15,33 +15,35 @@ use super::{ConfigError, KubernetesSection, duration};
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSection {
-    /// Address at which HTTP is served: `auto`, `off`, `address:port` or `unix:/path`.
+    /// Address at which the controller serves HTTP: `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
     /// Method by which clients of the API authenticate.
     pub auth: HttpAuth,
-    /// With `auth = "token"`: file with the token that clients must send. Empty: clients need no
+    /// File with the token that clients must send if `auth` is `token`. If empty, clients need no
     /// token.
     pub token_file: String,
-    /// With `auth = "token-review"`: configuration of the API server that checks tokens.
+    /// Kubernetes API server that checks clients' tokens if `auth` is `token-review`.
     pub kubernetes: KubernetesSection,
-    /// File with the certificate and its intermediate certificates. Empty: no TLS.
+    /// File with the TLS certificate and its intermediate certificates. If empty, HTTP is served
+    /// without TLS.
     pub tls_cert_file: String,
-    /// File with the private key of the certificate in `tls_cert_file`.
+    /// File with the private key of the TLS certificate in `tls_cert_file`.
     pub tls_key_file: String,
-    /// Host names of the node that clients may use in requests, besides IP addresses and localhost.
+    /// Host names of the node that clients may use in requests, in addition to IP addresses and
+    /// localhost.
     pub hosts: Vec<String>,
     /// Clients that may offload, restore and pin containers over HTTP.
     pub actions: HttpActions,
 }
 
-/// Clients that may move containers over HTTP.
+/// Which clients may move containers over HTTP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HttpActions {
-    /// Clients with a token, and clients of a Unix socket, which only root may use.
+    /// Clients that send a token, and clients of a Unix socket, which only root may use.
     #[default]
     Authenticated,
-    /// All clients, also without a token. These include all users of the machine, and pods in the
+    /// All clients, even without a token. These include all users of the machine, and pods in the
     /// host's network.
     AnyClient,
     /// No client, with or without a token.
@@ -60,20 +62,20 @@ pub enum HttpAuth {
     TokenReview,
 }
 
-/// Section `[control]`: users of the command line who are not root.
+/// Section `[control]`: access of users other than root to the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ControlSection {
-    /// Group whose members may read the node's state but change nothing. Empty: only root may read
-    /// the state.
+    /// Group whose members may read the node's state but change nothing. If empty, only root may
+    /// read the state.
     pub view_group: String,
 }
 
-/// Section `[history]`: the history on disk.
+/// Section `[history]`: the history of containers that is stored on disk.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HistorySection {
-    /// Folder of the history: `auto`, `off` or a path.
+    /// Folder of the history: `auto`, `off` or a path. `auto` selects the default folder.
     pub dir: String,
     /// Time for which the history is kept, in milliseconds.
     #[serde(deserialize_with = "duration")]
@@ -86,9 +88,9 @@ pub struct HistorySection {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReportSection {
-    /// Price of one GPU for one hour. 0: no prices are shown.
+    /// Price of one GPU for one hour. If 0, no prices are shown.
     pub price_per_gpu_hour: f64,
-    /// Currency of the price, at most 8 letters.
+    /// Currency of `price_per_gpu_hour`, at most 8 letters.
     pub currency: String,
 }
 
@@ -96,7 +98,7 @@ pub struct ReportSection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OciSection {
-    /// Name or path of the OCI runtime. Empty: `crun` if it is installed, else `runc`.
+    /// Name or path of the OCI runtime. If empty, `crun` is used if it is installed, else `runc`.
     pub runtime: PathBuf,
 }
 
@@ -104,21 +106,21 @@ pub struct OciSection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct JobsSection {
-    /// Whether users can run jobs with `affinode run`. If so, the controller also runs while there
-    /// is no container.
+    /// Whether users can run jobs with `affinode run`. If true, the controller also runs while
+    /// there is no container.
     pub enabled: bool,
-    /// Users besides root who may run jobs. `*`: all users.
+    /// Names of the users besides root who may run jobs. The entry `*` means all users.
     pub users: Vec<String>,
 }
 
-/// The address at which the HTTP server listens.
+/// Address at which the HTTP server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
-    /// No address: HTTP is off.
+    /// The HTTP server is off and listens nowhere.
     Off,
-    /// A TCP address with its port.
+    /// The server listens on this TCP address and port.
     Tcp(SocketAddr),
-    /// A Unix socket that only root may use.
+    /// The server listens on the Unix socket with this path, which only root may use.
     Unix(PathBuf),
 }
 
@@ -149,16 +151,16 @@ impl Default for ReportSection {
     }
 }
 
-/// HTTP address of the node's own controller if `listen` is `auto`.
+/// HTTP address that `listen = "auto"` means for the node's own controller.
 const NODE_ADDRESS: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9410);
-/// Folder of the history of the node's own controller if `dir` is `auto`.
+/// Folder of the history that `dir = "auto"` means for the node's own controller.
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
-    /// The address at which the HTTP server listens. `auto` is 127.0.0.1:9410 for the node's own
-    /// controller. For a private controller, which has another run directory, `auto` is a socket in
-    /// that directory. Thus several controllers can run on one machine.
+    /// Returns the address at which the HTTP server listens. `auto` means 127.0.0.1:9410 for the
+    /// node's own controller. For a private controller, which has another run directory, `auto`
+    /// means a socket in that directory, so that several controllers can run on one machine.
     ///
     /// # Errors
     /// `listen` has none of the accepted forms. The error names them.
@@ -176,7 +178,7 @@ impl HttpSection {
         }
     }
 
-    /// Checks whether clients that connect to this address may move containers.
+    /// Checks that clients that connect to this address may move containers.
     ///
     /// # Errors
     /// Clients may not move containers. The text describes how to allow it.
@@ -230,8 +232,9 @@ impl HttpSection {
 }
 
 impl HistorySection {
-    /// The folder of the history. `None`: the history is off. `auto` is /var/lib/affinode for the
-    /// node's own controller, and a folder in the run directory for a private controller.
+    /// Returns the folder of the history, or `None` if the history is off. `auto` means
+    /// /var/lib/affinode for the node's own controller, and a folder in the run directory for a
+    /// private controller.
     #[must_use]
     pub fn folder(&self, run_dir: &Path) -> Option<PathBuf> {
         match self.dir.as_str() {

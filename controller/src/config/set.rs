@@ -1,5 +1,5 @@
-//! Stores the node's values from `affinode policy set` in a drop-in of their own, so that they
-//! persist and are visible next to the rest of the configuration.
+//! Stores the node's values from `affinode policy set` in a configuration file of their own in
+//! `conf.d`, so that they persist and are visible next to the rest of the configuration.
 //!
 //! ```text
 //! changes ──> new drop-in ──load the configuration with it──invalid──> nothing is written
@@ -16,7 +16,8 @@ use affinode_core::explain;
 
 use super::{Config, ConfigError};
 
-/// Name of the drop-in. It sorts late, so that it overrides the drop-ins of packages and operators.
+/// Name of the file in `conf.d` for the values of `affinode policy set`. It sorts late, so that it
+/// overrides the files of packages and operators.
 const FILE: &str = "90-affinode-policy-set.toml";
 const HEADER: &str =
     "# Written by `affinode policy set`; `affinode policy unset` removes values.\n";
@@ -24,34 +25,34 @@ const HEADER: &str =
 /// Reason why `affinode policy set` changed nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
-    /// No policy value has this name.
+    /// No policy setting has this name.
     #[error("unknown policy value {0:?}; accepted: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
     Name(String),
-    /// The configuration would be invalid.
+    /// The configuration would be invalid with the change.
     #[error("the policy was not changed, because the configuration would be invalid")]
     Config(#[from] ConfigError),
-    /// The existing drop-in is not valid TOML.
+    /// The existing file of `affinode policy set` is not valid TOML.
     #[error("the policy was not changed, because {path} is not valid TOML")]
     Old {
-        /// Path of the drop-in.
+        /// Path of the invalid file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the TOML parser.
         #[source]
         source: Box<toml::de::Error>,
     },
-    /// The drop-in cannot be read or written.
+    /// The file of `affinode policy set` cannot be read or written.
     #[error("the policy was not changed, because {path} cannot be read or written")]
     File {
-        /// Path of the drop-in.
+        /// Path of the file of `affinode policy set`.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// Changes values of `[policy]` for the configuration in `file`. Names and values are written as in
-/// that file. An empty value removes the name. The resulting configuration is checked before
+/// Changes settings of `[policy]` for the configuration in `file`. Names and values are written as
+/// in that file. An empty value removes the setting. The resulting configuration is checked before
 /// anything is written.
 ///
 /// # Errors
@@ -94,7 +95,7 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     write().map_err(failed)
 }
 
-/// Converts a word of the command line, which has no quotes, to a TOML value.
+/// Converts a value from the command line, which has no quotes, to a TOML value.
 fn typed(value: &str) -> toml::Value {
     if let Ok(number) = value.parse::<i64>() {
         return number.into();

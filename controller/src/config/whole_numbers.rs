@@ -1,5 +1,5 @@
-//! Whole numbers that a template wrote as floats. Helm reads every number of a values file as a
-//! float, so a file may have `priority = 5.0`, which means 5.
+//! Reads whole numbers that a template wrote as floats. Helm reads every number of a values file as
+//! a float, so a file may have `priority = 5.0`, which means 5.
 
 use figment::{
     Error, Metadata, Profile, Provider,
@@ -9,7 +9,7 @@ use figment::{
 /// Largest number up to which an f64 represents every whole number exactly.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
-/// A source of the configuration in which floats without a fraction are read as integers.
+/// A source of the configuration that reads floats without a fraction as integers.
 pub(super) struct WholeNumbers<P>(pub(super) P);
 
 impl<P: Provider> Provider for WholeNumbers<P> {
@@ -24,7 +24,7 @@ impl<P: Provider> Provider for WholeNumbers<P> {
     }
 }
 
-/// Converts floats without a fraction to integers. A key of a float type accepts an integer, too.
+/// Converts floats without a fraction to integers. Keys of a float type accept integers, too.
 fn make_whole(value: &mut Value) {
     match value {
         Value::Num(_, number) => {

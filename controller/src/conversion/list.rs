@@ -1,4 +1,4 @@
-//! The node's GPUs and containers as the control API lists them.
+//! Converts the node's GPUs and containers to messages of the control API.
 
 use affinode_core::{
     DeviceBytes, Key, Millis, Node, container::Container, process::Process, texts::text_of,
@@ -10,7 +10,7 @@ use affinode_proto::{
 
 use super::announcement_of;
 
-/// The current GPUs and containers. `unix_ms`: the wall clock now.
+/// Lists the current GPUs and containers. `unix_ms` is the current wall-clock time.
 #[must_use]
 pub fn list(node: &Node, now: Millis, unix_ms: i64) -> control::ListResponse {
     control::ListResponse {

@@ -1,9 +1,10 @@
-//! The policies of the node and its containers as the control API lists them.
+//! Converts the policies of the node and its containers to messages of the control API.
 
 use affinode_core::{Key, Node, container::Container, explain::Value};
 use affinode_proto::api::control;
 
-/// The policy of the node and its containers. `only`: reports this container instead of all.
+/// Returns the policies of the node and its containers. If `only` is given, only this container is
+/// reported.
 #[must_use]
 pub fn policies(node: &Node, only: Option<&Key>) -> control::PolicyResponse {
     let mine = |key: &&Key| only.is_none_or(|only| only == *key);

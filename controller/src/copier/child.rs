@@ -1,5 +1,5 @@
-//! The process of a copier: another instance of this program, with the controller's socket on its
-//! standard input.
+//! Runs a copier as a child process: another instance of this program, with the controller's socket
+//! on its standard input.
 
 use std::{
     io,
@@ -20,19 +20,19 @@ use tokio::{
 use super::CopierMessage;
 use crate::{driver_library::DriverLibrary, sys};
 
-/// A copier whose process was started. Dropping it kills the process.
+/// A copier's child process. Dropping this value kills the process.
 #[derive(Debug)]
 pub struct CopierProcess {
     socket: OwnedFd,
     ear: AbortHandle,
-    /// Sender whose message kills the process. The process is also killed when the sender is
-    /// dropped.
+    /// Sender whose message makes the controller kill the process. Dropping the sender also kills
+    /// it.
     kill: Option<oneshot::Sender<()>>,
     pid: u32,
 }
 
 impl CopierProcess {
-    /// Starts a copier. `mail` receives the messages about this copier.
+    /// Starts the child process of a copier. Messages about the copier are sent to `mail`.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -71,8 +71,8 @@ impl CopierProcess {
         })
     }
 
-    /// Starts the program of `command`, with the other end of `ours` on its standard input. `log`
-    /// receives the lines of its standard error.
+    /// Starts the program of `command`, with the other end of the socket `ours` on its standard
+    /// input. The lines of its standard error are passed to `log`.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -115,7 +115,7 @@ impl CopierProcess {
         Ok(CopierProcess { socket: ours, ear: ear.abort_handle(), kill: Some(kill), pid })
     }
 
-    /// Sends an order, together with the descriptor `along` if there is one.
+    /// Sends an order to the copier, with the descriptor `along` if there is one.
     ///
     /// # Errors
     /// The order cannot be sent, for example because the copier does not read its socket.
@@ -123,7 +123,7 @@ impl CopierProcess {
         socket::send(self.socket.as_fd(), &order.encode(), along).map(drop)
     }
 
-    /// Sends the process SIGKILL, without waiting.
+    /// Sends SIGKILL to the process, without waiting for its end.
     pub fn kill(&mut self) {
         self.ear.abort();
         if let Some(kill) = self.kill.take() {
@@ -132,7 +132,7 @@ impl CopierProcess {
         }
     }
 
-    /// Process id of the copier.
+    /// Returns the process id of the copier.
     pub fn pid(&self) -> u32 {
         self.pid
     }

@@ -1,5 +1,5 @@
-//! The processes of copiers (crate `affinode-copier`), and the controller's ends of their sockets.
-//! `core/copiers.rs` decides which GPUs have a copier, and when a copier ends.
+//! Runs the copiers as processes (crate `affinode-copier`), and owns the controller's ends of their
+//! sockets. `core/copiers.rs` decides which GPUs have a copier, and when a copier ends.
 //!
 //! ```text
 //!                    ┌──Report──> the core
@@ -24,32 +24,33 @@ use tokio::sync::mpsc;
 use self::child::CopierProcess;
 use crate::driver_library::DriverLibrary;
 
-/// A message about a copier.
+/// A message to the actor about a copier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CopierMessage {
-    /// The copier sent a report.
+    /// A copier sent a report.
     Report(CopierId, CopierReport),
-    /// The copier closed its socket, or sent an invalid message. Its process may still run.
+    /// A copier closed its socket, or sent an invalid message. The copier's process may still run.
     Closed(CopierId),
-    /// The process of the copier has exited, so its memory is free.
+    /// The process of a copier has exited, so its memory is free.
     Exited(CopierId),
 }
 
-/// Why a process was not attached to a copier.
+/// Reason why a process cannot be attached to a copier.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// The process of the copier has exited.
+    /// The copier's process has exited.
     #[error("the copier has exited")]
     Exited,
-    /// No socket can be created for the process.
+    /// The controller cannot create a socket between the process and the copier.
     #[error("cannot create a socket for a copier")]
     Socket,
-    /// The order cannot be sent, for example because the copier does not read its socket.
+    /// The order to attach the process cannot be sent, for example because the copier does not read
+    /// its socket.
     #[error("cannot send an order to the copier")]
     Order(#[source] io::Error),
 }
 
-/// The copiers whose processes have not exited yet.
+/// All copiers whose processes have not exited yet.
 #[derive(Debug)]
 pub struct CopierProcesses {
     library: DriverLibrary,
@@ -61,9 +62,9 @@ pub struct CopierProcesses {
 struct RunningCopier {
     gpu: String,
     child: CopierProcess,
-    /// Whether the copier was killed. Its exit is not yet reported.
+    /// Whether the copier was killed, but its exit is not yet reported.
     ends: bool,
-    /// VRAM of the copier in bytes, as NVML reports it.
+    /// VRAM that the copier uses in bytes, as NVML reports it.
     vram_bytes: u64,
 }
 
@@ -90,7 +91,7 @@ impl CopierProcesses {
         Ok(())
     }
 
-    /// Attaches a process to a copier. Returns the process's end of the connection.
+    /// Attaches a process to a copier. Returns the socket end for the process.
     ///
     /// # Errors
     /// See [`AttachError`].
@@ -116,7 +117,8 @@ impl CopierProcesses {
         self.running.get(&id).map_or(Ok(()), |copier| copier.child.tell(order, None))
     }
 
-    /// Sends a copier SIGKILL, without waiting. Its exit is reported. Returns its GPU.
+    /// Sends SIGKILL to a copier, without waiting. Its exit is reported later. Returns the GPU of
+    /// the copier.
     pub fn end(&mut self, id: CopierId) -> Option<&str> {
         let copier = self.running.get_mut(&id)?;
         copier.child.kill();
@@ -124,23 +126,23 @@ impl CopierProcesses {
         Some(&copier.gpu)
     }
 
-    /// Forgets a copier whose process has exited.
+    /// Removes a copier whose process has exited from the list.
     pub fn forget(&mut self, id: CopierId) {
         self.running.remove(&id);
     }
 
-    /// The GPU of a copier.
+    /// Returns the UUID of a copier's GPU, or `None` if the copier is not known.
     #[must_use]
     pub fn gpu(&self, id: CopierId) -> Option<&str> {
         self.running.get(&id).map(|copier| copier.gpu.as_str())
     }
 
-    /// The pids of all copiers, including those that are being ended.
+    /// Returns the pids of all copiers, including those that are being ended.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.running.values().map(|copier| copier.child.pid())
     }
 
-    /// Updates the VRAM of the copiers from a reading of all GPUs.
+    /// Updates the copiers' VRAM from a reading of all GPUs.
     pub fn seen(&mut self, gpus: &[GpuSample]) {
         for copier in self.running.values_mut() {
             let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == copier.gpu) else { continue };
@@ -149,7 +151,7 @@ impl CopierProcesses {
         }
     }
 
-    /// Fills in the copier's pid and VRAM in the control API's record of a GPU.
+    /// Adds the pid and the VRAM of the GPU's copier to the GPU's record for the control API.
     pub fn show(&self, gpu: &mut control::Gpu) {
         let here = |copier: &&RunningCopier| copier.gpu == gpu.uuid && !copier.ends;
         if let Some(copier) = self.running.values().find(here) {
@@ -159,7 +161,7 @@ impl CopierProcesses {
     }
 }
 
-/// A pair of connected sockets that preserve packet boundaries.
+/// Creates a pair of connected sockets that preserve packet boundaries.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let made = rustix::net::socketpair(
         AddressFamily::UNIX,

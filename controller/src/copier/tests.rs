@@ -1,4 +1,4 @@
-//! Processes of copiers. Programs that do nothing replace the copier.
+//! Tests of the child processes of copiers. Programs that do nothing replace the copier.
 
 use std::{process::Stdio, time::Duration};
 
@@ -15,7 +15,7 @@ const ID: CopierId = CopierId(1);
 
 type CopierMail = mpsc::UnboundedReceiver<CopierMessage>;
 
-/// A copier whose process is `sleep`, and the copier's end of its socket.
+/// Starts a copier whose process is `sleep`. Also returns the copier's end of its socket.
 fn with_sleeper() -> (CopierProcesses, OwnedFd, CopierMail) {
     let (mail, from) = mpsc::unbounded_channel();
     let mut copiers = CopierProcesses::new(DriverLibrary::new("", Path::new("")), mail.clone());
@@ -51,8 +51,8 @@ async fn orders_and_reports_pass_the_socket() {
     assert!(copiers.tell(ID, CopierOrder::HoldVram { on: false }).is_err());
 }
 
-/// The exit of an ended copier must be reported: the core takes no proof of free VRAM before this
-/// report, because the process holds VRAM until its exit.
+/// Checks that the exit of an ended copier is reported. The core takes no proof of free VRAM before
+/// this report, because the process holds VRAM until its exit.
 #[tokio::test]
 async fn an_ended_copier_reports_its_exit() {
     let (mut copiers, _copier, mut from) = with_sleeper();
