@@ -1,5 +1,5 @@
 //! Tests that dashboards and alert rules in `config/` use only existing metrics. If Prometheus's
-//! own tool is installed, it must accept metrics and rules.
+//! tool `promtool` is installed, it must accept the metrics and rules.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -25,7 +25,7 @@ fn document(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The metrics of a node on which every kind of event has happened.
+/// Returns the metrics of a node on which every kind of event has happened.
 fn scrape() -> String {
     let metrics = Metrics::new(2);
     let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
@@ -55,8 +55,8 @@ fn scrape() -> String {
     )
 }
 
-/// Whether a metric belongs to the node agent or the webhook. The crate affinode-cluster compares
-/// the names of these metrics.
+/// Returns whether a metric belongs to the node agent or the webhook. The crate affinode-cluster
+/// checks the names of these metrics.
 fn is_of_the_cluster(name: &str) -> bool {
     ["affinode_agent_", "affinode_webhook_"].iter().any(|prefix| name.starts_with(prefix))
         || name == "affinode_controller_up"

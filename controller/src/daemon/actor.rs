@@ -1,4 +1,5 @@
-//! The data of the task that drives the core, and what all parts of this module do with it.
+//! The actor: the data of the task that drives the core, with methods that all parts of this module
+//! use.
 //!
 //! ```text
 //!  serve ──> commands, tick, recall ──> containers, hints, jobs, … ──> effects ──> copiers ──> actor
@@ -34,7 +35,7 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// The core, and everything that executes its effects.
+/// State of the controller's main task: the core, and everything that executes the core's effects.
 pub(super) struct NodeActor {
     pub(super) node: Node,
     pub(super) config: Config,
@@ -59,10 +60,10 @@ pub(super) struct NodeActor {
     pub(super) started_unix_ms: i64,
     pub(super) busy: GpuUtilization,
     pub(super) sweep: GarbageCollector,
-    /// The uid of the user of each job.
+    /// For each job, the uid of the user who started it.
     pub(super) job_users: HashMap<Key, u32>,
     pub(super) empty_since: Instant,
-    /// The GPUs under pressure as last written to the containers' pressure files.
+    /// GPUs under pressure, as last written to the pressure files of the containers.
     pub(super) sent_pressure: Option<BTreeSet<String>>,
     pub(super) dashboard: String,
 }
@@ -72,19 +73,19 @@ impl NodeActor {
         monotonic_ms()
     }
 
-    /// Time until the next tick. It is short while a container waits or moves.
+    /// Returns the time until the next tick. It is short while a container waits or moves.
     pub(super) fn pause(&self) -> Duration {
         Duration::from_millis(self.node.tick_ms(self.config.timing.sample_interval))
     }
 
-    /// Requests a reading of the GPUs, unless one is in progress.
+    /// Requests a reading of the GPUs from NVML. If a reading is in progress, another follows it.
     pub(super) fn ask_gpus(&mut self) {
         if self.readings.wanted() {
             self.inventory.ask(InventoryQuery::Gpus);
         }
     }
 
-    /// Logs an event, and shows it to readers of the events.
+    /// Logs an event, and adds it to the event list of the APIs.
     pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
             // The move has changed the use of VRAM. The dashboard shows this after a new reading of
@@ -105,7 +106,7 @@ impl NodeActor {
         self.events.add(event, unix_ms());
     }
 
-    /// Publishes an event about a request and its author.
+    /// Publishes an event about an operator's request and who made it.
     pub(super) fn note(&mut self, key: Option<&Key>, container: String, text: String) {
         let event = NodeEvent::new(EventKind::Request, text).because(Reason::Requested);
         let event = NodeEvent { key: key.cloned(), container, ..event };
@@ -113,7 +114,7 @@ impl NodeActor {
     }
 }
 
-/// The rules of the configuration by which host memory is counted.
+/// Returns the rules from the configuration by which host memory is counted.
 pub(super) fn memory_rules(config: &Config) -> MemoryRules {
     MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,

@@ -1,4 +1,5 @@
-//! The control API on `<run dir>/control.sock`: translates requests into commands for the actor.
+//! Serves the control API on `<run dir>/control.sock`, and translates requests into commands for
+//! the actor.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -34,17 +35,17 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// Maximum time for which a request for events waits.
+/// Maximum time that a request for events waits for a new event.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Maximum number of spans of the history in one response. Such a response is far smaller than the
-/// maximum size of a message.
+/// Maximum number of spans of the history in one response. A response with this many spans is far
+/// smaller than the maximum size of a message.
 const SPANS: usize = 1_000;
 
-/// Name that events show as the author of a request from this API.
+/// Name in events for the author of a request that came through the control API.
 const COMMAND: &str = "the command affinode";
 
-/// The control API with all its methods, for root.
+/// The control API with all its methods, which only root may call.
 #[derive(Clone)]
 pub(super) struct ControlService {
     calls: mpsc::Sender<Command>,
@@ -54,7 +55,7 @@ pub(super) struct ControlService {
     prices: ReportSection,
 }
 
-/// Serves the control API at its socket, which only root may use.
+/// Serves the control API at its socket, to which only root may connect.
 pub(super) async fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
@@ -82,7 +83,7 @@ fn refused(code: ttrpc::Code, error: &dyn std::error::Error) -> ttrpc::Error {
 }
 
 impl ControlService {
-    /// Creates the API of the actor that receives commands from `calls`.
+    /// Creates the control API. `calls` sends commands to the actor.
     pub(super) fn new(
         calls: mpsc::Sender<Command>,
         events: Arc<EventLog>,

@@ -5,7 +5,7 @@ use affinode_core::Key;
 use super::actor::NodeActor;
 use crate::handle::CallSource;
 
-/// The connected processes of these containers. `None`: of all containers.
+/// Returns the connected processes of these containers, or of all containers if `keys` is `None`.
 pub(super) fn sights(actor: &NodeActor, keys: Option<&[Key]>) -> Vec<CallSource> {
     let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
     let mut sights = Vec::new();

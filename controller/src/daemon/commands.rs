@@ -1,4 +1,4 @@
-//! Carries out the commands of the APIs.
+//! Executes the commands that come from the control API and the HTTP API.
 
 use affinode_proto::api::control::ListResponse;
 
@@ -7,7 +7,7 @@ use crate::{
     clock::unix_ms, conversion, error_chain, handle::Command, inventory::memory, jobs::JobReply,
 };
 
-/// Carries out a command. If the caller does not wait any longer, the response is dropped.
+/// Executes a command. If the caller has stopped waiting, the response is dropped.
 pub(super) fn call(actor: &mut NodeActor, command: Command) {
     match command {
         Command::Announce(announcement, answer) => {
@@ -51,7 +51,7 @@ pub(super) fn call(actor: &mut NodeActor, command: Command) {
     }
 }
 
-/// The node with its GPUs and containers, as the API shows it.
+/// Returns the node with its GPUs and containers, in the form of the control API.
 fn list(actor: &NodeActor) -> ListResponse {
     let mut list = conversion::list(&actor.node, actor.now(), unix_ms());
     list.node =

@@ -1,4 +1,4 @@
-//! Selects the offloaded containers whose TCP connections are counted at a tick. If the container's
+//! Selects the offloaded containers whose TCP connections are counted at a tick. If a container's
 //! setting `wake_on` is `connection` and enough VRAM is free, a new connection restores the
 //! container.
 
@@ -8,16 +8,18 @@ use affinode_core::Key;
 /// file of /proc.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
-/// The containers take turns, so that each tick counts the connections of only some of them.
+/// Selects a limited number of containers per tick, in turn, so that each tick counts the
+/// connections of only some of them.
 #[derive(Debug, Default)]
 pub(super) struct ConnectionPolling {
-    /// The container whose connections were counted last.
+    /// Key of the container whose connections were counted last.
     counted: Option<Key>,
 }
 
 impl ConnectionPolling {
-    /// The containers of this turn, with the pid of a process of each. They begin after the
-    /// container that was counted last. `all`: all containers in the order of their keys.
+    /// Returns the containers of this tick, each with the pid of one of its processes. They begin
+    /// after the container that was counted last. `all` lists all containers in the order of their
+    /// keys.
     pub(super) fn turn(&mut self, all: Vec<(Key, u32)>) -> Vec<(Key, u32)> {
         let after = |key: &Key| self.counted.as_ref().is_none_or(|last| key > last);
         let begin = all.iter().position(|(key, _)| after(key)).unwrap_or(0);

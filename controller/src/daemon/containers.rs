@@ -1,4 +1,5 @@
-//! Handles containers that are announced and withdrawn: their sockets, and the inputs to the core.
+//! Handles announcements and withdrawals of containers: creates or closes their sockets, and sends
+//! inputs to the core.
 
 use std::{fs::File, io::Read, path::Path, sync::Arc};
 
@@ -13,7 +14,8 @@ use crate::{
     agents::AgentListener, conversion, error_chain, handle::CommandError, inventory::process,
 };
 
-/// Handles the announcement of a container. Returns warnings about its invalid annotations.
+/// Handles a shim's announcement of a container. Returns warnings about invalid annotations of the
+/// container.
 pub(super) fn announced(
     actor: &mut NodeActor,
     announcement: Announcement,
@@ -51,8 +53,8 @@ pub(super) fn announce(
     Ok(actor.node.annotation_warnings(&key))
 }
 
-/// Announces the containers that no shim announces again: those of Podman and CRI-O, whose
-/// announcements are in their folders.
+/// Announces the containers of Podman and CRI-O again after a start of the controller. No shim
+/// announces them, so their announcements are stored in their folders.
 pub(super) fn recall_containers(actor: &mut NodeActor) {
     for announcement in kept_announcements(&actor.run_dir) {
         let id = announcement.id.clone();
@@ -62,8 +64,8 @@ pub(super) fn recall_containers(actor: &mut NodeActor) {
     }
 }
 
-/// Handles the withdrawal of a deleted container. A later container with the same id has
-/// another generation, and stays. Generation 0 matches every container.
+/// Handles the withdrawal of a deleted container. Does nothing if the id now belongs to a later
+/// container, which has another generation. Generation 0 matches every container.
 pub(super) fn withdrawn(actor: &mut NodeActor, key: &str, generation: u64) {
     if let Ok(key) = Key::parse(key)
         && !actor.node.is_of_another(&key, generation)
@@ -72,8 +74,8 @@ pub(super) fn withdrawn(actor: &mut NodeActor, key: &str, generation: u64) {
     }
 }
 
-/// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until
-/// the interval between two scans has passed.
+/// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until the
+/// interval between two scans has passed.
 pub(super) fn withdraw_the_gone(actor: &mut NodeActor) {
     if let Some(gone) = actor.sweep.gone(actor.node.deserted(process::lives)) {
         for (key, generation) in gone {
@@ -97,12 +99,12 @@ fn withdraw(actor: &mut NodeActor, key: Key) {
     effects::feed(actor, Input::Withdrawn(key));
 }
 
-/// Maximum size of an announcement, in bytes. It is about ten times the size of a large
+/// Maximum size of a stored announcement, in bytes. It is about ten times the size of a large
 /// announcement.
 const MAX_ANNOUNCEMENT_BYTES: u64 = 256 << 10;
 
-/// Reads the announcements in the folders of containers. A container whose first process is not
-/// known has not been created, and is left out.
+/// Reads the announcements that are stored in the folders of containers. Omits containers whose
+/// first process is not known, because they have not been created.
 fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
     let folders = std::fs::read_dir(run_dir.join(paths::CONTAINERS_DIR));
     let files = folders.into_iter().flatten().flatten().filter_map(|folder| {

@@ -1,4 +1,4 @@
-//! Executes the effects that concern copiers, and logs what copiers report.
+//! Executes the core's effects that concern copiers, and logs what copiers report.
 
 use affinode_core::{
     Input, ProcessId,
@@ -17,7 +17,8 @@ pub(super) fn start(actor: &mut NodeActor, copier: CopierId, gpu: &str) {
     }
 }
 
-/// Gives a process a connection to its copier. A relay of the container passes the messages on.
+/// Attaches a process to its copier, and sends the process a connection to it. If that fails, the
+/// core is informed.
 pub(super) fn attach(
     actor: &mut NodeActor,
     copier: CopierId,

@@ -1,4 +1,4 @@
-//! Feeds inputs to the core, and executes the effects of its decisions in their order.
+//! Feeds inputs to the core, and executes the effects that the core returns, in their order.
 
 use affinode_core::{Effect, Input, Key, ProcessId};
 use affinode_proto::wire::{
@@ -13,8 +13,8 @@ use crate::{
     inventory::{InventoryQuery, process},
 };
 
-/// Feeds an input, then the inputs that its effects produce. Effects are executed in the order of
-/// the decisions.
+/// Feeds an input to the core, then the inputs that result from its effects. Effects are executed
+/// in the order in which the core decided them.
 pub(super) fn feed(actor: &mut NodeActor, input: Input) {
     actor.later.push_back(input);
     while let Some(input) = actor.later.pop_front() {
@@ -24,7 +24,7 @@ pub(super) fn feed(actor: &mut NodeActor, input: Input) {
     }
 }
 
-/// Executes one effect of a decision.
+/// Executes one effect that the core decided, such as a message to an agent.
 pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
     match effect {
         Effect::Send(id, message) => {

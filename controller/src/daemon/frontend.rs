@@ -1,5 +1,5 @@
-//! History, metrics and dashboard, on a thread of their own. Containers are managed without them,
-//! so a failure to start one of these parts is only logged.
+//! Runs history, metrics and dashboard on a thread of their own. Containers are managed without
+//! them, so a failure to start one of these parts is only logged.
 
 use std::{path::Path, sync::Arc, thread::JoinHandle};
 
@@ -14,20 +14,21 @@ use crate::{
     observe::{ViewHub, ViewObserver},
 };
 
-/// The thread of history, metrics and dashboard, and the parts that the control API uses.
+/// Handle of the thread of history, metrics and dashboard, with the parts that the control API
+/// uses.
 #[derive(Debug)]
 pub struct Frontend {
-    /// Address of the dashboard. Empty: the dashboard is off.
+    /// Address of the dashboard. Empty if the dashboard is off.
     pub dashboard: String,
-    /// The history on disk. `None`: the history is off or cannot be opened.
+    /// The history on disk. `None` if the history is off or cannot be opened.
     pub history: Option<Arc<NodeHistory>>,
     hub: Arc<ViewHub>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Frontend {
-    /// Starts history, metrics and dashboard. If a part cannot be started, the others are started
-    /// without it.
+    /// Starts history, metrics and dashboard. If a part cannot be started, the other parts are
+    /// started without it.
     pub fn start(
         run_dir: &Path,
         config: &Config,
@@ -89,7 +90,7 @@ impl Frontend {
         Frontend { dashboard, history, hub, thread: thread.ok() }
     }
 
-    /// Ends the thread, so that the history is written. Called after the actor has ended.
+    /// Ends the thread, so that the history is written to disk. Called after the actor has ended.
     pub fn end(mut self) {
         self.hub.wake();
         if let Some(thread) = self.thread.take() {
@@ -113,13 +114,13 @@ fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<NodeHistory>> {
     }
 }
 
-/// A bound socket, its address, and the guard of its requests.
+/// A bound HTTP socket, its address, and the guard that checks its requests.
 struct ServedFrontend {
     socket: http::BoundSocket,
     papers: Option<http::TlsIdentity>,
     place: String,
     guard: HttpGuard,
-    /// Reason why clients may not move containers. `None`: clients may move containers.
+    /// Reason why HTTP clients may not move containers. `None` if they may.
     only_shows: Option<&'static str>,
 }
 

@@ -1,4 +1,4 @@
-//! Finds containers that no shim has withdrawn.
+//! Finds ended containers that no shim has withdrawn.
 //!
 //! | container | has ended when |
 //! | --- | --- |
@@ -21,20 +21,21 @@ use crate::{inventory::process, jobs};
 /// Time between two scans for ended containers.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// A container that has ended, with the generation of its announcement.
+/// Key of a container that has ended, and the generation of its announcement.
 pub type EndedContainer = (Key, u64);
 
-/// Finds containers that do not exist any longer.
+/// Finds containers that do not exist any longer, and removes their folders.
 #[derive(Debug)]
 pub struct GarbageCollector {
     run_dir: PathBuf,
     last: Instant,
-    /// Ended containers whose folders could not be removed, because another program held the lock.
+    /// Ended containers whose folders could not be removed yet, because another program held the
+    /// lock.
     remaining: Vec<EndedContainer>,
 }
 
 impl GarbageCollector {
-    /// Creates a collector whose first scan is due after one interval.
+    /// Creates a collector, whose first scan is due after one interval.
     pub fn new(run_dir: &Path) -> GarbageCollector {
         GarbageCollector {
             run_dir: run_dir.to_owned(),
@@ -43,8 +44,9 @@ impl GarbageCollector {
         }
     }
 
-    /// Returns the containers of `deserted` that do not exist any longer. `deserted` lists the
-    /// containers without processes. `None`: the interval has not passed yet.
+    /// Returns those containers of `deserted` that do not exist any longer. `deserted` lists the
+    /// containers without processes. Returns `None` if the interval between two scans has not
+    /// passed yet.
     pub fn gone<'a>(
         &mut self,
         deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>,
@@ -57,9 +59,9 @@ impl GarbageCollector {
         Some(gone(deserted))
     }
 
-    /// Removes the folder of a container in the run directory, unless it already belongs to a later
-    /// container of the same id. Generation 0 matches every container. If a program prepares a
-    /// container at this moment, the folder is removed at a later scan.
+    /// Removes the folder of an ended container from the run directory, unless the folder already
+    /// belongs to a later container with the same id. Generation 0 matches every container. If a
+    /// program prepares a container at this moment, the folder is removed at a later scan.
     pub fn remove_folder(&mut self, key: &Key, generation: u64) {
         let containers = self.run_dir.join(paths::CONTAINERS_DIR);
         let folder = containers.join(key.as_str());
@@ -93,8 +95,8 @@ fn remove_owned(containers: &Path, folder: &Path, generation: u64) -> io::Result
     if removes { fs::remove_dir_all(folder) } else { Ok(()) }
 }
 
-/// Returns the containers that are known to have ended. A container that cannot be examined may
-/// still exist.
+/// Returns those containers that are known to have ended. If a container cannot be examined, it may
+/// still exist and is not returned.
 fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>) -> Vec<EndedContainer> {
     deserted
         .filter(|(_, spec)| has_ended(spec))
@@ -102,8 +104,8 @@ fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>) -> Vec
         .collect()
 }
 
-/// Whether the container has ended. For a job, `spec.bundle` is the path of its lock file: the job
-/// has ended when no process holds the lock.
+/// Returns whether a container has ended. For a job, `spec.bundle` is the path of its lock file. A
+/// job has ended when no process holds the lock.
 fn has_ended(spec: &ContainerSpec) -> bool {
     if let Some((pid, start_ticks)) = spec.init {
         return !process::lives(pid, start_ticks);
@@ -130,8 +132,8 @@ mod tests {
         assert_eq!(gone(keys.iter().zip(&specs)), [(keys[1].clone(), 0)]);
     }
 
-    /// The bundle of Podman's container stays until `podman rm`, so the end of its first process
-    /// must count as the container's end.
+    /// Checks that the end of the first process counts as the end of Podman's container, because
+    /// the bundle stays until `podman rm`.
     #[test]
     fn end_of_the_first_process_is_the_end() {
         let own = process::identity(std::process::id()).unwrap();

@@ -1,21 +1,21 @@
-//! Limits the readings of the GPUs: one in progress, and another after it if a change happened
-//! meanwhile. A change is therefore visible after at most two readings, even if a container causes
-//! many changes.
+//! Limits how often the GPUs are read. One reading is in progress at a time, and another follows it
+//! if a change happened meanwhile. A change is therefore visible after at most two readings, even
+//! if a container causes many changes.
 
 use std::time::{Duration, Instant};
 
-/// Whether a reading is in progress, and whether another one must follow.
+/// Records whether a reading of the GPUs is in progress, and whether another must follow it.
 #[derive(Debug, Default)]
 pub struct GpuPolling {
     asked: bool,
     again: bool,
-    /// Time of the last tick that requested a reading.
+    /// Time of the last tick that requested a reading of the GPUs.
     read: Option<Instant>,
 }
 
 impl GpuPolling {
-    /// Whether a tick must request a reading, because the last tick that did so was at least one
-    /// interval ago.
+    /// Returns whether this tick must request a reading of the GPUs, because at least one interval
+    /// has passed since a tick did so.
     pub fn is_due(&mut self, interval: Duration) -> bool {
         let is_due = self.read.is_none_or(|read| read.elapsed() >= interval);
         if is_due {
@@ -24,13 +24,15 @@ impl GpuPolling {
         is_due
     }
 
-    /// Requests a reading. `true`: the caller must start the reading now.
+    /// Requests a reading of the GPUs. Returns `true` if the caller must start it now, and `false`
+    /// if it must wait for the reading in progress.
     pub fn wanted(&mut self) -> bool {
         self.again = self.asked;
         !std::mem::replace(&mut self.asked, true)
     }
 
-    /// Records that a reading is complete. `true`: the caller must start the next reading now.
+    /// Records that a reading is complete. Returns `true` if the caller must start the next reading
+    /// now.
     pub fn came(&mut self) -> bool {
         self.asked = std::mem::take(&mut self.again);
         self.asked

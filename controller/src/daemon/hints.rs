@@ -1,5 +1,6 @@
-//! Hints from users and containers, and the files that containers read: GPUs under pressure, and the
-//! container's own state. See [`affinode_core::hints`] and [`affinode_core::pressure`].
+//! Handles hints (reports that a container is idle or busy) from users and containers. Also writes
+//! the files that containers read: GPUs under pressure, and the container's own state. See
+//! [`affinode_core::hints`] and [`affinode_core::pressure`].
 
 use affinode_core::{Input, hints::Hint, view::FindError};
 use affinode_proto::api::control::HintResponse;
@@ -7,7 +8,7 @@ use affinode_proto::api::control::HintResponse;
 use super::{actor::NodeActor, effects};
 use crate::{clock::unix_ms, conversion};
 
-/// Reads what the containers wrote into their hint pipes since the last call.
+/// Passes the hints that containers wrote into their hint pipes since the last call to the core.
 pub(super) fn read_hints(actor: &mut NodeActor) {
     let said = actor.listeners.iter().filter_map(|(key, listener)| {
         let hint = Hint::last(&listener.received())?;
@@ -18,8 +19,7 @@ pub(super) fn read_hints(actor: &mut NodeActor) {
     }
 }
 
-/// Updates the pressure files of the containers when the set of GPUs under pressure has
-/// changed.
+/// Updates the pressure files of all containers if the set of GPUs under pressure has changed.
 pub(super) fn tell_pressure(actor: &mut NodeActor) {
     let pressed = actor.node.pressed();
     if actor.sent_pressure.as_ref() == Some(pressed) {
@@ -33,8 +33,7 @@ pub(super) fn tell_pressure(actor: &mut NodeActor) {
     actor.sent_pressure = Some(pressed.clone());
 }
 
-/// Updates the state files of the containers whose state, reason or place in the queue has
-/// changed.
+/// Updates the state file of each container whose state, reason or place in the queue has changed.
 pub(super) fn write_states(actor: &mut NodeActor) {
     let (now, unix_ms) = (actor.now(), unix_ms());
     for (key, status) in actor.node.statuses(now) {
@@ -47,7 +46,7 @@ pub(super) fn write_states(actor: &mut NodeActor) {
     }
 }
 
-/// Applies a hint from the API that a container is idle or busy.
+/// Applies a hint that was sent through the API: a container is idle or busy.
 pub(super) fn hint(
     actor: &mut NodeActor,
     name: &str,

@@ -1,4 +1,5 @@
-//! Turns what agents, copiers and readers of the node report into inputs to the core.
+//! Converts the messages of agents, of copiers and of the threads that read the node into inputs to
+//! the core.
 
 use affinode_core::{
     Input, Key, ProcessId,
@@ -20,7 +21,7 @@ use crate::{
     inventory::{InventoryQuery, InventoryResult},
 };
 
-/// Handles the result of a reading of the node.
+/// Handles the result of a reading of GPUs, processes or host memory.
 pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
     if matches!(finding, InventoryResult::HostLevels(_)) {
         // The need of each copy is read after the levels. If the copy progresses between the two
@@ -50,7 +51,7 @@ pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
     effects::feed(actor, input);
 }
 
-/// Handles what a connection to an agent reports.
+/// Handles a message about the connection to an agent.
 pub(super) fn agent_said(actor: &mut NodeActor, mail: AgentMail) {
     match mail {
         AgentMail::Joined { key, id, identity, hello, agent } => {
@@ -67,7 +68,7 @@ pub(super) fn agent_said(actor: &mut NodeActor, mail: AgentMail) {
     }
 }
 
-/// Handles a new connection. Its first message describes the process.
+/// Handles a new connection of an agent. Its Hello message describes the process.
 fn joined(
     actor: &mut NodeActor,
     (key, id, identity): (Key, ProcessId, Identity),
@@ -109,7 +110,7 @@ fn joined(
     effects::feed(actor, joined);
 }
 
-/// Handles the message of a copier, or the end of its connection or process.
+/// Handles a report of a copier, or the end of its connection or process.
 pub(super) fn copier_said(actor: &mut NodeActor, mail: CopierMessage) {
     let input = match mail {
         CopierMessage::Report(copier, report) => {
@@ -125,7 +126,7 @@ pub(super) fn copier_said(actor: &mut NodeActor, mail: CopierMessage) {
     effects::feed(actor, input);
 }
 
-/// Reads the counters that a process shares with the controller.
+/// Reads the counters that a process shares with the controller, and passes them to the core.
 pub(super) fn read_page(actor: &mut NodeActor, id: ProcessId) {
     let mut buffer = [0; PAGE_BYTES];
     let Some(agent) = actor.agents.get(&id) else {

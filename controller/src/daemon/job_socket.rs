@@ -1,5 +1,5 @@
-//! The socket for job requests: one line of JSON in, one line out. Every user may connect; the
-//! kernel identifies the user.
+//! Serves the socket for job requests. A request is one line of JSON, and so is its response. Every
+//! user may connect, and the kernel identifies the user.
 
 use std::{io, os::unix::net, sync::Arc, time::Duration};
 
@@ -16,15 +16,15 @@ use crate::{
     sys,
 };
 
-/// Maximum size of a request in bytes.
+/// Maximum size of a job request in bytes.
 const MAX_BYTES: u64 = 16 << 10;
-/// Timeout for receiving a request and sending its response.
+/// Time limit for receiving a job request and sending its response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of concurrent requests. Further requests wait in the kernel's backlog.
+/// Maximum number of job requests that are handled at a time. Further requests wait in the kernel's
+/// backlog.
 const AT_A_TIME: usize = 16;
 
-/// Serves requests until the returned runtime is dropped, on a thread that only serves job
-/// requests.
+/// Serves job requests on a thread of their own, until the returned runtime is dropped.
 ///
 /// # Errors
 /// The runtime cannot watch the socket.
@@ -112,9 +112,9 @@ mod tests {
     use super::*;
     use crate::{isolated_runtime::tests::LingeringTask, jobs::SOCKET};
 
-    /// The kernel closes unread descriptors in the thread that reads the message. The close of this
-    /// test's descriptor waits until its peer has read all data, or for a timeout. Only the thread
-    /// of the job requests may wait for it.
+    /// Checks that a descriptor whose close blocks delays only the thread of the job requests. The
+    /// kernel closes unread descriptors in the thread that reads the message. The close of this
+    /// test's descriptor waits until its peer has read all data, or for a timeout.
     #[test]
     fn a_sent_descriptor_delays_only_jobs() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Jobs: programs that users run without a container. This module admits them, and finds them again
+//! Jobs: programs that users run without a container. This module admits jobs, and finds them again
 //! after a restart of the controller.
 
 use std::io;
@@ -10,7 +10,7 @@ use crate::{
     jobs::{JobFolder, JobRefusal, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
 };
 
-/// Reason why a job was not started.
+/// Reason why the controller did not admit a job.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum JobError {
     #[error(transparent)]
@@ -40,8 +40,8 @@ pub(super) fn job(
     Ok(JobReply::Granted { folder, lock, warnings })
 }
 
-/// Finds the jobs that an earlier controller admitted. Jobs that have ended since then are
-/// garbage-collected like containers.
+/// Announces the jobs again that an earlier controller admitted. Jobs that have ended since then
+/// are garbage-collected like containers.
 pub(super) fn recall_jobs(actor: &mut NodeActor) {
     let jobs = kept(&actor.run_dir).unwrap_or_else(|error| {
         tracing::error!(%error, "controller: cannot list the jobs of an earlier controller, so \

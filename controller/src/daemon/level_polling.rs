@@ -1,4 +1,5 @@
-//! Repeats the readings of the host memory that is available to the copies out in progress.
+//! Repeats readings of the available host memory while copies out (from VRAM to host memory) are in
+//! progress.
 
 use std::time::Duration;
 
@@ -7,11 +8,11 @@ use tokio::time::Instant;
 
 use crate::inventory::host_levels::HostLevels;
 
-/// The reader of host memory, and the time of its next reading.
+/// Reads the available host memory at intervals while copies out are in progress.
 #[derive(Debug)]
 pub(super) struct LevelPolling {
     reader: HostLevels,
-    /// `None`: no copy out is in progress.
+    /// Time of the next reading. `None` if no copy out is in progress.
     due: Option<Instant>,
 }
 
@@ -20,18 +21,18 @@ impl LevelPolling {
         LevelPolling { reader, due: None }
     }
 
-    /// A copy out begins, so the next reading is due now at the latest.
+    /// Records that a copy out begins, so that the next reading is due now at the latest.
     pub(super) fn begin(&mut self) {
         self.due.get_or_insert_with(Instant::now);
     }
 
-    /// Time of the next reading. `None`: no reading is needed.
+    /// Returns the time of the next reading, or `None` if no reading is needed.
     pub(super) fn due(&self) -> Option<Instant> {
         self.due
     }
 
-    /// Reads the levels for the copies out in progress. The readings are repeated at short intervals
-    /// until no copy out is in progress.
+    /// Starts a reading of the host memory that is available to these copies out. The next reading
+    /// is due after a short interval, until no copy out is in progress.
     pub(super) fn read(&mut self, copies: Vec<CopyInProgress>) {
         let next = Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
         self.due = (!copies.is_empty()).then_some(next);

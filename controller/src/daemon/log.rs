@@ -1,12 +1,14 @@
-//! The destination of the log: standard error, or systemd's journal. If a shim has started the
-//! controller, standard error is `controller.log` in the run directory ([`super::log_file`]).
+//! Configures the destination of the log: standard error, or systemd's journal. If a shim has
+//! started the controller, standard error is `controller.log` in the run directory
+//! ([`super::log_file`]).
 
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
 
 use super::log_file::LogOutput;
 use crate::config::{LogFormat, LogSection};
 
-/// Installs the log. If the journal is not available, lines go to standard error.
+/// Starts logging as configured. If systemd's journal is configured but not available, log lines
+/// are written to standard error.
 pub fn begin(log: &LogSection) {
     let filter = || EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
     let journal = (log.format == LogFormat::Journald).then(tracing_journald::layer);

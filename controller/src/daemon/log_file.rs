@@ -1,5 +1,5 @@
 //! Limits the size of the log file to which standard error is directed. A full file is renamed,
-//! which overwrites the file that was renamed before. Then a new file is begun.
+//! which overwrites the file that was renamed before. Then a new file is created.
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,11 +11,11 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Maximum size of a log file, in bytes. A larger file is renamed. Up to two such files are in
-/// /run, which is in memory.
+/// Size of a log file at which it is renamed, in bytes. Up to two such files are in /run, which is
+/// in memory.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// The writer of log lines.
+/// Writes log lines to standard error, and limits the size of the file behind it.
 #[derive(Clone, Debug)]
 pub struct LogOutput(Arc<Mutex<LogSink>>);
 
@@ -26,7 +26,7 @@ struct LogSink {
 }
 
 impl LogOutput {
-    /// Creates the writer for the present standard error. The size is limited only if standard
+    /// Creates the writer for the current standard error. The size is limited only if standard
     /// error is a regular file with a known path.
     #[must_use]
     pub fn standard_error() -> LogOutput {
@@ -45,7 +45,7 @@ impl LogOutput {
 
 impl LogSink {
     /// Returns the path of the log file if the file is full and must be renamed before the next
-    /// line. The path is returned only once each time that the file is full.
+    /// line. The path is returned only once each time the file gets full.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
         self.bytes = 0;
@@ -80,7 +80,7 @@ impl Write for LogOutput {
     }
 }
 
-/// Renames the file, and creates a new one with its name.
+/// Renames the log file, and creates a new file with its name.
 fn turn(path: &Path) -> io::Result<File> {
     let mut before = path.as_os_str().to_owned();
     before.push(".1");

@@ -1,10 +1,10 @@
-//! The controller's process. A lock ensures that only one controller serves a node.
+//! The controller's process (daemon). A lock ensures that only one controller serves a node.
 //!
 //! At its start, the controller reads the configuration, takes the lock, reads the journal and
 //! opens the control socket. Then one task drives the core ([`serve`]). The controller may end at
-//! any time: shims then start the next one and announce their containers again, and agents connect
-//! again and report their state. A controller that is a systemd unit waits for the lock while a
-//! shim's controller holds it.
+//! any time: shims then start another controller and announce their containers again, and agents
+//! connect again and report their state. A controller that is a systemd unit waits for the lock
+//! while a shim's controller holds it.
 
 mod actor;
 mod api;
@@ -50,7 +50,7 @@ use crate::{
     error_chain, socket_activation,
 };
 
-/// Exit status for an invalid configuration: `EX_USAGE` of `sysexits.h`.
+/// Exit status of the controller if its configuration is invalid: `EX_USAGE` of `sysexits.h`.
 const EXIT_CONFIG: u8 = 64;
 
 /// Reason why the controller did not start.
@@ -76,15 +76,15 @@ pub(crate) enum DaemonError {
 }
 
 impl DaemonError {
-    /// Returns a function that adds the attempted operation and its path to an error.
+    /// Returns a function that adds the attempted operation and the file's path to an error.
     fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DaemonError {
         let path = path.to_owned();
         move |source| DaemonError::File { what, path, source }
     }
 }
 
-/// Runs the controller. `args` are the arguments after the subcommand. The controller accepts no
-/// arguments.
+/// Runs the controller until it ends. `args` are the arguments after the subcommand. The controller
+/// accepts no arguments.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if let Some(extra) = args.into_iter().next() {
         tracing_subscriber::fmt().with_writer(io::stderr).init();
@@ -124,8 +124,8 @@ fn start() -> Result<(), DaemonError> {
     runtime.block_on(serve::serve(run_dir, config))
 }
 
-/// Raises the soft limit of open files to the hard limit, because each process of a container takes
-/// three descriptors.
+/// Raises the soft limit of open files to the hard limit, because the controller needs three
+/// descriptors for each process of a container.
 fn raise_descriptors() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
@@ -135,9 +135,9 @@ fn raise_descriptors() {
     }
 }
 
-/// Takes the node's lock. `None`: another controller holds the lock. A supervised controller waits
-/// for the lock instead, and can be killed meanwhile. The kernel releases the lock when the process
-/// ends for any reason.
+/// Takes the lock that allows this controller to serve the node. Returns `None` if another
+/// controller holds the lock. A supervised controller waits for the lock instead, and can be killed
+/// meanwhile. The kernel releases the lock when the process ends for any reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = DaemonError::file;

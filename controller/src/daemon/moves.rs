@@ -1,4 +1,4 @@
-//! Offloads and restores containers on request.
+//! Offloads and restores containers when an operator requests it.
 
 use affinode_core::{Input, Request};
 use affinode_proto::api::control::ActionResponse;

@@ -1,5 +1,5 @@
-//! Operator overrides: pinned containers, and whether containers are offloaded automatically. They
-//! are stored on disk before they take effect.
+//! Applies operator overrides: pinned containers, and whether containers are offloaded
+//! automatically. Overrides are stored on disk before they take effect.
 
 use affinode_core::{ActionResult, Input, Request, overrides::OperatorOverrides};
 use affinode_proto::{api::control::ActionResponse, state::State};
@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::{actor::NodeActor, effects, moves};
 use crate::{conversion, error_chain, handle::CommandError, overrides};
 
-/// Turns automatic offloads on or off. Returns whether the setting has changed.
+/// Turns automatic offloads of the node on or off. Returns whether the setting has changed.
 pub(super) fn auto_offload(
     actor: &mut NodeActor,
     on: bool,
@@ -22,7 +22,7 @@ pub(super) fn auto_offload(
     Ok(changed)
 }
 
-/// Pins a container to the GPU, or unpins it.
+/// Pins a container to the GPU, or unpins it. A pinned container that is offloaded is restored.
 pub(super) fn pin(
     actor: &mut NodeActor,
     name: &str,
@@ -54,7 +54,7 @@ pub(super) fn pin(
     let _ = answer.send(conversion::response_of(done));
 }
 
-/// Stores the overrides, then applies them. Returns whether they differ from the previous ones.
+/// Stores the operator overrides on disk, then applies them. Returns whether they have changed.
 pub(super) fn override_with(
     actor: &mut NodeActor,
     fresh: OperatorOverrides,

@@ -1,4 +1,4 @@
-//! The commands that the core has received and not answered yet.
+//! Stores the commands that the core has received and not answered yet.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use affinode_core::CommandId;
 use affinode_proto::api::control::ActionResponse;
 use tokio::sync::oneshot;
 
-/// Numbers the commands, and keeps the channels of their responses.
+/// Assigns numbers to commands, and stores the channels for their responses.
 #[derive(Debug, Default)]
 pub(super) struct PendingCommands {
     channels: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
@@ -14,7 +14,7 @@ pub(super) struct PendingCommands {
 }
 
 impl PendingCommands {
-    /// Keeps the channel of a new command, and returns the command's number.
+    /// Adds a new command with the channel for its response. Returns the command's number.
     pub(super) fn add(&mut self, channel: oneshot::Sender<ActionResponse>) -> CommandId {
         self.last += 1;
         let command = CommandId(self.last);
@@ -22,7 +22,7 @@ impl PendingCommands {
         command
     }
 
-    /// The channel of a command, which is no longer pending then.
+    /// Removes a command and returns the channel for its response.
     pub(super) fn take(&mut self, command: CommandId) -> Option<oneshot::Sender<ActionResponse>> {
         self.channels.remove(&command)
     }

@@ -1,4 +1,4 @@
-//! Queries and changes of policies through the APIs.
+//! Handles requests of the APIs that read or change policies.
 
 use affinode_core::{Input, view::FindError};
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
@@ -10,7 +10,7 @@ use crate::{
     handle::CommandError,
 };
 
-/// Reads the configuration again.
+/// Reads the configuration again, and applies what can change while the controller runs.
 pub(super) fn reload(actor: &mut NodeActor) -> Result<ReloadedConfig, CommandError> {
     let read = Config::load(&Config::path())?;
     let taken = actor.config.take(read);
@@ -20,7 +20,7 @@ pub(super) fn reload(actor: &mut NodeActor) -> Result<ReloadedConfig, CommandErr
     Ok(taken)
 }
 
-/// The policy of the container with this name. Empty name: of all containers.
+/// Returns the policy of the container with this name, or of all containers if the name is empty.
 pub(super) fn policy(actor: &NodeActor, name: &str) -> Result<PolicyResponse, FindError> {
     if name.is_empty() {
         return Ok(conversion::policies(&actor.node, None));
@@ -28,7 +28,7 @@ pub(super) fn policy(actor: &NodeActor, name: &str) -> Result<PolicyResponse, Fi
     actor.node.find(name).map(|key| conversion::policies(&actor.node, Some(&key)))
 }
 
-/// Changes values of the node's policy permanently, and returns their effective values.
+/// Changes values of the node's policy permanently, and returns the resulting values.
 pub(super) fn set_policy(
     actor: &mut NodeActor,
     changes: &[(String, String)],

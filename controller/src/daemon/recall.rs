@@ -1,4 +1,5 @@
-//! Continues what an earlier controller left: its overrides, its journal, its jobs and containers.
+//! Restores the state that an earlier controller stored: its overrides, its journal, its jobs and
+//! containers.
 
 use affinode_core::{Input, JournalStep};
 use affinode_proto::paths;
@@ -13,7 +14,8 @@ use crate::{
     overrides,
 };
 
-/// Reads what an earlier controller left, before any socket is served.
+/// Reads the state that an earlier controller stored, and passes it to the core. This happens
+/// before any socket is served.
 pub(super) fn recall(actor: &mut NodeActor) -> Result<(), DaemonError> {
     if let Ok(own) = process::identity(std::process::id()) {
         effects::feed(actor, Input::Started(own.start_ticks));
@@ -34,7 +36,8 @@ pub(super) fn recall(actor: &mut NodeActor) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Reads the journal that an earlier controller wrote.
+/// Reads the journal of an earlier controller, and informs the core of each offloaded process that
+/// still runs.
 fn recall_moves(actor: &mut NodeActor) -> std::io::Result<()> {
     let (records, bad) = actor.journal.read_all()?;
     for why in bad {

@@ -1,5 +1,5 @@
-//! Starts the task that drives the core, and runs it. Only this task changes the core's state: it
-//! feeds the inputs, and executes the effects in order.
+//! Starts and runs the task that drives the core (the actor). Only this task changes the core's
+//! state: it feeds the inputs to the core, and executes the resulting effects in order.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -51,7 +51,7 @@ use crate::{
     socket_activation::{self, ActivationSockets},
 };
 
-/// Maximum number of messages of agents that wait for the actor. Further messages wait in the
+/// Maximum number of messages from agents that wait for the actor. Further messages wait in the
 /// sockets of their senders.
 const INBOX: usize = 1024;
 /// Maximum number of commands that wait for the actor.
@@ -59,7 +59,7 @@ const COMMANDS: usize = 64;
 /// Time without containers after which the controller ends. The next shim starts a new controller.
 const LINGER: Duration = Duration::from_secs(60);
 
-/// The receivers of everything that the actor handles.
+/// Receivers of all messages that the actor handles.
 struct ActorInbox {
     findings: mpsc::UnboundedReceiver<InventoryResult>,
     commands: mpsc::Receiver<Command>,
@@ -80,8 +80,8 @@ struct ServedSockets {
     _jobs: Option<IsolatedRuntime>,
 }
 
-/// Serves until the process receives a signal. A controller without a supervisor and without jobs
-/// also ends when there was no container for `LINGER`.
+/// Runs the controller until it receives a signal. A controller without a supervisor and without
+/// jobs also ends when there was no container for `LINGER`.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let (calls, commands) = mpsc::channel(COMMANDS);
     let (mut inbox, mut actor) = begin(&run_dir, config, commands)?;
@@ -108,7 +108,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     Ok(())
 }
 
-/// Creates the actor and the threads that read the node for it.
+/// Creates the actor, and starts the threads that read the node's GPUs and memory for it.
 fn begin(
     run_dir: &Path,
     config: Config,
@@ -152,7 +152,8 @@ fn begin(
     Ok((ActorInbox { findings, commands, copiers, agents }, actor))
 }
 
-/// Starts the threads that read the node, because a reading may block.
+/// Starts the threads that read GPUs, processes and host memory. They are separate threads, because
+/// a reading may block.
 fn start_readers(
     config: &Config,
     found: &mpsc::UnboundedSender<InventoryResult>,
@@ -174,7 +175,7 @@ fn start_readers(
 }
 
 impl ServedSockets {
-    /// Opens the sockets of jobs, of viewers and of root.
+    /// Opens the sockets for jobs, for viewers (the group that may read the state) and for root.
     async fn open(
         actor: &mut NodeActor,
         calls: mpsc::Sender<Command>,
@@ -195,8 +196,8 @@ impl ServedSockets {
     }
 }
 
-/// Handles what comes in until a signal comes, or until the controller is not needed any longer.
-/// `stays`: whether the controller runs even if there is no container.
+/// Handles messages until a signal arrives, or until the controller is not needed any longer. If
+/// `stays` is true, the controller runs even if there is no container.
 async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
     let mut next_tick = tokio::time::Instant::now();
     loop {
@@ -231,7 +232,7 @@ async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSig
     }
 }
 
-/// Whether there was no container for [`LINGER`].
+/// Returns whether there was no container for [`LINGER`].
 fn is_unused(actor: &mut NodeActor) -> bool {
     if !actor.listeners.is_empty() {
         actor.empty_since = Instant::now();

@@ -1,4 +1,5 @@
-//! What the actor does at each tick: readings, decisions that depend on time, files of containers.
+//! Executes the actor's work at each tick: readings, decisions that depend on time, and the files
+//! for containers.
 
 use std::time::Duration;
 
@@ -10,12 +11,13 @@ use crate::{
     inventory::{network, process},
 };
 
-/// Time between two readings of the GPUs when no container waits.
+/// Time between two readings of the GPUs while no container waits or moves.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two readings of the GPUs while a container waits or moves.
 const HURRIED_GPU_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Reads counters, GPUs, hints and connections, lets the core decide, and removes what has ended.
+/// Runs one tick: reads counters, GPUs, hints and connections, lets the core decide, and removes
+/// containers that have ended.
 pub(super) fn tick(actor: &mut NodeActor) {
     let ids: Vec<ProcessId> = actor.node.connected().collect();
     for id in ids {
@@ -45,7 +47,7 @@ pub(super) fn tick(actor: &mut NodeActor) {
     containers::withdraw_the_gone(actor);
 }
 
-/// Counts the connections of some containers.
+/// Counts the TCP connections of some offloaded containers, and passes the numbers to the core.
 fn read_connections(actor: &mut NodeActor) {
     let all: Vec<(Key, u32)> =
         actor.node.listening().map(|(key, pid)| (key.clone(), pid)).collect();

@@ -1,15 +1,15 @@
-//! Limits how often the utilization of processes is read.
+//! Limits how often the GPU utilization of processes is read.
 
 use std::time::{Duration, Instant};
 
 use crate::inventory::process_utilization::ProcessUtilization;
 
-/// Minimum time between two readings. The usual time is the sample interval.
+/// Minimum time between two readings of the utilization. The usual time is the sample interval.
 const MIN_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time between two readings, for a long sample interval.
+/// Maximum time between two readings of the utilization, if the sample interval is long.
 const MAX_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The reader of the processes' utilization, and the time of its last reading.
+/// Reads the GPU utilization of processes, not more often than allowed.
 #[derive(Debug)]
 pub(super) struct UtilizationPolling {
     reader: ProcessUtilization,
@@ -21,7 +21,7 @@ impl UtilizationPolling {
         UtilizationPolling { reader, asked: None }
     }
 
-    /// Starts a reading if the last one was long enough ago.
+    /// Starts a reading of the utilization if the last reading was long enough ago.
     pub(super) fn poll(&mut self, sample_interval: Duration) {
         let interval = sample_interval.clamp(MIN_INTERVAL, MAX_INTERVAL);
         if self.asked.is_none_or(|at| at.elapsed() >= interval) {

@@ -1,7 +1,7 @@
-//! The control API for the members of `control.view_group`: a separate socket, on which they can
-//! read the state but change nothing.
+//! Serves the control API for viewers, the members of the group `control.view_group`. On a separate
+//! socket they can read the state but change nothing.
 //!
-//! Shims and root use another socket, so the members can fill neither its backlog nor the actor's
+//! Shims and root use another socket, so viewers can fill neither its backlog nor the actor's
 //! thread. The kernel checks the membership when a client connects, by the socket's mode, with all
 //! groups of the client. `SO_PEERCRED` names the user, whose connections are limited in number.
 
@@ -41,14 +41,14 @@ use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 use super::api::ControlService;
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
 
-/// Maximum number of simultaneous connections, of one user (`PER_USER`) and of all users together
-/// (`IN_ALL`).
+/// Maximum number of simultaneous connections of viewers, for one user (`PER_USER`) and for all
+/// users together (`IN_ALL`).
 const PER_USER: usize = 16;
 const IN_ALL: usize = 128;
 
-/// Serves the members of a group until the returned runtime is dropped. `None`: no group is
-/// configured, or its socket cannot be served. Root uses another socket, which is served in any
-/// case.
+/// Serves the members of the configured group until the returned runtime is dropped. Returns `None`
+/// if no group is configured, or if its socket cannot be served. Root uses another socket, which is
+/// served in any case.
 pub(super) fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
@@ -74,7 +74,7 @@ pub(super) fn serve(
         .ok()
 }
 
-/// Allows the group to connect to the socket, and serves the socket.
+/// Allows the group to connect to the viewers' socket, and serves the socket.
 async fn admit(listener: net::UnixListener, path: PathBuf, group: String, service: ControlService) {
     let opened = async {
         // Before Linux 6.16 the kernel cannot refuse descriptors. A client can then send
@@ -97,7 +97,7 @@ async fn admit(listener: net::UnixListener, path: PathBuf, group: String, servic
     }
 }
 
-/// The id of a group that is given by name or by id.
+/// Returns the id of a group that is given by name or by id.
 fn gid_of(group: &str) -> io::Result<u32> {
     if let Ok(gid) = group.parse() {
         return Ok(gid);
@@ -107,7 +107,7 @@ fn gid_of(group: &str) -> io::Result<u32> {
     found.map(|group| group.gid.as_raw()).ok_or_else(unknown)
 }
 
-/// Lets the members of a group connect to a socket. Sets the socket's group first and its mode
+/// Allows the members of a group to connect to a socket. Sets the socket's group first and its mode
 /// second, so that no other group can connect meanwhile.
 fn open_to(path: &Path, gid: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
@@ -117,7 +117,7 @@ fn open_to(path: &Path, gid: u32) -> io::Result<()> {
 
 type ViewerListener = (UnixListener, ViewerCount);
 
-/// Accepts the next connection of a user who has fewer connections than the maximum.
+/// Accepts the next connection from a user who has fewer connections than the maximum.
 async fn accept(
     (listener, count): ViewerListener,
 ) -> Option<(io::Result<ViewerConnection>, ViewerListener)> {
@@ -139,13 +139,13 @@ async fn accept(
     }
 }
 
-/// The number of connections by user.
+/// Number of open connections of each user.
 #[derive(Clone, Debug, Default)]
 struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
 
 impl ViewerCount {
-    /// Counts a connection of a user until the returned place is dropped. `None`: there are too
-    /// many connections.
+    /// Counts a connection of a user until the returned place is dropped. Returns `None` if there
+    /// are too many connections.
     fn take(&self, uid: u32) -> Option<ViewerPlace> {
         let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {
@@ -156,7 +156,7 @@ impl ViewerCount {
     }
 }
 
-/// A counted connection of a user.
+/// Count of one connection of a user. Dropping this value ends the count.
 #[derive(Debug)]
 struct ViewerPlace {
     count: ViewerCount,
@@ -174,7 +174,7 @@ impl Drop for ViewerPlace {
     }
 }
 
-/// A connection of a user, which counts as long as it is open.
+/// A connection of a user, which is counted while it is open.
 #[derive(Debug)]
 struct ViewerConnection {
     stream: UnixStream,
@@ -209,7 +209,7 @@ impl AsyncWrite for ViewerConnection {
     }
 }
 
-/// The control API with its reading methods only. The trait's default rejects each method that is
+/// The control API with only the methods that read. The trait's default rejects each method that is
 /// not implemented here, so a method that is added later is rejected, too.
 struct ViewService(ControlService);
 

@@ -12,8 +12,8 @@ use crate::{
     handle::{Command, EventLog},
 };
 
-/// Serves a socket for the own group of this process. The actor answers lists, and records all
-/// other commands.
+/// Serves the viewers' socket for this process's own group. The actor answers list requests, and
+/// records all other commands.
 fn viewers(folder: &Path) -> (IsolatedRuntime, mpsc::UnboundedReceiver<String>) {
     let (calls, mut asked) = mpsc::channel(8);
     let (note, noted) = mpsc::unbounded_channel();
