@@ -107,8 +107,8 @@ reasons! {
     CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by its VRAM plus 1 GiB for each CUDA process";
     /// The node has less free host memory than an offload of the container's VRAM needs.
     HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
-    /// The container's cgroup is frozen or one of its processes is stopped, so it cannot carry out an
-    /// offload.
+    /// The container's cgroup is frozen or one of its processes is stopped, so it cannot carry out
+    /// an offload.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation of the container found no free VRAM, and waits for it.
     AllocationWaits = "allocation-waits", "an allocation of the container waits for VRAM that other containers hold";

@@ -1,4 +1,4 @@
-//! Tests that invalid, oversized and excessive requests are refused, limited and counted.
+//! Tests that the HTTP server refuses, limits and counts invalid, oversized and excessive requests.
 
 use std::{future::Future, task::Poll, time::Duration};
 
@@ -49,8 +49,8 @@ async fn an_oversized_request_is_refused() {
     assert!(site.events.now(0).is_empty());
 }
 
-/// Opens as many streams as the limit allows, closes them, and waits until a stream can be opened
-/// again.
+/// Opens as many streams as the limit allows and checks that another is refused. Then closes them,
+/// and waits until a stream can be opened again.
 async fn hoard(path: &str, most: usize, other: &str) {
     let site = run(true, None);
     let mut held = Vec::new();
@@ -151,8 +151,8 @@ async fn a_closed_connection_admits_the_next() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// A response may be as large as the whole history, and a client may read it slowly. The number of
-/// such responses in memory must be limited.
+/// Checks that the number of history responses in memory is limited. Such a response may be as
+/// large as the whole history, and a client may read it slowly.
 #[tokio::test]
 async fn history_responses_are_limited() {
     let site = run(true, None);

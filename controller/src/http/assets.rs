@@ -1,4 +1,5 @@
-//! The dashboard's files. They are part of the binary, and the page loads no other files.
+//! The dashboard's files (page, scripts, styles). They are part of the binary, and the page loads
+//! no other files.
 
 use std::sync::LazyLock;
 
@@ -40,7 +41,7 @@ files! {
     "/theme.js": SCRIPT, "theme.js";
 }
 
-/// Entity tag of all files. It changes with each version of the dashboard.
+/// HTTP entity tag of all files. It changes with each version of the dashboard.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for (_, _, text) in FILES {
@@ -50,7 +51,7 @@ static TAG: LazyLock<String> = LazyLock::new(|| {
     format!("\"{digest}\"")
 });
 
-/// The file with this path. `None`: there is none.
+/// Returns the response with the file at this path, or `None` if there is no such file.
 #[must_use]
 pub fn find(path: &str, headers: &HeaderMap) -> Option<Reply> {
     let (_, kind, text) = FILES.iter().find(|(known, ..)| *known == path)?;

@@ -1,4 +1,4 @@
-//! The stream of calls that processes make, as server-sent events: `event: calls` with a
+//! Streams the CUDA calls of processes as server-sent events: `event: calls` with a
 //! [`CallTraceBatch`](crate::call_trace::CallTraceBatch), five per second while calls are made.
 
 use std::{sync::Arc, time::Duration};
@@ -9,11 +9,11 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Time without a batch after which an SSE comment is sent. Only a failed write shows that the
-/// client has closed the connection.
+/// Time without a batch after which the server sends an SSE comment. Only a failed write shows that
+/// the client has closed the connection.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Begins a stream. Processes record their calls while the stream is open.
+/// Begins a stream of CUDA calls. Processes record their calls while the stream is open.
 pub fn begin(site: &Arc<AppState>, scope: Scope, hold: StreamGuard) -> StreamBody {
     let (out, body) = pipe();
     let watched = Arc::clone(site);

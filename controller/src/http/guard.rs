@@ -1,4 +1,4 @@
-//! Checks whether a request is admitted. The request must meet three conditions:
+//! Decides whether an HTTP request is admitted. The request must meet three conditions:
 //!
 //! - Its Host header must have one of the node's own names. A name of another site that resolves to
 //!   this node is refused (DNS rebinding).
@@ -14,7 +14,7 @@ use subtle::ConstantTimeEq;
 use super::review::TokenReviewer;
 use crate::config::{HttpAuth, HttpSection};
 
-/// Minimum length of a token, so that it cannot be guessed.
+/// Minimum length of a configured token, so that it cannot be guessed.
 const TOKEN_CHARS: usize = 16;
 
 /// Reason why the guard cannot be created. HTTP is then not served.
@@ -23,44 +23,44 @@ pub enum GuardError {
     /// The token file cannot be read.
     #[error("cannot read the token in {path}")]
     Read {
-        /// Path of the file.
+        /// Path of the token file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
-    /// The token is too short to be a secret.
+    /// The token in the token file is too short to be a secret.
     #[error("the token in {path} has fewer than {TOKEN_CHARS} characters")]
     Short {
-        /// Path of the file.
+        /// Path of the token file.
         path: PathBuf,
     },
-    /// The configuration of the API server is invalid.
+    /// The configuration of the Kubernetes API server is invalid. Contains the reason.
     #[error("{0}")]
     Reviewer(String),
 }
 
-/// Reason why a request was refused.
+/// Reason why an HTTP request was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DenyReason {
-    /// The Host header is not a name of the node.
+    /// The Host header of the request is not a name of the node.
     Host,
     /// The request comes from a page of another site.
     Origin,
-    /// The request has no token, or a wrong one.
+    /// The request has no token, or an invalid token.
     Token,
     /// The user of the token does not have the required right.
     Forbidden,
-    /// The token could not be checked.
+    /// The token could not be checked with the Kubernetes API server.
     Review,
     /// The request is invalid or too large.
     Malformed,
-    /// The maximum number of streams or moves is reached.
+    /// The maximum number of streams or moves in progress is reached.
     Busy,
 }
 
 impl DenyReason {
-    /// The label in metrics.
+    /// Returns the word for the reason, which is a label in metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -75,14 +75,14 @@ impl DenyReason {
     }
 }
 
-/// A refused request, with the texts for its sender and for the log.
+/// Refusal of an HTTP request, with the texts for its sender and for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Denied {
-    /// The reason as a category.
+    /// Category of the reason for the refusal.
     pub kind: DenyReason,
-    /// Text for the sender of the request: the reason, and a remedy.
+    /// Text for the sender of the request: the reason for the refusal, and a remedy.
     pub why: String,
-    /// Text for the log only. Empty: the log gets `why` in its place.
+    /// Text for the log only. If empty, the log gets `why` in its place.
     pub detail: String,
 }
 
@@ -94,26 +94,26 @@ impl Denied {
     }
 }
 
-/// A right that a request needs: the method `get` or `post`, and one of a few fixed paths.
+/// Right that a request needs: the method `get` or `post`, and one of a few fixed paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AccessRule {
-    /// The HTTP method in lower case.
+    /// HTTP method in lower case.
     pub verb: &'static str,
-    /// The path without the key of a container.
+    /// Path of the request, without the key of a container.
     pub path: &'static str,
 }
 
-/// The rules by which requests are admitted.
+/// Checks HTTP requests by the configured rules, before they are handled.
 #[derive(Clone, Debug, Default)]
 pub struct HttpGuard {
     hosts: Vec<String>,
     lock: AuthMode,
 }
 
-/// Method by which requests are authenticated.
+/// Method by which HTTP requests are authenticated.
 #[derive(Clone, Debug, Default)]
 enum AuthMode {
-    /// Every request is admitted.
+    /// Every request is admitted, even without a token.
     #[default]
     Open,
     /// Requests with this token are admitted.
@@ -122,17 +122,17 @@ enum AuthMode {
     Review(Arc<TokenReviewer>),
 }
 
-/// The sender of an admitted request. Its right can be checked again while a stream is open.
+/// Sender of an admitted request. While a stream is open, the sender's right can be checked again.
 #[derive(Clone, Debug)]
 pub struct Principal {
-    /// The name of the user, if it is known.
+    /// Name of the user, if it is known.
     pub user: Option<String>,
     again: Option<(Arc<TokenReviewer>, Vec<u8>, AccessRule)>,
 }
 
 impl Principal {
     /// Waits until the user has lost the right, and returns the refusal. The right is checked once
-    /// per `ALLOW_TTL`. Never returns if no reviewer checks tokens.
+    /// per `ALLOW_TTL`. Never returns if the Kubernetes API server does not check tokens.
     pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;
@@ -147,7 +147,7 @@ impl Principal {
 }
 
 impl HttpGuard {
-    /// Creates the guard that a configuration describes.
+    /// Creates the guard from the section `[http]` of the configuration.
     ///
     /// # Errors
     /// [`GuardError`]: the token or the API server cannot be used.
@@ -198,7 +198,7 @@ impl HttpGuard {
         }
     }
 
-    /// Checks whether the sender of a request has a right.
+    /// Checks that the sender of a request has a right.
     ///
     /// # Errors
     /// [`Denied`]: no valid token, or the user does not have the right.
@@ -249,7 +249,7 @@ fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
     if token.len() < TOKEN_CHARS { Err(GuardError::Short { path }) } else { Ok(token) }
 }
 
-/// The host without its port.
+/// Returns the host name of a Host header without its port.
 fn name(host: &str) -> &str {
     match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) && !name.is_empty() => {

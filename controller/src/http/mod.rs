@@ -47,26 +47,25 @@ use socket::HttpPeer;
 pub use socket::{BoundSocket, HttpListener, ListenError};
 pub use tls::{TlsError, TlsIdentity};
 
-/// Maximum number of connections. Further connections wait in the kernel's backlog.
+/// Maximum number of HTTP connections. Further connections wait in the kernel's backlog.
 const CONNECTIONS: usize = 128;
-/// Maximum number of event streams.
+/// Maximum number of open event streams.
 const STREAMS: usize = 40;
-/// Maximum number of call streams. It is separate from [`STREAMS`], so that call streams do not
-/// displace event streams.
+/// Maximum number of open streams of CUDA calls. It is separate from [`STREAMS`], so that these
+/// streams do not displace event streams.
 const CALL_STREAMS: usize = 16;
-/// Maximum number of moves in progress that requests have started.
+/// Maximum number of moves in progress that HTTP requests have started.
 const ACTIONS: usize = 16;
 /// Maximum number of history responses in memory. Each may be as large as the whole history.
 const READS: usize = 2;
-/// Maximum size of a request's head.
+/// Maximum size of a request's head (request line and headers) in bytes.
 const HEAD_BYTES: usize = 16 << 10;
-/// Time limit for a request's head, and for an idle connection between requests.
+/// Time limit for receiving a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// Maximum time for which a write to a client may make no progress. After this time, the connection
-/// is closed.
+/// Maximum time that a write to a client may make no progress. The connection is closed then.
 const STALL: Duration = Duration::from_secs(20);
 
-/// The state that request handlers share.
+/// State that all HTTP request handlers share.
 #[derive(Debug)]
 pub struct AppState {
     door: ControllerHandle,
@@ -84,22 +83,22 @@ pub struct AppState {
     refusals: RefusalLog,
 }
 
-/// The sources of all data that the site serves.
+/// Sources of all data that the HTTP server serves.
 #[derive(Debug)]
 pub struct DataSources {
-    /// Changes of the node.
+    /// Hub that distributes changes of the node to watchers.
     pub hub: Arc<ViewHub>,
-    /// The call trace of all processes.
+    /// Hub of the call trace of all processes.
     pub calls: Arc<CallTraceHub>,
-    /// The metrics of this controller.
+    /// Metrics of this controller.
     pub metrics: Arc<Metrics>,
-    /// The history, if there is one.
+    /// History of the node. `None` if the history is off.
     pub history: Option<Arc<NodeHistory>>,
 }
 
 impl AppState {
-    /// Creates the state that request handlers share. `only_shows`: the reason why requests may not
-    /// offload, restore or pin containers. `None`: requests may do so.
+    /// Creates the state that HTTP request handlers share. `only_shows` is the reason why requests
+    /// may not offload, restore or pin containers. It is `None` if requests may do so.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -131,7 +130,7 @@ impl AppState {
         self.note(what);
     }
 
-    /// Logs a refused request. If there are too many, logs only their number.
+    /// Logs a refused request. If there are too many refusals, logs only their number.
     fn note(&self, what: String) {
         if let Some(what) = self.refusals.tell(what) {
             tracing::warn!("{what}");
@@ -139,7 +138,7 @@ impl AppState {
     }
 }
 
-/// Serves connections until the async runtime ends.
+/// Serves HTTP connections until the async runtime ends.
 pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     loop {

@@ -1,14 +1,14 @@
-//! Query parameters: `name=value&…`, plain words and numbers.
+//! Reads query parameters of the form `name=value&…`, whose values are plain words and numbers.
 
-/// The value of a parameter, or `None` if the query does not have it. It is not decoded, because no
-/// valid value needs escapes.
+/// Returns the value of a query parameter, or `None` if the query does not have it. The value is
+/// not decoded, because no valid value needs escapes.
 #[must_use]
 pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// The value of a parameter as a whole number of at least 0, or `None` if the query does not have
-/// it.
+/// Returns the value of a query parameter as a whole number of at least 0, or `None` if the query
+/// does not have it.
 ///
 /// # Errors
 /// The value is not a whole number of at least 0.

@@ -1,4 +1,4 @@
-//! Creates responses, and adds the headers that every response has.
+//! Creates HTTP responses, and adds the headers that every response has.
 
 use std::{
     convert::Infallible,
@@ -16,13 +16,13 @@ use hyper::{
 use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
 
-/// The body of a response.
+/// Type of the body of every HTTP response.
 pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
 /// An HTTP response with a [`ReplyBody`].
 pub type Reply = Response<ReplyBody>;
 
-/// Content security policy: the page may load files of this server and connect to it, and no other
-/// page may frame it.
+/// Content security policy of the dashboard: the page may load files of this server and connect to
+/// it, and no other page may frame it.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
     connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -34,7 +34,7 @@ const COMMON: [(HeaderName, &str); 5] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
-/// Creates a response with any body.
+/// Creates an HTTP response with any body and the common headers.
 pub fn with<B>(status: StatusCode, kind: &'static str, body: B) -> Reply
 where
     B: Body<Data = Bytes, Error = Infallible> + Send + 'static,
@@ -65,8 +65,8 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// Attaches a permit to the response. The permit is released when the client has read the response
-/// or closed the connection.
+/// Attaches a permit of a limited resource to the response. The permit is released when the client
+/// has read the response or closed the connection.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
     reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }

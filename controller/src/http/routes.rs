@@ -1,4 +1,4 @@
-//! The handler of each path. `config/openapi.yaml` describes the paths.
+//! Handlers of the HTTP paths. `config/openapi.yaml` describes the paths.
 
 use std::{sync::Arc, time::Duration};
 
@@ -27,22 +27,22 @@ use crate::{
     schema,
 };
 
-/// Prefix of the paths of containers.
+/// Prefix of the HTTP paths for actions on one container.
 const CONTAINERS: &str = "/api/v1/containers/";
-/// Prefix of the paths that turn automatic offloads on or off.
+/// Prefix of the HTTP paths that turn automatic offloads on or off.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
-/// Response header of event streams. It is set if this controller accepts no actions over HTTP.
+/// Response header of event streams. The controller sets it if it accepts no actions over HTTP.
 const ACTIONS: &str = "affinode-actions";
-/// Maximum size of the body of an action. The body is not used.
+/// Maximum size of the body of an action request in bytes. The body is not used.
 const BODY_BYTES: usize = 4 << 10;
-/// Time limit for reading a body.
+/// Time limit for reading a request's body.
 const BODY_TIME: Duration = Duration::from_secs(5);
-/// Time limit for a response, except for moves.
+/// Time limit for creating a response. It does not apply to moves of containers.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Time range of a report if the query has no `since_ms`.
+/// Length of a report's time range in milliseconds, if the query has no `since_ms`.
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
-/// Checks a request and runs its handler.
+/// Handles an HTTP request: checks whether it is admitted, and runs its handler.
 pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Incoming>) -> Reply {
     let caller = match check(site, peer, &request).await {
         Ok(caller) => caller,
@@ -73,9 +73,9 @@ pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Inco
     }
 }
 
-/// The sender of an admitted request.
+/// Sender of an admitted HTTP request.
 struct HttpCaller {
-    /// User and address for events and the log, as far as they are known.
+    /// User and address of the sender, as far as they are known, for events and the log.
     who: String,
     admitted: Option<Principal>,
 }
@@ -112,8 +112,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path requires a right. The page itself requires none: it contains no secret, and asks
-/// its user for the token.
+/// Returns whether a path requires a right. The page itself requires none, because it contains no
+/// secret, and asks its user for the token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -164,7 +164,7 @@ fn only(method: &'static str) -> Reply {
     reply
 }
 
-/// The path in a form that can be logged: printable and short.
+/// Returns the path in a form that can be logged: printable and short.
 fn shown(path: &str) -> String {
     path.chars().filter(|c| c.is_ascii_graphic()).take(80).collect()
 }
@@ -254,13 +254,13 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     }
 }
 
-/// The response of /api/v1/history.
+/// JSON response of /api/v1/history.
 #[derive(serde::Serialize)]
 struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,
 }
 
-/// Takes a permit for a stream. `None`: all permits are in use. Then the refusal is recorded.
+/// Returns a permit for a stream. Returns `None` and records a refusal if all permits are in use.
 fn place_among(
     streams: &Arc<Semaphore>,
     site: &AppState,
@@ -280,7 +280,7 @@ fn too_many_streams() -> Reply {
     reply
 }
 
-/// Handles `/api/v1/calls?container={key}`: a stream of calls.
+/// Handles `/api/v1/calls?container={key}`: opens a stream of CUDA calls.
 async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
@@ -324,14 +324,14 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
     reply
 }
 
-/// The actions on a container.
+/// Action on a container that an HTTP request asks for.
 #[derive(Clone, Copy)]
 enum RequestedMove {
     Move(Wanted, &'static str),
     Pin(bool),
 }
 
-/// Handles `/api/v1/auto-offload/{on|off}`: sets automatic offloads.
+/// Handles `/api/v1/auto-offload/{on|off}`: turns automatic offloads on or off.
 async fn auto_offload(
     site: &Arc<AppState>,
     caller: &HttpCaller,
@@ -355,8 +355,8 @@ async fn auto_offload(
     }
 }
 
-/// Checks that a request may change something, and reads its body, which is not used. `Err`: the
-/// response that refuses the request.
+/// Checks that a request may change something, and reads its body, which is not used. Returns `Err`
+/// with the response if the request is refused.
 async fn may_act(
     site: &AppState,
     caller: &HttpCaller,
@@ -387,7 +387,8 @@ async fn may_act(
     }
 }
 
-/// Handles `/api/v1/containers/{key}/{offload|restore|pin|unpin}`.
+/// Handles `/api/v1/containers/{key}/{offload|restore|pin|unpin}`: executes an action on a
+/// container.
 async fn container(
     site: &Arc<AppState>,
     caller: &HttpCaller,

@@ -1,4 +1,5 @@
-//! The socket on which the site listens: a TCP address, or a Unix socket that only root may use.
+//! The socket on which the HTTP server listens: a TCP address, or a Unix socket that only root may
+//! use.
 
 use std::{
     fmt, fs, io,
@@ -18,7 +19,7 @@ use tokio::{
 use super::tls::TlsIdentity;
 use crate::config::ListenAddress;
 
-/// The socket cannot be bound.
+/// Error: the HTTP socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {place}; check http.listen in the configuration")]
 pub struct ListenError {
@@ -27,7 +28,7 @@ pub struct ListenError {
     source: io::Error,
 }
 
-/// A bound socket, and the TLS identity for its connections, if there is one.
+/// The HTTP server's socket, and the TLS identity for its connections, if there is one.
 #[derive(Debug)]
 pub struct HttpListener {
     socket: HttpSocket,
@@ -40,7 +41,8 @@ enum HttpSocket {
     Unix(UnixListener),
 }
 
-/// A bound socket that no runtime watches yet, so that it can be moved to another thread.
+/// A bound HTTP socket that no async runtime watches yet, so that it can be moved to another
+/// thread.
 #[derive(Debug)]
 pub enum BoundSocket {
     /// Listener on a TCP address.
@@ -49,12 +51,12 @@ pub enum BoundSocket {
     Unix(std::os::unix::net::UnixListener),
 }
 
-/// The other end of a connection.
+/// The client at the other end of an HTTP connection.
 #[derive(Clone, Debug)]
 pub enum HttpPeer {
-    /// Address of a TCP client.
+    /// A TCP client, with its address.
     Tcp(SocketAddr),
-    /// User id of a local client. `None`: unknown.
+    /// A client of the Unix socket, with its user id. `None` if the id is unknown.
     Unix(Option<u32>),
 }
 
@@ -68,7 +70,7 @@ impl fmt::Display for HttpPeer {
     }
 }
 
-/// A connection over TCP or a Unix socket.
+/// An HTTP connection over TCP or a Unix socket.
 #[derive(Debug)]
 pub enum HttpStream {
     /// A connection over TCP.
@@ -78,8 +80,8 @@ pub enum HttpStream {
 }
 
 impl HttpListener {
-    /// Binds the socket. Returns the socket and the address for clients, or `None` if `listen` is
-    /// `Off`.
+    /// Binds the HTTP socket. Returns the socket and the address for clients, or `None` if `listen`
+    /// is `Off`.
     ///
     /// # Errors
     /// [`ListenError`]: the socket cannot be bound, for example because the port is in use.
@@ -104,8 +106,8 @@ impl HttpListener {
         }
     }
 
-    /// Registers a bound socket with the current runtime. With an identity, TCP connections use
-    /// TLS.
+    /// Registers a bound socket with the current async runtime. If `papers` is given, TCP
+    /// connections use TLS with this identity.
     ///
     /// # Errors
     /// The runtime cannot watch the socket.

@@ -1,4 +1,4 @@
-//! A test server: serves HTTP on a Unix socket, with an actor whose answers are fixed.
+//! An HTTP server for tests. It serves a Unix socket, with an actor whose answers are fixed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,7 +19,7 @@ use crate::{
     observe::{ViewHub, ViewObserver},
 };
 
-/// The key of the only container.
+/// Key of the test node's only container.
 pub const KEY: &str = "0123456789abcdef0123456789abcdef";
 
 /// The running HTTP server of a test, and handles of its parts.
@@ -31,7 +31,8 @@ pub struct Running {
     pub site: Arc<AppState>,
 }
 
-/// Serves a node with one container, which can be offloaded but not restored.
+/// Starts a server for a node with one container, which can be offloaded but not restored. The
+/// server requires the token if one is given.
 pub fn run(may_act: bool, token: Option<&str>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
@@ -42,7 +43,7 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
     run_behind(folder, may_act, &HttpSection { token_file: file.into(), ..HttpSection::default() })
 }
 
-/// Serves the same node with the guard of a configuration.
+/// Starts a server for the same node as [`run`], with the guard that the section `http` describes.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
     let guard = HttpGuard::new(http).unwrap();
     let only_shows = (!may_act).then_some("this site is read-only");
@@ -114,7 +115,7 @@ impl Running {
         self.folder.path().join("s")
     }
 
-    /// Sends the text of a request unchanged, and returns the whole response.
+    /// Sends the text of an HTTP request unchanged, and returns the whole response.
     pub async fn raw(&self, request: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -132,12 +133,12 @@ impl Running {
         (status, answer)
     }
 
-    /// The text of the current metrics.
+    /// Returns the text of the current metrics.
     pub fn metrics_text(&self) -> String {
         self.metrics.text(&crate::schema::Node::default(), DeliveryCounts::default()).unwrap()
     }
 
-    /// Opens a stream of the test server.
+    /// Opens a stream at a path of the test server.
     pub async fn open(&self, path: &str, headers: &str) -> Stream {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         let request =
@@ -147,14 +148,14 @@ impl Running {
     }
 }
 
-/// A stream, and the text received so far.
+/// An open stream, and the text received on it so far.
 pub struct Stream {
     pub stream: UnixStream,
     pub seen: String,
 }
 
 impl Stream {
-    /// Reads until `wanted` was received. Returns `false` if the stream ended first.
+    /// Reads the stream until `wanted` was received. Returns `false` if the stream ended first.
     pub async fn until(&mut self, wanted: &str) -> bool {
         let reading = async {
             while !self.seen.contains(wanted) {
@@ -170,7 +171,7 @@ impl Stream {
         tokio::time::timeout(Duration::from_secs(20), reading).await.expect(wanted)
     }
 
-    /// Whether the response begins with status 200.
+    /// Reads the beginning of the response. Returns whether it has status 200.
     pub async fn begins(&mut self) -> bool {
         self.until("\r\n\r\n").await && self.seen.starts_with("HTTP/1.1 200")
     }

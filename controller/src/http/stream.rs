@@ -1,5 +1,5 @@
-//! The stream of events as server-sent events. With `watch=node` the stream also contains the
-//! changes of the node.
+//! Streams the controller's events as server-sent events. With `watch=node` the stream also
+//! contains the changes of the node.
 //!
 //! ```text
 //!  event: node     the whole node, at the start, and each time that this stream fell behind
@@ -32,26 +32,27 @@ use crate::{
     schema,
 };
 
-/// Time without a message after which an SSE comment is sent, so that proxies and clients keep the
-/// connection.
+/// Time without a message after which the server sends an SSE comment, so that proxies and clients
+/// keep the connection open.
 const QUIET: Duration = Duration::from_secs(15);
 /// Maximum number of messages that wait to be written to the connection.
 const PIPE: usize = 8;
-/// Maximum time that a stream waits for its client to accept a message. Then the stream is closed.
+/// Maximum time that a stream waits for its client to accept a message. The server then closes the
+/// stream.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The permit of a stream, and the right of its user.
+/// Holds the permit of a stream, and checks the right of its user.
 #[derive(Debug)]
 pub struct StreamGuard {
-    /// The permit among the limited number of streams.
+    /// Permit for one of a limited number of streams.
     pub permit: OwnedSemaphorePermit,
-    /// The admitted user. `None`: no right is required.
+    /// Sender of the request, whose right is checked again. `None` if no right is required.
     pub admitted: Option<Principal>,
 }
 
 impl StreamGuard {
-    /// Spawns the writer of a stream. The stream ends when the client closes it, does not read, or
-    /// loses its right.
+    /// Starts the task that writes a stream. The stream ends when the client closes it, does not
+    /// read, or loses its right.
     pub fn spawn(
         self,
         site: Arc<AppState>,
@@ -80,22 +81,23 @@ impl StreamGuard {
     }
 }
 
-/// The body of the response of a stream.
+/// Body of the HTTP response of a stream: receives the text to send.
 #[derive(Debug)]
 pub struct StreamBody(mpsc::Receiver<Bytes>);
 
-/// The sending end of a stream.
+/// Sending end of a stream's body.
 #[derive(Debug)]
 pub struct EventPipe(mpsc::Sender<Bytes>);
 
-/// The two ends of a new stream.
+/// Creates a stream's body and its sending end.
 pub fn pipe() -> (EventPipe, StreamBody) {
     let (pipe, body) = mpsc::channel(PIPE);
     (EventPipe(pipe), StreamBody(body))
 }
 
 impl EventPipe {
-    /// Sends text to the client. `None`: the client has closed the stream or does not read.
+    /// Sends text to the client. Returns `None` if the client has closed the stream or does not
+    /// read.
     pub async fn send(&self, text: String) -> Option<()> {
         tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
@@ -113,10 +115,10 @@ impl Body for StreamBody {
     }
 }
 
-/// The parameters of a stream.
+/// What the client of an event stream requests.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamQuery {
-    /// Number of the last event that the client has.
+    /// Number of the last event that the client has received.
     pub after: u64,
     /// Whether the stream includes the node and its changes.
     pub node: bool,
@@ -124,7 +126,7 @@ pub struct StreamQuery {
 
 impl StreamQuery {
     /// Creates the parameters from the query and the value of `Last-Event-ID`, for a controller
-    /// that started at `started_unix_ms`. `newest`: number of the newest event.
+    /// that started at `started_unix_ms`. `newest` is the number of the newest event.
     #[must_use]
     pub fn new(
         last_id: Option<&str>,
@@ -148,7 +150,7 @@ impl StreamQuery {
     }
 }
 
-/// Begins a stream. Returns the body of its response.
+/// Begins an event stream. Returns the body of its response.
 pub fn begin(
     site: &Arc<AppState>,
     wish: StreamQuery,
@@ -207,7 +209,8 @@ impl EventWriter {
         }
     }
 
-    /// Sends the current node, then every event that the client does not have yet.
+    /// Sends the current state of the node if the client wants it, then every event that the client
+    /// does not have yet.
     async fn catch_up(&mut self, watch: &ViewWatch) -> Option<()> {
         if self.node {
             let json = serde_json::to_string(&*watch.present).ok()?;

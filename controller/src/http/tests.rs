@@ -1,4 +1,4 @@
-//! Tests of the paths that are served, and of the conditions for requests.
+//! Tests of the HTTP paths that are served, and of the conditions for requests.
 
 use affinode_proto::api::control::Event;
 
@@ -111,7 +111,7 @@ async fn pins_and_the_switch_require_post() {
     assert_eq!(looking.ask("POST", &format!("{path}/pin"), "").await.0, 403);
 }
 
-/// Every path in `config/openapi.yaml` must be served, and only under its method.
+/// Checks that every path in `config/openapi.yaml` is served, and only under its HTTP method.
 #[tokio::test]
 async fn every_path_of_the_document_is_served() {
     let document = include_str!("../../../config/openapi.yaml");

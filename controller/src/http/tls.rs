@@ -1,5 +1,5 @@
-//! HTTPS, if the configuration names a certificate. The files are read for each connection, because
-//! they may be renewed at any time.
+//! Serves HTTPS if the configuration names a certificate. The files are read for each connection,
+//! because they may be renewed at any time.
 
 use std::{io, path::PathBuf, sync::Arc};
 
@@ -16,26 +16,26 @@ use tokio_rustls::{
 /// Reason why HTTPS cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file cannot be read, or has no certificate or key.
+    /// A file of the TLS identity cannot be read, or has no certificate or key.
     #[error("cannot read {path} (http.{key})")]
     File {
-        /// Key in section `[http]`.
+        /// Configuration key in section `[http]` that names the file.
         key: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of reading or parsing the file.
         #[source]
         source: pem::Error,
     },
     /// The certificate and the key do not match.
     #[error("cannot use the certificate of http.tls_cert_file with the key of http.tls_key_file")]
     Pair(#[from] rustls::Error),
-    /// The client failed the TLS handshake.
+    /// The TLS handshake with a client failed.
     #[error("the TLS handshake with the client failed")]
     Handshake(#[source] io::Error),
 }
 
-/// The paths of a certificate and its key.
+/// Paths of a TLS certificate and its key.
 #[derive(Clone, Debug)]
 pub struct TlsIdentity {
     cert_file: PathBuf,
@@ -43,7 +43,7 @@ pub struct TlsIdentity {
 }
 
 impl TlsIdentity {
-    /// Creates an identity from files that are valid now.
+    /// Creates an identity from the files of a certificate and its key, which must be valid now.
     ///
     /// # Errors
     /// [`TlsError`]: a file is invalid, or certificate and key do not match.
@@ -53,7 +53,7 @@ impl TlsIdentity {
         Ok(papers)
     }
 
-    /// Accepts a TLS connection.
+    /// Accepts a TLS connection: reads the files and performs the handshake.
     ///
     /// # Errors
     /// [`TlsError`]: a file is invalid, or the handshake failed.

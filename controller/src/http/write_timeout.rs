@@ -1,5 +1,5 @@
-//! A connection with a write timeout. A client that does not read uses memory of the controller, so
-//! its connection is closed after the timeout.
+//! A connection with a timeout for writes. A client that does not read uses memory of the
+//! controller, so its connection is closed after the timeout.
 
 use std::{
     future::Future,

@@ -1,5 +1,6 @@
-//! The properties of a node's GPUs that do not change while the driver is loaded, and the host
-//! memory that can hold offloaded memory. The node agent of a cluster publishes them.
+//! Reads the properties of a node's GPUs that do not change while the driver is loaded. Also reads
+//! the size of the host memory that can hold offloaded memory. The node agent of a cluster
+//! publishes these values.
 
 use std::io;
 
@@ -11,23 +12,24 @@ use serde::{Deserialize, Serialize};
 use super::memory;
 use crate::{config::Config, driver_library::DriverLibrary};
 
-/// The GPUs of a node, as `affinode gpus` prints them.
+/// GPUs and host memory of a node, as `affinode gpus` prints them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeGpus {
     /// Version of the driver, such as `580.159.04`.
     pub driver_version: String,
-    /// Highest version of CUDA that the driver supports, such as `13.0`. `None`: unknown.
+    /// Highest version of CUDA that the driver supports, such as `13.0`. `None` if it is unknown.
     pub cuda_driver_version: Option<String>,
-    /// The node's host memory without the reserve that offloads leave free, in bytes.
+    /// Host memory of the node without the reserve that offloads leave free, in bytes.
     pub host_memory_bytes: u64,
     /// The GPUs that NVML can read, in order of their index.
     pub gpus: Vec<GpuFacts>,
-    /// The other GPUs: index and NVML's error. A GPU that has fallen off the bus is one.
+    /// GPUs that NVML cannot read, for example because they have fallen off the bus. Each entry has
+    /// the index and NVML's error.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unreadable: Vec<String>,
 }
 
-/// The properties of one GPU. A property that NVML does not report is `None`.
+/// Properties of one GPU. A property that NVML does not report is `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuFacts {
     /// NVML's index of the GPU.
@@ -40,21 +42,21 @@ pub struct GpuFacts {
     pub vram_bytes: u64,
     /// Whether the GPU is in MIG mode. Affinode does not move containers on MIG instances.
     pub mig: bool,
-    /// Brand, by the name that NVIDIA's DRA driver uses.
+    /// Brand of the GPU, by the name that NVIDIA's DRA driver uses.
     pub brand: Option<String>,
-    /// Architecture, by the name that NVIDIA's DRA driver uses.
+    /// Architecture of the GPU, by the name that NVIDIA's DRA driver uses.
     pub architecture: Option<String>,
-    /// CUDA compute capability, such as `9.0`.
+    /// CUDA compute capability of the GPU, such as `9.0`.
     pub compute_capability: Option<String>,
 }
 
-/// Reason why the GPUs cannot be read.
+/// Reason why the properties of the GPUs cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuFactsError {
-    /// The driver is missing, or returns an error.
+    /// The NVIDIA driver is missing, or NVML returns an error.
     #[error("NVML ({library}) cannot be used; check that nvidia-smi works on this node")]
     Nvml {
-        /// Name or path of the library.
+        /// Name or path of NVML's library.
         library: String,
         /// Error that NVML returned.
         #[source]
@@ -65,7 +67,7 @@ pub enum GpuFactsError {
     Memory(#[from] io::Error),
 }
 
-/// Reads the GPUs of this machine.
+/// Reads the properties of this machine's GPUs.
 ///
 /// # Errors
 /// [`GpuFactsError`]: NVML or the size of the host memory cannot be read.
@@ -114,7 +116,7 @@ fn read_gpu(device: &Device<'_>, index: u32) -> Result<GpuFacts, NvmlError> {
     })
 }
 
-/// The name that NVIDIA's library go-nvlib, and so NVIDIA's DRA driver, uses.
+/// Returns the brand's name in NVIDIA's library go-nvlib, which NVIDIA's DRA driver uses.
 fn brand_name(brand: &Brand) -> String {
     match brand {
         Brand::GRID => "Grid".into(),

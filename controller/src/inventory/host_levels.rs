@@ -1,7 +1,7 @@
-//! Reads the free host memory for copies in progress, at every level that is charged for their
-//! memory: the cgroups and the node. A separate thread reads these levels, with at most one request
-//! pending, because files of cgroups can take milliseconds to read. The readings of NVML can take
-//! seconds, so they are on another thread.
+//! Reads how much host memory the copies out in progress may still use. It reads every level that
+//! is charged for that memory: the cgroups and the node. A separate thread reads these levels, with
+//! at most one request pending, because files of cgroups can take milliseconds to read. The
+//! readings of NVML can take seconds, so they are on another thread.
 
 use std::sync::mpsc::{self, SyncSender};
 
@@ -9,14 +9,14 @@ use affinode_core::copy_watch::{CopyInProgress, Levels};
 
 use super::memory::{self, MemoryRules};
 
-/// The thread that reads the levels.
+/// Handle of the thread that reads the free host memory for copies in progress.
 #[derive(Debug)]
 pub struct HostLevels {
     questions: SyncSender<Vec<CopyInProgress>>,
 }
 
 impl HostLevels {
-    /// Starts the thread, which calls `tell` with each result.
+    /// Starts the thread. It calls `tell` with the result of each reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -33,7 +33,7 @@ impl HostLevels {
         Ok(HostLevels { questions })
     }
 
-    /// Requests a reading, unless one is pending.
+    /// Requests a reading for these copies, unless a request is pending.
     pub fn ask(&self, copies: Vec<CopyInProgress>) {
         let _ = self.questions.try_send(copies);
     }

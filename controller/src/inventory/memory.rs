@@ -1,8 +1,8 @@
-//! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
-//! the process, which is charged to the container's memory cgroup. If that cgroup has no free
-//! memory, the kernel kills the process in the middle of the checkpoint. The pools are the cgroup,
-//! each of its ancestors, and the node. [`affinode_core::host_memory`] decides whether a pool has
-//! enough free memory besides the memory that is promised to other moves.
+//! Determines the pools of host memory that an offload uses. The driver moves VRAM into anonymous
+//! memory of the process, which is charged to the container's memory cgroup. If that cgroup has no
+//! free memory, the kernel kills the process in the middle of the checkpoint. The pools are the
+//! cgroup, each of its ancestors, and the node. [`affinode_core::host_memory`] decides whether a
+//! pool has enough free memory besides the memory that is promised to other moves.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,24 +15,26 @@ use affinode_proto::reason::Reason;
 
 use super::process;
 
-/// The host memory that must stay free.
+/// Rules by which host memory must stay free in an offload.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
-    /// Memory that must be free for each process in addition to its VRAM, in bytes.
+    /// Host memory that each process needs in addition to its VRAM, in bytes.
     pub overhead_bytes: u64,
-    /// Memory that must stay free on the node after the offload, in bytes. `None`: the value of
+    /// Memory that must stay free on the node after an offload, in bytes. `None` means the value of
     /// [`node_reserve_bytes`] for this node.
     pub node_reserve_bytes: Option<u64>,
 }
 
-/// The reserve of a node with `total_bytes` of memory, in bytes: a sixteenth, at least 1 GiB. A
-/// larger node runs more processes that can allocate memory during a copy.
+/// Returns the default reserve of a node with `total_bytes` of memory, in bytes: a sixteenth, but
+/// at least 1 GiB. The reserve grows with the memory, because a larger node runs more processes
+/// that can allocate memory during a copy.
 #[must_use]
 pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 16).max(1 << 30)
 }
 
-/// The reserve below a cgroup's limit, in bytes: a sixty-fourth, at most 64 MiB.
+/// Returns the memory that must stay free below a cgroup's limit, in bytes: a sixty-fourth of the
+/// limit, but at most 64 MiB.
 fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
@@ -79,8 +81,8 @@ pub fn pools(
     Ok(pools)
 }
 
-/// Every pool that is charged for moving a process with `vram_bytes` of VRAM, and the memory that
-/// is needed from it. Ignores the pool's free memory and the state of the process.
+/// Returns every pool that is charged for moving a process with `vram_bytes` of VRAM, and the
+/// memory that the move needs from it. Ignores the pool's free memory and the state of the process.
 #[must_use]
 pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
     let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
@@ -89,9 +91,9 @@ pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool
     names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
 }
 
-/// The node and each limited memory cgroup that is charged for these processes, each with the
-/// memory that may still be used. Half of the reserve stays free, to keep a distance from the
-/// kernel's out-of-memory killer. A cgroup that cannot be read is left out.
+/// Returns the node and each limited memory cgroup that is charged for these processes, each with
+/// the memory that may still be used. Half of the reserve stays free, to keep a distance from the
+/// kernel's out-of-memory killer. A cgroup that cannot be read is omitted.
 #[must_use]
 pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
@@ -112,13 +114,13 @@ pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     groups.iter().filter_map(level).chain(node()).collect()
 }
 
-/// The cgroups of a process, in the hierarchies for memory and for freezing.
+/// Paths of a process's cgroups, in the hierarchies for memory and for freezing.
 struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
-    /// Path in the hierarchy of version 2. This hierarchy can freeze processes, even if the memory
-    /// controller is in version 1.
+    /// Path in the cgroup hierarchy of version 2. This hierarchy can freeze processes, even if the
+    /// memory controller is in version 1.
     unified: Option<PathBuf>,
     unified_root: PathBuf,
 }
@@ -128,8 +130,8 @@ impl CgroupTree {
         Ok(CgroupTree::parse(&process::cgroups(pid)?, Path::new("/sys/fs/cgroup")))
     }
 
-    /// Parses lines of the form `id:controllers:path`. The line of version 2 has id 0 and no
-    /// controllers.
+    /// Parses the cgroups of a process from lines of the form `id:controllers:path`. The line of
+    /// version 2 has id 0 and no controllers.
     fn parse(text: &str, root: &Path) -> CgroupTree {
         // If both versions are mounted, version 2 is in a subfolder.
         let hybrid = !root.join("cgroup.controllers").exists();
@@ -187,8 +189,8 @@ impl CgroupTree {
     }
 }
 
-/// Free memory of a cgroup and its limit, in bytes. `None` if it has no limit. Page cache that the
-/// kernel can drop counts as free.
+/// Returns the free memory of a cgroup and its limit, in bytes, or `None` if it has no limit. Page
+/// cache that the kernel can drop counts as free.
 fn headroom(group: &Path) -> Option<(u64, u64)> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = match number("memory.max") {
@@ -204,20 +206,21 @@ fn headroom(group: &Path) -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(reclaimable)), limit))
 }
 
-/// Free host memory of this node for offloads, rounded to steps of 256 MiB, so that small
-/// allocations do not change it. 0 if it cannot be read.
+/// Returns the free host memory of this node for offloads, in bytes. It is rounded to steps of 256
+/// MiB, so that small allocations do not change it. Returns 0 if it cannot be read.
 #[must_use]
 pub fn room_bytes(reserve_bytes: Option<u64>) -> u64 {
     const STEP: u64 = 256 << 20;
     free_node_bytes(reserve_bytes).unwrap_or(0) / STEP * STEP
 }
 
-/// Available memory of the node minus the reserve, in bytes.
+/// Returns the available memory of the node minus the reserve, in bytes.
 fn free_node_bytes(reserve_bytes: Option<u64>) -> io::Result<u64> {
     Ok(available_bytes()?.saturating_sub(reserve_in_force(reserve_bytes)?))
 }
 
-/// The reserve of this node in bytes: as configured, otherwise computed from its memory.
+/// Returns the reserve of this node in bytes: the configured value if there is one, otherwise a
+/// value computed from the node's memory.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -231,7 +234,7 @@ pub fn reserve_in_force(configured_bytes: Option<u64>) -> io::Result<u64> {
     }
 }
 
-/// Host memory that can be allocated without swapping, in bytes.
+/// Returns the host memory that can be allocated without swapping, in bytes.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -239,7 +242,7 @@ pub fn available_bytes() -> io::Result<u64> {
     meminfo_bytes(&fs::read_to_string("/proc/meminfo")?, "MemAvailable:")
 }
 
-/// The node's memory, in bytes.
+/// Returns the total memory of the node, in bytes.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -317,8 +320,8 @@ mod tests {
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
     }
 
-    /// `levels` must report more free memory than `pools`, by half of the reserve. Otherwise a copy
-    /// that stays within its promised memory could be cancelled.
+    /// Checks that `levels` reports more free memory than `pools`, by half of the reserve.
+    /// Otherwise a copy that stays within its promised memory could be cancelled.
     #[test]
     fn levels_leave_more_than_promises() {
         let own = std::process::id();
@@ -331,7 +334,7 @@ mod tests {
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
-    /// `pools_of` must name the same pools for a process as `pools` for its container.
+    /// Checks that `pools_of` returns the same pools for a process as `pools` for its container.
     #[test]
     fn pools_of_a_process_are_those_of_its_survey() {
         let own = std::process::id();

@@ -1,7 +1,7 @@
-//! Readings of the machine: GPUs ([`nvml`]), processes ([`process`]), host memory ([`memory`]). One
-//! thread reads them ([`Inventory`]), so that a slow driver never blocks the actor; another thread
-//! reads the utilization of processes ([`process_utilization`]). The command `affinode gpus` reads
-//! what does not change ([`gpu_facts`]).
+//! Reads the state of the machine: GPUs ([`nvml`]), processes ([`process`]), host memory
+//! ([`memory`]). One thread reads them ([`Inventory`]), so that a slow driver never blocks the
+//! actor. Another thread reads the utilization of processes ([`process_utilization`]). The command
+//! `affinode gpus` reads what does not change ([`gpu_facts`]).
 
 pub mod gpu_facts;
 pub mod host_levels;
@@ -22,13 +22,13 @@ use affinode_proto::reason::Reason;
 use crate::driver_library::DriverLibrary;
 use memory::MemoryRules;
 
-/// A request for readings.
+/// A request to the thread that reads GPUs and host memory.
 #[derive(Debug)]
 pub enum InventoryQuery {
-    /// All GPUs with their processes and utilization.
+    /// Requests all GPUs with their processes and utilization.
     Gpus,
-    /// The memory of all GPUs, to prove that the VRAM for a restore of this container is free. The
-    /// response repeats the number.
+    /// Requests the memory of all GPUs, to prove that the VRAM for a restore of this container is
+    /// free. The response repeats the number.
     Prove(Key, u64),
     /// All GPUs with their processes, for an allowance under a container's VRAM limit. The response repeats
     /// the fields.
@@ -42,24 +42,25 @@ pub enum InventoryQuery {
     },
     /// GPUs and host memory, for an offload of a container.
     Survey {
-        /// Key of the container that is surveyed.
+        /// Key of the container that will be offloaded.
         key: Key,
         /// Pids of the container's processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
-        /// Pids of managed processes on the GPUs, and of copiers. They may be in the container's
-        /// cgroup.
+        /// Pids of other managed processes on the GPUs, and of copiers. They may be in the
+        /// container's cgroup.
         known: Vec<u32>,
     },
 }
 
-/// A response with the readings.
+/// The result of a reading.
 #[derive(Debug)]
 pub enum InventoryResult {
-    /// The response to [`InventoryQuery::Gpus`].
+    /// GPUs with their processes and utilization, requested by [`InventoryQuery::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
-    /// The processes that used a GPU, from [`process_utilization`].
+    /// Processes that recently used a GPU, from [`process_utilization`].
     Worked(Vec<Work>),
-    /// The response to [`InventoryQuery::Prove`].
+    /// Memory of all GPUs, requested by [`InventoryQuery::Prove`], with the container's key and the
+    /// number of the request.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// The response to [`InventoryQuery::Vram`].
     Vram {
@@ -74,18 +75,18 @@ pub enum InventoryResult {
     },
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory for copies in progress, from [`host_levels`].
+    /// Free host memory for the copies out in progress, from [`host_levels`].
     HostLevels(Vec<Levels>),
 }
 
-/// The thread that reads the machine.
+/// Handle of the thread that reads GPUs and host memory.
 #[derive(Debug)]
 pub struct Inventory {
     questions: mpsc::Sender<InventoryQuery>,
 }
 
 impl Inventory {
-    /// Starts the thread. `tell` is called with each response, in order.
+    /// Starts the thread. It calls `tell` with the result of each request, in order.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -104,7 +105,7 @@ impl Inventory {
         Ok(Inventory { questions })
     }
 
-    /// Sends a request. The response is passed to `tell` later.
+    /// Sends a request to the thread. The result is passed to `tell` later.
     pub fn ask(&self, question: InventoryQuery) {
         // The thread runs until the last sender is dropped, so this cannot fail.
         let _ = self.questions.send(question);

@@ -3,12 +3,12 @@
 
 use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
 
-/// Maximum number of bytes that are read from the file, which has less than 2 KiB.
+/// Maximum number of bytes to read from the file in /proc/net, which has less than 2 KiB.
 const MAX_BYTES: u64 = 16 << 10;
 
-/// Number of TCP connections that were accepted in the network namespace of a process since the
-/// namespace was created. `None`: it is the host's namespace, where connections may belong to any
-/// process.
+/// Returns the number of TCP connections that were accepted in the network namespace of a process
+/// since the namespace was created. Returns `None` for the host's namespace, where connections may
+/// belong to any process.
 ///
 /// # Errors
 /// The process has ended, or /proc is not readable.
@@ -28,8 +28,8 @@ fn count(pid: u32) -> io::Result<u64> {
     passive_opens(&text).ok_or_else(strange)
 }
 
-/// Returns the value PassiveOpens of the two lines that begin with `Tcp:`. The first line has the
-/// names, the second the values.
+/// Returns the value `PassiveOpens` from the two lines that begin with `Tcp:`. The first line has
+/// the names, the second line has the values.
 fn passive_opens(text: &str) -> Option<u64> {
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
     let (names, values) = (lines.next()?, lines.next()?);

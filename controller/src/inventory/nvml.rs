@@ -1,5 +1,5 @@
 //! Reads GPUs through NVML. The library is opened when it is first needed, and again after a
-//! failure, so that a driver that is loaded or reloaded later is found.
+//! failure. A driver that is loaded or reloaded later is therefore found.
 
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,14 @@ use nvml_wrapper::{
 
 use crate::driver_library::DriverLibrary;
 
-/// Time between two attempts to open the library.
+/// Minimum time between two attempts to open NVML's library.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Maximum age of a utilization sample. NVML takes a sample at least once a second.
+/// Maximum age of a utilization sample that counts, in microseconds. NVML takes a sample at least
+/// once a second.
 const RECENT_US: u64 = 1_200_000;
 
-/// NVML, which is opened when it is available.
+/// NVML's library, opened as soon as it is available.
 #[derive(Debug)]
 pub struct NvmlDevices {
     library: DriverLibrary,
@@ -29,27 +30,27 @@ pub struct NvmlDevices {
 }
 
 impl NvmlDevices {
-    /// Stores where the library is, without opening it.
+    /// Creates a reader that knows where the library is. Does not open the library yet.
     #[must_use]
     pub fn new(library: DriverLibrary) -> NvmlDevices {
         NvmlDevices { library, nvml: None, failed: None }
     }
 
-    /// Reads every GPU. Includes processes and utilization if `whole` is set.
+    /// Reads every GPU. Includes its processes and utilization if `whole` is true.
     ///
     /// # Errors
-    /// NVML cannot be read; the text has the reason.
+    /// NVML cannot be read. The text has the reason.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
         self.attempt(|nvml| {
             (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
         })
     }
 
-    /// Reads which processes used a GPU recently. `now_us`: microseconds since 1970. A GPU whose
-    /// utilization cannot be read (MIG, no permission, not supported) has no samples.
+    /// Reads which processes used a GPU recently. `now_us` is the time in microseconds since 1970.
+    /// A GPU whose utilization cannot be read (MIG, no permission, not supported) has no samples.
     ///
     /// # Errors
-    /// NVML cannot be read; the text has the reason.
+    /// NVML cannot be read. The text has the reason.
     pub fn read_work(&mut self, now_us: u64) -> Result<Vec<Work>, String> {
         self.attempt(|nvml| {
             let mut work = Vec::new();
@@ -93,8 +94,8 @@ impl NvmlDevices {
     }
 }
 
-/// The work that a sample shows. `None`: the sample is empty or old. NVML can return empty and old
-/// samples.
+/// Returns the work of a process that a sample shows. Returns `None` if the sample is empty or old,
+/// because NVML can return such samples.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;

@@ -1,4 +1,4 @@
-//! Reads /proc for processes.
+//! Reads and signals processes by their pid, through /proc.
 
 use std::{collections::HashSet, fs, io};
 
@@ -8,7 +8,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal},
 };
 
-/// The process with this pid.
+/// Returns the identity of the process with this pid.
 ///
 /// # Errors
 /// The process has ended, or /proc cannot be read.
@@ -17,14 +17,14 @@ pub fn identity(pid: u32) -> io::Result<Identity> {
     Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
 }
 
-/// Whether the process with this pid and start time is still running.
+/// Returns whether the process with this pid and start time is still running.
 #[must_use]
 pub fn lives(pid: u32, start_ticks: u64) -> bool {
     identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
 }
 
-/// Sends a process SIGTERM, or SIGKILL `by_force`. A process that has ended, or whose pid belongs
-/// to another process, gets no signal.
+/// Ends a process: sends it SIGTERM, or SIGKILL if `by_force` is true. Sends no signal if the
+/// process has ended or its pid belongs to another process.
 ///
 /// # Errors
 /// The kernel refuses the signal.
@@ -32,7 +32,8 @@ pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     send(who, if by_force { Signal::KILL } else { Signal::TERM })
 }
 
-/// Like [`end`], but sends SIGHUP, on which a daemon reads its configuration again.
+/// Sends a process SIGHUP, on which a daemon reads its configuration again. Sends no signal if the
+/// process has ended or its pid belongs to another process.
 ///
 /// # Errors
 /// The kernel refuses the signal.
@@ -57,8 +58,8 @@ fn send(who: &Identity, signal: Signal) -> io::Result<()> {
     }
 }
 
-/// Time by which a process's `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds. It
-/// differs from 0 only in a time namespace.
+/// Returns by how much a process's `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds.
+/// It differs from 0 only in a time namespace.
 #[must_use]
 pub fn clock_ahead_ms(pid: u32) -> i64 {
     let offsets = fs::read_to_string(format!("/proc/{pid}/timens_offsets")).unwrap_or_default();
@@ -73,13 +74,13 @@ fn monotonic_offset_ms(offsets: &str) -> Option<i64> {
     seconds.checked_mul(1_000)?.checked_add(nanoseconds / 1_000_000)
 }
 
-/// Whether a signal or a debugger has stopped the process.
+/// Returns whether a signal or a debugger has stopped the process.
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
     read_stat(pid).is_ok_and(|stat| matches!(stat.state, 'T' | 't'))
 }
 
-/// The cgroup lines of a process, as in /proc.
+/// Returns the lines of `/proc/PID/cgroup` of a process.
 ///
 /// # Errors
 /// The process has ended, or /proc cannot be read.
@@ -114,7 +115,8 @@ fn read_stat(pid: u32) -> io::Result<ProcessStat> {
     })
 }
 
-/// Parses a line `pid (comm) state ppid …`. The command may contain spaces and brackets.
+/// Parses the line `pid (comm) state ppid …` of `/proc/PID/stat`. The command may contain spaces
+/// and brackets.
 fn parse_stat(text: &str) -> Option<ProcessStat> {
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     let command = text.get(open + 1..close)?.to_owned();

@@ -1,6 +1,6 @@
-//! Reads from NVML which processes used a GPU recently. The counters of calls do not show this
-//! while a kernel runs. A separate thread reads the utilization, with at most one request pending,
-//! so that decisions and proofs of free VRAM do not wait for a slow driver.
+//! Reads from NVML which processes used a GPU recently. The call counters do not show this while a
+//! kernel runs. A separate thread reads the utilization, with at most one request pending, so that
+//! decisions and proofs of free VRAM do not wait for a slow driver.
 
 use std::{
     sync::mpsc::{self, SyncSender},
@@ -12,14 +12,14 @@ use affinode_core::input::Work;
 use super::nvml::NvmlDevices;
 use crate::driver_library::DriverLibrary;
 
-/// The thread that reads the utilization.
+/// Handle of the thread that reads which processes used a GPU.
 #[derive(Debug)]
 pub struct ProcessUtilization {
     questions: SyncSender<()>,
 }
 
 impl ProcessUtilization {
-    /// Starts the thread, which calls `tell` with each reading.
+    /// Starts the thread. It calls `tell` with the result of each reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -41,13 +41,13 @@ impl ProcessUtilization {
         Ok(ProcessUtilization { questions })
     }
 
-    /// Requests a reading, unless one is pending.
+    /// Requests a reading, unless a request is pending.
     pub fn ask(&self) {
         let _ = self.questions.try_send(());
     }
 }
 
-/// The clock of NVML's samples, in microseconds since 1970.
+/// Returns the time on the clock of NVML's samples, in microseconds since 1970.
 fn unix_us() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)

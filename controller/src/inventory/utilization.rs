@@ -1,24 +1,24 @@
-//! The mean utilization of GPUs over the last minute. NVML's own value covers between a sixth of a
-//! second and a second, and fluctuates.
+//! Computes the mean utilization of GPUs over the last minute. NVML's own value covers between a
+//! sixth of a second and a second, and fluctuates.
 
 use std::collections::{HashMap, VecDeque};
 
 use affinode_core::{Millis, input::GpuSample};
 
-/// Length of the window over which the mean is taken.
+/// Time over which the mean utilization is computed, in milliseconds.
 const WINDOW_MS: Millis = 60_000;
-/// Maximum time for which one reading counts in the mean, even if the previous reading is older
-/// than this time.
+/// Maximum time for which one reading counts in the mean, in milliseconds. It applies if the
+/// previous reading is older.
 const STALE_AFTER_MS: Millis = 10_000;
 
-/// Readings of the last minute, by UUID of the GPU.
+/// Utilization readings of the last minute for each GPU, by UUID.
 #[derive(Debug, Default)]
 pub struct GpuUtilization {
     devices: HashMap<String, VecDeque<(Millis, u32)>>,
 }
 
 impl GpuUtilization {
-    /// Records a reading of all GPUs.
+    /// Records a reading of the utilization of all GPUs.
     pub fn note(&mut self, now: Millis, gpus: &[GpuSample]) {
         self.devices.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         for gpu in gpus {
@@ -32,8 +32,8 @@ impl GpuUtilization {
         }
     }
 
-    /// The mean over the last minute in percent. Each reading counts for the time since the
-    /// previous reading.
+    /// Returns the mean utilization of a GPU over the last minute, in percent. Each reading counts
+    /// for the time since the previous reading.
     #[must_use]
     pub fn percent(&self, uuid: &str) -> u32 {
         let Some(readings) = self.devices.get(uuid) else { return 0 };

@@ -23,89 +23,90 @@ use tokio_rustls::{
 use super::super::guard::AccessRule;
 use crate::config::KubernetesSection;
 
-/// Maximum number of concurrent requests. Further requests wait, within their own timeout.
+/// Maximum number of concurrent requests to the API server. Further requests wait, within their own
+/// timeout.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
-/// Time limit for a request, including its wait for other requests.
+/// Time limit for a request to the API server, including its wait for other requests.
 const TIME: Duration = Duration::from_secs(5);
-/// Maximum size of a response in bytes.
+/// Maximum size of a response of the API server in bytes.
 const ANSWER_BYTES: usize = 64 << 10;
 /// Maximum length of a user's name, which appears in events and logs.
 const NAME_CHARS: usize = 256;
 
-/// Reason why a review failed.
+/// Reason why a review (a request to the Kubernetes API server about a token or a right) failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
-    /// A file of the configuration cannot be read.
+    /// A file that the configuration names cannot be read.
     #[error("cannot read {path} (http.kubernetes.{key})")]
     File {
-        /// Key in section `[http.kubernetes]`.
+        /// Configuration key in section `[http.kubernetes]` that names the file.
         key: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
     /// The file of the certificate authority has no usable certificate.
     #[error("{path} (http.kubernetes.ca_file) has no usable certificate")]
     Authority {
-        /// Path of the file.
+        /// Path of the certificate authority's file.
         path: PathBuf,
     },
-    /// The connection failed, or the server's certificate is not trusted.
+    /// The connection to the API server failed, or the server's certificate is not trusted.
     #[error("cannot connect to {server}")]
     Connect {
-        /// Host and port of the server.
+        /// Host and port of the API server.
         server: String,
-        /// The cause of the failure.
+        /// Error of the connection.
         #[source]
         source: io::Error,
     },
-    /// The connection ended before the response.
+    /// The connection to the API server ended before the response.
     #[error("no response from {server} to a {kind}")]
     Broken {
-        /// Host and port of the server.
+        /// Host and port of the API server.
         server: String,
-        /// Kind of the review.
+        /// Kind of the review: TokenReview or SubjectAccessReview.
         kind: &'static str,
-        /// The cause of the failure.
+        /// Error of the HTTP connection.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The response did not arrive in time.
+    /// The API server's response did not arrive in time.
     #[error("no response from {server} to a {kind} within {} s", TIME.as_secs())]
     Late {
-        /// Host and port of the server.
+        /// Host and port of the API server.
         server: String,
-        /// Kind of the review.
+        /// Kind of the review: TokenReview or SubjectAccessReview.
         kind: &'static str,
     },
-    /// The server refused the controller's own request.
+    /// The API server refused the controller's own request.
     #[error(
         "{server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
     )]
     Status {
-        /// Host and port of the server.
+        /// Host and port of the API server.
         server: String,
-        /// Kind of the review.
+        /// Kind of the review: TokenReview or SubjectAccessReview.
         kind: &'static str,
         /// HTTP status of the response.
         status: StatusCode,
     },
-    /// The response is not a valid review.
+    /// The API server's response is not a valid review.
     #[error("the response of {server} to a {kind} is invalid")]
     Answer {
-        /// Host and port of the server.
+        /// Host and port of the API server.
         server: String,
-        /// Kind of the review.
+        /// Kind of the review: TokenReview or SubjectAccessReview.
         kind: &'static str,
-        /// The cause of the failure.
+        /// Error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
 }
 
-/// A user, in the form that a TokenReview returns and a SubjectAccessReview expects.
+/// A Kubernetes user, in the form that a TokenReview returns and a SubjectAccessReview expects.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct User {
@@ -137,7 +138,7 @@ struct AccessStatus {
     denied: bool,
 }
 
-/// The API server and the files with the credentials for it.
+/// The Kubernetes API server, and the files with the credentials for it.
 #[derive(Debug)]
 pub struct ApiServer {
     host: String,
@@ -150,7 +151,7 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Creates the client for the API server of a configuration.
+    /// Creates the client for the API server that the configuration names.
     ///
     /// # Errors
     /// The address is invalid. The text names the accepted form.
@@ -172,7 +173,8 @@ impl ApiServer {
         })
     }
 
-    /// The user to whom a token belongs. `None`: the token is invalid or for another audience.
+    /// Returns the user to whom a token belongs, or `None` if the token is invalid or for another
+    /// audience.
     pub async fn whose(&self, token: &str) -> Result<Option<User>, ReviewError> {
         let question = json!({
             "apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",
@@ -191,7 +193,7 @@ impl ApiServer {
         Ok((status.authenticated && meant && fit).then_some(status.user))
     }
 
-    /// Whether a user has a right.
+    /// Asks the API server whether a user has a right.
     pub async fn may(&self, user: &User, access: AccessRule) -> Result<bool, ReviewError> {
         let mut spec = json!(user);
         spec["nonResourceAttributes"] = json!({ "path": access.path, "verb": access.verb });
@@ -288,7 +290,7 @@ impl ApiServer {
         tokio::fs::read(path).await.map_err(fail)
     }
 
-    /// Host and port, for error messages and the Host header.
+    /// Returns the host and port of the API server, for error messages and the Host header.
     fn place(&self) -> String {
         match self.name {
             ServerName::IpAddress(_) if self.host.contains(':') => {

@@ -1,10 +1,11 @@
-//! A cache of results that expire, with a limited size. It has no clock: the time is an argument.
+//! A cache of review results. Results expire, and the number of results is limited. The cache has
+//! no clock: the caller passes the time.
 
 use std::{collections::HashMap, hash::Hash, time::Duration};
 
 use tokio::time::Instant;
 
-/// Results by their key, each with an expiry.
+/// Cached results by their key, each with the time at which it expires.
 #[derive(Debug)]
 pub struct ReviewCache<K, V> {
     most: usize,
@@ -17,15 +18,15 @@ impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
         ReviewCache { most, answers: HashMap::new() }
     }
 
-    /// The result for a key, unless it has expired.
+    /// Returns the cached result for a key, unless it has expired.
     pub fn get(&self, question: &K, now: Instant) -> Option<V> {
         let (answer, until) = self.answers.get(question)?;
         (*until > now).then(|| answer.clone())
     }
 
-    /// Stores a result for the time `holds`. If the cache is full, the result that expires first is
-    /// removed. Results for invalid tokens are stored for the shortest time, so they do not
-    /// displace results for valid tokens.
+    /// Stores a result that expires after the time `holds`. If the cache is full, the result that
+    /// expires first is removed. Results for invalid tokens are stored for the shortest time, so
+    /// they do not displace results for valid tokens.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);

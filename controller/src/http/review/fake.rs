@@ -1,5 +1,5 @@
-//! A small API server for tests: TLS on loopback with its own certificate authority, and a table of
-//! tokens and rights.
+//! A small Kubernetes API server for tests. It uses TLS on loopback with its own certificate
+//! authority, and has a table of tokens and rights.
 
 use std::{
     convert::Infallible,
@@ -21,10 +21,10 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-/// The token that the controller sends to the API server.
+/// Token that the controller sends to the API server in tests.
 pub const OWN_TOKEN: &str = "the-controller-itself";
 
-/// Behaviour of the fake API server.
+/// How the fake API server responds to requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ApiBehavior {
     Well,
@@ -38,16 +38,16 @@ pub enum ApiBehavior {
     Silent,
 }
 
-/// A right: user, verb and path.
+/// A right that the fake API server grants: user, verb and path.
 pub type Right = (&'static str, &'static str, &'static str);
 
-/// The running server. It ends with the runtime of the test.
+/// The running fake API server. It ends with the async runtime of the test.
 pub struct Fake {
     pub section: KubernetesSection,
     pub desk: Arc<Desk>,
 }
 
-/// State of the fake API server: its behaviour, the known tokens and rights, and counts of
+/// State of the fake API server: its behaviour, the known tokens and rights, and the number of
 /// requests.
 pub struct Desk {
     behavior: Mutex<ApiBehavior>,
@@ -59,8 +59,8 @@ pub struct Desk {
     pub most_at_once: AtomicUsize,
 }
 
-/// Creates a new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 that it has
-/// signed.
+/// Creates a TLS identity for 127.0.0.1, and a new certificate authority that has signed it. The
+/// authority's certificate is written to `ca.crt`.
 pub fn papers(folder: &Path) -> TlsIdentity {
     let write = |name: &str, text: String| {
         let file = folder.join(name);
@@ -79,7 +79,8 @@ pub fn papers(folder: &Path) -> TlsIdentity {
 }
 
 impl Fake {
-    /// Starts a server. Its certificates and the controller's token are written into the folder.
+    /// Starts a fake API server. Writes its certificates and the controller's token into the
+    /// folder.
     pub async fn start(folder: &Path) -> Fake {
         let (ca_file, token_file) = (folder.join("ca.crt"), folder.join("api-token"));
         std::fs::write(&token_file, format!("{OWN_TOKEN}\n")).unwrap();
@@ -127,7 +128,7 @@ impl Fake {
         *self.desk.behavior.lock().unwrap() = behavior;
     }
 
-    /// Numbers of token reviews and of access reviews so far.
+    /// Returns the numbers of token reviews and of access reviews so far.
     pub fn asked(&self) -> (usize, usize) {
         let desk = &self.desk;
         (desk.token_reviews.load(Ordering::SeqCst), desk.access_reviews.load(Ordering::SeqCst))

@@ -1,5 +1,5 @@
-//! Checks a token with the Kubernetes API server, like kube-rbac-proxy. A TokenReview identifies
-//! the user. Then a SubjectAccessReview on a non-resource URL checks the user's right.
+//! Checks HTTP clients' tokens with the Kubernetes API server, like kube-rbac-proxy. A TokenReview
+//! identifies the user. Then a SubjectAccessReview on a non-resource URL checks the user's right.
 //!
 //! ```text
 //!  token ──well formed──> users ──unknown──> TokenReview ──┬── invalid: refused
@@ -32,16 +32,17 @@ use crate::config::KubernetesSection;
 use api::{ApiServer, ReviewError, User};
 use cache::ReviewCache;
 
-/// Time for which a positive result is cached. A deleted user has access for at most this time.
+/// Time for which a positive review result is cached. A deleted user has access for at most this
+/// time.
 pub const ALLOW_TTL: Duration = Duration::from_secs(60);
-/// Time for which a negative result is cached.
+/// Time for which a negative review result is cached.
 const NO: Duration = Duration::from_secs(10);
 /// Maximum number of cached tokens, and of cached rights.
 const REMEMBERED: usize = 256;
 /// Maximum length of a token in bytes. Kubernetes tokens are shorter.
 const TOKEN_BYTES: usize = 8 << 10;
 
-/// Reviews tokens, and caches the results.
+/// Reviews tokens with the Kubernetes API server, and caches the results.
 #[derive(Debug)]
 pub struct TokenReviewer {
     server: ApiServer,
@@ -50,17 +51,17 @@ pub struct TokenReviewer {
 
 #[derive(Debug)]
 struct ReviewedToken {
-    /// The user of each token, by the token's hash. `None`: an invalid token.
+    /// User of each token, by the token's hash. The user is `None` if the token is invalid.
     users: ReviewCache<TokenHash, Option<Arc<User>>>,
-    /// The rights of users.
+    /// Whether the user of a token has a right, by the token's hash and the right.
     rights: ReviewCache<(TokenHash, AccessRule), bool>,
 }
 
 type TokenHash = [u8; 32];
 
 impl TokenReviewer {
-    /// Creates a reviewer for the API server of this configuration. The files of the configuration
-    /// are read for each request.
+    /// Creates a reviewer that uses the API server of this configuration. The files that the
+    /// configuration names are read for each request.
     ///
     /// # Errors
     /// The configuration is invalid. The error names the accepted values.
@@ -72,7 +73,7 @@ impl TokenReviewer {
         Ok(TokenReviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
     }
 
-    /// Returns the name of the token's user, if that user has the right.
+    /// Checks that the user of a token has a right, and returns the user's name.
     ///
     /// # Errors
     /// [`Denied`]: the token is invalid, the user lacks the right, or the API server does not
@@ -127,16 +128,16 @@ impl TokenReviewer {
     }
 }
 
-/// Returns the token if it has the form of RFC 6750 and a plausible length. `None`: the request is
-/// refused without asking the API server.
+/// Returns the token as text if it has the form of RFC 6750 and a plausible length. Returns `None`
+/// otherwise. The request is then refused without asking the API server.
 fn well_formed(token: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
     let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// Returns the refusal of a request whose token cannot be checked. Only the log contains the
-/// reason, not the response.
+/// Returns the refusal of a request whose token cannot be checked. The reason is written only to
+/// the log, not into the response.
 fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now; try again (the controller's log has the reason)";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }

@@ -1,4 +1,4 @@
-//! Tests of the reviewer, and of requests that it checks, with a small API server.
+//! Tests of the token reviewer, and of requests that it checks, with a small API server.
 
 use std::time::Duration;
 
@@ -226,7 +226,7 @@ const EVERYBODYS: [&str; 11] = [
     "/version/",
 ];
 
-/// Whether the path of a rule matches, as Kubernetes compares them.
+/// Returns whether the path of a role's rule matches a path, as Kubernetes compares them.
 fn fits(rule: &str, path: &str) -> bool {
     match rule.strip_suffix('*') {
         Some(start) => path.starts_with(start),
@@ -234,7 +234,7 @@ fn fits(rule: &str, path: &str) -> bool {
     }
 }
 
-/// The roles in `config/kubernetes` must grant all rights that requests need, and no others.
+/// Checks that the roles in `config/kubernetes` grant all rights that requests need, and no others.
 #[test]
 fn the_roles_grant_exactly_the_rights() {
     let text = include_str!("../../../../config/kubernetes/dashboard.yaml");
