@@ -1,9 +1,9 @@
-//! The clocks: wall-clock time for display and records, monotonic time for decisions. Agents use
-//! the same monotonic clock.
+//! Reads the clocks: wall-clock time for display and records, monotonic time for decisions. Agents
+//! use the same monotonic clock.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The time of `CLOCK_MONOTONIC` in milliseconds.
+/// Returns the time of `CLOCK_MONOTONIC` in milliseconds.
 #[must_use]
 pub fn monotonic_ms() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -11,7 +11,7 @@ pub fn monotonic_ms() -> u64 {
     seconds.saturating_mul(1_000).saturating_add(nanoseconds / 1_000_000)
 }
 
-/// Wall-clock time in milliseconds since 1970.
+/// Returns the wall-clock time in milliseconds since 1970.
 #[must_use]
 pub fn unix_ms() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

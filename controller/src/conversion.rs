@@ -11,7 +11,7 @@ use affinode_proto::{
 
 pub use self::{list::list, policies::policies};
 
-/// The event of a container's new state.
+/// Creates the control API's event for a container's change of state.
 #[must_use]
 pub fn event_of_change(change: Change) -> Event {
     Event {
@@ -28,7 +28,7 @@ pub fn event_of_change(change: Change) -> Event {
     }
 }
 
-/// An event as the control API reports it.
+/// Converts an event of the core to the control API's form.
 #[must_use]
 pub fn event_of(event: NodeEvent) -> Event {
     Event {
@@ -42,7 +42,7 @@ pub fn event_of(event: NodeEvent) -> Event {
     }
 }
 
-/// The response to an operator's request.
+/// Converts the result of an operator's request to a response of the control API.
 #[must_use]
 pub fn response_of(result: ActionResult) -> ActionResponse {
     ActionResponse {
@@ -56,7 +56,7 @@ pub fn response_of(result: ActionResult) -> ActionResponse {
     }
 }
 
-/// The container that a shim announced.
+/// Converts a shim's announcement of a container to the core's description of the container.
 #[must_use]
 pub fn spec_of(announcement: Announcement) -> ContainerSpec {
     ContainerSpec {
@@ -78,7 +78,8 @@ pub fn spec_of(announcement: Announcement) -> ContainerSpec {
     }
 }
 
-/// Returns the announcement of a container in the form of the list of containers.
+/// Converts the core's description of a container to an announcement, the form in which the control
+/// API lists containers.
 #[must_use]
 pub fn announcement_of(key: &Key, spec: &ContainerSpec) -> Announcement {
     Announcement {

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 
-/// File that marks a library folder of a driver: every installation has NVML.
+/// Name of the file that marks a library folder of the driver, because every installation has NVML.
 const MARKER: &str = "libnvidia-ml.so.1";
-/// Library folders below a driver's root: Debian and Ubuntu, Red Hat, others.
+/// Library folders below the driver's root: Debian and Ubuntu, Red Hat, others.
 const LIB_DIRS: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "lib64", "usr/lib"];
-/// Folders that the dynamic loader searches on the usual distributions.
+/// Library folders that the dynamic loader searches on the usual distributions.
 const LOADER_DIRS: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "lib/x86_64-linux-gnu",
@@ -21,12 +21,12 @@ const LOADER_DIRS: [&str; 6] = [
     "usr/lib",
     "usr/local/lib",
 ];
-/// Root of the driver container of NVIDIA's GPU Operator.
+/// Root folder of the driver container of NVIDIA's GPU Operator.
 const OPERATOR_ROOT: &str = "run/nvidia/driver";
-/// Folders of node images: Container-Optimized OS of GKE, and images that imitate it.
+/// Library folders of node images: Container-Optimized OS of GKE, and images that imitate it.
 const IMAGE_DIRS: [&str; 2] = ["/home/kubernetes/bin/nvidia/lib64", "/usr/local/nvidia/lib64"];
 
-/// A library of the driver, by its name or path in the configuration.
+/// A library of the NVIDIA driver, identified by its name or path in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverLibrary {
     name: String,
@@ -35,8 +35,8 @@ pub struct DriverLibrary {
 }
 
 impl DriverLibrary {
-    /// `name` is a file name or a path. `driver_root` is the folder in which the driver is
-    /// installed. Empty: not configured.
+    /// Creates the value for a library. `name` is a file name or a path. `driver_root` is the
+    /// folder in which the driver is installed, or empty if it is not configured.
     #[must_use]
     pub fn new(name: &str, driver_root: &Path) -> DriverLibrary {
         DriverLibrary {
@@ -46,27 +46,28 @@ impl DriverLibrary {
         }
     }
 
-    /// NVML, by the name or path in the configuration.
+    /// Returns the library of NVML, by its name or path in the configuration.
     #[must_use]
     pub fn nvml(config: &Config) -> DriverLibrary {
         DriverLibrary::new(&config.nvml.library, &config.driver.root)
     }
 
-    /// The library of the CUDA driver API, by the name or path in the configuration.
+    /// Returns the library of the CUDA driver API, by its name or path in the configuration.
     #[must_use]
     pub fn cuda(config: &Config) -> DriverLibrary {
         DriverLibrary::new(&config.copier.library, &config.driver.root)
     }
 
-    /// Path to open. A plain file name if the dynamic loader is to search for it.
+    /// Returns the path with which the library is opened. It is a plain file name if the dynamic
+    /// loader must search for the library.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.folder().map_or_else(|| PathBuf::from(&self.name), |folder| folder.join(&self.name))
     }
 
-    /// Folder that contains the library and the libraries that it opens by name, if the loader does
-    /// not search that folder by itself. `None`: the loader searches, or the configuration has a
-    /// path.
+    /// Returns the folder that contains the library and the libraries that it opens by name.
+    /// Returns `None` if the dynamic loader finds the library by itself, or if the configuration
+    /// has a path.
     #[must_use]
     pub fn folder(&self) -> Option<PathBuf> {
         if self.name.contains('/') {
@@ -90,7 +91,7 @@ impl DriverLibrary {
     }
 }
 
-/// Whether a folder of `LD_LIBRARY_PATH` contains the driver's libraries.
+/// Returns whether a folder of `LD_LIBRARY_PATH` contains the driver's libraries.
 fn loader_path_has_driver() -> bool {
     let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     std::env::split_paths(&folders).any(|folder| folder.join(MARKER).exists())

@@ -1,8 +1,8 @@
-//! Formats an error with all its sources, to be printed once.
+//! Formats an error together with all its sources.
 
 use std::{error::Error, fmt::Write as _};
 
-/// The error and its sources, joined by colons: `error: cause: deeper cause`.
+/// Returns the text of the error and its sources, joined by colons: `error: cause: deeper cause`.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

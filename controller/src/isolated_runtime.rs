@@ -1,4 +1,4 @@
-//! A thread with an async runtime of its own, for operations that a container can block.
+//! Runs an async runtime on a thread of its own, for operations that a container can block.
 //!
 //! Reading from a Unix socket, or closing it, may close descriptors that are in transit in it. The
 //! kernel returns only when these descriptors are closed. Closing a lingering TCP socket waits
@@ -14,8 +14,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// A thread that one container may block. Dropping this value ends the thread and all its tasks,
-/// but does not wait for their end.
+/// An async runtime on a thread that one container may block. Dropping this value ends the thread
+/// and all its tasks, but does not wait for their end.
 #[derive(Debug)]
 pub struct IsolatedRuntime {
     runtime: Handle,
@@ -23,7 +23,7 @@ pub struct IsolatedRuntime {
 }
 
 impl IsolatedRuntime {
-    /// Starts a thread with this name.
+    /// Starts a thread with this name and an async runtime.
     ///
     /// # Errors
     /// No thread or descriptor is available.
@@ -43,7 +43,8 @@ impl IsolatedRuntime {
         self.runtime.spawn(work);
     }
 
-    /// The thread's runtime. Objects that are used on the thread are registered with it.
+    /// Returns the handle of the thread's runtime. Objects that are used on the thread must be
+    /// registered with it.
     #[must_use]
     pub fn runtime(&self) -> &Handle {
         &self.runtime
@@ -60,9 +61,11 @@ pub mod tests {
         time::Duration,
     };
 
-    /// A connection whose last descriptor takes a minute to close, because its peer does not read.
+    /// A TCP connection whose last descriptor takes a minute to close, because its peer does not
+    /// read.
     pub struct LingeringTask {
-        /// The peer. It is dropped first, so that the close ends.
+        /// The peer's end of the connection. It is dropped before `stream`, so that the close of
+        /// `stream` ends.
         _peer: TcpStream,
         stream: Option<TcpStream>,
         port: u16,
@@ -86,21 +89,21 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Closes this descriptor on another thread. If the task holds another descriptor of the
-        /// connection, the task's close then waits.
+        /// Closes this value's descriptor on another thread. If the code under test holds another
+        /// descriptor of the connection, the close of that descriptor then waits.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));
         }
 
-        /// Whether the last descriptor is still open.
+        /// Returns whether the last descriptor of the connection is still open.
         pub fn is_open(&self) -> bool {
             /// State `TCP_ESTABLISHED` in /proc/net/tcp, in hex.
             const OPEN: &str = "01";
             self.state().is_some_and(|state| state == OPEN)
         }
 
-        /// Whether a thread waits for the connection's end.
+        /// Returns whether a thread waits in a close for the end of the connection.
         pub fn is_waited_for(&self) -> bool {
             /// State `TCP_FIN_WAIT1` in /proc/net/tcp, in hex.
             const CLOSING: &str = "04";

@@ -1,6 +1,6 @@
-//! The journal: one file per container below the run directory. A record is written before a
-//! destructive step, so that the next controller can determine the VRAM that each process needs for
-//! its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
+//! Stores the journal: one record per container, in a file below the run directory. The controller
+//! writes a record before a destructive step. The next controller can then determine the VRAM that
+//! each process needs for its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
 //!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
@@ -16,13 +16,14 @@ use affinode_core::{Key, Record};
 use sha2::{Digest, Sha256};
 
 const TITLE: &str = "affinode-journal 1";
-/// Maximum size of a record. A record with the maximum number of processes is far smaller.
+/// Maximum size of a journal record in bytes. A record with the maximum number of processes is far
+/// smaller.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Valid records, and the fault of each invalid record.
+/// Result of reading the journal: valid records, and the fault of each invalid record.
 pub type Found = (Vec<(Key, Record)>, Vec<String>);
 
-/// The folder of records.
+/// The folder in which the journal's records are stored.
 #[derive(Clone, Debug)]
 pub struct Journal {
     folder: PathBuf,
@@ -38,7 +39,8 @@ impl Journal {
         Ok(Journal { folder: folder.to_owned() })
     }
 
-    /// Writes a record. A reader sees the old record or the new one, never a part.
+    /// Writes the record of a container. A reader sees the old record or the new record, never a
+    /// part.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -50,7 +52,7 @@ impl Journal {
         fs::rename(&temporary, self.folder.join(key.as_str()))
     }
 
-    /// Removes a record, if there is one.
+    /// Removes the record of a container, if there is one.
     ///
     /// # Errors
     /// The file cannot be removed.
@@ -61,7 +63,8 @@ impl Journal {
         }
     }
 
-    /// Reads every record. Also returns the fault of each record that cannot be read.
+    /// Reads every record of the journal. Also returns the fault of each record that cannot be
+    /// read.
     ///
     /// # Errors
     /// The folder cannot be listed.
@@ -80,21 +83,21 @@ impl Journal {
     }
 }
 
-/// Records of containers that are not announced yet. If their shims died together with the
-/// controller that wrote the records, they will never be announced.
+/// Journal records of containers that are not announced yet. If a container's shim died together
+/// with the controller that wrote the record, the container will never be announced.
 #[derive(Debug, Default)]
 pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
 impl UnclaimedEntry {
-    /// Adds a record that was read.
+    /// Adds a container from its record that was read.
     pub fn add(&mut self, key: Key, record: &Record) {
         let processes = record.processes.iter().map(|p| (p.pid, p.start_ticks)).collect();
         self.0.push((key, processes));
     }
 
-    /// Removes and returns the containers whose records are useless: not announced, and none of
-    /// their processes (pid, start time) is running. Announced containers are removed from the
-    /// list, too.
+    /// Removes and returns the containers whose journal records are useless: they are not
+    /// announced, and none of their processes (pid, start time) is running. Announced containers
+    /// are removed from the list, too.
     pub fn useless(
         &mut self,
         announced: impl Fn(&Key) -> bool,
@@ -153,8 +156,8 @@ mod tests {
         assert!(unclaimed.useless(announced, |_, _| false).is_empty());
     }
 
-    /// A later controller must read the words that an earlier controller wrote, so they must not
-    /// change.
+    /// Checks that the words for journal steps do not change, because a later controller must read
+    /// the words that an earlier controller wrote.
     #[test]
     fn journal_steps_keep_their_words() {
         let words =

@@ -1,4 +1,4 @@
-//! Operator overrides on disk, next to the journal, for the next controller.
+//! Stores operator overrides (such as pins) on disk for the next controller, next to the journal.
 
 use std::{fs, io, path::Path};
 
@@ -16,7 +16,7 @@ struct OverridesRecord {
     pinned: Vec<String>,
 }
 
-/// Reads the overrides. If the file does not exist, there are no overrides.
+/// Reads the operator overrides from disk. If the file does not exist, there are no overrides.
 ///
 /// # Errors
 /// The file cannot be read, or is not valid.
@@ -34,7 +34,7 @@ pub fn read(run_dir: &Path) -> io::Result<OperatorOverrides> {
     Ok(OperatorOverrides { auto_offload: record.auto_offload, pinned })
 }
 
-/// Writes the overrides. A reader sees the old file or the new one.
+/// Writes the operator overrides to disk. A reader sees the old file or the new file, never a part.
 ///
 /// # Errors
 /// The file cannot be written.

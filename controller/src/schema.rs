@@ -1,5 +1,6 @@
-//! The JSON of `affinode -o json` and of the HTTP API: stable names, bytes and
-//! milliseconds as numbers. `config/openapi.yaml` describes this JSON for clients.
+//! Defines the JSON of `affinode -o json` and of the HTTP API. Names are stable, and sizes and
+//! times are numbers in bytes and milliseconds. `config/openapi.yaml` describes this JSON for
+//! clients.
 
 mod host;
 
@@ -8,27 +9,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::conversion;
 
-/// The object of `affinode ps -o json`: the node with its GPUs and containers.
+/// JSON object of `affinode ps -o json`: the node with its GPUs and containers.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct Node {
     /// Host name of the node.
     pub node: String,
-    /// Version of the controller.
+    /// Version of the running controller.
     pub version: String,
     /// Pid of the controller.
     pub controller_pid: u32,
-    /// Start of the controller, milliseconds since 1970.
+    /// Time at which the controller started, in milliseconds since 1970.
     pub started_unix_ms: i64,
     /// Reason why the GPUs cannot be read. `None` if they can be read.
     pub gpu_error: Option<String>,
-    /// Address of the dashboard. `None` if it is off.
+    /// Address of the dashboard. `None` if the dashboard is off.
     pub dashboard: Option<String>,
-    /// Whether containers are offloaded automatically.
+    /// Whether the controller offloads containers automatically.
     pub auto_offload: bool,
-    /// Host memory in use for offloaded VRAM. Deduplicated memory counts once.
+    /// Host memory in use for offloaded VRAM, in bytes. Deduplicated memory counts once.
     pub host_used_bytes: u64,
-    /// Host memory that is free for further offloads, in steps of 256 MiB.
+    /// Host memory that is free for further offloads, in bytes, rounded to steps of 256 MiB.
     pub host_free_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<Gpu>,
@@ -36,7 +37,7 @@ pub struct Node {
     pub containers: Vec<Container>,
 }
 
-/// A GPU and its copier.
+/// A GPU of the node, and its copier.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
@@ -96,7 +97,7 @@ pub struct Container {
     pub pinned: bool,
     pub engine: String,
     /// Fraction of the container's VRAM, resident or offloaded, that Affinode's library can copy.
-    /// `None` with the engine checkpoint.
+    /// `None` if the engine is `checkpoint`.
     pub copyable_share: Option<f64>,
     pub staying_bytes: u64,
     pub staying_reasons: Vec<String>,
@@ -132,7 +133,7 @@ pub struct Process {
     pub offloaded: Vec<DeviceBytes>,
 }
 
-/// Bytes on one GPU.
+/// A number of bytes on one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
@@ -141,7 +142,7 @@ pub struct DeviceBytes {
     pub bytes: u64,
 }
 
-/// The object of `affinode policy show -o json`.
+/// JSON object of `affinode policy show -o json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Policies {
     /// The policy values of the node.
@@ -160,7 +161,7 @@ pub struct ContainerPolicy {
     pub warnings: Vec<String>,
 }
 
-/// A policy value and its origin.
+/// A policy value of the node or a container, and where it was set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct PolicyValue {
@@ -170,7 +171,7 @@ pub struct PolicyValue {
     pub detail: String,
 }
 
-/// One line of `affinode events -o json`.
+/// An event of the controller: one line of `affinode events -o json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Event {
@@ -362,7 +363,7 @@ impl From<control::Event> for Event {
     }
 }
 
-/// The response to a request to move a container.
+/// The result of a request to move a container.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
@@ -388,25 +389,26 @@ impl From<control::ActionResponse> for Action {
     }
 }
 
-/// The use of the GPUs in a time range.
+/// JSON object of the report on the use of the GPUs in a time range.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct Report {
-    /// Start of the range, milliseconds since 1970.
+    /// Start of the time range, in milliseconds since 1970.
     pub since_unix_ms: i64,
-    /// End of the range, milliseconds since 1970.
+    /// End of the time range, in milliseconds since 1970.
     pub until_unix_ms: i64,
-    /// Start of the history within the range.
+    /// Start of the history within the time range, in milliseconds since 1970.
     pub oldest_unix_ms: Option<i64>,
-    /// Price of a GPU for an hour. 0: none is configured.
+    /// Price of a GPU for an hour. 0 means that no price is configured.
     pub price_per_gpu_hour: f64,
-    /// Currency of the price.
+    /// Currency of the prices in the report.
     pub currency: String,
-    /// One row per container.
+    /// One row for each container.
     pub rows: Vec<ReportRow>,
 }
 
-/// A container in a report. A GPU second is the VRAM of a whole GPU for one second.
+/// A container's use of the GPUs in a report. A GPU second is the VRAM of a whole GPU for one
+/// second.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
@@ -422,7 +424,7 @@ pub struct ReportRow {
 }
 
 impl ReportRow {
-    /// Adds the figures of another row.
+    /// Adds the figures of another row to this row.
     pub fn add(&mut self, other: &ReportRow) {
         self.used_gpu_seconds += other.used_gpu_seconds;
         self.idle_gpu_seconds += other.idle_gpu_seconds;

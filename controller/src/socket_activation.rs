@@ -1,4 +1,5 @@
-//! The listening sockets of the run directory, and systemd's store for them.
+//! Opens the listening sockets of the run directory, and keeps them in systemd's store of
+//! descriptors between two controllers.
 //!
 //! ```text
 //! controller ──bind, FDSTORE=1──> systemd keeps a copy
@@ -9,7 +10,7 @@
 //! A shim starts a controller only if it cannot connect to the socket. After a controller of the
 //! unit has ended, systemd keeps the socket open and starts the next controller itself. Without
 //! systemd (`NOTIFY_SOCKET`) each controller binds its own sockets. The store has a maximum size
-//! (`FileDescriptorStoreMax`): a socket that does not fit is bound again.
+//! (`FileDescriptorStoreMax`). A socket that does not fit is bound again.
 
 use std::{
     collections::HashMap,
@@ -29,7 +30,7 @@ use sd_notify::NotifyState;
 
 use crate::sys;
 
-/// Whether this process is a controller of a systemd unit.
+/// Returns whether systemd supervises this controller as a unit.
 #[must_use]
 pub fn supervised() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
@@ -40,19 +41,20 @@ pub fn tell_ready(status: &str) {
     tell(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
 
-/// The sockets below a run directory.
+/// Listening sockets below a run directory, of which systemd stores copies.
 #[derive(Debug)]
 pub struct ActivationSockets {
     run_dir: PathBuf,
-    /// Sockets from an earlier controller, by their name in the store, until they are used.
+    /// Sockets of an earlier controller that this controller has not used yet, by their name in
+    /// systemd's store.
     kept: HashMap<String, OwnedFd>,
-    /// Sockets that this controller uses and systemd stores. Key: file below the run directory.
-    /// Value: name in the store.
+    /// Sockets that this controller uses and systemd stores. The key is the file below the run
+    /// directory, the value is the name in systemd's store.
     stored: HashMap<String, String>,
 }
 
 impl ActivationSockets {
-    /// Takes the sockets that the supervisor has stored for this process.
+    /// Takes over the sockets that systemd has stored for this process.
     #[must_use]
     pub fn take(run_dir: &Path) -> ActivationSockets {
         let kept = sys::handed_over().unwrap_or_else(|error| {
@@ -67,8 +69,9 @@ impl ActivationSockets {
         ActivationSockets { run_dir: run_dir.to_owned(), kept, stored: HashMap::new() }
     }
 
-    /// Listens at a file below the run directory. If the file still belongs to the stored socket,
-    /// that socket is used. Otherwise a socket with this mode is created and replaces the file.
+    /// Listens at a file below the run directory. If the file still belongs to a socket that
+    /// systemd has stored, that socket is used. Otherwise a socket with this mode is created and
+    /// replaces the file.
     ///
     /// # Errors
     /// The socket cannot be created.
@@ -101,15 +104,15 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes the socket of this file from the store, because it is not used any longer.
+    /// Removes the socket of this file from systemd's store, because it is not used any longer.
     pub fn forget(&mut self, file: &str) {
         if let Some(name) = self.stored.remove(file) {
             remove(&name);
         }
     }
 
-    /// Removes stored sockets whose file is missing or belongs to another socket: their container
-    /// has ended, or another controller has created a socket at that path.
+    /// Removes sockets from systemd's store whose file is missing or belongs to another socket.
+    /// Their container has ended, or another controller has created a socket at that path.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {
@@ -123,11 +126,11 @@ impl ActivationSockets {
     }
 }
 
-/// Separator between the file and its number in a socket's name.
+/// Separator between the file's path and its numbers in the name of a stored socket.
 const NUMBER: char = '@';
 
-/// The name of a socket in the store: its file, and the file's device and inode numbers, which are
-/// unique while the socket exists. `None` if there is no such file.
+/// Returns the name of a socket in systemd's store: its file, and the file's device and inode
+/// numbers, which are unique while the socket exists. Returns `None` if there is no such file.
 fn name(file: &str, path: &Path) -> Option<String> {
     let found = fs::symlink_metadata(path).ok().filter(|found| found.file_type().is_socket())?;
     Some(format!("{file}{NUMBER}{:x}-{:x}", found.dev(), found.ino()))
@@ -174,8 +177,8 @@ mod tests {
         fs::metadata(path).unwrap().permissions().mode() & 0o777
     }
 
-    /// The name and descriptor that systemd passes to the next controller after a controller has
-    /// exited.
+    /// Returns the name and descriptor that systemd passes to the next controller after a
+    /// controller has exited.
     fn kept(dir: &Path, listener: &UnixListener) -> (String, OwnedFd) {
         (name(FILE, &dir.join(FILE)).unwrap(), listener.as_fd().try_clone_to_owned().unwrap())
     }

@@ -1,4 +1,4 @@
-//! The only module of this crate with unsafe code.
+//! Contains all unsafe code of this crate, in functions with safe interfaces.
 #![allow(unsafe_code)]
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
 
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// Watches an owned descriptor for reading.
+/// Registers an owned descriptor with the async runtime, to wait until it is readable.
 ///
 /// # Errors
 /// The runtime cannot watch it.
@@ -19,7 +19,7 @@ pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
 
-/// Watches an owned descriptor for reading and writing.
+/// Registers an owned descriptor with the async runtime, to wait until it is readable or writable.
 ///
 /// # Errors
 /// The runtime cannot watch it.
@@ -36,7 +36,7 @@ pub fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 /// The kernel does not support this option.
 pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     use nix::libc;
-    /// `SO_PASSRIGHTS` of `asm-generic/socket.h`.
+    /// Socket option `SO_PASSRIGHTS` of `asm-generic/socket.h`.
     const PASS_RIGHTS: i32 = 83;
     let off: i32 = 0;
     let bytes = size_of_val(&off) as libc::socklen_t;
@@ -64,14 +64,14 @@ pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
     Ok(descriptors.map(|(fd, name)| (name, unsafe { OwnedFd::from_raw_fd(fd) })).collect())
 }
 
-/// Takes a lease on a file, as the file's user could. With `on` false, releases the lease.
+/// Takes a write lease on a file, as the file's user could. If `on` is false, releases the lease.
 ///
 /// # Errors
 /// Other processes have the file open.
 #[cfg(test)]
 pub fn lease(file: impl AsFd, on: bool) -> io::Result<()> {
     use nix::libc::{F_SETLEASE, F_UNLCK, F_WRLCK, SIGURG, fcntl};
-    /// Constants of `asm-generic/fcntl.h`.
+    /// Command `F_SETSIG` of `fcntl`, from `asm-generic/fcntl.h`.
     const F_SETSIG: i32 = 10;
     let file = file.as_fd().as_raw_fd();
     // SAFETY: calls on an open descriptor with numbers; the signal has no handler here.

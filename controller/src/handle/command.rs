@@ -1,4 +1,5 @@
-//! The commands that the actor receives from the APIs.
+//! Defines the commands that the actor (the task that drives the controller) receives from the
+//! APIs.
 
 use std::{fs::File, io, path::PathBuf, sync::Arc};
 
@@ -14,13 +15,13 @@ use crate::{
     jobs,
 };
 
-/// Reason why a command was not carried out. Nothing has changed.
+/// Reason why the actor did not execute a command. Nothing has changed then.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// The announced key is invalid.
+    /// The key in a container's announcement is invalid.
     #[error(transparent)]
     Key(#[from] InvalidKey),
-    /// The socket for the container's processes cannot be created.
+    /// The agent socket of the container cannot be created.
     #[error("container {id}: cannot create the socket for the container's processes")]
     Socket {
         /// Id of the container.
@@ -29,10 +30,10 @@ pub enum CommandError {
         #[source]
         source: io::Error,
     },
-    /// The operator's override cannot be stored.
+    /// The operator override (such as a pin) cannot be stored.
     #[error("cannot store the operator override in {}", folder.display())]
     Override {
-        /// The run directory, in which the override is stored.
+        /// Run directory, in which the override is stored.
         folder: PathBuf,
         /// Error of the system call.
         #[source]
@@ -46,8 +47,8 @@ pub enum CommandError {
     Set(#[from] SetError),
 }
 
-/// A process whose calls can be read. This value does not keep the connection of the process's
-/// agent open.
+/// A process whose CUDA calls can be traced. This value does not keep the connection of the
+/// process's agent open.
 #[derive(Clone, Debug)]
 pub struct CallSource {
     /// Number of the connection to the process's agent.
@@ -62,43 +63,47 @@ pub struct CallSource {
     pub command: String,
     /// File with the process's shared counters and call ring.
     pub page: Arc<File>,
-    /// Queue to the process's agent. `None`: the library in the process cannot record calls.
+    /// Queue of messages to the process's agent. `None` if the library in the process cannot record
+    /// calls.
     pub outbox: Option<mpsc::WeakSender<OutgoingFrame>>,
 }
 
-/// A command of the control API or the HTTP API, with the channel of its response.
+/// A command from the control API or the HTTP API, with the channel for its response.
 #[derive(Debug)]
 pub enum Command {
-    /// A container was created. Response: warnings about its invalid annotations.
+    /// Announces a container that was created. The response has warnings about its invalid
+    /// annotations.
     Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, CommandError>>),
-    /// A container was deleted. The values are the container's key and generation.
+    /// Withdraws a container that was deleted. The values are the container's key and generation.
     Withdraw(String, u64),
     /// Returns the state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// Returns the connected processes of these containers. `None`: of all containers.
+    /// Returns the connected processes of these containers, or of all containers if the list is
+    /// `None`.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
-    /// Finds the key of the container with this name. If no container or several containers have
+    /// Returns the key of the container with this name. If no container or several containers have
     /// the name, the error describes how to name one.
     Find(String, oneshot::Sender<Result<Key, FindError>>),
-    /// Offload or restore the container with this name.
+    /// Offloads or restores the container with this name.
     Act(String, Request, oneshot::Sender<ActionResponse>),
-    /// Pin (`true`) or unpin (`false`) the container with this name. The third value is the author
-    /// of the request.
+    /// Pins (`true`) or unpins (`false`) the container with this name. The third value names the
+    /// author of the request.
     Pin(String, bool, String, oneshot::Sender<ActionResponse>),
-    /// Turn automatic offloads on or off. The second value is the author of the request. Response:
-    /// whether the setting has changed, or the reason why it cannot be stored.
+    /// Turns automatic offloads of the node on or off. The second value names the author of the
+    /// request. The response tells whether the setting has changed, or why it cannot be stored.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, CommandError>>),
-    /// Read the configuration again. Response: whether a value has changed, and which changes apply
-    /// only at the next start.
+    /// Reads the configuration again. The response tells whether a value has changed, and which
+    /// changes apply only when the controller starts next.
     Reload(oneshot::Sender<Result<ReloadedConfig, CommandError>>),
-    /// A hint that the container with this name is idle or busy. The third value is the author of
-    /// the hint.
+    /// Reports that the container with this name is idle or busy (a hint). The third value names
+    /// the author of the hint.
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, FindError>>),
-    /// Returns the policy of the container with this name. Empty name: of all containers.
+    /// Returns the policy of the container with this name, or of all containers if the name is
+    /// empty.
     Policy(String, oneshot::Sender<Result<PolicyResponse, FindError>>),
-    /// Change values of the node's policy. An empty value removes the setting of that name.
-    /// Response: the values in effect.
+    /// Changes values of the node's policy. An empty value removes the setting. The response has
+    /// the resulting values.
     SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, CommandError>>),
-    /// A user requests a job.
+    /// Requests a job (a program without a container) for a user.
     Job(jobs::JobRequest, jobs::JobUser, oneshot::Sender<jobs::JobReply>),
 }

@@ -1,4 +1,4 @@
-//! Stores the latest events for all readers.
+//! Stores the controller's latest events for all readers.
 
 use std::{
     collections::VecDeque,
@@ -9,12 +9,12 @@ use std::{
 use affinode_proto::api::control::Event;
 use tokio::sync::Notify;
 
-/// Number of events that are kept.
+/// Number of events that are kept. Older events are removed.
 const KEPT: usize = 10_000;
 /// Maximum number of events in one response.
 const BATCH: usize = 1_000;
 
-/// A ring of events. Each reader names the last event that it has read.
+/// Ring of the latest events. Each reader states the number of the last event that it has read.
 #[derive(Debug, Default)]
 pub struct EventLog {
     inner: Mutex<EventLogState>,
@@ -28,7 +28,7 @@ struct EventLogState {
 }
 
 impl EventLog {
-    /// Adds an event, and sets its number and time.
+    /// Adds an event, and sets the event's number and time.
     pub fn add(&self, event: Event, unix_ms: i64) {
         {
             let mut inner = self.lock();
@@ -42,9 +42,9 @@ impl EventLog {
         self.added.notify_waiters();
     }
 
-    /// Returns the events whose number is above `sequence`. Waits up to `wait` for the first such
-    /// event. If `sequence` is above the newest number, it comes from an earlier controller, and
-    /// all events are returned.
+    /// Returns the events whose number is above `sequence`. If there are none, waits up to `wait`
+    /// for the first. If `sequence` is above the newest number, it comes from an earlier
+    /// controller, and events are returned from the oldest on.
     pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
@@ -60,12 +60,12 @@ impl EventLog {
         }
     }
 
-    /// The number of the newest event, 0 before the first.
+    /// Returns the number of the newest event, or 0 if there was no event yet.
     pub fn last(&self) -> u64 {
         self.lock().last
     }
 
-    /// Like [`EventLog::after`], without waiting.
+    /// Returns events like [`EventLog::after`], but does not wait if there are none.
     pub fn now(&self, sequence: u64) -> Vec<Event> {
         let inner = self.lock();
         let after = if sequence > inner.last { 0 } else { sequence };

@@ -1,4 +1,5 @@
-//! The handle to the actor, for the APIs and for the parts that observe the node.
+//! The handle to the actor (the task that drives the controller). The APIs use it, and so do the
+//! parts that observe the node.
 //!
 //! ```text
 //!  API, observer, call trace ──ControllerHandle──Command──> actor
@@ -6,8 +7,8 @@
 //!           └────── EventLog <──────────── Event ────────────┘
 //! ```
 //!
-//! These parts need only the handle, so they do not depend on the module of the actor,
-//! [`crate::daemon`], which starts them.
+//! These parts need only the handle. They do not depend on the actor's module, [`crate::daemon`],
+//! which starts them.
 
 mod command;
 mod events;
@@ -21,7 +22,7 @@ use tokio::sync::{mpsc, oneshot};
 pub use command::{CallSource, Command, CommandError};
 pub use events::EventLog;
 
-/// The controller is shutting down and does not respond any longer.
+/// Error: the controller is shutting down and does not respond to commands any longer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the controller is shutting down; try again")]
 pub struct ShuttingDown;
@@ -34,13 +35,13 @@ pub struct ControllerHandle {
 }
 
 impl ControllerHandle {
-    /// Creates a handle to the actor that receives commands from `calls`.
+    /// Creates a handle to the actor. `calls` sends commands to it.
     #[must_use]
     pub fn new(calls: mpsc::Sender<Command>, events: Arc<EventLog>) -> ControllerHandle {
         ControllerHandle { calls, events }
     }
 
-    /// The state of the node with all GPUs and containers.
+    /// Returns the state of the node with all GPUs and containers.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.
@@ -48,7 +49,8 @@ impl ControllerHandle {
         self.ask(Command::List).await
     }
 
-    /// The connected processes of these containers. `None`: of all containers.
+    /// Returns the connected processes of these containers, or of all containers if `keys` is
+    /// `None`.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.
@@ -81,8 +83,8 @@ impl ControllerHandle {
         self.ask(|answer| Command::Pin(name, pinned, who, answer)).await
     }
 
-    /// Turns automatic offloads on or off. Returns whether the setting has changed, or the reason
-    /// why it cannot be stored.
+    /// Turns automatic offloads of the node on or off. Returns whether the setting has changed, or
+    /// the reason why it cannot be stored.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.
@@ -94,13 +96,13 @@ impl ControllerHandle {
         self.ask(|answer| Command::AutoOffload(on, who, answer)).await
     }
 
-    /// The log of events, for readers.
+    /// Returns the log of events, from which readers get events.
     #[must_use]
     pub fn events(&self) -> &EventLog {
         &self.events
     }
 
-    /// Records a user's request in the log and in the events.
+    /// Records a user's request in the log file and in the event log.
     pub fn audit(&self, event: Event) {
         tracing::info!(key = event.key, kind = event.kind, "{}", event.text);
         self.events.add(event, crate::clock::unix_ms());

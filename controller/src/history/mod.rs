@@ -1,4 +1,4 @@
-//! The history on disk: the time spans that each container spent in a state.
+//! The history on disk records the time spans that each container spent in a state.
 //!
 //! ```text
 //!  ViewObserver ──event, observe──> SpanRecorder (pure) ──ended and growing spans──> writer thread ──> redb file
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A record has the start and the end of a container's stay in a state, and the memory that it held
-//! in that time. Timeline and report are sums of records. The file has a maximum size; the oldest
+//! in that time. Timeline and report are sums of records. The file has a maximum size. The oldest
 //! records are removed first. Recording never waits for the disk.
 
 mod recorder;
@@ -32,15 +32,16 @@ pub use store::{ControllerRuns, SpanStore, StoreError, StoreLimits};
 
 use crate::schema;
 
-/// Name of the file in the state folder.
+/// Name of the history's file in the state folder.
 pub const FILE: &str = "history.redb";
-/// Maximum number of batches that wait for the disk. Further batches are dropped and counted.
+/// Maximum number of batches of spans that wait for the disk. Further batches are dropped and
+/// counted.
 const QUEUE: usize = 64;
 
-/// The queue of the writer's thread, and the thread.
+/// Queue of the writer thread, and the handle of that thread.
 type Writer = (mpsc::SyncSender<Vec<StateSpan>>, JoinHandle<()>);
 
-/// The history of this node.
+/// History of the containers of this node, stored on disk.
 #[derive(Debug)]
 pub struct NodeHistory {
     store: std::sync::Arc<SpanStore>,
@@ -54,7 +55,7 @@ impl NodeHistory {
     /// Opens or creates the history's file in a folder, and counts this start of a controller.
     ///
     /// # Errors
-    /// [`StoreError`]: the file or the thread cannot be opened.
+    /// [`StoreError`]: the file cannot be opened, or the writer thread cannot be started.
     pub fn open(folder: &Path, limits: StoreLimits) -> Result<NodeHistory, StoreError> {
         let store = std::sync::Arc::new(SpanStore::open(&folder.join(FILE), limits)?);
         let runs = store.count_start()?;
@@ -73,24 +74,24 @@ impl NodeHistory {
         })
     }
 
-    /// Starts and ends of controllers that opened this history, including this start.
+    /// Returns how often controllers with this history started and ended, including this start.
     #[must_use]
     pub fn runs(&self) -> ControllerRuns {
         self.runs
     }
 
-    /// Spans that were not written because the disk was too slow.
+    /// Returns the number of spans that were not written because the disk was too slow.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Records a change of state.
+    /// Records a container's change of state from an event.
     pub fn event(&self, event: &schema::Event) {
         self.tape().event(event);
     }
 
-    /// Records the current state of the node.
+    /// Records the current state and memory of all containers of the node.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let spans = {
             let mut tape = self.tape();
@@ -100,8 +101,8 @@ impl NodeHistory {
         self.write(spans);
     }
 
-    /// Writes all pending spans, ends the writer, and records that the controller ends. Later spans
-    /// are dropped.
+    /// Writes all pending spans, ends the writer thread, and records that the controller ends.
+    /// Later spans are dropped.
     pub fn close(&self) {
         let spans = self.tape().all();
         self.write(spans);
@@ -115,8 +116,8 @@ impl NodeHistory {
         }
     }
 
-    /// Spans that overlap a time range, the oldest first. `key`: the container. `None`: all
-    /// containers.
+    /// Returns the spans that overlap a time range, the oldest first. If `key` is given, only the
+    /// spans of this container are returned.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -143,7 +144,7 @@ impl NodeHistory {
         Ok(spans)
     }
 
-    /// The use of the GPUs in a time range.
+    /// Sums up the use of the GPUs in a time range.
     ///
     /// # Errors
     /// The file cannot be read.

@@ -1,4 +1,5 @@
-//! Turns observations of the node into spans. This module does no I/O.
+//! Converts observations of the node into spans (a container's stays in a state). This module does
+//! no I/O.
 //!
 //! ```text
 //!  event from Active to Idle     observation     event from Idle to Closing
@@ -13,17 +14,19 @@ use affinode_proto::{event::EventKind, state::State};
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
-/// Maximum length of a span. A longer stay has several spans, so that the values of a span describe
-/// all of its time.
+/// Maximum length of a span in milliseconds. A longer stay is divided into several spans, so that
+/// the values of a span describe all of its time.
 pub const MAX_MS: i64 = 3_600_000;
-/// Maximum time between two observations that is counted. A longer time is not counted, because the
-/// use of VRAM in it is unknown.
+/// Maximum time between two observations that is counted, in milliseconds. A longer time is not
+/// counted, because the use of VRAM in it is unknown.
 const STALE_AFTER_MS: i64 = 60_000;
-/// Minimum length of a recorded pause. Observations are too far apart to show shorter pauses.
+/// Minimum length of a pause in a container's use that is recorded, in milliseconds. Observations
+/// are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
-/// Minimum time between two writes of ended spans.
+/// Minimum time between two writes of ended spans, in milliseconds.
 const ENDED_EVERY_MS: i64 = 2_000;
-/// Time between two writes of growing spans. A controller that dies loses at most this time.
+/// Time between two writes of growing spans (which have not ended), in milliseconds. A controller
+/// that dies loses at most this time.
 const GROWING_EVERY_MS: i64 = 30_000;
 
 #[derive(Debug)]
@@ -37,7 +40,8 @@ struct OpenSpan {
     offloaded_share: f64,
 }
 
-/// The growing spans, and the ended spans that are not written yet.
+/// Records spans: the growing spans of the containers, and the ended spans that are not written
+/// yet.
 #[derive(Debug, Default)]
 pub struct SpanRecorder {
     open: HashMap<String, OpenSpan>,
@@ -47,7 +51,8 @@ pub struct SpanRecorder {
 }
 
 impl SpanRecorder {
-    /// Ends a span and begins the next at the time of a change of state.
+    /// Ends the span of a container and begins the next span, when an event reports a change of
+    /// state.
     pub fn event(&mut self, event: &Event) {
         if event.kind != EventKind::State.as_str() {
             return;
@@ -63,7 +68,7 @@ impl SpanRecorder {
         self.ended.push(ended);
     }
 
-    /// Extends the spans by the time since the last observation.
+    /// Extends the spans of all containers by the time since the last observation.
     pub fn observe(&mut self, node: &Node, now_ms: i64) {
         for container in &node.containers {
             let open = self
@@ -95,7 +100,7 @@ impl SpanRecorder {
         });
     }
 
-    /// The spans to write now: ended ones every 2 s, growing ones every 30 s.
+    /// Returns the spans to write now. Ended spans are due every 2 s, growing spans every 30 s.
     pub fn due(&mut self, now_ms: i64) -> Vec<StateSpan> {
         let grown = now_ms - self.grown_ms >= GROWING_EVERY_MS;
         let ended = !self.ended.is_empty() && now_ms - self.taken_ms >= ENDED_EVERY_MS;
@@ -111,7 +116,7 @@ impl SpanRecorder {
         due
     }
 
-    /// All spans that may not be written yet.
+    /// Returns all spans that may not be written yet.
     pub fn all(&self) -> Vec<StateSpan> {
         self.ended.iter().chain(self.open.values().map(|open| &open.span)).cloned().collect()
     }
@@ -203,7 +208,7 @@ impl OpenSpan {
         }
     }
 
-    /// Ends the span, and begins the next one.
+    /// Ends the span and begins the next span. Returns the ended span.
     fn next(&mut self, now_ms: i64, state: &str, reason: &str) -> StateSpan {
         let next = StateSpan {
             state: state.to_owned(),

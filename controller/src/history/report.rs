@@ -1,46 +1,48 @@
-//! The use of the GPUs: spans, summed by container.
+//! Reports on the use of the GPUs: sums of spans for each container.
 
 use std::collections::BTreeMap;
 
 use super::StateSpan;
 use crate::{config::ReportSection, schema};
 
-/// One container in a time range. A GPU second is the VRAM of a whole GPU for one second.
+/// Use of the GPUs by one container in a time range. A GPU second is the VRAM of a whole GPU for
+/// one second.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UsageRow {
-    /// Namespace: of Kubernetes, or of containerd outside Kubernetes.
+    /// Namespace of Kubernetes, or of containerd outside Kubernetes.
     pub namespace: String,
     /// Name of the pod. Empty outside Kubernetes.
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// VRAM that the container held while it was in use or was moved.
+    /// VRAM that the container held while it was in use or was moved, in GPU seconds.
     pub used_gpu_seconds: f64,
-    /// VRAM that the container held while it was idle.
+    /// VRAM that the container held while it was idle, in GPU seconds.
     pub idle_gpu_seconds: f64,
-    /// VRAM freed by offloads.
+    /// VRAM that offloads of the container freed, in GPU seconds.
     pub returned_gpu_seconds: f64,
-    /// Number of offloads begun.
+    /// Number of offloads that were begun.
     pub offloads: u64,
-    /// Number of CUDA calls.
+    /// Number of CUDA calls of the container.
     pub calls: u64,
 }
 
-/// All containers in a time range.
+/// Use of the GPUs by all containers in a time range.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UsageReport {
-    /// Start of the range, milliseconds since 1970.
+    /// Start of the time range, in milliseconds since 1970.
     pub since_ms: i64,
-    /// End of the range, milliseconds since 1970.
+    /// End of the time range, in milliseconds since 1970.
     pub until_ms: i64,
-    /// Start of the oldest span. `None` without a span.
+    /// Start of the oldest span, in milliseconds since 1970. `None` if there is no span.
     pub oldest_ms: Option<i64>,
-    /// One row per container, in order of name.
+    /// One row for each container, in order of name.
     pub rows: Vec<UsageRow>,
 }
 
 impl UsageReport {
-    /// Sums up the spans by container. Of each span, only the part inside the range counts.
+    /// Sums up the spans for each container. Only the part of a span that is inside the time range
+    /// counts.
     #[must_use]
     pub fn sum(spans: &[StateSpan], since_ms: i64, until_ms: i64) -> UsageReport {
         let mut rows: BTreeMap<(&str, &str, &str), UsageRow> = BTreeMap::new();
@@ -73,7 +75,7 @@ impl UsageReport {
         }
     }
 
-    /// The report that users read, with the configured prices.
+    /// Converts the report to the form that users read, with the configured prices.
     #[must_use]
     pub fn priced(self, prices: &ReportSection) -> schema::Report {
         let row = |row: UsageRow| schema::ReportRow {

@@ -1,5 +1,5 @@
-//! The file of the history: spans, ordered by their start. A file that cannot be read is renamed
-//! and a new one is created, because the controller must run even without its history.
+//! Stores the history in a file of spans, ordered by their start. A file that cannot be read is
+//! renamed and a new file is created, because the controller must run even without its history.
 
 use std::{
     fs, io,
@@ -12,9 +12,10 @@ use redb::{
 
 use super::{StateSpan, recorder::MAX_MS};
 
-/// Table of spans in JSON. Key: start in milliseconds, and key of the container.
+/// Database table of spans in JSON. The key is the span's start in milliseconds and the key of the
+/// container.
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
-/// Counters of the history, by name.
+/// Database table of the history's counters, by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
 /// Name of the counter of controller starts.
 const STARTS: &str = "starts";
@@ -22,54 +23,54 @@ const STARTS: &str = "starts";
 const UNEXPECTED_ENDS: &str = "unexpected-ends";
 /// Name of the flag that is 1 from a controller's start until it records its end.
 const RUNNING: &str = "running";
-/// Memory for cached pages of the file.
+/// Memory for cached pages of the file, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
-/// Maximum number of spans in one response.
+/// Maximum number of spans that one query returns.
 const MAX_SPANS: usize = 200_000;
-/// Number of writes between two checks of size and age.
+/// Number of writes between two checks of the file's size and the spans' age.
 const CLEAN_EVERY: u64 = 20;
 
-/// How often controllers of this node started and ended.
+/// Numbers of starts and ends of controllers on this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerRuns {
-    /// Starts, including the present one.
+    /// Number of starts, including the start of this controller.
     pub starts: u64,
-    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. The controller also ends if
-    /// there are no containers, on a request, or by a signal that it handles. These ends do not
-    /// count.
+    /// Number of unexpected ends: a crash, a SIGKILL, or the loss of the machine. The controller
+    /// also ends if there are no containers, on a request, or by a signal that it handles. These
+    /// ends do not count.
     pub unexpected_ends: u64,
 }
 
-/// Limits of the file.
+/// Limits for the age and the size of the stored history.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreLimits {
-    /// Maximum age of a span, in milliseconds.
+    /// Maximum age of a stored span, in milliseconds.
     pub keep_ms: i64,
-    /// Maximum size of the file, in bytes.
+    /// Maximum size of the history's file, in bytes.
     pub max_bytes: u64,
 }
 
-/// Reason why the history failed.
+/// Reason why the history cannot be stored or read.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The folder or the file cannot be used.
+    /// The folder or the file of the history cannot be used.
     #[error("{what} {path}")]
     File {
         /// Text that names the failed operation.
         what: &'static str,
-        /// Path of the file.
+        /// Path of the folder or file.
         path: PathBuf,
-        /// The cause of the failure.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// The writer's thread cannot be started.
+    /// The writer thread cannot be started.
     #[error("cannot start the thread that writes the history")]
     Thread(#[source] io::Error),
     /// The content of the file cannot be read or written.
     #[error("cannot read or write the file of the history")]
     Database(#[source] Box<redb::Error>),
-    /// A span cannot be encoded.
+    /// A span cannot be encoded as JSON.
     #[error("cannot encode a record of the history")]
     Record(#[source] serde_json::Error),
 }
@@ -80,7 +81,7 @@ impl<E: Into<redb::Error>> From<E> for StoreError {
     }
 }
 
-/// The open file and its limits.
+/// The open file of the history, and its limits.
 #[derive(Debug)]
 pub struct SpanStore {
     database: Database,
@@ -89,7 +90,7 @@ pub struct SpanStore {
 }
 
 impl SpanStore {
-    /// Opens or creates the file.
+    /// Opens the history's file, or creates it.
     ///
     /// # Errors
     /// [`StoreError`]: another process has the file open, or the file cannot be created.
@@ -141,7 +142,7 @@ impl SpanStore {
         Ok(runs)
     }
 
-    /// Records that the controller ends by itself or on request.
+    /// Records that the controller ends as intended, by itself or on request.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be written.
@@ -152,7 +153,7 @@ impl SpanStore {
         Ok(())
     }
 
-    /// Writes spans. A span replaces the stored span with the same container and start.
+    /// Writes spans to the file. A span replaces the stored span with the same container and start.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be written.
@@ -173,7 +174,7 @@ impl SpanStore {
         Ok(())
     }
 
-    /// Spans that overlap a time range, the oldest first.
+    /// Returns the spans that overlap a time range, the oldest first.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be read.
@@ -211,7 +212,7 @@ impl SpanStore {
         Ok(spans)
     }
 
-    /// Bytes in use in the file.
+    /// Returns the number of bytes of the file that are in use.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be read.

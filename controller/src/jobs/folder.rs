@@ -1,5 +1,5 @@
-//! The folder of a job, which has the layout of a container's folder and a record for the next
-//! controller.
+//! The folder of a job (a program without a container). It has the layout of a container's folder,
+//! and a record from which the next controller admits the job again.
 //!
 //! ```text
 //! containers/<key>/job.json   its announcement, readable by root only
@@ -28,22 +28,22 @@ use serde::{Deserialize, Serialize};
 
 use super::{JobRequest, JobUser};
 
-/// File whose lock the job's processes hold. The job exists while a process holds the lock.
+/// Name of the file that the job's processes lock. The job exists while a process holds the lock.
 pub const LOCK_FILE: &str = "job.lock";
 const RECORD_FILE: &str = "job.json";
 /// Time limit for a new job to take its lock, counted from the job's announcement.
 const JOB_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum size of a record.
+/// Maximum size of a job's record in bytes.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// The content of the record.
+/// Content of a job's record, the file `job.json`.
 #[derive(Debug, Serialize, Deserialize)]
 struct JobRecord {
     uid: u32,
     request: JobRequest,
 }
 
-/// The folder of one job.
+/// Folder of one job, with the content of its record.
 #[derive(Debug)]
 pub struct JobFolder {
     path: PathBuf,
@@ -53,7 +53,7 @@ pub struct JobFolder {
 }
 
 impl JobFolder {
-    /// Creates the folder of a permitted job, with a key that cannot be guessed.
+    /// Creates the folder of a job that was permitted. The job's key cannot be guessed.
     ///
     /// # Errors
     /// The folder cannot be written.
@@ -90,38 +90,40 @@ impl JobFolder {
         fs::rename(fresh, self.path.join(RECORD_FILE))
     }
 
-    /// Key of the job.
+    /// Returns the key of the job.
     #[must_use]
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// The uid of the job's user.
+    /// Returns the uid of the user who started the job.
     #[must_use]
     pub fn uid(&self) -> u32 {
         self.uid
     }
 
-    /// Path of the job's lock file.
+    /// Returns the path of the job's lock file.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.path.join(LOCK_FILE)
     }
 
-    /// Path of the folder that the job's processes use.
+    /// Returns the path of the folder that the job's processes use.
     #[must_use]
     pub fn mount(&self) -> PathBuf {
         self.path.join(paths::MOUNT_DIR)
     }
 
-    /// Removes the folder of a job that was not admitted. The next controller would admit it.
+    /// Removes the folder of a job that was not admitted. Otherwise the next controller would admit
+    /// the job.
     pub fn remove(&self) {
         if let Err(error) = fs::remove_dir_all(&self.path) {
             tracing::warn!(key = %self.key, %error, "job {}: cannot remove {}", self.key, self.path.display());
         }
     }
 
-    /// Writes the name of the engine for the job's processes, as the shim does for a container.
+    /// Writes the file with the name of the engine for the job's processes, as the shim does for a
+    /// container.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -132,7 +134,8 @@ impl JobFolder {
         fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }
 
-    /// The job as a container. Its bundle is its lock file: the job is gone when the lock is free.
+    /// Describes the job as a container. The bundle is the path of the job's lock file, because the
+    /// job has ended when the lock is free.
     #[must_use]
     pub fn spec(&self) -> ContainerSpec {
         ContainerSpec {
@@ -147,7 +150,7 @@ impl JobFolder {
     }
 }
 
-/// The jobs that earlier controllers admitted, including those that have ended since.
+/// Returns the jobs that earlier controllers admitted, including those that have ended since.
 ///
 /// # Errors
 /// The folder of containers cannot be listed.
@@ -170,8 +173,8 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
     Ok(jobs)
 }
 
-/// Makes a file that root owns readable for a user. The user must not own it: an owner could write
-/// to it, and so fill root's run directory.
+/// Makes a file that root owns readable for a user. The user must not own it. An owner could write
+/// to it, and could thus fill root's run directory.
 fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     const VERSION: u32 = 2;
     const READ: u16 = 4;
@@ -203,14 +206,15 @@ fn read(path: &Path) -> io::Result<JobRecord> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-/// Number of jobs that run. A job that cannot be examined counts, because it may run.
+/// Returns the number of jobs that run. A job that cannot be examined counts, because it may run.
 #[must_use]
 pub fn running(run_dir: &Path) -> usize {
     let jobs = kept(run_dir).unwrap_or_default();
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Whether no process holds this lock or is about to take it. `false` if that cannot be determined.
+/// Returns whether no process holds this lock or is about to take it. Returns `false` if that
+/// cannot be determined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
     // If an earlier controller gave this file to the user, the user may have a lease on it. A
@@ -287,8 +291,8 @@ mod tests {
         assert!(!can(4713, 4714, "exec <\"$1\""), "another user");
     }
 
-    /// The user has a lease on the file. An open without `O_NONBLOCK` would wait up to 45 s for the
-    /// lease.
+    /// Checks that a lease of the job's user on the lock file does not block the controller. An
+    /// open without `O_NONBLOCK` would wait up to 45 s for the lease.
     #[test]
     fn a_lease_of_the_user_does_not_block() {
         let dir = tempfile::tempdir().unwrap();

@@ -23,51 +23,52 @@ use serde::{Deserialize, Serialize};
 
 pub use folder::{JobFolder, LOCK_FILE, kept, running, unused};
 
-/// Name of the socket for requests, in the run directory.
+/// Name of the socket for job requests, in the run directory.
 pub const SOCKET: &str = "jobs.sock";
-/// Maximum number of jobs of one user.
+/// Maximum number of jobs that one user may run.
 pub const MAX_JOBS: usize = 256;
 /// Maximum number of annotations of a job.
 const MAX_ANNOTATIONS: usize = 16;
-/// Maximum length of a name, of a namespace or of an annotation's value, in bytes.
+/// Maximum length of a job's name, of a namespace or of an annotation's value, in bytes.
 const MAX_TEXT_BYTES: usize = 128;
-/// Prefix of annotation names, which a request may omit.
+/// Prefix of annotation names, which a job request may omit.
 const PREFIX: &str = "affinode.io/";
-/// Annotations that any user may set, because none of them affects other jobs.
+/// Annotations of jobs that any user may set, because none of them affects other jobs.
 const HARMLESS: [&str; 5] = ["offload", "idle-timeout", "engine", "on-oom", "on-oom-timeout"];
 
-/// The request of `affinode run`.
+/// Request for a job, sent by `affinode run`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JobRequest {
     /// Name of the job.
     pub name: String,
-    /// Namespace of the job, which selects the policy rules. Empty: the user's own namespace.
+    /// Namespace of the job, which selects the policy rules. If empty, the user's own namespace
+    /// applies.
     #[serde(default)]
     pub namespace: String,
-    /// Annotations as for a container. Their names may omit `affinode.io/`.
+    /// Annotations of the job, as for a container. Their names may omit `affinode.io/`.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
 }
 
-/// The response to a request.
+/// Response to the request for a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobReply {
-    /// The job was admitted. It can start.
+    /// The controller admitted the job, which can now start.
     Granted {
-        /// The mounted folder with the agent socket, for the job's processes.
+        /// Path of the folder with the agent socket, for the job's processes.
         folder: String,
-        /// Path of the file whose lock the job holds.
+        /// Path of the file that the job's processes must lock.
         lock: String,
-        /// Annotations that are invalid and ignored.
+        /// Warnings about annotations that are invalid and ignored.
         warnings: Vec<String>,
     },
-    /// The job was refused, for the reason in the text.
+    /// The controller refused the job. Contains the reason.
     Refused(String),
 }
 
-/// The user of a request, identified by the kernel.
+/// The user who requested a job, as the kernel identified the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobUser {
     /// User id of the user.
@@ -78,30 +79,30 @@ pub struct JobUser {
     pub name: String,
 }
 
-/// Reason why a user may not run a job. The text is for the user.
+/// Reason why a user may not run a job. Its text is shown to the user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JobRefusal {
-    /// The configuration does not list the user.
+    /// The configuration does not list the user among those who may run jobs.
     #[error(
         "user {0} may not run jobs under Affinode on this node; an administrator allows it with jobs.users in the configuration"
     )]
     User(String),
-    /// The name is empty, too long, or has other characters.
+    /// The job's name is empty, too long, or has characters that are not accepted.
     #[error(
         "invalid job name {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
     )]
     Name(String),
-    /// The namespace is not the user's own.
+    /// The requested namespace is not the user's own.
     #[error("jobs of user {user} are in namespace {own}; only root may choose {namespace:?}")]
     OtherNamespace {
-        /// Name of the user.
+        /// Name of the user who requested the job.
         user: String,
         /// Namespace of the user's jobs.
         own: String,
-        /// Namespace of the request.
+        /// Namespace that the request names.
         namespace: String,
     },
-    /// The namespace is too long, or has other characters than a name may have.
+    /// The namespace is too long, or has characters that are not accepted.
     #[error(
         "invalid namespace {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
     )]
@@ -109,16 +110,16 @@ pub enum JobRefusal {
     /// The request has too many annotations.
     #[error("a job may have at most {MAX_ANNOTATIONS} annotations")]
     Annotations,
-    /// The annotation affects other jobs.
+    /// The annotation affects other jobs, so only root may set it. Contains its name.
     #[error("only root may set annotation {0}; other users may set {others}", others = HARMLESS.join(", "))]
     OnlyRoot(String),
-    /// The annotation's name is invalid, or its value is too long.
+    /// The annotation's name is invalid, or its value is too long. Contains its name.
     #[error("annotation {0:?} has an invalid name, or a value of more than {MAX_TEXT_BYTES} bytes")]
     Annotation(String),
 }
 
-/// Checks a request. Returns the request with its namespace filled in and with the full names of
-/// annotations.
+/// Checks whether a user may run a job. Returns the request with its namespace filled in and with
+/// the full names of annotations.
 ///
 /// # Errors
 /// [`JobRefusal`]: the user may not run this job.

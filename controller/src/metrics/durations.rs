@@ -1,4 +1,4 @@
-//! Durations of moves and waits, derived from state changes.
+//! Measures the durations of moves and waits from the state changes of containers.
 //!
 //! ```text
 //!  Queued ──wait──> Restoring ──restore──> Active      wake latency, from the event
@@ -10,17 +10,17 @@ use std::collections::HashMap;
 use super::table::MetricsTable;
 use crate::schema::Event;
 
-/// Maximum number of containers that are tracked while they are restored.
+/// Maximum number of containers whose queueing and restore are measured at the same time.
 const MAX_RESTORING: usize = 10_000;
 
-/// Time at which each queued or restoring container entered its state.
+/// Measures moves: stores the time at which each queued or restoring container entered its state.
 #[derive(Debug, Default)]
 pub struct MoveDurations {
     since_ms: HashMap<String, i64>,
 }
 
 impl MoveDurations {
-    /// Handles a state change.
+    /// Measures the move or wait that ended with this state change, and adds it to the metrics.
     pub fn event(&mut self, event: &Event, table: &MetricsTable) {
         let seconds = |ms: i64| {
             #[allow(clippy::cast_precision_loss)] // Durations.

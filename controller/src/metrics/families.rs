@@ -1,4 +1,4 @@
-//! The families of Prometheus metrics of a node: name, unit and help of each metric.
+//! Defines the Prometheus metrics of a node: name, unit and help of each metric.
 //!
 //! The order of the families, and of the metrics in them, is the order of `/metrics`.
 
@@ -22,16 +22,16 @@ use super::labels::{
 type Sum = Counter<f64, AtomicU64>;
 type Share = Gauge<f64, AtomicU64>;
 
-/// The registry that prints the metrics, while they are created. Each metric starts at zero.
+/// Collects the metrics that `/metrics` prints, while they are created. Each metric starts at zero.
 pub struct MetricRegistry(Registry);
 
 impl MetricRegistry {
-    /// Creates a registry without metrics.
+    /// Creates a registry that has no metrics yet.
     pub fn new() -> MetricRegistry {
         MetricRegistry(Registry::with_prefix("affinode"))
     }
 
-    /// The registry with all metrics that were added.
+    /// Returns the registry with all metrics that were added.
     pub fn into_inner(self) -> Registry {
         self.0
     }
@@ -65,17 +65,17 @@ impl MetricRegistry {
     }
 }
 
-/// A histogram of durations in seconds, with buckets from 10 ms to 5 min.
+/// Creates a histogram of durations in seconds, with buckets from 10 ms to 5 min.
 fn seconds() -> Histogram {
     Histogram::new([0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0])
 }
 
-/// A histogram of sizes in bytes, with buckets from 16 MiB to 512 GiB.
+/// Creates a histogram of sizes in bytes, with buckets from 16 MiB to 512 GiB.
 fn sizes() -> Histogram {
     Histogram::new(exponential_buckets(16.0 * 1024.0 * 1024.0, 2.0, 16))
 }
 
-/// The controller itself, and the switches that hold for the whole node.
+/// Metrics of the controller itself, and of the settings that apply to the whole node.
 #[derive(Debug)]
 pub struct ControllerMetrics {
     pub build: Family<BuildLabels, Gauge>,
@@ -115,7 +115,7 @@ impl ControllerMetrics {
     }
 }
 
-/// VRAM of each GPU, and host memory with content of each GPU.
+/// Metrics of each GPU's VRAM, and of the host memory that stores content of the GPU.
 #[derive(Debug)]
 pub struct GpuMemoryMetrics {
     pub total: Family<GpuLabels, Gauge>,
@@ -166,7 +166,7 @@ impl GpuMemoryMetrics {
         }
     }
 
-    /// Removes all series, so that no series of a removed GPU stays.
+    /// Removes all series, so that no series of a removed GPU remains.
     pub fn clear(&self) {
         self.total.clear();
         self.used.clear();
@@ -178,7 +178,7 @@ impl GpuMemoryMetrics {
     }
 }
 
-/// How busy each GPU is, and how much of its VRAM is wanted.
+/// Metrics of how busy each GPU is, and how much of its VRAM is wanted.
 #[derive(Debug)]
 pub struct GpuLoadMetrics {
     pub busy: Family<GpuLabels, Share>,
@@ -205,7 +205,7 @@ impl GpuLoadMetrics {
         }
     }
 
-    /// Removes all series, so that no series of a removed GPU stays.
+    /// Removes all series, so that no series of a removed GPU remains.
     pub fn clear(&self) {
         self.busy.clear();
         self.busy_minute.clear();
@@ -213,7 +213,7 @@ impl GpuLoadMetrics {
     }
 }
 
-/// The present state of each container.
+/// Metrics of the current state of each container.
 #[derive(Debug)]
 pub struct ContainerMetrics {
     pub states: Family<StateLabels, Gauge>,
@@ -270,7 +270,7 @@ impl ContainerMetrics {
         }
     }
 
-    /// Removes all series, so that no series of a removed container stays.
+    /// Removes all series, so that no series of a removed container remains.
     pub fn clear(&self) {
         self.states.clear();
         self.held.clear();
@@ -284,7 +284,7 @@ impl ContainerMetrics {
     }
 }
 
-/// CUDA calls of each container, and the time that Affinode adds to them.
+/// Metrics of the CUDA calls of each container, and of the time that Affinode adds to them.
 #[derive(Debug)]
 pub struct CallMetrics {
     pub made: Family<ContainerLabels, Counter>,
@@ -320,7 +320,7 @@ impl CallMetrics {
     }
 }
 
-/// Host memory of the node for offloaded memory.
+/// Metrics of the node's host memory for offloaded memory.
 #[derive(Debug)]
 pub struct HostMemoryMetrics {
     pub used: Gauge,
@@ -345,7 +345,7 @@ impl HostMemoryMetrics {
     }
 }
 
-/// VRAM of each container times the time for which the container had it.
+/// Metrics of each container's VRAM, multiplied by the time for which the container had it.
 #[derive(Debug)]
 pub struct UsageMetrics {
     pub used_byte_seconds: Family<ContainerLabels, Sum>,
@@ -380,7 +380,7 @@ impl UsageMetrics {
     }
 }
 
-/// Offloads and restores: durations, sizes, the queue for VRAM and refusals.
+/// Metrics of offloads and restores: durations, sizes, the queue for VRAM and refusals.
 #[derive(Debug)]
 pub struct MoveMetrics {
     pub offload_seconds: Histogram,
@@ -441,7 +441,7 @@ impl MoveMetrics {
     }
 }
 
-/// What the controller reports: its events, HTTP and the history.
+/// Metrics of what the controller delivers: its events, HTTP and the history.
 #[derive(Debug)]
 pub struct ReportMetrics {
     pub events: Family<KindLabels, Counter>,

@@ -1,4 +1,4 @@
-//! Labels of the metrics. Values from containers are cut to a maximum length.
+//! Labels of the Prometheus metrics. Values that come from containers are cut to a maximum length.
 
 use prometheus_client::encoding::EncodeLabelSet;
 
@@ -10,7 +10,7 @@ fn cut(text: &str) -> String {
     text.chars().take(MAX_LABEL_CHARS).collect()
 }
 
-/// Labels of a GPU, as in dcgm-exporter.
+/// Labels of a GPU's metrics, with the same names as in dcgm-exporter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(non_snake_case)] // The names are dcgm-exporter's.
 pub struct GpuLabels {
@@ -25,7 +25,7 @@ impl GpuLabels {
     }
 }
 
-/// Labels of a container.
+/// Labels of a container's metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ContainerLabels {
     namespace: String,
@@ -44,7 +44,7 @@ impl ContainerLabels {
     }
 }
 
-/// Labels of a container, and of the way in which it used its GPU: used, idle or returned.
+/// Labels of a container, and of how it used its GPU: used, idle or returned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct UseLabels {
     namespace: String,
@@ -86,7 +86,7 @@ impl ReasonedLabels {
     }
 }
 
-/// Labels of a container on a GPU.
+/// Labels of a container and one of its GPUs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(non_snake_case)] // The names are dcgm-exporter's.
 pub struct DeviceLabels {
@@ -105,25 +105,25 @@ impl DeviceLabels {
     }
 }
 
-/// The label of a container state.
+/// Label with the state of a container.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct StateLabels {
     pub state: String,
 }
 
-/// The label of a reason word.
+/// Label with the word for a reason.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ReasonLabels {
     pub reason: String,
 }
 
-/// The label of a kind of event.
+/// Label with the kind of an event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct KindLabels {
     pub kind: String,
 }
 
-/// The label of the running version.
+/// Label with the running version of Affinode.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct BuildLabels {
     pub version: String,

@@ -31,20 +31,21 @@ pub use text_format::classic;
 
 use crate::{history::ControllerRuns, schema};
 
-/// Maximum number of containers with series of their own.
+/// Maximum number of containers that have series of their own.
 pub const CONTAINERS: usize = 1000;
-/// Maximum time between two observations that is counted. A longer time is not counted, because the
-/// use of VRAM in it is unknown.
+/// Maximum time between two observations that is counted, in milliseconds. A longer time is not
+/// counted, because the use of VRAM in it is unknown.
 const STALE_AFTER_MS: i64 = 60_000;
 
-/// The metrics of this controller.
+/// Prometheus metrics of this controller.
 #[derive(Debug)]
 pub struct Metrics {
     table: MetricsTable,
     inner: Mutex<MetricsState>,
 }
 
-/// Counts of the parts that deliver observations to users. Each scrape passes the present counts.
+/// Counts of the parts that deliver observations to users. The caller passes the current counts at
+/// each scrape.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeliveryCounts {
     /// Number of current watchers of the dashboard.
@@ -62,7 +63,7 @@ struct MetricsState {
     seen: HashMap<String, SeenCounters>,
 }
 
-/// Counters of a container at the last observation.
+/// Values of a container's counters at the last observation.
 #[derive(Debug)]
 struct SeenCounters {
     labels: ContainerLabels,
@@ -72,12 +73,12 @@ struct SeenCounters {
     vram: VramShares,
 }
 
-/// The VRAM of a container, resident and offloaded.
+/// VRAM of a container: the resident part and the offloaded part.
 #[derive(Clone, Copy, Debug, Default)]
 struct VramShares {
     held_bytes: u64,
     offloaded_bytes: u64,
-    /// Sum over the GPUs: the fraction of each GPU's VRAM that the container holds.
+    /// Sum, over the GPUs, of the fraction of the GPU's VRAM that the container holds.
     held_gpus: f64,
     offloaded_gpus: f64,
 }
@@ -99,15 +100,16 @@ impl VramShares {
     }
 }
 
-/// Hook overhead of the current processes of a container, as they report it.
+/// Time that Affinode's hooks added to the CUDA calls of a container's current processes, as the
+/// processes report it.
 #[derive(Clone, Copy, Debug, Default)]
 struct HookCost {
     added_s: f64,
     held_s: f64,
 }
 
-/// Maximum increase of the overhead between two observations. A larger increase is ignored, because
-/// a container can report any value.
+/// Maximum increase of the hooks' added time between two observations, in seconds. A larger
+/// increase is ignored, because a container can report any value.
 const MAX_HOOK_S: f64 = 86_400.0;
 
 impl HookCost {
@@ -122,7 +124,8 @@ impl HookCost {
         }
     }
 
-    /// The increase since `before`. It is 0 if a process has ended since then.
+    /// Returns the increase since the earlier value `before`. It is 0 if a process has ended since
+    /// then.
     fn since(self, before: HookCost) -> HookCost {
         let more =
             |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MAX_HOOK_S).contains(s));
@@ -134,8 +137,8 @@ impl HookCost {
 }
 
 impl Metrics {
-    /// Creates the metrics of a controller. `starts`: number of controller starts in the history,
-    /// including this start (1 without a history).
+    /// Creates the metrics of a controller. `starts` is the number of controller starts in the
+    /// history, including this start (1 without a history).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
         let table = MetricsTable::new();
@@ -143,7 +146,8 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
-    /// Metrics of a controller, with the starts and ends of earlier controllers from the history.
+    /// Creates the metrics of a controller, with the numbers of starts and ends of controllers from
+    /// the history.
     #[must_use]
     pub fn with_runs(runs: ControllerRuns) -> Metrics {
         let metrics = Metrics::new(runs.starts);
@@ -151,7 +155,7 @@ impl Metrics {
         metrics
     }
 
-    /// Counts an event and its durations.
+    /// Counts an event, and the durations that it completes.
     pub fn event(&self, event: &schema::Event) {
         self.table.reports.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
         if event.kind == EventKind::Refused.as_str() {
@@ -163,8 +167,8 @@ impl Metrics {
         }
     }
 
-    /// Counts the time since the last observation. In this time, the containers count with the VRAM
-    /// and host memory that they held at the last observation.
+    /// Adds the time since the last observation to the usage metrics. In this time, the containers
+    /// count with the VRAM and host memory that they held at the last observation.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let mut inner = self.inner();
         let passed_ms = now_ms - inner.looked_ms;
@@ -203,13 +207,13 @@ impl Metrics {
         }
     }
 
-    /// Counts a refused request. `reason`: the label of the reason.
+    /// Counts a refused HTTP request. `reason` is the label of the reason.
     pub fn refused_request(&self, reason: &'static str) {
         let reason = reason.to_owned();
         self.table.reports.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
 
-    /// All metrics as OpenMetrics text.
+    /// Returns all metrics as OpenMetrics text.
     ///
     /// # Errors
     /// The text cannot be formatted.

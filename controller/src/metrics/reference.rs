@@ -1,6 +1,6 @@
-//! The metrics as `/metrics` names them: name, type, labels and help, for the reference pages.
+//! Lists the metrics for the reference pages: name, type, labels and help, as in `/metrics`.
 //!
-//! A family without a series is not printed, so an example node gives every family a series.
+//! `/metrics` omits a family without a series, so an example node gives every family a series.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -10,21 +10,21 @@ use serde::Serialize;
 use super::{DeliveryCounts, Metrics};
 use crate::schema::{Container, DeviceBytes, Event, Gpu, Node, Process};
 
-/// A metric as the reference pages list it.
+/// A metric in the form of the reference pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MetricReference {
     /// Full name of the metric, including the suffix of a series, such as `_total`, if there is one.
     pub name: String,
-    /// counter, gauge or histogram.
+    /// Type of the metric: counter, gauge or histogram.
     #[serde(rename = "type")]
     pub kind: String,
     /// Names of the metric's labels, in the order of `/metrics`.
     pub labels: Vec<String>,
-    /// Help, as `/metrics` prints it.
+    /// Help text of the metric, as `/metrics` prints it.
     pub help: String,
 }
 
-/// Every metric of a controller, in the order of `/metrics`.
+/// Lists every metric of a controller, in the order of `/metrics`.
 ///
 /// # Errors
 /// The text of the metrics cannot be written.
@@ -92,7 +92,7 @@ fn parse(text: &str) -> Vec<MetricReference> {
     found
 }
 
-/// The names before `="` in a text such as `a="1",b="2"} 3`.
+/// Returns the label names before each `="` in a text such as `a="1",b="2"} 3`.
 fn label_names(labels: &str) -> impl Iterator<Item = String> + '_ {
     let inside = labels.rsplit_once('}').map_or("", |(inside, _)| inside);
     inside.split(',').filter_map(|pair| Some(pair.split_once("=\"")?.0.to_owned()))

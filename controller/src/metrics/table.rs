@@ -1,4 +1,4 @@
-//! All Prometheus metrics of a node, and the changes that concern several families.
+//! Table of all Prometheus metrics of a node, and the changes that concern several families.
 
 use prometheus_client::registry::Registry;
 
@@ -11,7 +11,7 @@ use super::{
     labels::{ContainerLabels, UseLabels},
 };
 
-/// The metrics, and the registry that prints them.
+/// All metrics of a node, and the registry that prints them.
 #[derive(Debug)]
 pub struct MetricsTable {
     pub registry: Registry,
@@ -27,7 +27,7 @@ pub struct MetricsTable {
 }
 
 impl MetricsTable {
-    /// A registry with every metric at zero.
+    /// Creates the table with every metric at zero.
     pub fn new() -> MetricsTable {
         let mut registry = MetricRegistry::new();
         MetricsTable {
@@ -44,8 +44,8 @@ impl MetricsTable {
         }
     }
 
-    /// Removes all series of gauges, so that no series of a removed container or GPU stays. Each
-    /// scrape then sets the present series again.
+    /// Removes all series of gauges, so that no series of a removed container or GPU remains. Each
+    /// scrape then sets the current series again.
     pub fn clear_gauges(&self) {
         self.gpu_memory.clear();
         self.gpu_load.clear();
@@ -53,7 +53,8 @@ impl MetricsTable {
         self.calls.call_cost.clear();
     }
 
-    /// Adds a span of `ms` milliseconds in which a container in `state` had this VRAM.
+    /// Adds `ms` milliseconds to the usage metrics of a container, in which it was in `state` and
+    /// had this VRAM.
     pub fn pass(&self, labels: &ContainerLabels, state: &str, vram: &VramShares, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
         let seconds = ms as f64 / 1000.0;
@@ -73,7 +74,7 @@ impl MetricsTable {
         }
     }
 
-    /// Ends the counter series of a removed container.
+    /// Removes the counter series of a removed container.
     pub fn forget(&self, labels: &ContainerLabels) {
         self.calls.made.remove(labels);
         self.calls.hook_seconds.remove(labels);

@@ -67,7 +67,7 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
     }
 }
 
-/// Runs observations and events that change every metric.
+/// Returns metrics after observations and events that change every metric.
 fn lived() -> Metrics {
     let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
     let metrics = Metrics::with_runs(runs);
@@ -118,7 +118,7 @@ fn every_metric_is_moved() {
     }
 }
 
-/// A family without values must not be in the output.
+/// Checks that the output omits a family without values.
 #[test]
 fn dedup_series_end_with_their_gpu() {
     let metrics = lived();

@@ -1,9 +1,9 @@
-//! The Prometheus text format for clients that do not request OpenMetrics. A counter's family has
-//! the same name as its samples. The format has no units and no end mark.
+//! Formats metrics as Prometheus text, for clients that do not request OpenMetrics. In this format,
+//! a counter's family has the same name as its samples, and there are no units and no end mark.
 
 use std::fmt::Write as _;
 
-/// Converts OpenMetrics text to the older format.
+/// Converts OpenMetrics text to the older Prometheus text format.
 #[must_use]
 pub fn classic(openmetrics: &str) -> String {
     let counters: Vec<&str> = openmetrics

@@ -1,5 +1,5 @@
-//! Finds the changes between two observations of the node. The passing of time is not a change:
-//! watchers compute durations themselves.
+//! Finds the changes between two observations of the node. The passing of time is not a change,
+//! because watchers compute durations themselves.
 
 use std::collections::HashMap;
 
@@ -7,19 +7,19 @@ use serde::Serialize;
 
 use crate::schema::{Container, Node};
 
-/// The changes since the last observation.
+/// Changes of the node since the last observation.
 #[derive(Debug, Serialize)]
 pub struct ViewChange {
-    /// The node without its containers. `None` if it is unchanged.
+    /// The node without its containers. `None` if its values are unchanged.
     pub node: Option<Node>,
-    /// New and changed containers, complete.
+    /// New and changed containers, each with all of its values.
     pub containers: Vec<Container>,
     /// Keys of removed containers.
     pub gone: Vec<String>,
 }
 
 impl ViewChange {
-    /// The changes from one observation to the next. `None` if there are none.
+    /// Returns the changes from one observation to the next, or `None` if there are none.
     #[must_use]
     pub fn between(before: &Node, after: &Node) -> Option<ViewChange> {
         let old: HashMap<&str, &Container> =
@@ -60,8 +60,8 @@ fn header(node: &Node) -> Node {
     }
 }
 
-/// Maximum difference of `since_unix_ms` that is not a change. The time is computed from two clocks
-/// that are read one after the other.
+/// Maximum difference of `since_unix_ms` that does not count as a change, in milliseconds. The time
+/// is computed from two clocks that are read one after the other.
 const JITTER_MS: i64 = 50;
 
 fn differs(old: &Container, new: &Container) -> bool {

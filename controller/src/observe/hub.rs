@@ -1,5 +1,5 @@
-//! Distributes messages from one sender to watchers. Each watcher has a backlog of limited size. A
-//! watcher that falls behind continues with the current state.
+//! Distributes messages about the node to watchers, such as open dashboards. Each watcher has a
+//! backlog of limited size. A watcher that falls behind continues with the current state.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -17,28 +17,28 @@ const BACKLOG: usize = 256;
 /// A message to watchers.
 #[derive(Clone, Debug)]
 pub enum ViewMessage {
-    /// An event: its sequence number and its JSON.
+    /// An event of the controller, with its sequence number and its JSON.
     Event(u64, Arc<str>),
-    /// A change: the JSON of a [`super::diff::ViewChange`].
+    /// A change of the node, as the JSON of a [`super::diff::ViewChange`].
     Change(Arc<str>),
 }
 
-/// The current state of the node, and its watchers.
+/// Stores the latest state of the node, and sends messages to its watchers.
 #[derive(Debug)]
 pub struct ViewHub {
     latest: Mutex<Arc<schema::Node>>,
     messages: broadcast::Sender<ViewMessage>,
     joined: Notify,
-    /// Number of messages that slow watchers missed.
+    /// Number of messages that slow watchers missed so far.
     missed: AtomicU64,
 }
 
-/// The subscription of one watcher.
+/// Subscription of one watcher to the node's changes.
 #[derive(Debug)]
 pub struct ViewWatch {
-    /// The node at the start of the watch.
+    /// State of the node at the start of the subscription.
     pub present: Arc<schema::Node>,
-    /// All messages since the start of the watch.
+    /// All messages since the start of the subscription.
     pub messages: broadcast::Receiver<ViewMessage>,
 }
 
@@ -54,7 +54,7 @@ impl Default for ViewHub {
 }
 
 impl ViewHub {
-    /// Adds a watcher with the current state.
+    /// Adds a watcher, which gets the current state and all later messages.
     #[must_use]
     pub fn watch(&self) -> ViewWatch {
         let latest = self.lock();
@@ -62,24 +62,24 @@ impl ViewHub {
         ViewWatch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
     }
 
-    /// Number of current watchers.
+    /// Returns the number of current watchers.
     #[must_use]
     pub fn watchers(&self) -> usize {
         self.messages.receiver_count()
     }
 
-    /// Number of messages that slow watchers missed so far.
+    /// Returns the number of messages that slow watchers missed so far.
     #[must_use]
     pub fn missed(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
     }
 
-    /// Counts messages that a watcher missed.
+    /// Adds to the count of messages that watchers missed.
     pub fn add_missed(&self, count: u64) {
         self.missed.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Makes the observer read the node now.
+    /// Makes the observer read the state of the node now.
     pub fn wake(&self) {
         self.joined.notify_one();
     }

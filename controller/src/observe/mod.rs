@@ -1,4 +1,4 @@
-//! The task that observes the node for the dashboard, metrics and history, separate from the actor.
+//! Observes the node for the dashboard, metrics and history, in a task separate from the actor.
 //!
 //! ```text
 //!  events ──┐                        ┌──> changes for watchers ([`hub`])
@@ -25,14 +25,15 @@ use crate::{
 pub use diff::ViewChange;
 pub use hub::{ViewHub, ViewMessage, ViewWatch};
 
-/// Time between two observations while there is a watcher.
+/// Time between two observations of the node while there is a watcher.
 const WATCHED: Duration = Duration::from_secs(1);
-/// Time between two observations while there is no watcher. It is short enough for the history.
+/// Time between two observations of the node while there is no watcher. It is short enough for the
+/// history.
 const UNWATCHED: Duration = Duration::from_secs(5);
 /// Time over which events are collected and then sent together.
 const GATHER: Duration = Duration::from_millis(30);
 
-/// The task that observes the node.
+/// Task that observes the node for watchers, metrics and history.
 #[derive(Debug)]
 pub struct ViewObserver {
     door: ControllerHandle,
@@ -42,7 +43,7 @@ pub struct ViewObserver {
 }
 
 impl ViewObserver {
-    /// Creates an observer of the node behind `door`, for these consumers.
+    /// Creates an observer that reads the node through `door`, for these consumers.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -53,7 +54,7 @@ impl ViewObserver {
         ViewObserver { door, hub, metrics, history }
     }
 
-    /// Runs until the controller shuts down.
+    /// Observes the node until the controller shuts down.
     pub async fn run(self) {
         let mut last = 0;
         // An error means that the controller is shutting down.

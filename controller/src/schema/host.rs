@@ -1,9 +1,9 @@
-//! Host memory in use for the offloaded VRAM of a node's containers.
+//! Computes the host memory in use for the offloaded VRAM of a node's containers.
 
 use affinode_proto::api::control;
 
-/// Host memory in use for all offloaded VRAM. Zeros are not stored and do not count. Deduplicated
-/// memory counts once.
+/// Returns the host memory in use for all offloaded VRAM, in bytes. Zeros are not stored and do not
+/// count. Deduplicated memory counts once.
 pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0, u64::saturating_add);
     let each = sum(&mut list.containers.iter().map(of_container));
