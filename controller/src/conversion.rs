@@ -1,4 +1,5 @@
-//! Conversions between the core's own types and those of the control API.
+//! Converts between the types of the core (the module that decides about moves) and those of the
+//! control API.
 
 mod list;
 mod policies;

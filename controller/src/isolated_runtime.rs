@@ -38,7 +38,7 @@ impl IsolatedRuntime {
         Ok(IsolatedRuntime { runtime: handle, _end: end })
     }
 
-    /// Runs a task on the thread.
+    /// Starts a task on the runtime's thread.
     pub fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(work);
     }

@@ -30,7 +30,7 @@ kinds! {
     Process = "process";
     /// An operator requested an action.
     Request = "request";
-    /// An allocation waits for VRAM, or its wait ended.
+    /// An allocation of a container began to wait for VRAM, or its wait ended.
     Allocation = "allocation";
     /// A hint (a program's own report) stated that a container is idle or busy.
     Hint = "hint";

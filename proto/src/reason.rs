@@ -38,7 +38,8 @@ reasons! {
     GpuBusy = "gpu-busy", "NVML reports that the GPU still runs work that was launched earlier";
     /// CUDA calls in progress did not end before the deadline for closing the gates.
     Busy = "busy", "calls in progress did not end in time, so the offload is tried again later";
-    /// A CUDA call arrived during the offload, while the gates of the container closed.
+    /// A CUDA call arrived while the container's gates were closing for an offload, so the offload
+    /// was cancelled.
     WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, so the offload was cancelled";
     /// The offload mode is `pressure`, and no other container needs the VRAM.
     NoPressure = "no-pressure", "the mode is pressure, and no container needs the VRAM";
@@ -116,7 +117,8 @@ reasons! {
     RoomFound = "room-found", "VRAM was freed for the waiting allocation";
     /// An allocation waited for VRAM until its timeout, and failed.
     NoRoomInTime = "no-room-in-time", "not enough VRAM was freed in time for the waiting allocation";
-    /// An allocation failed at once, because the VRAM that it needs can never be freed.
+    /// An allocation of the container failed at once, because the VRAM that it needs can never be
+    /// freed.
     NoRoomEver = "no-room", "an allocation needs more VRAM than can be freed, so it fails at once";
     /// The restore waits, because the VRAM that it needs is not free.
     WaitingForVram = "waiting-for-vram", "the container waits for VRAM that other containers hold";

@@ -1,4 +1,4 @@
-//! The clock of the copier. A test can stop and advance it.
+//! The clock by which the copier measures time. A test can stop and advance it.
 
 use std::time::{Duration, Instant};
 

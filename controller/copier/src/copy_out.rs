@@ -22,7 +22,7 @@ pub struct CopyOutBatch {
 }
 
 impl CopyOutBatch {
-    /// Creates a batch without pieces.
+    /// Creates a batch that has no pieces yet.
     ///
     /// # Errors
     /// [`CudaError`]: the driver cannot create a stream.
@@ -32,7 +32,8 @@ impl CopyOutBatch {
         Ok(CopyOutBatch { copies, blocks: Vec::new(), offset: 0, since, last: since })
     }
 
-    /// Starts to copy the next piece into the region, which must have space for it.
+    /// Starts to copy the next piece into the region (the process's memory file), which must have
+    /// space for it.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused to import or copy the piece.

@@ -113,7 +113,7 @@ pub struct DedupIndex<S> {
     /// memory take longer than the comparison.
     parts: [Vec<u8>; 2],
     reported_bytes: u64,
-    /// Function that reads the available host memory.
+    /// Function that reads how much host memory is available.
     memory: fn() -> HostBudget,
 }
 
@@ -136,7 +136,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         }
     }
 
-    /// Removes the chunks of a process that has detached.
+    /// Removes the chunks of a process that has detached from the copier.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
         let is_of = |place: &ChunkLocation| place.process == process;
@@ -289,7 +289,8 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Compares the next part of both contents. Returns whether these parts are equal.
+    /// Compares the next part of the chunk with the same part of the other content. Returns whether
+    /// both parts are equal.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],

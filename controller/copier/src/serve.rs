@@ -31,10 +31,10 @@ const SOON_NS: i64 = 500_000;
 /// Time after which the GPU has scrubbed (cleared) freed memory. It suffices for 60 GiB.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
-/// Reason why a copier has ended.
+/// Reason why a copier process has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
-    /// The CUDA context cannot be created.
+    /// The copier cannot create its CUDA context.
     #[error("cannot create a CUDA context on GPU {uuid}")]
     Cuda {
         /// UUID of the GPU.

@@ -62,13 +62,13 @@ pub enum SessionError {
     /// The process has closed its socket.
     #[error("the process closed its socket")]
     HungUp,
-    /// Receiving from or sending to the process has failed.
+    /// Receiving from the process or sending to it has failed.
     #[error("the copier's socket to the process failed")]
     Io(#[source] io::Error),
     /// The process has sent an invalid frame.
     #[error("the process sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The message is not allowed in this state.
+    /// The message is not allowed in the session's current state.
     #[error("the process sent a message that is not allowed in its state")]
     Order,
     /// The process has announced too many pieces, more bytes than the controller allows, or another
@@ -171,7 +171,7 @@ pub struct ProcessSession {
     blocks: Vec<DeviceBlock>,
     /// Offset in the memory file of the next block to be filled, in bytes.
     offset: usize,
-    /// Number of filled blocks that were exported to the process so far.
+    /// Number of filled blocks that the copier has exported to the process so far.
     shared: usize,
     region: Option<HostRegion>,
     /// Whether the process was prefaulted: it sent its memory file before the file had content.

@@ -55,7 +55,7 @@ pub enum AgentMail {
     Joined {
         /// Key of the container whose socket the process used.
         key: Key,
-        /// Number of the connection.
+        /// Number that identifies the connection.
         id: ProcessId,
         /// Identity of the process, as the kernel reports it.
         identity: Identity,
@@ -74,7 +74,7 @@ pub enum AgentMail {
     Refused {
         /// Key of the container whose socket the process used.
         key: Key,
-        /// Reason in plain text.
+        /// Reason for the refusal in plain text.
         why: String,
     },
 }

@@ -34,7 +34,7 @@ pub struct CallTraceHub {
 struct CallTraceHubState {
     batches: VecDeque<Arc<CallTraceBatch>>,
     last: u64,
-    /// Time at which the watch of each scope expires.
+    /// For each watched scope, the time at which its subscription expires.
     watched: HashMap<Scope, Instant>,
 }
 

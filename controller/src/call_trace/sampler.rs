@@ -49,7 +49,7 @@ impl CallSampler {
         CallSampler { door, hub, watched: HashMap::new(), called_roll: None, read: Instant::now() }
     }
 
-    /// Runs until the controller shuts down.
+    /// Samples CUDA calls while there is a watcher, until the controller shuts down.
     pub async fn run(mut self) {
         loop {
             let scopes = self.hub.watched();
@@ -73,7 +73,7 @@ impl CallSampler {
         }
     }
 
-    /// Updates the set of sampled processes, and starts the recording in new processes.
+    /// Updates the set of sampled processes, and starts the recording of calls in new processes.
     async fn call_roll(&mut self, keys: Option<Vec<Key>>) -> Result<(), ShuttingDown> {
         let sights = self.door.sights(keys).await?;
         self.called_roll = Some(Instant::now());

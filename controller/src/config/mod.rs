@@ -51,7 +51,7 @@ pub struct Config {
     pub timing: TimingSection,
     /// Section `[memory]`: limits of host memory.
     pub memory: MemorySection,
-    /// Section `[driver]`: where the driver is installed.
+    /// Section `[driver]`: where the NVIDIA driver is installed.
     pub driver: DriverSection,
     /// Section `[nvml]`: the location of NVML's library.
     pub nvml: NvmlSection,
@@ -59,13 +59,13 @@ pub struct Config {
     pub copier: CopierSection,
     /// Section `[log]`: level and format of the log.
     pub log: LogSection,
-    /// Section `[http]`: dashboard, API and metrics.
+    /// Section `[http]`: dashboard, HTTP API and metrics.
     pub http: HttpSection,
-    /// Section `[control]`: users of the command line who are not root.
+    /// Section `[control]`: access of users other than root to the command line.
     pub control: ControlSection,
     /// Section `[history]`: the history of containers that is stored on disk.
     pub history: HistorySection,
-    /// Section `[report]`: prices in reports.
+    /// Section `[report]`: prices in usage reports.
     pub report: ReportSection,
     /// Section `[jobs]`: programs that users run without a container.
     pub jobs: JobsSection,
@@ -86,7 +86,7 @@ pub enum ConfigError {
     /// The folder `conf.d` of additional configuration files cannot be listed.
     #[error("configuration: cannot list {path}")]
     List {
-        /// Path of the folder.
+        /// Path of the folder that cannot be listed.
         path: PathBuf,
         /// The error of the system call.
         #[source]

@@ -80,7 +80,7 @@ pub struct HistorySection {
     /// Time for which the history is kept, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub keep: Millis,
-    /// Maximum size of the history in MiB. The oldest part is removed first.
+    /// Maximum size of the history in MiB. The oldest records are removed first.
     pub max_mib: u64,
 }
 

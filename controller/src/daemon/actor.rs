@@ -46,7 +46,7 @@ pub(super) struct NodeActor {
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
-    /// Inputs that effects produced and that were not fed to the core yet.
+    /// Inputs for the core that resulted from effects and are not yet fed to it.
     pub(super) later: VecDeque<Input>,
     pub(super) inventory: Inventory,
     pub(super) readings: GpuPolling,

@@ -4,8 +4,8 @@
 
 use affinode_core::Key;
 
-/// Maximum number of containers whose connections are counted per tick. Each count reads a small
-/// file of /proc.
+/// Maximum number of containers whose TCP connections are counted per tick. Each count reads a
+/// small file of /proc.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
 /// Selects a limited number of containers per tick, in turn, so that each tick counts the

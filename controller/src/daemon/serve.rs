@@ -67,13 +67,13 @@ struct ActorInbox {
     agents: mpsc::Receiver<AgentMail>,
 }
 
-/// The signals that end the controller.
+/// Streams of the signals that end the controller.
 struct EndSignals {
     terminate: Signal,
     interrupt: Signal,
 }
 
-/// The served sockets. They are closed when this value is dropped.
+/// Sockets that the controller serves. Dropping this value closes them.
 struct ServedSockets {
     _api: Server,
     _viewers: Option<IsolatedRuntime>,

@@ -24,7 +24,7 @@ pub enum CommandError {
     /// The agent socket of the container cannot be created.
     #[error("container {id}: cannot create the socket for the container's processes")]
     Socket {
-        /// Id of the container.
+        /// Id of the container whose socket cannot be created.
         id: String,
         /// Error of the system call.
         #[source]

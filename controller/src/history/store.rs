@@ -224,8 +224,8 @@ impl SpanStore {
         Ok(bytes)
     }
 
-    /// Removes spans that are too old. Then removes the oldest spans while the file exceeds its
-    /// maximum size.
+    /// Removes spans that are too old. If the file exceeds its maximum size, also removes the
+    /// oldest spans, to reduce the use to about four fifths of that size.
     fn clean(&self, now_ms: i64) -> Result<(), StoreError> {
         let used = self.used_bytes()?;
         let most = self.limits.max_bytes;

@@ -116,9 +116,9 @@ enum AuthMode {
     /// Every request is admitted, even without a token.
     #[default]
     Open,
-    /// Requests with this token are admitted.
+    /// Only requests with this token are admitted.
     Token(Vec<u8>),
-    /// Requests that the Kubernetes API server allows are admitted.
+    /// Only requests that the Kubernetes API server allows are admitted.
     Review(Arc<TokenReviewer>),
 }
 
@@ -240,7 +240,7 @@ impl HttpGuard {
     }
 }
 
-/// Reads the token from its file.
+/// Reads the configured token from its file.
 fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
     let path = PathBuf::from(file);
     let text = std::fs::read_to_string(&path)

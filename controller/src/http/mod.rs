@@ -56,7 +56,8 @@ const STREAMS: usize = 40;
 const CALL_STREAMS: usize = 16;
 /// Maximum number of moves in progress that HTTP requests have started.
 const ACTIONS: usize = 16;
-/// Maximum number of history responses in memory. Each may be as large as the whole history.
+/// Maximum number of responses with history that are in memory at a time. Each may be as large as
+/// the whole history.
 const READS: usize = 2;
 /// Maximum size of a request's head (request line and headers) in bytes.
 const HEAD_BYTES: usize = 16 << 10;

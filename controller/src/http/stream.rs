@@ -35,7 +35,7 @@ use crate::{
 /// Time without a message after which the server sends an SSE comment, so that proxies and clients
 /// keep the connection open.
 const QUIET: Duration = Duration::from_secs(15);
-/// Maximum number of messages that wait to be written to the connection.
+/// Maximum number of messages that wait to be written to a stream's connection.
 const PIPE: usize = 8;
 /// Maximum time that a stream waits for its client to accept a message. The server then closes the
 /// stream.
@@ -120,7 +120,7 @@ impl Body for StreamBody {
 pub struct StreamQuery {
     /// Number of the last event that the client has received.
     pub after: u64,
-    /// Whether the stream includes the node and its changes.
+    /// Whether the stream also contains the state of the node and its changes.
     pub node: bool,
 }
 

@@ -21,7 +21,7 @@ pub enum TlsError {
     File {
         /// Configuration key in section `[http]` that names the file.
         key: &'static str,
-        /// Path of the file.
+        /// Path of the invalid file.
         path: PathBuf,
         /// Error of reading or parsing the file.
         #[source]

@@ -1,4 +1,4 @@
-//! Tests that every metric changes when its event happens.
+//! Tests that every metric changes when the event that it counts happens.
 
 use super::*;
 use crate::{

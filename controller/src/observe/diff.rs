@@ -14,7 +14,7 @@ pub struct ViewChange {
     pub node: Option<Node>,
     /// New and changed containers, each with all of its values.
     pub containers: Vec<Container>,
-    /// Keys of removed containers.
+    /// Keys of containers that no longer exist.
     pub gone: Vec<String>,
 }
 

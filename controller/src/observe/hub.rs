@@ -14,7 +14,7 @@ use crate::schema;
 /// Maximum number of messages that wait for one watcher.
 const BACKLOG: usize = 256;
 
-/// A message to watchers.
+/// A message to the watchers of the node.
 #[derive(Clone, Debug)]
 pub enum ViewMessage {
     /// An event of the controller, with its sequence number and its JSON.
@@ -88,7 +88,7 @@ impl ViewHub {
         self.watchers() > 0
     }
 
-    /// Waits until a watcher is added.
+    /// Waits until the next watcher is added.
     pub(super) async fn joined(&self) {
         self.joined.notified().await;
     }

@@ -48,7 +48,7 @@ pub enum Action {
     /// in progress have ended. If the deadline passes, the outcome is Busy and the gate is open
     /// again.
     Close {
-        /// Time for calls in progress to return, in milliseconds.
+        /// Time for CUDA calls in progress to return, in milliseconds.
         deadline_ms: u32,
     },
     /// Opens the gate (phase Closed → Open), so that the waiting CUDA calls continue.
@@ -66,7 +66,7 @@ pub enum Action {
         /// Largest amount of VRAM that the process holds on any one GPU, in bytes. The agent uses
         /// it if it must restore the process without a controller.
         vram_bytes: u64,
-        /// Options of the copy out.
+        /// Options of the copy out, such as whether the host copy is retained.
         how: CopyOptions,
     },
     /// Checkpoints the process with `cuCheckpointProcessCheckpoint` (phase Locked → Checkpointed).

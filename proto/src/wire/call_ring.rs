@@ -77,7 +77,7 @@ pub struct CallRecord {
     pub bytes: u64,
 }
 
-/// Position of a reader in the ring.
+/// Reader of a call ring: stores which records it has already read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRingReader {
     /// Number of the first record that the reader has not read yet.
@@ -92,7 +92,7 @@ pub struct CallRingReader {
 /// get.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
-    /// Number of calls that found the ring full since the last reading.
+    /// Number of calls since the last reading that were not recorded because the ring was full.
     pub dropped: u64,
     /// Number of records that the reader skipped, because they were never finished, or were
     /// overwritten against the protocol.

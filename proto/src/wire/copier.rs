@@ -149,7 +149,7 @@ pub enum FromCopier {
     Begin,
     /// Delivers the next filled piece. The message has the shareable handle of the piece.
     Block {
-        /// Number of the piece, from 0.
+        /// Number of the piece in the announced list, from 0.
         index: u32,
     },
     /// Reports that the copier has filled all pieces.
@@ -255,7 +255,7 @@ pub enum CopierReport {
 }
 
 impl ToCopier {
-    /// Encodes the message as a frame.
+    /// Encodes the agent's message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -307,7 +307,7 @@ impl ToCopier {
 }
 
 impl FromCopier {
-    /// Encodes the message as a frame.
+    /// Encodes the copier's message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {

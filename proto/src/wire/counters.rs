@@ -143,7 +143,7 @@ pub struct CounterSnapshot {
     /// The part of `swappable_bytes` that is copied out, in bytes. The container can write any
     /// value.
     pub copied_out_bytes: u64,
-    /// Facts that affect how the process can be offloaded.
+    /// Facts that affect how the process can be offloaded and restored.
     pub notes: ProcessFlags,
     /// Time that the hook adds to a call, in picoseconds. 0 means unknown. The container can write
     /// any value. A value above [`MAX_CALL_COST_PS`] is reduced to it.

@@ -6,7 +6,7 @@ use super::Phase;
 pub const FRAME_BYTES: usize = 128;
 /// Magic number in the first word of every frame.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
-/// Reason why a frame is invalid.
+/// Reason why a frame is invalid and cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
     /// The frame does not begin with [`FRAME_MAGIC`]. Contains the word found.

@@ -32,9 +32,9 @@ pub const WAKE_REPEAT_MS: u64 = 1_000;
 /// in milliseconds. The time begins with the first Wake that gets no reply, or with the loss of the
 /// controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
-/// Maximum age of the controller's proof that VRAM is free, in milliseconds. An older restore order
-/// is not executed. The time is shorter than [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`],
-/// because after it other processes may restore themselves and use the VRAM.
+/// Maximum age of the controller's proof that VRAM is free, in milliseconds. The agent does not
+/// execute an older restore order. The age limit is more than [`WAKE_REPEAT_MS`] shorter than
+/// [`RESCUE_AFTER_MS`], after which other processes may restore themselves and use the VRAM.
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
@@ -102,9 +102,9 @@ pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 pub struct GpuReading {
     /// UUID of the GPU, as the driver reports it.
     pub uuid: [u8; 16],
-    /// Size of the VRAM in bytes.
+    /// Size of the GPU's VRAM in bytes.
     pub total_bytes: u64,
-    /// Free VRAM in bytes.
+    /// VRAM of the GPU that is free, in bytes.
     pub free_bytes: u64,
     /// VRAM that the driver reserves, in bytes.
     pub reserved_bytes: u64,
@@ -131,9 +131,10 @@ pub enum AgentMessage {
         /// Process id in the process's own pid namespace. The controller gets the host's process id
         /// from the socket's credentials.
         pid_in_namespace: u32,
-        /// Phase of the process. It can differ from Open if an earlier controller crashed.
+        /// Phase of the process when it connects. It can differ from Open if an earlier controller
+        /// crashed.
         phase: Phase,
-        /// Number of times that the gate has closed.
+        /// Number of times that the process's gate has closed.
         generation: u64,
         /// Driver version from `cuDriverGetVersion`. 0 means not known yet.
         driver_version: u32,
@@ -154,9 +155,9 @@ pub enum AgentMessage {
     /// its allocations are paused. The agent repeats it every [`WAKE_REPEAT_MS`] while any call
     /// waits.
     Wake {
-        /// Generation of the closed gate.
+        /// Generation of the closed gate: the number of times that it has closed.
         generation: u64,
-        /// Number of waiting calls.
+        /// Number of CUDA calls that wait at the gate.
         waiters: u32,
         /// Number of the hook that the waiting call entered.
         hook: u32,
@@ -306,7 +307,7 @@ pub enum ControllerMessage {
     Gpus {
         /// Position in the list of the first GPU of this message.
         first: u8,
-        /// Number of GPUs on the node.
+        /// Number of GPUs on the node, in all messages together.
         total: u8,
         /// GPUs in this message. Entries beyond `total` are unused.
         gpus: [Gpu; GPUS_PER_FRAME],
@@ -330,7 +331,7 @@ pub enum ControllerMessage {
 }
 
 impl AgentMessage {
-    /// Encodes the message as a frame.
+    /// Encodes the agent's message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -449,7 +450,7 @@ impl AgentMessage {
 }
 
 impl ControllerMessage {
-    /// Encodes the message as a frame.
+    /// Encodes the controller's message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {

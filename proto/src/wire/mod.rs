@@ -29,15 +29,16 @@ pub struct Hazards(pub u32);
 impl Hazards {
     /// The process allocated managed memory with `cuMemAllocManaged`.
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
-    /// `cuCtxEnablePeerAccess` succeeded, or another device got access to memory of the process.
+    /// The process called `cuCtxEnablePeerAccess` with success, or another device got access to its
+    /// memory.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
-    /// Memory was exported to another process or imported from another process, by legacy IPC or a
-    /// shareable handle. A library without [`Capabilities::LEAVES_IN_PART`] reports
+    /// The process exported memory to another process or imported memory from one, by legacy IPC or
+    /// a shareable handle. A library without [`Capabilities::LEAVES_IN_PART`] reports
     /// [`Self::DIRECT_ACCESS`] together with this bit.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process is connected to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
-    /// libcuda has no checkpoint entry points.
+    /// The process's libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
     /// The memory of the process after a restore differs from the memory that was offloaded. CUDA
     /// calls of the process return an error.
@@ -57,8 +58,8 @@ impl Hazards {
     /// Hazards of single allocations. The library does not copy the allocations concerned, and can
     /// copy all others.
     pub const KEEPS_MEMORY: Hazards = Hazards(Hazards::MANAGED_MEMORY.0 | Hazards::SHARED_MEMORY.0);
-    /// Hazards with which the driver must not checkpoint the process. Its memory can be copied, but
-    /// the context stays on the GPU.
+    /// Hazards with which the driver must not checkpoint the process. The library can copy the
+    /// memory, but the CUDA context stays on the GPU.
     pub const KEEPS_CONTEXT: Hazards = Hazards(
         Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
     );
@@ -112,7 +113,8 @@ impl Capabilities {
     pub const RECORDS_CALLS: Capabilities = Capabilities(1);
     /// The library can export memory to a copier ([`copier`]) and import memory from a copier.
     pub const USES_COPIER: Capabilities = Capabilities(1 << 1);
-    /// The library can retain its host copy after a restore, and detect unchanged memory.
+    /// The library can retain its host copy of GPU memory after a restore, and detect unchanged
+    /// memory.
     pub const RETAINS_HOST_COPY: Capabilities = Capabilities(1 << 2);
     /// The library can prefault host memory, and let a copier copy memory during the checkpoint.
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
@@ -258,14 +260,14 @@ impl ProcessFlags {
     /// The process has memory imported from a copier, so a checkpoint without a copy out is
     /// refused. Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// When the process was last prefaulted or copied out, no copier could have restored its
-    /// memory. Cleared when a copier can restore it.
+    /// No copier could have restored the process's memory when the process was last prefaulted or
+    /// copied out. Cleared when a copier can restore it.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
     /// The process exported memory to a copier that has not copied all of it yet. The memory not
     /// yet copied stays in VRAM in every phase. Cleared when all of it is copied or mapped in the
     /// process again.
     pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
-    /// Library and driver can restore the process on another GPU of the node.
+    /// The library and the driver can restore the process on another GPU of the node.
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
     /// The driver shows only one GPU to the process, so its memory is never on several GPUs.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);

@@ -25,8 +25,8 @@ use crate::{
 
 /// Maximum number of offers to one process that have no reply yet.
 const MAX_OFFERED: usize = 2;
-/// Time limit for the reply to an offer. Without the limit, a stopped process would delay the
-/// deduplication of other processes.
+/// Time limit for a process's reply to an offer. Without the limit, a stopped process would delay
+/// the deduplication of other processes.
 const ANSWERS: Duration = Duration::from_secs(5);
 
 /// Deduplication state of one process: its offers, and which of its chunks are examined.
@@ -65,7 +65,7 @@ impl<S> ContentSharing<S> {
         self.offered.clear();
     }
 
-    /// Ends the offers if the reply to an earlier offer is overdue.
+    /// Ends the offers to the process if its reply to an earlier offer is overdue.
     fn expire(&mut self, now: Instant) {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }

@@ -56,7 +56,7 @@ struct Memory {
     /// For each grain of the memory, whether content was copied to it.
     filled: Vec<bool>,
     rdma: bool,
-    /// Whether another process created the memory.
+    /// Whether another process than the copier created the memory.
     imported: bool,
 }
 

@@ -64,9 +64,9 @@ pub enum RegionError {
 /// The direction of a copy.
 #[derive(Clone, Copy, Debug)]
 pub enum CopyDirection {
-    /// A copy from the host to the device.
+    /// Copies from host memory to device memory.
     In,
-    /// A copy from the device to the host.
+    /// Copies from device memory to host memory.
     Out,
 }
 
@@ -217,7 +217,7 @@ impl HostRegion {
         self.elsewhere.contains_key(&chunk)
     }
 
-    /// Size of the mapping in bytes.
+    /// Returns the size of the mapped memory file in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

@@ -43,7 +43,7 @@ impl MappedSegment {
         Ok(rustix::fs::fcntl_add_seals(&self.file, seals)?)
     }
 
-    /// Opens the file again, read-only. The new descriptor has a file offset of its own.
+    /// Opens the segment's file again, read-only. The new descriptor has a file offset of its own.
     fn to_read(&self) -> io::Result<OwnedFd> {
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)

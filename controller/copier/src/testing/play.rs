@@ -172,7 +172,7 @@ impl<'a> Play<'a> {
         }
     }
 
-    /// Overwrites the memory file, as a process may at any time.
+    /// Overwrites the memory file of a hostile process, as a process may do at any time.
     fn scribble(&mut self) {
         let (page, is_hole) = (self.below(8) as u64 * UNIT / 2, self.byte() & 1 == 1);
         let file = self.things[4].as_ref().unwrap();

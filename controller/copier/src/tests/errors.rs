@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Runs an offload and a restore by the copier, from the memory file to the end. Like a real agent,
-/// it stops when the copier closes the socket.
+/// Runs a whole offload and restore by the copier, from the memory file to the end of the fill.
+/// Like a real agent, it stops when the copier closes the socket.
 fn whole_life(testbed: &mut Testbed) -> Result<(), CopierError> {
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
     let file = content_file(&pattern(COPIED_OUT_BYTES, 1));
@@ -114,9 +114,8 @@ fn sticky_error_ends_the_copier() {
     }
 }
 
-/// The driver refuses to unregister host memory. The memory must then stay mapped: otherwise
-/// another process's memory could get these addresses, and the driver would copy that memory
-/// instead.
+/// Checks that host memory stays mapped if the driver refuses to unregister it. Otherwise another
+/// process's memory could get these addresses, and the driver would copy that memory instead.
 #[test]
 fn memory_the_driver_keeps_stays_mapped() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);

@@ -125,7 +125,7 @@ fn packet_that_is_no_frame_ends_the_process() {
     }
 }
 
-/// A process sends messages without pause. It must not delay the other processes.
+/// Checks that a process that sends messages without pause does not delay the other processes.
 #[test]
 fn frames_of_one_process_are_read_in_portions() {
     let (mut testbed, mut agent, _) = reach(Stage::Listing);

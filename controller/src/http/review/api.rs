@@ -41,7 +41,7 @@ pub enum ReviewError {
     File {
         /// Configuration key in section `[http.kubernetes]` that names the file.
         key: &'static str,
-        /// Path of the file.
+        /// Path of the file that cannot be read.
         path: PathBuf,
         /// Error of the system call.
         #[source]
