@@ -24,8 +24,9 @@ fn main() {
     }
 }
 
-/// Whether the profile is `preload`, the only one in which the product is linked. A build script
-/// can tell the profile only by its folder: `<target>/<profile>/build/<package>/out`.
+/// Whether this crate is built in the profile `preload`, the only profile in which the product is
+/// linked. A build script can recognise the profile only by its folder:
+/// `<target>/<profile>/build/<package>/out`.
 fn is_product() -> bool {
     std::env::var("OUT_DIR").is_ok_and(|out| {
         Path::new(&out).ancestors().nth(3).is_some_and(|folder| folder.ends_with("preload"))

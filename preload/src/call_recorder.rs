@@ -1,8 +1,9 @@
-//! Recording of calls while they are watched: the writing side of the ring in the counters
-//! ([`affinode_proto::wire::call_ring`]).
+//! Records a sample of CUDA calls in a ring of shared memory while an operator watches calls. This
+//! module is the writing side. The ring is a part of the counters, the memory that this process
+//! shares with the controller (layout: [`affinode_proto::wire::call_ring`]).
 //!
 //! ```text
-//! thunk: gate and one_in both 0 ──> (not watched, nothing below happens)
+//! thunk: gate and one_in both 0 ──> (calls are not recorded, the steps below are skipped)
 //!        gate 0, one_in not 0: skip -= 1, still 0 or above ──> call unrecorded
 //!                            below 0 ──> slow path: begin ──> call ──> end
 //! ```
@@ -20,21 +21,22 @@ use affinode_proto::wire::counters::SLOTS_OFFSET;
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::{libc, sys};
 
-/// Minimum number of calls between two attempts while the ring is full.
+/// Minimum number of calls that a thread skips after it has found the ring full.
 const PAUSE: u32 = 63;
 
-/// Sampling state of a slot. The threads that write the slot's counters also write this state.
+/// Sampling state of one slot of the counters: decides which calls of the slot are recorded. The
+/// threads that write the slot's counters also write this state.
 #[repr(C)]
 pub struct CallSampler {
     /// Number of calls before the next recorded call. The thunk counts it down.
     pub skip: AtomicU32,
     /// State of the random number generator.
     draw: AtomicU32,
-    /// Total of the slot's calls and polls at the slot's last record.
+    /// Value of the slot's counters (calls plus polls) when its last call was recorded.
     told: AtomicU64,
 }
 
-/// The ring, in the protocol's layout.
+/// The ring buffer of recorded calls, in the layout that the protocol defines.
 #[repr(C, align(64))]
 pub struct CallRing {
     claimed: AtomicU64,
@@ -71,7 +73,7 @@ const _: () = {
     assert!(offset_of!(RecordSlot, bytes) == record::BYTES);
 };
 
-/// A call that has returned.
+/// Data of a CUDA call that has returned and is to be recorded.
 pub struct CallTimer<'a> {
     /// The number of the hook.
     pub hook: u32,
@@ -79,12 +81,13 @@ pub struct CallTimer<'a> {
     pub result: u32,
     /// The call's arguments in registers.
     pub arguments: &'a [u64; 6],
-    /// The result of [`begin`].
+    /// Start time of the call, as [`begin`] returned it.
     pub began_ns: u64,
 }
 
 impl CallRing {
-    /// Claims a record to write, and returns its number. `None`: all records are unread.
+    /// Claims the next free record of the ring and returns its number. Returns `None` if the ring
+    /// is full of unread records.
     fn claim(&self) -> Option<u64> {
         let limit = self.limit.load(Ordering::Relaxed);
         let mut number = self.claimed.load(Ordering::Relaxed);
@@ -99,8 +102,9 @@ impl CallRing {
     }
 }
 
-/// Sets the sampling rate: about one of `one_in` calls is recorded from now on; 0: none. The reader
-/// has read all records below `read`. Only the agent calls this function.
+/// Sets the sampling rate: about one of `one_in` calls is recorded from now on. 0 stops the
+/// recording. `read` is the number of records that the reader has read, so they may be overwritten.
+/// Only the agent calls this function.
 pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     let before = page.one_in.load(Ordering::Relaxed);
     if one_in == 0 {
@@ -122,7 +126,8 @@ pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     page.one_in.store(one_in.min(1 << 24), Ordering::Relaxed);
 }
 
-/// Begins a call on the slow path. Returns its start in nanoseconds; 0: the call is not recorded.
+/// Decides whether a call on the slow path is recorded. Returns its start time in nanoseconds, or 0
+/// if it is not recorded.
 pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
     if page.one_in.load(Ordering::Relaxed) == 0 {
         return 0;
@@ -137,7 +142,8 @@ pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
     now_ns().max(1)
 }
 
-/// Records a call that has returned and is still counted.
+/// Writes the record of a call into the ring. The call has returned, but still counts as in
+/// progress.
 pub fn end(page: &CounterPage, slot: &ThreadSlot, call: &CallTimer) {
     let duration_ns = now_ns().saturating_sub(call.began_ns);
     let one_in = page.one_in.load(Ordering::Relaxed);
@@ -170,7 +176,8 @@ fn total(slot: &ThreadSlot) -> u64 {
     slot.calls.load(Ordering::Relaxed).wrapping_add(slot.polls.load(Ordering::Relaxed))
 }
 
-/// A random number from 0 to twice `one_in`, `one_in - 1` on average.
+/// Returns a random number of calls to skip: from 0 to less than twice `one_in`, `one_in - 1` on
+/// average.
 fn draw(pick: &CallSampler, one_in: u32) -> u32 {
     let mut x = pick.draw.load(Ordering::Relaxed) | 1;
     x ^= x << 13;
@@ -199,7 +206,7 @@ mod tests {
         unsafe { &*(&raw const *page).cast() }
     }
 
-    /// Makes a call like the thunk. True: it took the slow path.
+    /// Simulates what the thunk does for one call. Returns true if the call takes the slow path.
     fn call(page: &CounterPage, slot: &ThreadSlot, hook: u32) -> bool {
         slot.calls.fetch_add(1, Ordering::Relaxed);
         if page.one_in.load(Ordering::Relaxed) == 0 {

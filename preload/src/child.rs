@@ -1,23 +1,24 @@
-//! Runs a program and reads its output, unseen by the application.
+//! Runs a program and reads its output, without effects that the application could notice.
 //!
-//! The application would notice an ordinary child: by SIGCHLD, by `waitpid(-1)`, and by its handlers
-//! of `fork`. So a keeper task, whose end sends no signal, is between the agent and the program:
+//! The application would notice an ordinary child process: by SIGCHLD, by `waitpid(-1)`, and by its
+//! own handlers of `fork`. So the agent starts a keeper task, whose end sends no signal. The keeper
+//! task starts the program and waits for it:
 //!
 //! ```text
 //! agent ──clone, no signal──> keeper ──clone, SIGCHLD──> program
 //!    waits for it             reads the pipe, kills the program after the timeout, reaps it
 //! ```
 //!
-//! Both tasks are made like those of `vfork`, but on their own stacks. They share the memory, because
-//! copying the page tables of a large process takes seconds. They have their own descriptors. They
-//! run with the agent's thread pointer, so they only make system calls.
+//! Both tasks are created like those of `vfork`, but on their own stacks. They share the memory of
+//! this process, because copying the page tables of a large process takes seconds. They have their
+//! own descriptors. Their thread pointer is that of the agent, so they may only make system calls.
 
 use core::ffi::{CStr, c_char};
 
 use crate::sys::task;
 use crate::{libc, sys};
 
-/// Maximum number of arguments, with the program's name.
+/// Maximum number of arguments of a program, its name included.
 pub const MAX_ARGUMENTS: usize = 4;
 
 const STACK_BYTES: usize = 64 << 10;
@@ -26,15 +27,15 @@ struct ChildJob<'a> {
     path: &'a CStr,
     arguments: [*const c_char; MAX_ARGUMENTS + 1],
     output: &'a mut [u8],
-    /// Number of bytes of output. `None`: the program did not succeed in time.
+    /// Number of bytes of output. `None` if the program failed or did not end in time.
     length: Option<usize>,
     end_us: u64,
     pipe: [i32; 2],
     program_stack: usize,
 }
 
-/// Runs a program and returns its output, as far as it fits into `output`. `None`: it cannot be run,
-/// fails, or takes longer than `timeout_ms`.
+/// Runs a program and returns its output, truncated to the size of `output`. Returns `None` if the
+/// program cannot be run, fails, or takes longer than `timeout_ms`.
 ///
 /// The caller must have all signals blocked, as the agent has, because their handlers belong to the
 /// application.

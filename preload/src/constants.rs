@@ -1,5 +1,5 @@
-//! Caches results of the driver that do not change in the life of a process, such as the number of
-//! devices and their names.
+//! Caches results of driver calls that stay the same for the life of a process, such as the number
+//! of devices and their names.
 //!
 //! A program can request these results at any time (`torch.cuda.device_count()`), and no such
 //! request needs the GPU. While the process is offloaded, some of these calls fail in the driver
@@ -38,7 +38,7 @@ const EMPTY: u8 = 0;
 const BUSY: u8 = 1;
 const KNOWN: u8 = 2;
 
-/// The result of a function for a device.
+/// The cached result of one function for one device.
 struct CachedConstant {
     state: AtomicU8,
     bytes: [AtomicU8; MAX_BYTES],
@@ -53,7 +53,7 @@ static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
     }; MAX_DEVICES]
 }; FUNCTIONS.len()];
 
-/// The addresses to which a call's results are written.
+/// The addresses to which a call writes its results.
 enum ConstantQuery {
     /// One or two addresses, each with the number of bytes to write there.
     Values([(u64, usize); 2]),
@@ -61,8 +61,8 @@ enum ConstantQuery {
     Text(u64, usize),
 }
 
-/// The cache entry of a call, and the addresses for its results. `None`: its results are not
-/// cached.
+/// Returns the cache entry of a call, and the addresses to which the call writes its results.
+/// Returns `None` if results of this function are not cached.
 fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
     let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
     let [a, b, c, ..] = *arguments;
@@ -87,7 +87,7 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
     is_whole.then_some((answer, wanted))
 }
 
-/// Caches the driver's result.
+/// Stores the results that the driver has written for a call.
 ///
 /// # Safety
 /// `arguments` must be those of a call of this function that has just succeeded.
@@ -123,8 +123,8 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     answer.state.store(if is_kept { KNOWN } else { EMPTY }, Ordering::Release);
 }
 
-/// Length of a C string in bytes, without its terminating zero. `None`: the first `room` bytes
-/// contain no zero.
+/// Returns the length of a C string in bytes, without its terminating zero. Returns `None` if the
+/// first `room` bytes contain no zero.
 ///
 /// # Safety
 /// All bytes from `at` up to the first zero, at most `room` of them, must be readable.
@@ -133,7 +133,8 @@ unsafe fn length(at: u64, room: usize) -> Option<usize> {
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
-/// Writes the cached result of a call. False: no result is cached, or the buffer is too small.
+/// Writes the cached results of a call to the caller's addresses. Returns false if no result is
+/// cached, or the buffer is too small.
 ///
 /// # Safety
 /// `arguments` must be those of a call of this function.
@@ -162,8 +163,8 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     true
 }
 
-/// Empties the cache, because after a restore on another GPU the process has other devices. Only
-/// called while no call is in progress.
+/// Empties the cache. This is necessary after a restore on another GPU, because the process then
+/// has other devices. Only called while no CUDA call is in progress.
 pub fn forget() {
     CONSTANTS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
 }
@@ -180,7 +181,8 @@ mod tests {
         [at.as_mut_ptr() as u64, at.len() as u64, device, 0, 0, 0]
     }
 
-    /// All cases are in one test, because the cache is shared by all tests.
+    /// Tests that results are cached for each device. All cases are in one test, because all tests
+    /// share the cache.
     #[test]
     fn answers_are_kept_and_given_by_device() {
         let name = number(Function::cuDeviceGetName);

@@ -1,5 +1,5 @@
-//! The shared counters as the process itself sees them: a mapped page of atomics. The protocol
-//! defines the layout; this module only adds the types.
+//! The shared counters, a page of atomics that this process maps and the controller reads. The
+//! protocol defines the layout. This module adds the types.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -11,10 +11,10 @@ use affinode_proto::wire::{Hazards, Phase, ProcessFlags, WIRE_VERSION, call_ring
 use crate::call_recorder::{CallRing, CallSampler};
 use crate::sys;
 
-/// Counters of one thread. Slot 0 is for all threads that do not own a slot.
+/// Counters of one thread.
 ///
-/// Only the thread that owns a slot writes it, with plain increments. Slot 0 is written with atomic
-/// increments.
+/// Only the thread that owns a slot writes the slot, with plain increments. Slot 0 is for all
+/// threads that own no slot, and is written with atomic increments.
 #[repr(C, align(64))]
 pub struct ThreadSlot {
     pub inflight: AtomicU32,
@@ -22,28 +22,29 @@ pub struct ThreadSlot {
     pub calls: AtomicU64,
     pub polls: AtomicU64,
     pub owner: SlotOwner,
-    /// Selects the calls of this slot that are recorded in the ring. The protocol leaves the rest
-    /// of a slot free, so this field and the next ones are private to the library.
+    /// Decides which calls of this slot are recorded in the ring. The protocol assigns no meaning
+    /// to the last bytes of a slot, so this field and the next ones are private to the library.
     pub pick: CallSampler,
-    /// Number of calls inside the driver that may take device memory.
+    /// Number of calls in progress in the driver that may allocate device memory.
     pub allocating: AtomicU32,
-    /// Number of threads without a slot that wait at the gate. Only used in slot 0.
+    /// Number of threads that wait at the gate and own no slot. Only used in slot 0.
     waiting: AtomicU32,
-    /// Time until which a thread of the slot counts as waiting at the gate, unless it renews the wait.
+    /// Time at which the wait at the gate stops to count, unless the waiting thread renews it. For
+    /// slot 0, the last renewal by any of its threads applies.
     waits_until_us: AtomicU64,
 }
 
-/// The owner of a slot. The lower half is the owner's thread id, or 0 while the slot is free. The
-/// upper half is the number of times that the slot was taken.
+/// The owner of a slot, as one word. The lower half is the owner's thread id, or 0 while the slot
+/// is free. The upper half is the number of times that a thread has claimed the slot.
 ///
-/// A thread takes a slot by one compare-and-exchange of the whole word: if the slot is free, if its
-/// owner has ended, or if the ended owner had this thread's id. The upper half distinguishes an
-/// owner from a later owner with the same id, so two threads never both take the slot.
+/// A thread claims a slot by one compare-and-exchange of the whole word: if the slot is free, if
+/// its owner has ended, or if the ended owner had this thread's id. The upper half distinguishes an
+/// owner from a later owner with the same id, so two threads never claim the same slot.
 #[repr(transparent)]
 pub struct SlotOwner(AtomicU64);
 
 impl SlotOwner {
-    /// The thread id, 0 while the slot is free.
+    /// The owner's thread id, or 0 while the slot is free.
     pub fn tid(&self) -> u32 {
         self.seen() as u32
     }
@@ -52,17 +53,18 @@ impl SlotOwner {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Takes the slot for thread `tid` if the owner is still the value `seen`.
+    /// Makes thread `tid` the owner if the word still has the value `seen`. Returns whether it did.
     fn take(&self, seen: u64, tid: u32) -> bool {
         let taken = (seen >> 32).wrapping_add(1) << 32 | u64::from(tid);
         self.0.compare_exchange(seen, taken, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 }
 
-/// Time for which a wait at the gate counts if it is not renewed, in microseconds.
+/// Time after which a thread's wait at the gate is no longer counted unless the thread renews it,
+/// in microseconds.
 const WAIT_COUNTS_US: u64 = 3_000_000;
 
-/// The whole shared memory of the counters. Its size is at least one page.
+/// The shared memory that contains all counters of a process. Its size is at least one page.
 #[repr(C, align(4096))]
 pub struct CounterPage {
     magic: AtomicU64,
@@ -71,21 +73,23 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    /// The generation (number of the gate's closing) whose copy-out the controller cancels. The
-    /// controller writes this field.
+    /// Generation of the copy out that the controller cancels. A generation is the number of times
+    /// that the gate has been closed. The controller writes this field.
     turn_back: AtomicU64,
-    /// Bytes of host memory that the copy out in progress must still touch.
+    /// Bytes of host memory that the copy out in progress has not yet touched, so that the kernel
+    /// has not yet allocated them.
     pub filling_bytes: AtomicU64,
     /// Number of the last recall of VRAM allowances. The controller writes this field.
     pub vram_epoch: AtomicU64,
     /// Bytes of allocations under a VRAM limit that were admitted and have not ended.
     pub vram_pending: AtomicU64,
     pub gate: AtomicU32,
-    /// The sampling rate: about one of this many calls is recorded; 0: none. The field is next to
-    /// the gate, so that one comparison covers both fields.
+    /// The sampling rate of recorded calls: about one of this many calls is recorded. 0: no calls
+    /// are recorded. The field is next to the gate, so that the thunk checks both by one
+    /// comparison.
     pub one_in: AtomicU32,
-    /// Set to 1 once each count was read as zero, so that no call that the gate must hold is in
-    /// progress. While it is 1, nested calls wait too. Private to the library.
+    /// 1 while the gate also holds nested calls (calls made inside another call). It is set once
+    /// every count of calls in progress was read as zero. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -95,9 +99,9 @@ pub struct CounterPage {
     pub swappable_bytes: AtomicU64,
     pub copied_out_bytes: AtomicU64,
     notes: AtomicU32,
-    /// Time that the hook adds to a call, in picoseconds; 0: not measured.
+    /// Time that the hook adds to each call, in picoseconds. 0 if it was not measured.
     pub call_cost_ps: AtomicU32,
-    /// Total time that callers have waited at the gate.
+    /// Total time that callers have waited at the gate, in microseconds.
     pub held_us: AtomicU64,
     pub ring: CallRing,
     pub slots: [ThreadSlot; SLOT_COUNT],
@@ -139,7 +143,7 @@ const _: () = {
 
 #[cfg(test)]
 impl ThreadSlot {
-    /// Makes thread `tid` the owner of the slot.
+    /// Makes thread `tid` the owner of this slot in a test.
     pub fn own_for_test(&self, tid: u32) {
         assert!(self.owner.take(self.owner.seen(), tid));
     }
@@ -153,13 +157,13 @@ impl CounterPage {
         self.magic.store(PAGE_MAGIC, Ordering::Release);
     }
 
-    /// The slot of all threads that do not own one.
+    /// Returns slot 0, which all threads without a slot of their own share.
     pub fn shared_slot(&self) -> &ThreadSlot {
         let [shared, ..] = &self.slots;
         shared
     }
 
-    /// Claims a slot for thread `tid`. `None`: all slots belong to living threads.
+    /// Claims a slot for thread `tid`. Returns `None` if living threads own all slots.
     pub fn claim(&self, tid: u32) -> Option<&ThreadSlot> {
         let [_, own @ ..] = &self.slots;
         let take = |may: &dyn Fn(u32) -> bool| {
@@ -181,11 +185,12 @@ impl CounterPage {
         Some(slot)
     }
 
-    /// Whether a count is zero in all slots, except those of dead threads.
+    /// Whether a counter is zero in all slots except those of dead threads. `count` selects the
+    /// counter.
     ///
-    /// To be called after a barrier on all threads. A thread that passed the gate before the
-    /// barrier has made the slot's ownership visible first, and then the count. So if the owner has
-    /// ended both before and after the count is read, the count belongs to no living thread.
+    /// The caller must first issue a barrier on all threads. A thread that passed the gate before
+    /// the barrier has published that it owns its slot, and after that its count. So if the owner
+    /// was dead both before and after the count is read, the count belongs to no living thread.
     pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
         self.slots.iter().all(|slot| {
             let seen = slot.owner.seen();
@@ -196,9 +201,9 @@ impl CounterPage {
     }
 
     /// Records that a thread of this slot begins to wait at the gate. A waiting thread renews its
-    /// wait once a second ([`CounterPage::renew_wait`]). A thread can leave the wait without a call
-    /// here: by a jump out of a signal handler, by an exception or by its end. Its wait is then no
-    /// longer counted after [`WAIT_COUNTS_US`].
+    /// wait once a second ([`CounterPage::renew_wait`]). A thread can stop waiting without a call
+    /// of [`Self::end_wait`]: by a jump out of a signal handler, by an exception or by its end. Its
+    /// wait is then no longer counted after [`WAIT_COUNTS_US`].
     pub fn begin_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_add(1, Ordering::SeqCst);
@@ -207,12 +212,13 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// Renews a thread's wait. True: the wait had stopped counting.
+    /// Extends the time for which a thread's wait at the gate is counted. Returns true if the wait
+    /// was no longer counted before.
     pub fn renew_wait(&self, slot: &ThreadSlot, now_us: u64) -> bool {
         slot.waits_until_us.swap(now_us.saturating_add(WAIT_COUNTS_US), Ordering::SeqCst) <= now_us
     }
 
-    /// Ends a wait that [`Self::begin_wait`] began.
+    /// Ends a thread's wait at the gate, which [`Self::begin_wait`] began.
     pub fn end_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_sub(1, Ordering::SeqCst);
@@ -222,9 +228,9 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// Counts the callers that wait at the gate, and publishes the number for the controller. If several
-    /// threads count at the same time, an older number may be published last. So each thread counts
-    /// again after it has published.
+    /// Counts the callers that wait at the gate, and publishes the number for the controller. If
+    /// several threads count at the same time, an outdated number may be published last. So each
+    /// thread counts again after it has published.
     pub fn count_waiters(&self, now_us: u64) -> u32 {
         self.write_waiters(|| self.waits_that_count(now_us))
     }
@@ -254,28 +260,29 @@ impl CounterPage {
         self.slots.iter().filter(waits).map(many).sum()
     }
 
-    /// Whether a caller waits at the gate.
+    /// Counts the callers at the gate again, and returns whether at least one waits.
     pub fn has_waiters(&self) -> bool {
         self.count_waiters(sys::now_us()) > 0
     }
 
-    /// Whether the published number of waiting callers is above 0. It may be too high.
+    /// Whether the published number of callers at the gate is above 0. The callers are not counted
+    /// again, so the number may be too high.
     pub fn may_have_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// The known hazards, which make a checkpoint of this process unsafe.
+    /// The hazards known so far: properties of this process that make a checkpoint unsafe.
     pub fn hazards(&self) -> Hazards {
         Hazards(self.hazards.load(Ordering::SeqCst))
     }
 
-    /// Adds hazards. True: at least one of them is new.
+    /// Adds hazards to the known ones. Returns true if at least one of them is new.
     pub fn add_hazards(&self, hazards: Hazards) -> bool {
         let before = self.hazards.fetch_or(hazards.0, Ordering::SeqCst);
         before & hazards.0 != hazards.0
     }
 
-    /// Sets or clears a flag.
+    /// Sets or clears a flag of the process that the controller reads.
     pub fn note(&self, what: ProcessFlags, is_so: bool) {
         if is_so {
             self.notes.fetch_or(what.0, Ordering::Relaxed);
@@ -284,7 +291,8 @@ impl CounterPage {
         }
     }
 
-    /// Sets the gate. If the new value lets more calls pass, wakes waiting callers.
+    /// Sets the state of the gate. If more calls may pass in the new state, wakes the waiting
+    /// callers.
     pub fn set_gate(&self, gate: Gate) {
         self.gate.store(gate as u32, Ordering::SeqCst);
         if gate != Gate::Closed {
@@ -292,12 +300,13 @@ impl CounterPage {
         }
     }
 
-    /// Whether the gate holds nested calls, too.
+    /// Whether the gate also holds nested calls (calls made inside another call).
     pub fn is_sealed(&self) -> bool {
         self.sealed.load(Ordering::SeqCst) != 0
     }
 
-    /// Sets whether the gate holds nested calls, too. Waiting callers check again.
+    /// Sets whether the gate also holds nested calls. Wakes the waiting callers, which then check
+    /// the gate again.
     pub fn set_sealed(&self, sealed: bool) {
         self.sealed.store(u32::from(sealed), Ordering::SeqCst);
         if !sealed {
@@ -305,13 +314,14 @@ impl CounterPage {
         }
     }
 
-    /// Publishes the phase for the controller.
+    /// Publishes the current phase of a move, which the controller reads.
     pub fn set_phase(&self, phase: Phase) {
         self.phase.store(phase as u32, Ordering::Release);
     }
 
-    /// Whether the controller has cancelled the copy out in progress. It does so when host memory runs
-    /// short at a limit above the container's own, which this process cannot see.
+    /// Whether the controller has cancelled the copy out in progress. The controller does so when
+    /// host memory becomes short at a limit above the container's own, which this process cannot
+    /// see.
     pub fn is_turned_back(&self) -> bool {
         let turn_back = self.turn_back.load(Ordering::Relaxed);
         self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
@@ -321,8 +331,9 @@ impl CounterPage {
             && turn_back == self.generation.load(Ordering::Relaxed)
     }
 
-    /// Whether all work on the GPU has ended and no new work can begin. This is so from the
-    /// driver's lock until calls pass again. Only meaningful while the gate is closed.
+    /// Whether all work on the GPU has ended and no new work can begin. This is true from the
+    /// driver's lock of the process until calls pass the gate again. Only meaningful while the gate
+    /// is closed.
     pub fn is_finished(&self) -> bool {
         const FINISHED: [Phase; 8] = [
             Phase::Locked,
@@ -338,7 +349,7 @@ impl CounterPage {
         FINISHED.iter().any(|finished| *finished as u32 == phase)
     }
 
-    /// Sleeps until the gate changes, at most 5 ms. Does not wake the agent.
+    /// Sleeps until the gate changes, for at most 5 ms. Does not wake the agent.
     pub fn wait_a_moment(&self) {
         const MOMENT_MS: u64 = 5;
         let gate = self.gate.load(Ordering::SeqCst);
@@ -353,13 +364,13 @@ pub mod tests {
     use super::*;
 
     impl CounterPage {
-        /// Cancels the copy out of this generation, as the controller does.
+        /// Cancels the copy out of this generation in a test, as the controller does.
         pub fn turn_back_for_test(&self, generation: u64) {
             self.turn_back.store(generation, Ordering::Relaxed);
         }
     }
 
-    /// A page that no process uses.
+    /// Creates a page of counters for a test, which no process uses.
     pub fn page() -> Box<CounterPage> {
         // SAFETY: all fields are integers, for which zero is a value.
         let page: Box<CounterPage> = unsafe { Box::new(core::mem::zeroed()) };
@@ -426,9 +437,9 @@ pub mod tests {
         }
     }
 
-    /// Thread ids are reused: one thread has found the owner of a slot dead and is stopped, and
-    /// another thread gets the owner's id. The test runs both orders in which the two threads can
-    /// take the slot.
+    /// Two threads try to claim the slot of a dead owner whose thread id is used again. One thread
+    /// has found the owner dead and is then stopped. The other thread has the owner's id. The test
+    /// runs both orders in which the two threads can claim the slot.
     #[test]
     fn slot_of_dead_owner_goes_to_one_thread() {
         const DEAD: u32 = 11;
@@ -449,8 +460,8 @@ pub mod tests {
         assert!(!owner.take(seen, OTHER));
     }
 
-    /// After a thread has counted and before it publishes the number, another thread ends its wait
-    /// and publishes its own number.
+    /// One thread counts the waiting callers. Before it publishes the number, another thread ends
+    /// its wait and publishes its own number.
     #[test]
     fn older_count_of_waiters_does_not_stay() {
         let page = page();

@@ -1,4 +1,5 @@
-//! Reads loaded objects in memory: which object is at an address, and which functions it defines.
+//! Reads the ELF objects (program and libraries) that are loaded into this process: which object is
+//! at an address, and which functions it defines.
 //!
 //! This library cannot use `dlsym`. That function takes the loader's lock, leaves an error for the
 //! application's `dlerror`, and is itself hooked.
@@ -7,7 +8,7 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 
 use crate::libc;
 
-/// `Elf64_Phdr` of the ELF format.
+/// A program header of an ELF object: `Elf64_Phdr` of the format.
 #[repr(C)]
 pub struct ProgramHeader {
     kind: u32,
@@ -24,7 +25,7 @@ const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
 const PF_EXECUTABLE: u32 = 1;
 
-/// `Elf64_Sym` of the ELF format.
+/// An entry of a symbol table: `Elf64_Sym` of the ELF format.
 #[repr(C)]
 struct Symbol {
     name: u32,
@@ -35,7 +36,7 @@ struct Symbol {
     bytes: u64,
 }
 
-/// One object in the process's memory, as the loader describes it.
+/// A loaded ELF object (the program or a library), as the loader describes it.
 pub struct LoadedObject<'a> {
     base: usize,
     /// Path of the object's file; empty for the main program.
@@ -63,7 +64,7 @@ impl LoadedObject<'_> {
         self.holds(address, PF_EXECUTABLE)
     }
 
-    /// Begin and end of the object's code.
+    /// Begin and end address of the object's code. `None` if it has no code.
     pub fn code(&self) -> Option<core::ops::Range<usize>> {
         let is_code = |h: &&ProgramHeader| h.kind == PT_LOAD && h.flags & PF_EXECUTABLE != 0;
         let header = self.headers.iter().find(is_code)?;
@@ -71,7 +72,7 @@ impl LoadedObject<'_> {
         Some(start..start.wrapping_add(header.memory_bytes as usize))
     }
 
-    /// The object's symbol tables, if it has them.
+    /// The tables to which the object's dynamic section points, if it has one.
     pub fn dynamic(&self) -> Option<DynamicSection> {
         let header = self.headers.iter().find(|h| h.kind == PT_DYNAMIC)?;
         let start = self.base.wrapping_add(header.address as usize);
@@ -79,12 +80,12 @@ impl LoadedObject<'_> {
         unsafe { DynamicSection::read(self.base, start as *const [usize; 2]) }
     }
 
-    /// The address of a function that the object defines.
+    /// Returns the address of the function of this name, if the object defines it.
     pub fn function(&self, name: &[u8]) -> Option<usize> {
         self.dynamic()?.function(name)
     }
 
-    /// Address and size in bytes of a function that the object defines.
+    /// Returns address and size in bytes of the function of this name, if the object defines it.
     pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
         self.dynamic()?.function_extent(name)
     }
@@ -117,7 +118,8 @@ pub fn each_object<F: FnMut(&LoadedObject<'_>) -> bool>(mut visit: F) {
     unsafe { libc::iterate_objects(step::<F>, (&raw mut visit).cast()) };
 }
 
-/// The first result of `select` that is not `None`, over all objects in load order.
+/// Calls `select` with every loaded object in load order. Returns the first result that is not
+/// `None`.
 pub fn find<T>(mut select: impl FnMut(&LoadedObject<'_>) -> Option<T>) -> Option<T> {
     let mut found = None;
     each_object(|object| {
@@ -127,17 +129,18 @@ pub fn find<T>(mut select: impl FnMut(&LoadedObject<'_>) -> Option<T>) -> Option
     found
 }
 
-/// Whether an object is this library.
+/// Whether a loaded object is this library itself.
 pub fn is_own(object: &LoadedObject<'_>) -> bool {
     object.contains(is_own as *const () as usize)
 }
 
-/// The address of a function of this name in any loaded object except this library.
+/// Returns the address of the first function of this name in the loaded objects, this library
+/// excluded.
 pub fn find_function(name: &[u8]) -> Option<usize> {
     find(|object| if is_own(object) { None } else { object.function(name) })
 }
 
-/// The tables to which the dynamic section points.
+/// The tables of an object to which its dynamic section points, such as the symbol table.
 pub struct DynamicSection {
     base: usize,
     symbols: *const Symbol,
@@ -205,12 +208,14 @@ impl DynamicSection {
         unsafe { CStr::from_ptr(self.strings.add(offset)) }.to_bytes()
     }
 
-    /// The address of a function that the object defines, in its default version.
+    /// Returns the address of the function of this name, if the object defines it. Only the
+    /// function's default version counts.
     pub fn function(&self, name: &[u8]) -> Option<usize> {
         self.function_extent(name).map(|(address, _)| address)
     }
 
-    /// Address and size in bytes of a function that the object defines, in its default version.
+    /// Returns address and size in bytes of the function of this name, if the object defines it.
+    /// Only the function's default version counts.
     pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
         if self.gnu_hash.is_null() {
             self.function_by_sysv_hash(name)

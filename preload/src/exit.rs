@@ -1,4 +1,4 @@
-//! Serves the calls that an offloaded process makes while it exits.
+//! Handles the CUDA calls that an offloaded process makes while it exits.
 //!
 //! Exit handlers and destructors release the program's memory and handles on the GPU. The process is
 //! about to end and frees all of them in any case, so a release needs neither the GPU nor VRAM:
@@ -11,10 +11,10 @@
 //!   anything else ─────────────────────> restores the process; recorded releases are made first
 //! ```
 //!
-//! Recorded releases are made on the same thread, in the same order, before that thread's next
-//! call reaches the driver. After the release of a context, this table no longer applies: every call
-//! restores the process, because it is not known what the driver would return for handles in that
-//! context.
+//! The thread whose releases were recorded makes them in the driver, in the same order, before its
+//! next call reaches the driver. After the release of a context, the table above no longer applies.
+//! Every further call restores the process, because it is not known what the driver would return
+//! for handles in that context.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -25,14 +25,14 @@ use affinode_cuda_sys::result;
 use crate::hook_table::HookEntry;
 use crate::{elf, libc, libcuda, process, swap, sys};
 
-/// Maximum number of recorded releases. The next release restores the process.
+/// Maximum number of recorded releases. If more are needed, the process is restored.
 const MAX_NOTED: usize = 4096;
-/// Size of the part of the stack that is searched for `exit`, in bytes.
+/// Number of bytes of the stack that are searched for a return address into `exit`.
 const MAX_STACK_BYTES: usize = 256 << 10;
 
 /// Functions whose only effect is to release the resources of a handle. Functions that unregister
-/// host memory are not listed, because the program may unmap the memory afterwards. The list is one
-/// string, because a table of references would cost every process a relocation per name.
+/// host memory are not listed, because the program may unmap the memory afterwards. The names are
+/// one string, because a table of references would cost every process a relocation per name.
 const RELEASES: &[u8] = b"cuArrayDestroy cuEventDestroy cuGraphExecDestroy cuLibraryUnload \
     cuMemAddressFree cuMemFree cuMemFreeHost cuMemRelease cuMemUnmap cuMipmappedArrayDestroy \
     cuModuleUnload cuStreamDestroy cuSurfObjectDestroy cuTexObjectDestroy";
@@ -43,20 +43,21 @@ fn names(list: &[u8]) -> impl Iterator<Item = &[u8]> {
     list.split(|byte| *byte == b' ').filter(|name| !name.is_empty())
 }
 
-/// 1 once a caller at the gate was seen to be inside `exit`.
+/// 1 once a thread that called CUDA at the closed gate was found to be inside `exit`.
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 
-/// Whether a caller at the gate was seen to be inside `exit`.
+/// Whether a thread that called CUDA at the closed gate was ever found to be inside `exit`.
 pub fn has_begun() -> bool {
     BEGUN.load(Ordering::Relaxed) != 0
 }
 
-/// Begin and end of the code of `exit` in each object that defines it; 0: unused.
+/// Begin and end address of the code of `exit`, for each loaded object that defines it. Unused
+/// entries are 0.
 static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
 static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
 
-/// Finds the code of `exit`, once. This is called at the first CUDA call, because it walks the
-/// loader's list of objects: see [`libcuda`].
+/// Finds the code of `exit` and stores its addresses, once. It is called at the first CUDA call,
+/// when it is safe to walk the loader's list of objects: see [`libcuda`].
 pub fn find_code() {
     if CODE_IS_KNOWN.load(Ordering::Acquire) != 0 {
         return;
@@ -81,8 +82,9 @@ fn is_in_code(word: usize) -> bool {
     })
 }
 
-/// Whether the calling thread is inside `exit`. Its stack, from this address on, then has a return
-/// address into `exit`. `exit` never returns, so the address cannot be from an earlier call.
+/// Whether the calling thread is inside `exit`. This is so if its stack, from the address `stack`
+/// on, contains a return address into `exit`. `exit` never returns, so the address cannot be from
+/// an earlier call.
 pub fn is_running(stack: usize) -> bool {
     const CHUNK_BYTES: usize = 2048;
     let mut words = [0_usize; CHUNK_BYTES / size_of::<usize>()];
@@ -105,7 +107,8 @@ pub fn is_running(stack: usize) -> bool {
     false
 }
 
-/// A release of a handle whose call has returned without reaching the driver.
+/// A recorded release of a handle. Its call returned SUCCESS to the program without reaching the
+/// driver.
 #[derive(Clone, Copy)]
 struct PendingRelease {
     number: u32,
@@ -113,11 +116,11 @@ struct PendingRelease {
     arguments: [u64; 2],
 }
 
-/// The recorded releases, all of one thread.
+/// All recorded releases. They are all calls of one thread.
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
-    /// Number of recorded releases that were made in the driver after the restore.
+    /// Number of recorded releases that were already made in the driver, after the restore.
     made: usize,
     context_is_gone: bool,
 }
@@ -135,17 +138,18 @@ static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     made: 0,
     context_is_gone: false,
 }));
-/// The thread whose releases are recorded; 0: none. The upper bits are the thread's id, the lower
-/// bits the number of its process's registration. Two threads may be inside `exit` at once (glibc
-/// before 2.41), and a child may be forked from inside `exit`.
+/// The thread whose releases are recorded, or 0 if there is none. The upper half is the thread's
+/// id, the lower half the registration number of its process. Only one thread's releases are
+/// recorded, although two threads may be inside `exit` at once (glibc before 2.41). The
+/// registration number is needed because a child may be forked from inside `exit`.
 static OWNER: AtomicU64 = AtomicU64::new(0);
 
 fn own_mark() -> u64 {
     u64::from(sys::gettid()) << 32 | u64::from(process::registration())
 }
 
-/// Makes the calling thread the owner, unless another thread of this process is the owner already.
-/// True: the calling thread is the owner.
+/// Makes the calling thread the one whose releases are recorded, unless another thread of this
+/// process already is. Returns whether the calling thread is now that thread.
 fn becomes_owner() -> bool {
     let own = own_mark();
     let owner = OWNER.load(Ordering::SeqCst);
@@ -159,7 +163,8 @@ fn becomes_owner() -> bool {
     is_new || owner == own
 }
 
-/// Runs `body` on the record, if the calling thread is its owner. `body` must not call the driver.
+/// Runs `body` on the recorded releases, if they belong to the calling thread. Returns `None`
+/// otherwise. `body` must not call the driver.
 fn with_record<R>(body: impl FnOnce(&mut RecordedRelease) -> R) -> Option<R> {
     if OWNER.load(Ordering::SeqCst) != own_mark() {
         return None;
@@ -178,8 +183,8 @@ impl RecordedRelease {
         (self.count, self.made, self.context_is_gone) = (0, 0, false);
     }
 
-    /// Records a release. False: only the driver knows its result, for example because the handle was
-    /// already released.
+    /// Records a release. Returns false if only the driver can determine its result, for example
+    /// because the handle was already released.
     fn add(&mut self, release: PendingRelease, kind: ReleaseKind) -> bool {
         let known = self.releases.iter().take(self.count);
         let is_repeated = known
@@ -197,7 +202,8 @@ impl RecordedRelease {
         true
     }
 
-    /// Returns the next recorded release that was not made in the driver, and marks it as made.
+    /// Returns the next recorded release that has not been made in the driver, and marks it as
+    /// made.
     fn take(&mut self) -> Option<PendingRelease> {
         let next = self.releases.get(..self.count)?.get(self.made).copied()?;
         self.made += 1;
@@ -210,11 +216,12 @@ impl RecordedRelease {
 enum ReleaseKind {
     /// A call whose only effect is the release of a handle.
     Release,
-    /// Releases a context and everything in it.
+    /// A call that releases a context and everything in it.
     ContextRelease,
-    /// Waits for GPU work. Inside `exit` all work has ended, so the library returns SUCCESS.
+    /// A call that waits for GPU work. Inside `exit` all work has ended, so the library returns
+    /// SUCCESS.
     Wait,
-    /// Needs the GPU or the driver.
+    /// A call that needs the GPU or the driver.
     Other,
 }
 
@@ -232,13 +239,15 @@ fn kind(number: u32, class: Class) -> ReleaseKind {
     }
 }
 
-/// Whether the driver has not ended yet.
+/// Whether the driver in this process still works. During `exit` it stops, and then returns
+/// DEINITIALIZED.
 fn driver_is_up() -> bool {
     libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::SUCCESS)
 }
 
-/// Whether a call inside `exit` is answered with SUCCESS, without the driver. Only to be called
-/// while all work on the GPU has ended and the calling thread [runs](is_running) `exit`.
+/// Whether the library answers a call inside `exit` with SUCCESS, without calling the driver. If
+/// the call is a release, records it. Only to be called while all work on the GPU has ended and the
+/// calling thread [runs](is_running) `exit`.
 pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
@@ -256,8 +265,8 @@ pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool
     is_answered == Some(true)
 }
 
-/// Makes the recorded releases in the driver. The caller must count the calling thread as inside
-/// the driver.
+/// Makes the calling thread's recorded releases in the driver. The caller must count the calling
+/// thread as inside the driver.
 pub fn catch_up() {
     if OWNER.load(Ordering::Relaxed) == 0 {
         return;

@@ -1,5 +1,5 @@
-//! The names that this library defines for the process: `dlsym`, and every listed
-//! function for programs that are linked to libcuda or to NVML.
+//! The symbols that this library exports to the process: `dlsym`, and every hooked function, for
+//! programs that are linked against libcuda or NVML.
 
 use core::arch::naked_asm;
 
@@ -10,7 +10,7 @@ use crate::lookup::{REAL_DLSYM, dlsym_of_driver, find_dlsym, through};
 
 macro_rules! export {
     ($($class:ident { $($name:ident)* })*) => { $($(
-        /// The driver function of this name.
+        /// Exported symbol that calls the driver's function of this name through the hook.
         ///
         /// # Safety
         /// See the driver's documentation of this function.
@@ -35,7 +35,7 @@ affinode_cuda_sys::hooked_functions!(export);
 
 macro_rules! export_nvml {
     ($($class:ident { $($name:ident)* })*) => { $($(
-        /// The function of NVML of this name.
+        /// Exported symbol that calls NVML's function of this name through the hook.
         ///
         /// # Safety
         /// See NVML's documentation of this function.
@@ -56,7 +56,7 @@ macro_rules! export_nvml {
 }
 affinode_cuda_sys::nvml_functions!(export_nvml);
 
-/// `cuGetProcAddress` as of CUDA 11.3.
+/// Exported `cuGetProcAddress`, in the version of CUDA 11.3.
 ///
 /// # Safety
 /// See the driver's documentation of this function.
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn cuGetProcAddress() {
     )
 }
 
-/// `cuGetProcAddress` as of CUDA 12.0.
+/// Exported `cuGetProcAddress`, in the version of CUDA 12.0.
 ///
 /// # Safety
 /// See the driver's documentation of this function.
@@ -90,9 +90,9 @@ pub unsafe extern "C" fn cuGetProcAddress_v2() {
     )
 }
 
-/// Stands in front of the real `dlsym`. This library handles names that begin with `cu` and a
-/// capital letter, or with `nvml`. For every other name this function jumps to the real `dlsym`,
-/// which uses the address of its caller.
+/// Exported `dlsym`, which the process calls instead of the real one. This library handles names
+/// that begin with `cu` and a capital letter, or with `nvml`. For every other name this function
+/// jumps to the real `dlsym`, which uses the address of its caller.
 ///
 /// # Safety
 /// See the manual page of `dlsym`.

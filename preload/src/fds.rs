@@ -1,12 +1,12 @@
-//! Descriptors of this library in the application's table. They are moved to high numbers and
-//! checked before each use, because the application may have closed one and opened another file with
-//! its number. Such a number is forgotten, and never closed.
+//! Tracks this library's own file descriptors in the application's process. They are moved to high
+//! numbers and checked before each use, because the application may have closed one and opened
+//! another file under the same number. Such a number is forgotten and never closed.
 
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use crate::sys::{self, Identity};
 
-/// A descriptor and the file that it referred to when it was made.
+/// A descriptor, and the identity of the file to which it referred when it was recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrackedFd {
     fd: i32,
@@ -14,17 +14,17 @@ pub struct TrackedFd {
 }
 
 impl TrackedFd {
-    /// Records the file of a descriptor; `None`: it is closed.
+    /// Records which file a descriptor refers to. Returns `None` if the descriptor is closed.
     pub fn note(fd: i32) -> Option<TrackedFd> {
         sys::identity(fd).map(|identity| TrackedFd { fd, identity })
     }
 
-    /// The descriptor, if its number still refers to the same file.
+    /// Returns the descriptor if its number still refers to the same file.
     pub fn get(&self) -> Option<i32> {
         (sys::identity(self.fd) == Some(self.identity)).then_some(self.fd)
     }
 
-    /// Closes the descriptor, if it still refers to the same file.
+    /// Closes the descriptor if it still refers to the same file.
     pub fn close(self) {
         if let Some(fd) = self.get() {
             sys::close(fd);
@@ -32,21 +32,21 @@ impl TrackedFd {
     }
 }
 
-/// The newest socket to the controller. In a forked child, it is the parent's socket until the
-/// child makes its own.
+/// Newest socket to the controller. In a forked child, it is the parent's socket until the child
+/// creates its own.
 pub static SOCKET: InheritedFd = InheritedFd::none();
-/// The file of the counters. In a forked child, it is the parent's file until the child makes its
-/// own.
+/// File of the counters that this process shares with the controller. In a forked child, it is the
+/// parent's file until the child creates its own.
 pub static PAGE: InheritedFd = InheritedFd::none();
-/// The socket of the copier.
+/// Socket to the copier (the process that fills GPU memory for others at a restore).
 pub static COPIER: InheritedFd = InheritedFd::none();
-/// The file of the staging buffer.
+/// File of the staging buffer, the host memory to which GPU memory is copied.
 pub static POOL: InheritedFd = InheritedFd::none();
-/// The socket on which this process receives requests of processes that open its memory.
+/// Socket on which this process receives requests from processes that open its shared GPU memory.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
-/// The record of a descriptor of this library. A forked child inherits the record and can close the
-/// descriptor.
+/// Static record of one descriptor of this library. A forked child inherits the record, so it can
+/// close the inherited descriptor.
 pub struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,
@@ -58,14 +58,14 @@ impl InheritedFd {
         InheritedFd { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
-    /// Records a descriptor, and replaces the earlier one.
+    /// Records a descriptor in place of the one recorded before.
     pub fn set(&self, owned: TrackedFd) {
         self.device.store(owned.identity.device, Ordering::Relaxed);
         self.inode.store(owned.identity.inode, Ordering::Relaxed);
         self.fd.store(owned.fd, Ordering::Release);
     }
 
-    /// The recorded descriptor, without a check of its file.
+    /// Returns the recorded descriptor without a check that it still refers to the same file.
     pub fn owned(&self) -> Option<TrackedFd> {
         let fd = self.fd.load(Ordering::Acquire);
         let identity = Identity {
@@ -75,12 +75,12 @@ impl InheritedFd {
         (fd >= 0).then_some(TrackedFd { fd, identity })
     }
 
-    /// The recorded descriptor, if its number still refers to the same file.
+    /// Returns the recorded descriptor if its number still refers to the same file.
     pub fn get(&self) -> Option<i32> {
         self.owned()?.get()
     }
 
-    /// Closes and forgets the descriptor.
+    /// Closes the recorded descriptor and deletes the record.
     pub fn close(&self) {
         let owned = self.owned();
         self.fd.store(-1, Ordering::Release);
@@ -90,8 +90,9 @@ impl InheritedFd {
     }
 }
 
-/// Closes the descriptors that a forked child has inherited from its parent. Otherwise the
-/// controller would not see the parent's connection end with the parent.
+/// Closes all of this library's descriptors that a forked child has inherited. Otherwise the
+/// parent's connection would stay open after the parent's end, and the controller would not notice
+/// the end.
 pub fn close_inherited() {
     [&SOCKET, &PAGE, &COPIER, &POOL, &SHARING].into_iter().for_each(InheritedFd::close);
 }

@@ -1,5 +1,5 @@
-//! The slow path of a hooked call. The fast path serves only ordinary calls of a registered thread
-//! while the gate is open.
+//! The gate, at which CUDA calls wait while the process is offloaded, and the slow path of a hooked
+//! call. The fast path handles only ordinary calls of a registered thread while the gate is open.
 //!
 //! ```text
 //! caller                                    closer (agent thread)
@@ -13,10 +13,10 @@
 //!          Damaged ─> error: the content of memory is lost, nothing reaches the driver
 //! ```
 //!
-//! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has ended. The driver's lock waits
-//! for all work. From the lock until the process is resident again, no work can run, so a poll
-//! returns SUCCESS without a call into the driver. It sends no Wake, because a framework that is
-//! idle still polls.
+//! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has ended. When the driver locks
+//! the process, it waits for all work. From the lock until the process is resident again, no work
+//! can run, so a poll returns SUCCESS without a call into the driver. A poll does not request a
+//! restore, because a framework polls even when it is idle.
 //!
 //! # Calls inside calls
 //!
@@ -38,9 +38,10 @@
 //! - If the outer call was only counted, the gate holds it as soon as it reads the gate, whatever
 //!   the signal handler has done.
 //!
-//! Held allocations are sealed in the same way, by the counts of allocating calls. A nested
-//! allocation passes until the agent reports the hold, and waits from then on, even if its outer
-//! call is not an allocation. The fast path needs no seal, because it passes only an open gate.
+//! While allocations are paused, nested allocations are held in the same way, by the counts of
+//! allocating calls. A nested allocation passes until the agent reports that allocations are
+//! paused. From then on it waits, even if its outer call is not an allocation. The fast path needs
+//! no seal, because it passes only an open gate.
 
 use core::sync::atomic::Ordering;
 
@@ -58,21 +59,22 @@ use crate::process::{self, PROCESS, SlotLocation};
 use crate::vram_limit::{Admission, LimitAttempts};
 use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 
-/// The stack frame of a call on the slow path. The thunk depends on this layout.
+/// Stack frame of one call on the slow path. The thunk (the assembly code of each hook) depends on
+/// this layout.
 #[repr(C, align(16))]
 pub struct HookFrame {
     place: SlotLocation,
     entry: *const HookEntry,
     /// Register rax, as the real function returned it.
     result: u64,
-    /// Registers rdi, rsi, rdx, rcx, r8, r9.
+    /// The call's register arguments: rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
     vectors: [[u64; 2]; 8],
     rdx: u64,
-    /// Address that the thunk calls, or to which it jumps.
+    /// Address of the function that the thunk calls or jumps to.
     target: usize,
-    /// Time at which the wait for free VRAM ends; 0 (set by the thunk): the call has not waited
-    /// yet.
+    /// Time at which the call's wait for free VRAM ends. 0, the initial value, means that the call
+    /// has not waited yet.
     waits_until_us: u64,
     /// Start time of the call if it is recorded, else 0.
     began_ns: u64,
@@ -95,18 +97,19 @@ const _: () = {
     assert!(size_of::<HookFrame>().is_multiple_of(16));
 };
 
-/// The thunk's next step after [`enter`].
+/// What the thunk does next with a call, after [`enter`] has returned.
 #[repr(u32)]
 pub enum ThunkAction {
-    /// Jump to the target function.
+    /// The thunk jumps to the target function, and does not call [`leave`].
     Pass = 0,
-    /// Call the target, then [`leave`].
+    /// The thunk calls the target function, and then [`leave`].
     Counted = 1,
-    /// Return to the caller with the result that the frame contains. The function is not called.
+    /// The thunk returns the result in the frame to the caller, without calling the function.
     Answered = 2,
 }
 
-/// Decides about a call on the slow path: counts it, holds it, or returns a result itself.
+/// Entry of a call on the slow path. Counts the call, holds it at the gate, or returns a result
+/// itself.
 ///
 /// # Safety
 /// Only the thunk calls it, with its own frame.
@@ -231,7 +234,8 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     }
 }
 
-/// Ends a call on the slow path. Returns 1 if the thunk must repeat the call, else 0.
+/// Exit of a call on the slow path, after the function has returned. Returns 1 if the thunk must
+/// repeat the call, else 0.
 ///
 /// # Safety
 /// Only the thunk calls it, with the frame that [`enter`] filled.
@@ -342,14 +346,15 @@ fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
         && unsafe { constants::answer(entry.number(), &frame.arguments) }
 }
 
-/// Whether a function without a wrapper may take handles of physical memory. These are functions
-/// that bind memory for several devices, and unlisted functions.
+/// Whether a function that this library does not wrap may have handles of physical memory as
+/// arguments. These are functions that bind memory for several devices, and unlisted functions.
 fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
-/// Whether the call that has just returned was nested in another call. The outer call is still
-/// counted, so the nested call must not wait for free VRAM: no gate could close during that wait.
+/// Whether the call that has just returned was made inside another call. The outer call is still
+/// counted, so the gate could not close while the inner call waited for free VRAM. The inner call
+/// must therefore not wait.
 fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
@@ -359,17 +364,19 @@ fn is_inside_another(place: SlotLocation) -> bool {
     depth > 1 || place.slot().is_none_or(others)
 }
 
-/// Result of [`try_enter`] for a call.
+/// Result of [`try_enter`]: whether a call may proceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EnterResult {
-    /// The call is counted and may be made.
+    /// The call is counted and may proceed.
     Through,
-    /// The call must wait at the gate, and is not counted as running. `nested`: it was made inside
-    /// another call.
+    /// The call must wait at the gate, and is not counted as running. `nested` is true if it was
+    /// made inside another call.
     Held { nested: bool },
-    /// No call may reach the driver. The call is not counted.
+    /// No call may reach the driver, because the content of memory is lost. The call is not
+    /// counted.
     Damaged,
-    /// The process is a forked child, so the slot belongs to its parent.
+    /// The process is a forked child, so the slot in which the call would be counted belongs to its
+    /// parent.
     Forked,
 }
 
@@ -416,9 +423,9 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
     EnterResult::Through
 }
 
-/// Whether a call only queries whether work has ended. With a profiler in the process, waits for
-/// work are included: after a profile, a thread of CUPTI calls `cuCtxSynchronize` several times a
-/// second (H200, driver 580.159), although the program is idle.
+/// Whether a call of this class only queries whether work has ended. If a profiler is in the
+/// process, this includes calls that wait for work: after a profile, a thread of CUPTI calls
+/// `cuCtxSynchronize` several times a second (H200, driver 580.159), although the program is idle.
 fn is_poll(page: &CounterPage, class: Class) -> bool {
     class == Class::Poll || (class == Class::Sync && page.hazards().intersects(Hazards::TOOLS))
 }
@@ -438,7 +445,7 @@ fn uncount(place: SlotLocation, class: Class) {
     slot.inflight.fetch_sub(1, Ordering::SeqCst);
 }
 
-/// The gate's state for one class of calls.
+/// What the gate's current state means for calls of one class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateCheck {
     Passes,
@@ -446,7 +453,7 @@ pub enum GateCheck {
     Damaged,
 }
 
-/// Reads the gate once, for a call of this class.
+/// Reads the gate once, and returns what its state means for a call of this class.
 pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     const CLOSED: u32 = Gate::Closed as u32;
     const ALLOCATIONS_HELD: u32 = Gate::AllocationsHeld as u32;
@@ -459,14 +466,14 @@ pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     }
 }
 
-/// Whether the gate holds a call of this class now. `false` ends the wait, but does not admit the
-/// call: the call is counted and reads the gate again.
+/// Whether the gate currently holds a call of this class. If the result is false, a waiting call
+/// stops waiting, but is not admitted yet: it is counted and reads the gate again.
 fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
     look(page, class) == GateCheck::Holds && (!nested || page.is_sealed())
 }
 
-/// Sleeps until the gate passes calls of this class. Signal handlers run as usual, and signals that
-/// end the process end it.
+/// Blocks a caller until the gate passes calls of this class. Signal handlers run as usual, and a
+/// signal can still end the process.
 fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool) {
     // The agent wakes all waiters when it opens the gate. The sleep still has a time limit, for two
     // reasons: as a safeguard, and to renew the wait before it is no longer counted.

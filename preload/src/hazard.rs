@@ -1,4 +1,5 @@
-//! Detects hazards, which make a checkpoint unsafe, from the calls of a process.
+//! Detects hazards (uses of CUDA that make a checkpoint of the process unsafe) from the calls of a
+//! process.
 
 use core::ffi::{CStr, c_void};
 
@@ -12,7 +13,7 @@ use crate::{libc, libcuda, sys, tools};
 
 const NONE: Hazards = Hazards(0);
 
-/// The hazards that are known before the first call.
+/// Returns the hazards that can be detected before the first CUDA call.
 pub fn at_start() -> Hazards {
     let mut hazards = NONE;
     if libcuda::function(b"cuCheckpointProcessLock").is_none() {
@@ -24,7 +25,8 @@ pub fn at_start() -> Hazards {
     Hazards(hazards.0 | tools::in_environment().0)
 }
 
-/// Whether an MPS control daemon exists at the place where libcuda searches for one.
+/// Whether an MPS control daemon runs for this process. It is detected at the path at which libcuda
+/// searches for it.
 fn uses_mps() -> bool {
     let folder = libc::environment(b"CUDA_MPS_PIPE_DIRECTORY").unwrap_or(b"/tmp/nvidia-mps");
     let mut path = [0; 256];
@@ -38,7 +40,7 @@ fn uses_mps() -> bool {
     CStr::from_bytes_until_nul(&path).is_ok_and(sys::exists)
 }
 
-/// The hazards that a successful call of this class adds.
+/// Returns the hazards that a successful call of a function of this class adds.
 ///
 /// # Safety
 /// `arguments` must be those of a function of this class that returned success.
@@ -68,8 +70,8 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
     }
 }
 
-/// The hazard of a call that sets access rights: peer access, if a descriptor names another device
-/// than `owner`.
+/// Returns the hazard of peer access if a call grants access to a device other than `owner`, the
+/// device of the memory.
 ///
 /// # Safety
 /// `descriptors` must point to `count` descriptors.
@@ -91,7 +93,7 @@ unsafe fn peer_access(
     if foreign { Hazards::PEER_ACCESS } else { NONE }
 }
 
-/// The device of the memory at an address.
+/// Returns the device on which the memory at an address is.
 fn device_of(address: u64) -> Option<i32> {
     let get = libcuda::function(b"cuPointerGetAttribute")?;
     // SAFETY: this is the signature of cuPointerGetAttribute in every version.

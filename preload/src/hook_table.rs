@@ -1,36 +1,37 @@
-//! The table of hooked functions. Each function has one entry, with the stub through which the
-//! function is called.
+//! The table of hooked functions. Each function has one entry and one stub, the code that callers
+//! call instead of the function.
 //!
-//! The entry of an exported name is next to that name (`exports`). A function that the application
-//! gets as an address has an entry in a pool. The entry is found by address, so that repeated
-//! look-ups return the same stub. The pool is a hash table to which entries are only added, without
-//! a lock. So every entry stays consistent, even if a thread is stopped while it adds an entry, or
-//! the process is forked.
+//! The entry of an exported function is a static next to the exported symbol (`exports`). A
+//! function that the application gets as an address has an entry in a pool. The entry is found by
+//! the function's address, so that repeated look-ups return the same stub. The pool is a hash table
+//! to which entries are only added, without a lock. So every entry stays consistent, even if a
+//! thread is stopped while it adds an entry, or the process is forked.
 
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::counters::slot;
 
-/// A hooked function. The thunk depends on this layout.
+/// Entry of one hooked function. The thunk depends on this layout.
 #[repr(C, align(16))]
 pub struct HookEntry {
-    /// Address of the real function; 0: not known yet.
+    /// Address of the real function. 0 if it is not known yet.
     real: AtomicUsize,
-    /// Bits 0..32: number of the hook. Bits 32..48: offset, in a slot, of the counter for the
-    /// hook's calls. Bits 48..56: 1 if calls take the thorough path. Bits 56..64: class.
+    /// Properties of the hook, packed into one word. Bits 0..32: number of the hook. Bits 32..48:
+    /// offset of the counter for its calls within a thread's slot. Bits 48..56: 1 if its calls take
+    /// the thorough path. Bits 56..64: class of the function.
     meta: AtomicU64,
 }
 
-/// Offsets and flags for the thunk.
+/// Offsets within a [`HookEntry`], and its size, for the thunk's assembly code.
 pub mod layout {
     /// Offset of `HookEntry::real`, usize.
     pub const REAL: usize = 0;
     /// Offset of the hook's number, u32.
     pub const NUMBER: usize = 8;
-    /// Offset of the field with the counter's offset, u16.
+    /// Offset of the field that contains the counter's offset within a slot, u16.
     pub const COUNTER: usize = 12;
-    /// Offset of the flag for the thorough path, u8.
+    /// Offset of the flag that calls take the thorough path, u8.
     pub const THOROUGH: usize = 14;
     /// Size of an entry and of its stub in bytes.
     pub const STRIDE: usize = 16;
@@ -54,22 +55,23 @@ impl HookEntry {
         HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(0) }
     }
 
-    /// The entry of an exported function, which is resolved at its first call.
+    /// Creates the entry of an exported function. The real function is looked up at the first call.
     pub const fn exported(number: u32, class: Class) -> HookEntry {
         HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(meta(number, class, true)) }
     }
 
-    /// The number of the hook.
+    /// The number that identifies the hook.
     pub fn number(&self) -> u32 {
         self.meta.load(Ordering::Relaxed) as u32
     }
 
-    /// The class of the function.
+    /// The class of the hooked function.
     pub fn class(&self) -> Class {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
-    /// Records the entry of an exported function that waits for work. False: the table is full.
+    /// Records the entry of an exported function that waits for GPU work in [`EXPORTED_WAITS`].
+    /// Returns false if that table is full.
     fn is_noted(&'static self) -> bool {
         let own = core::ptr::from_ref(self).cast_mut();
         EXPORTED_WAITS.iter().any(|place| {
@@ -79,7 +81,7 @@ impl HookEntry {
         })
     }
 
-    /// Makes calls of a function that waits for work take the thorough path.
+    /// If the function waits for GPU work, makes its calls take the thorough path.
     fn see_wait(&self) {
         // An incomplete entry has no class yet. The thread that completes the entry calls this
         // function afterwards.
@@ -88,7 +90,7 @@ impl HookEntry {
         }
     }
 
-    /// Returns the real function. If it is not known yet, `find` looks it up.
+    /// Returns the address of the real function. If it is not known yet, looks it up with `find`.
     pub fn resolve(&'static self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
         let known = self.real.load(Ordering::Acquire);
         if known != 0 {
@@ -110,19 +112,20 @@ impl HookEntry {
 /// Number of entries in the pool. libcuda of CUDA 13 exports about 700 functions with all variants.
 pub const POOL: usize = 1024;
 
-/// The pool, in the order of its stubs.
+/// The pool of entries for functions that the application gets as addresses, in the order of their
+/// stubs.
 pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 
-/// True once calls of [`Class::Sync`] take the thorough path, on which the library observes how long
-/// they wait. Before, they take the short path, like other calls.
+/// True once calls of [`Class::Sync`] take the thorough path, on which the library observes how
+/// long they wait. Until then, they take the short path, like other calls.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
-/// Entries of those exported functions that wait for work.
+/// Entries of the exported functions that wait for GPU work.
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
-/// Makes all calls that wait for work take the thorough path from now on. Before that, they have no
-/// extra cost.
+/// Makes all calls that wait for GPU work take the thorough path from now on. Before this function
+/// is called, such calls have no extra cost.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(HookEntry::see_wait);
@@ -135,7 +138,8 @@ pub fn see_waits() {
     }
 }
 
-/// The index of the pool's entry for a real function; `None` when the pool is full.
+/// Returns the index of the pool's entry for a real function, and adds the entry if it is new.
+/// Returns `None` if the pool is full.
 pub fn index_of(real: usize, number: u32, class: Class) -> Option<usize> {
     find_or_add(&ENTRIES, real, number, class)
 }

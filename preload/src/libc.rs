@@ -1,4 +1,5 @@
-//! Functions that only the process's own libc can provide, found at run time.
+//! Calls libc functions that this library cannot implement itself. They are found at run time in
+//! the process's own libc.
 //!
 //! The references to these functions are weak, so the library also loads into a process whose libc
 //! lacks one of them.
@@ -8,7 +9,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::elf;
 
-/// The address of a weak symbol; 0: no loaded object defines it.
+/// Returns the address of a weakly linked symbol, or 0 if no loaded object defines it.
 macro_rules! weak {
     ($name:literal) => {{
         let address: usize;
@@ -25,7 +26,7 @@ macro_rules! weak {
     }};
 }
 
-/// The first fields of `struct dl_phdr_info`.
+/// The first fields of libc's `struct dl_phdr_info`, which describes a loaded object.
 #[repr(C)]
 pub struct PhdrInfo {
     pub base: usize,
@@ -36,7 +37,8 @@ pub struct PhdrInfo {
 
 type Visit = unsafe extern "C" fn(*const PhdrInfo, usize, *mut c_void) -> c_int;
 
-/// Calls `dl_iterate_phdr`. Does nothing if libc does not have it.
+/// Calls `visit` for each loaded object with `dl_iterate_phdr`. Does nothing if libc lacks that
+/// function.
 ///
 /// # Safety
 /// `visit` must be sound to call with `data` for each loaded object.
@@ -51,8 +53,8 @@ pub unsafe fn iterate_objects(visit: Visit, data: *mut c_void) {
     }
 }
 
-/// The monotonic clock in nanoseconds, which libc usually reads without a system call. `None`: libc
-/// does not have the function.
+/// Reads the monotonic clock in nanoseconds. libc usually does so without a system call. Returns
+/// `None` if libc lacks `clock_gettime`.
 pub fn monotonic_ns() -> Option<u64> {
     const CLOCK_MONOTONIC: c_int = 1;
     let address = weak!("clock_gettime");
@@ -70,14 +72,15 @@ pub fn monotonic_ns() -> Option<u64> {
     Some(seconds.wrapping_mul(1_000_000_000).wrapping_add(nanoseconds))
 }
 
-/// The environment of the process: a list that ends with a null pointer, or null.
+/// Returns the environment of the process: a list that ends with a null pointer. The list itself
+/// may be null.
 pub fn environ() -> *const *const c_char {
     let environ = weak!("environ") as *const *const *const c_char;
     // SAFETY: libc's variable, if it exists.
     if environ.is_null() { core::ptr::null() } else { unsafe { *environ } }
 }
 
-/// The value of an environment variable of the process.
+/// Returns the value of an environment variable of the process.
 pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     let environ = environ();
     // SAFETY: a list that ends with a null pointer, or null itself. If a program changes its
@@ -95,8 +98,8 @@ pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     None
 }
 
-/// Whether the process has more privileges than its caller (setuid). The caller sets its
-/// environment, which must then not control this library.
+/// Whether the process has more privileges than its caller (setuid). The environment comes from the
+/// caller, so it must not control this library in such a process.
 pub fn is_secure() -> bool {
     const AT_SECURE: u64 = 23;
     let address = weak!("getauxval");
@@ -109,7 +112,7 @@ pub fn is_secure() -> bool {
     unsafe { getauxval(AT_SECURE) != 0 }
 }
 
-/// Runs `body` and restores the application's `errno`.
+/// Runs `body`, and then restores the `errno` that the application had before.
 pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     let address = weak!("__errno_location");
     if address == 0 {
@@ -127,8 +130,9 @@ pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The signals that libc sends to all threads for `setuid` and cancellation. libc waits until each
-/// thread has handled such a signal, so a thread that blocks them would hang the application.
+/// Returns the set of signals that libc sends to all threads for `setuid` and cancellation. libc
+/// waits until each thread has handled such a signal, so a thread that blocks them would hang the
+/// application.
 pub fn internal_signals() -> u64 {
     const fn bit(signal: u64) -> u64 {
         1 << (signal - 1)
@@ -136,7 +140,7 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
-/// The first fields of `struct link_map`.
+/// The first fields of the loader's `struct link_map`, which describes a loaded object.
 #[repr(C)]
 pub struct LinkMap {
     /// Offset that the loader adds to the addresses in the file.
@@ -147,9 +151,9 @@ pub struct LinkMap {
     pub dynamic: *const [usize; 2],
 }
 
-/// Adds a reference to a loaded library for the life of the process. Takes the loader's lock, so
-/// the agent's thread must not call it. `None`: the library is not loaded, or libc cannot return
-/// its address.
+/// Adds a reference to a loaded library, so that it stays loaded for the life of the process. Takes
+/// the loader's lock, so the agent's thread must not call it. Returns `None` if the library is not
+/// loaded, or libc cannot return its address.
 pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
     const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
     const RTLD_DI_LINKMAP: c_int = 2;
@@ -184,26 +188,26 @@ pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
 
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
-/// Size of a new thread's stack.
+/// Stack size of a thread that [`start_thread`] starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum StackSize {
     /// The size that libc or the application has chosen for all threads. It is 8 MiB with glibc, and
     /// 128 KiB with musl.
     Default,
-    /// Enough for the driver's compiler, which needs 1 MiB.
+    /// A size that suffices for the driver's compiler, which needs 1 MiB.
     Large,
 }
 
-/// True once a thread that needs a large stack may have got a smaller one.
+/// True once a thread that needs a large stack may have been started with a smaller one.
 static HAS_SMALL_STACKS: AtomicBool = AtomicBool::new(false);
 
-/// Whether all threads that need a large stack have one.
+/// Whether all threads that need a large stack were started with one.
 pub fn are_stacks_large() -> bool {
     !HAS_SMALL_STACKS.load(Ordering::SeqCst)
 }
 
-/// Starts a thread with the application's libc, because libcuda uses thread-local storage, which a
-/// plain `clone` does not set up.
+/// Starts a thread with the functions of the application's libc. They set up thread-local storage,
+/// which libcuda uses and a plain `clone` would not set up.
 pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -> bool {
     type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
     // Before glibc 2.34, `pthread_create` is in libpthread, which may be loaded outside of this
@@ -241,8 +245,8 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -
     started
 }
 
-/// Runs `start` with thread attributes for a large stack. Also returns false if libc does not have
-/// the functions for attributes.
+/// Calls `start` with thread attributes that request a large stack. Returns the result of `start`,
+/// or false if libc lacks the functions for thread attributes.
 fn with_large_stack(start: impl FnOnce(*const c_void) -> bool) -> bool {
     const STACK_BYTES: usize = 8 << 20;
     type Attribute = unsafe extern "C" fn(*mut c_void) -> c_int;

@@ -1,9 +1,9 @@
-//! Finds the driver's library among the loaded objects, and its functions.
+//! Finds libcuda (the driver's library) among the loaded objects, and functions in it.
 //!
-//! Until [`keep`] has run, the library is found in the loader's list of objects. While a thread walks
+//! Until [`keep`] has run, libcuda is found in the loader's list of objects. While a thread walks
 //! that list, glibc holds a lock that it does not reset in a forked child. A child that is forked
-//! meanwhile would hang at its next `dlopen`. So the list is not walked for the driver's functions
-//! after [`keep`].
+//! during the walk would hang at its next `dlopen`. So after [`keep`], functions of the driver are
+//! found without the list.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -12,8 +12,8 @@ use affinode_cuda_sys::CheckpointGetStateFn;
 use crate::elf::{self, DynamicSection, LoadedObject};
 use crate::{libc, sys};
 
-/// Base and dynamic section of the libcuda that [`keep`] keeps loaded; 0: none. In a forked child
-/// libcuda is at the same addresses.
+/// Base address and dynamic section of the libcuda that [`keep`] keeps loaded. 0 if there is none.
+/// In a forked child libcuda is at the same addresses.
 static KEPT: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// Keeps libcuda loaded for the life of the process. Takes the loader's lock.
@@ -28,7 +28,7 @@ pub fn keep() {
     }
 }
 
-/// Whether [`keep`] has succeeded.
+/// Whether libcuda is kept loaded by [`keep`].
 pub fn is_kept() -> bool {
     let [_, section] = &KEPT;
     section.load(Ordering::Acquire) != 0
@@ -52,8 +52,8 @@ fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"cuInit").is_some()
 }
 
-/// The address of a function that libcuda exports. `None`: there is no such function, or no libcuda
-/// is loaded.
+/// Returns the address of a function that libcuda exports. Returns `None` if there is no such
+/// function, or no libcuda is loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     #[cfg(test)]
     if let Some(fake) = crate::swap::fake_driver::function(name) {
@@ -65,9 +65,9 @@ pub fn function(name: &[u8]) -> Option<usize> {
     }
 }
 
-/// The code and the state that `cuCheckpointProcessGetState` returns for this process. `None`: the
-/// driver has no such function. The call works in every state. It waits for a checkpoint step in
-/// progress.
+/// Calls `cuCheckpointProcessGetState` for this process, and returns its result code and the state.
+/// Returns `None` if the driver lacks the function. The call works in every state. It waits for a
+/// checkpoint step in progress.
 pub fn checkpoint_state() -> Option<(u32, u32)> {
     let function = function(b"cuCheckpointProcessGetState")?;
     let mut state = 0;

@@ -1,6 +1,6 @@
-//! Replaces functions that the application looks up with `dlsym` or `cuGetProcAddress`. The real
-//! look-up is called first. If it returns a function of libcuda that the gate holds, the
-//! application gets the function's stub instead.
+//! Hooks the look-ups of functions by `dlsym` and `cuGetProcAddress`. The real look-up is called
+//! first. If it returns a function of libcuda whose calls must pass the gate, the application gets
+//! the address of that function's stub instead.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,21 +9,22 @@ use affinode_cuda_sys::{hook, result};
 
 use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
-/// True if the application got a function of libcuda without a stub. Calls of that function do not
-/// pass the gate, so the gate does not hold all calls.
+/// True if the application got the address of a function of libcuda that has no stub. Calls of that
+/// function bypass the gate.
 static LEAKING: AtomicBool = AtomicBool::new(false);
 
-/// Whether the gate holds every function that the application has looked up so far.
+/// Whether every driver function that the application has looked up so far passes the gate.
 pub fn is_tight() -> bool {
     !LEAKING.load(Ordering::Relaxed)
 }
 
-/// Records that the application got a function without a stub.
+/// Records that the application got a driver function without a stub, whose calls bypass the gate.
 pub fn leak() {
     LEAKING.store(true, Ordering::Relaxed);
 }
 
-/// The address that the application gets for a function that a look-up has found.
+/// Returns the address to give to the application for a function that a look-up has found: the
+/// function's stub, or the function itself if it has no stub.
 fn hooked(name: &[u8], real: usize) -> usize {
     if is_of_nvml(name) {
         return nvml::hooked(name, real);
@@ -45,17 +46,17 @@ fn hooked(name: &[u8], real: usize) -> usize {
     real
 }
 
-/// The real `cuGetProcAddress` that one wrapper calls. The driver has two signatures, and each has
-/// a variant for per-thread default streams. All are called with the five arguments of the longer
-/// signature. A function with four arguments ignores the fifth.
+/// Address of a real `cuGetProcAddress`, for one of its wrappers. The driver has two signatures,
+/// and each has a variant for per-thread default streams. All are called with the five arguments of
+/// the longer signature. A function with four arguments ignores the fifth.
 struct LookupEntry {
     real: AtomicUsize,
 }
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
 
-/// All wrappers. Entries 0 and 1 belong to the exported `cuGetProcAddress` and
-/// `cuGetProcAddress_v2`.
+/// The wrappers of `cuGetProcAddress`. Entries 0 and 1 belong to the exported `cuGetProcAddress`
+/// and `cuGetProcAddress_v2`.
 static LOOKUP_ENTRIES: [LookupEntry; 8] = [const { LookupEntry { real: AtomicUsize::new(0) } }; 8];
 const WAYS: [GetProcAddress; 8] = [
     through::<0>,
@@ -94,8 +95,8 @@ impl LookupEntry {
     }
 }
 
-/// Calls the `cuGetProcAddress` of one of [`LOOKUP_ENTRIES`]. Entry 0 is the exported
-/// `cuGetProcAddress`, entry 1 the exported `cuGetProcAddress_v2`.
+/// Wrapper of `cuGetProcAddress`. Calls the real function of entry `DOOR` of [`LOOKUP_ENTRIES`].
+/// Entry 0 is the exported `cuGetProcAddress`, entry 1 the exported `cuGetProcAddress_v2`.
 ///
 /// # Safety
 /// See the driver's documentation of `cuGetProcAddress`.
@@ -127,11 +128,11 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
     code
 }
 
-/// What the exported `dlsym` must do next. It is returned in two registers.
+/// What the exported `dlsym` does next. It is returned in two registers.
 #[repr(C)]
 pub struct LookupResult {
     address: usize,
-    /// 1: jump to the real `dlsym` instead, which then sees the true caller.
+    /// 1 if the exported `dlsym` must jump to the real `dlsym`, which then sees the true caller.
     jump: usize,
 }
 
@@ -143,13 +144,13 @@ impl LookupResult {
     }
 }
 
-/// The address of the real `dlsym`, which the exported one uses; 0: not known yet.
+/// Address of the real `dlsym`, to which the exported `dlsym` jumps. 0 if it is not known yet.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library. An
-/// object that was loaded before this library may itself hook `dlsym` and call this library's
-/// `dlsym`. Returns 0 if there is no such object. Without this library, a weak reference of the
-/// program would also be 0.
+/// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library.
+/// Objects loaded earlier are skipped, because their `dlsym` may be a hook that calls this
+/// library's `dlsym`. Returns 0 if no later object has a `dlsym`. Without this library, a weak
+/// reference of the program would also be 0.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
@@ -158,7 +159,7 @@ pub extern "C" fn find_dlsym() -> usize {
 
 type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> usize;
 
-/// The real `dlsym`, as seen from this library.
+/// Returns the real `dlsym` as a function that this library can call.
 fn real_dlsym() -> Option<Dlsym> {
     let known = REAL_DLSYM.load(Ordering::Acquire);
     let address = if known == 0 { find_dlsym() } else { known };
@@ -170,10 +171,11 @@ fn is_of_nvml(name: &[u8]) -> bool {
     name.starts_with(b"nvml")
 }
 
-/// `dlsym` for a name that begins with `cu` and a capital letter, or with `nvml`.
+/// Looks up a name that begins with `cu` and a capital letter, or with `nvml`, for the exported
+/// `dlsym`.
 ///
 /// # Safety
-/// `name` must be a C string; called by the exported `dlsym` alone.
+/// `name` must be a C string. Only the exported `dlsym` may call this function.
 pub unsafe extern "C" fn dlsym_of_driver(
     handle: *mut c_void,
     name: *const c_char,
@@ -218,7 +220,8 @@ fn is_ours(address: usize) -> bool {
     elf::find(|object| elf::is_own(object).then(|| object.contains(address))) == Some(true)
 }
 
-/// The first function of that name in the objects that follow the caller's in load order.
+/// Returns the first function of this name in the objects that follow the caller's object in load
+/// order.
 fn next_after(caller: usize, name: &[u8]) -> Option<usize> {
     let mut passed = false;
     elf::find(|object| {

@@ -1,5 +1,5 @@
-//! Allocations that fail because device memory is short, and wait for free VRAM if that is
-//! configured.
+//! Makes an allocation that failed for lack of VRAM wait until VRAM is free, if the controller has
+//! configured this. The call is then repeated.
 //!
 //! ```text
 //! caller, outside the driver                               agent
@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A waiting allocation does not count as a call inside the driver, so its process may be offloaded
-//! like any other. Only one allocation of a process is reported at a time. Others that fail wait
-//! until the state is FREE.
+//! like any other. The agent reports only one allocation of a process at a time. If further
+//! allocations fail, they wait until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -32,37 +32,39 @@ const ASKED: u32 = 1;
 const GO_AHEAD: u32 = 2;
 const GIVE_UP: u32 = 3;
 
-/// The state of the process's waiting allocation, if there is one. All zero in a forked child.
+/// State of the one allocation of the process that waits for VRAM, if there is one. A forked child
+/// starts with all zero.
 pub struct OomWaiter {
-    /// Maximum time that an allocation waits, set by the controller; 0: allocations do not wait.
+    /// Maximum time that an allocation waits, set by the controller. 0 if allocations must not
+    /// wait.
     wait_ms: AtomicU32,
-    /// Thread of the waiting allocation; 0: none.
+    /// Id of the thread whose allocation waits. 0 if none waits.
     owner: AtomicU32,
     state: AtomicU32,
     attempts: AtomicU32,
     ticket: AtomicU64,
     bytes: AtomicU64,
     uuid: [AtomicU64; 2],
-    /// Ticket of the last allocation that succeeded after a wait.
+    /// Ticket (sequence number) of the last allocation that succeeded after a wait.
     served: AtomicU64,
 }
 
-/// The requirements of an allocation.
+/// What an allocation needs: an amount of VRAM on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllocRequest {
-    /// Size in bytes; 0: only the driver knows it.
+    /// Size in bytes. 0 if only the driver knows it.
     pub bytes: u64,
-    /// UUID of the device.
+    /// UUID of the device on which it is allocated.
     pub uuid: [u8; 16],
 }
 
-/// What the agent needs to know about the allocation that waits.
+/// The waiting allocation, as the agent reports it to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
     pub ticket: u64,
     pub want: AllocRequest,
     pub attempts: u32,
-    /// True if the allocation waits for an AllocGrant.
+    /// True while the allocation waits for the controller's message AllocGrant.
     pub asked: bool,
 }
 
@@ -80,7 +82,7 @@ impl OomWaiter {
         }
     }
 
-    /// Sets the maximum wait of allocations from now on. 0 also ends the wait in progress.
+    /// Sets the maximum time that allocations wait from now on. 0 also ends the wait in progress.
     pub fn set_wait_ms(&self, wait_ms: u32) {
         self.wait_ms.store(wait_ms, Ordering::Relaxed);
         if wait_ms == 0 {
@@ -88,7 +90,7 @@ impl OomWaiter {
         }
     }
 
-    /// The waiting allocation, for the agent.
+    /// Returns the waiting allocation. Called by the agent.
     pub fn case(&self) -> Option<PendingAlloc> {
         let state = self.state.load(Ordering::Acquire);
         let [low, high] = self.uuid.each_ref().map(|half| half.load(Ordering::Relaxed));
@@ -106,14 +108,14 @@ impl OomWaiter {
         self.served.load(Ordering::Relaxed) == ticket
     }
 
-    /// Stores the controller's AllocGrant.
+    /// Stores the controller's decision about the waiting allocation, and wakes its thread.
     pub fn answer(&self, ticket: u64, granted: bool) {
         if self.ticket.load(Ordering::Relaxed) == ticket {
             self.change(if granted { GO_AHEAD } else { GIVE_UP });
         }
     }
 
-    /// Changes the state if an allocation is waiting for a grant.
+    /// Changes the state, but only if an allocation is waiting for a grant.
     fn change(&self, to: u32) {
         let changed = self.state.compare_exchange(ASKED, to, Ordering::AcqRel, Ordering::Relaxed);
         if changed.is_ok() {
@@ -121,9 +123,10 @@ impl OomWaiter {
         }
     }
 
-    /// Makes the calling thread the owner of the wait. If another thread is the owner, waits until it
-    /// has given this up, at most until the time `until_us`. Returns false if that time has passed, or
-    /// if the calling thread is the owner already.
+    /// Makes the calling thread the owner of the wait, whose allocation is reported. If another
+    /// thread is the owner, waits until that thread's wait has ended, at most until the time
+    /// `until_us`. Returns false if that time has passed, or if the calling thread is the owner
+    /// already.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -164,7 +167,8 @@ impl OomWaiter {
         process::poke_agent();
     }
 
-    /// Sleeps until a grant, a refusal or the timeout. True: the call must be repeated.
+    /// Sleeps until the controller grants or refuses the VRAM, or until the timeout. Returns true
+    /// if it was granted, so that the call must be repeated.
     fn wait(&self, tid: u32, until_us: u64) -> bool {
         while self.owner.load(Ordering::Relaxed) == tid
             && self.state.load(Ordering::Acquire) == ASKED
@@ -192,7 +196,7 @@ impl OomWaiter {
     }
 }
 
-/// Maximum sleep before the state is checked again. The limit only guards against a lost wake.
+/// Maximum sleep before the state is checked again. It limits the delay if a wake-up were lost.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
 /// Whether a call of this function may be repeated after it failed for lack of memory. This
@@ -203,8 +207,9 @@ pub fn may_be_repeated(entry: &HookEntry) -> bool {
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
 }
 
-/// The requirements of a call that has just failed, if it may wait. To be called while the call is
-/// still counted, because it queries the driver for the device.
+/// Returns the requirements of a call that has just failed for lack of VRAM. Returns `None` if the
+/// call may not wait. Must be called while the call is still counted, because this function queries
+/// the driver for the device.
 ///
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
@@ -263,10 +268,10 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Lets a call wait for memory if it has failed, and ends its wait if it has not. Must be called
-/// after a call has returned and is no longer counted. True: the call must be repeated. `until_us`
-/// is the end of the wait. It must be 0 at the first call of this function, and is then kept for
-/// the next.
+/// Makes a failed call wait for VRAM, or ends the wait of a repeated call that did not fail again
+/// for lack of VRAM. Must be called after the call has returned and is no longer counted. Returns
+/// true if the call must be repeated. `until_us` is the time at which the wait ends. It must be 0
+/// the first time, and the value that is stored in it must be passed the next time.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,
@@ -299,7 +304,7 @@ pub fn settle(
     again
 }
 
-/// Ends the wait of a call that is repeated without the gate, because the process is no longer
+/// Ends the wait of a call that will be repeated without the gate, because the process is no longer
 /// managed.
 pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
@@ -349,7 +354,7 @@ mod tests {
         waiter
     }
 
-    /// Waits until an allocation waits for a grant, and returns it as the agent sees it.
+    /// Waits until an allocation waits for a grant, and returns it as the agent would see it.
     fn asked(waiter: &OomWaiter) -> PendingAlloc {
         loop {
             match waiter.case() {

@@ -1,6 +1,6 @@
-//! Measures the time that the hook adds to a call in this process. The agent calls a function that
-//! does nothing, with and without a stub, and computes the difference. These calls are counted on a
-//! separate page, so they do not count as activity.
+//! Measures the time that the hook adds to each CUDA call in this process. The agent calls a
+//! function that does nothing, with and without a stub, and computes the difference. These calls
+//! are counted on a separate page, so they do not count as activity.
 //!
 //! The measurement takes about 20 µs, once, on the agent's thread. No call of the application reads
 //! a clock for the measurement. The result is the time in a tight loop, which is the minimum that
@@ -15,8 +15,8 @@ use affinode_proto::wire::counters::{MAX_CALL_COST_PS, PAGE_BYTES};
 use crate::counters::CounterPage;
 use crate::{hook_table, libc, process, sys, thunk};
 
-/// Number of rounds. The fastest round is the result, because interruptions only make a round
-/// slower.
+/// Number of rounds of the measurement. The fastest round is the result, because interruptions only
+/// make a round slower.
 const ROUNDS: u32 = 16;
 const CALLS: u64 = 256;
 type Nothing = extern "C" fn();

@@ -6,9 +6,10 @@
 //!  └──────────────────────────── fork: the child finds zeroes ───────┘
 //! ```
 //!
-//! The state is in one page that a forked child finds zeroed, so the child is New without a fork
-//! handler. A token in a thread's thread-local block shows that the thread belongs to this
-//! registration. A process and its forked descendants all have different tokens.
+//! The state is in one page, which the kernel zeroes in a forked child. So the child is New without
+//! a fork handler. Each registration has a token. A thread's thread-local block contains the token
+//! of the registration to which the thread belongs. A process and its forked descendants all have
+//! different tokens.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -27,7 +28,7 @@ const BUSY: u32 = 1;
 const READY: u32 = 2;
 const UNMANAGED: u32 = 3;
 
-/// The registration of this process. All zero in a forked child.
+/// Registration of this process with the controller. A forked child starts with all zero.
 #[repr(C, align(4096))]
 pub struct Process {
     /// Token of this registration, a multiple of [`TOKEN_STEP`]; 0 while the process is not registered.
@@ -35,22 +36,23 @@ pub struct Process {
     token: AtomicU64,
     page: AtomicPtr<CounterPage>,
     state: AtomicU32,
-    /// 1 if the kernel does not support the memory barrier on all threads. All threads then use
-    /// slot 0.
+    /// 1 if the kernel does not support the memory barrier on all threads. All threads then use the
+    /// shared slot 0.
     unfenced: AtomicU32,
     page_fd: AtomicI32,
     agent_tid: AtomicU32,
-    /// Id of the thread that registers the process, while the state is BUSY.
+    /// Id of the thread that registers the process while the state is BUSY.
     registering_tid: AtomicU32,
-    /// The hook of the caller that arrived last at a closed gate.
+    /// Hook number of the call that arrived last at the closed gate.
     pub waiting_hook: AtomicU32,
-    /// Allocations that wait for free VRAM.
+    /// State of the allocation that waits for free VRAM, if there is one.
     pub oom_wait: OomWaiter,
     /// The limit of the container's VRAM.
     pub vram_limit: VramLimit,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
-    /// State of the first load of a module, which must have ended before the library copies.
+    /// State of the process's first load of a CUDA module. The load must have ended before the
+    /// library copies memory.
     pub module_load: swap::loader_lock::ModuleLoad,
 }
 
@@ -72,20 +74,22 @@ pub static PROCESS: Process = Process {
 };
 
 const TOKEN_STEP: u64 = 16;
-/// Added to the token of a thread that uses the shared slot. The token then differs from the
-/// process's token, so the thread does not take the thunk's fast path.
+/// Bit that is added to the token of a thread that uses the shared slot. The token then differs
+/// from the process's token, so the thread does not take the thunk's fast path.
 const SHARED: u64 = 1;
 
-/// A thread's block, in its initial thread-local storage.
+/// This library's data of one thread, in thread-local storage of the initial-exec model.
 #[repr(C)]
 pub struct ThreadState {
-    /// Null until the thread is attached.
+    /// The thread's slot in the counters. Null until the thread has one.
     slot: *const ThreadSlot,
-    /// The registration's token. Before the thread's first call it is -1, which is not a token.
+    /// Token of the registration to which the thread belongs. Before the thread's first call it is
+    /// -1, which is not a token.
     token: u64,
-    /// Number of slow-path calls that this thread is in now, nested calls included.
+    /// Number of calls on the slow path in which this thread is now, nested calls included.
     pub depth: u32,
-    /// 1 on the agent's thread, whose calls are never held.
+    /// 1 if the gate never holds calls of this thread, because it is the agent's thread or works
+    /// for the agent.
     pub is_agent: u32,
 }
 
@@ -102,7 +106,7 @@ global_asm!(
     ".text",
 );
 
-/// The calling thread's block.
+/// Returns the address of the calling thread's block.
 pub fn thread() -> *mut ThreadState {
     let block: *mut ThreadState;
     // SAFETY: the ABI defines this way to find a thread-local block: its offset is added to the
@@ -118,7 +122,7 @@ pub fn thread() -> *mut ThreadState {
     block
 }
 
-/// The slot in which a call is counted, from the call's begin to its end.
+/// The slot in which one call is counted, from the call's begin to its end.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SlotLocation {
@@ -127,8 +131,8 @@ pub struct SlotLocation {
 }
 
 impl SlotLocation {
-    /// The slot. `None`: this process was forked after the call was counted, and the slot is in the
-    /// parent's page.
+    /// Returns the slot in which the call was counted. Returns `None` if this process was forked
+    /// after that, because the slot is then in the parent's page.
     pub fn slot(&self) -> Option<&'static ThreadSlot> {
         let current = PROCESS.token.load(Ordering::Relaxed);
         if current == 0 || self.token & !SHARED != current {
@@ -140,14 +144,14 @@ impl SlotLocation {
     }
 }
 
-/// The registered page of this process. `None`: it is not registered.
+/// Returns the counters of this process. Returns `None` if the process is not registered.
 pub fn page() -> Option<&'static CounterPage> {
     // SAFETY: null, or a page that is mapped for the life of the process.
     unsafe { PROCESS.page.load(Ordering::Acquire).as_ref() }
 }
 
-/// Returns the slot of the calling thread, and the counters. Registers process and thread if needed.
-/// `None`: the process is not managed.
+/// Returns the slot of the calling thread, and the counters. Registers process and thread if
+/// needed. Returns `None` if the process is not managed.
 pub fn place() -> Option<(SlotLocation, &'static CounterPage)> {
     let page = register()?;
     let token = PROCESS.token.load(Ordering::Acquire);
@@ -190,8 +194,8 @@ pub fn leave_fast_path() {
     unsafe { (*thread()).token |= SHARED };
 }
 
-/// Runs `run` while the calling thread counts its calls on another page. Used by the agent, whose own
-/// calls are otherwise not counted.
+/// Runs `run` while the calling thread counts its calls on the page `scratch`. The agent uses it,
+/// because its own calls are otherwise not counted.
 pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
     // SAFETY: the calling thread's own block. The slot is replaced before the page is freed.
@@ -239,7 +243,7 @@ fn register() -> Option<&'static CounterPage> {
     }
 }
 
-/// Makes the kernel zero [`PROCESS`] in a forked child. False: the kernel refused.
+/// Makes the kernel zero [`PROCESS`] in each forked child. Returns false if the kernel refused.
 pub fn children_start_anew() -> bool {
     static ARRANGED: AtomicU32 = AtomicU32::new(0);
     match ARRANGED.load(Ordering::Relaxed) {
@@ -253,7 +257,7 @@ pub fn children_start_anew() -> bool {
     }
 }
 
-/// Creates the counters and starts the agent.
+/// Creates the process's counters and starts the agent.
 fn make() -> Option<()> {
     let fd = take_page()?;
     agent::note_path();
@@ -265,7 +269,8 @@ fn make() -> Option<()> {
     started.then_some(())
 }
 
-/// Creates the counters, on which calls are counted from now on. Returns their file's descriptor.
+/// Creates the page of counters, on which calls are counted from now on. Returns the descriptor of
+/// its file.
 fn take_page() -> Option<i32> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
     fds::close_inherited();
@@ -296,7 +301,7 @@ fn take_page() -> Option<i32> {
     Some(fd)
 }
 
-/// Runs `body` with a counter page, but without registering the process.
+/// Runs `body` with a page of counters in a test, without registering the process.
 #[cfg(test)]
 pub fn with_page<R>(body: impl FnOnce(&'static CounterPage) -> R) -> R {
     let page = Box::leak(crate::counters::tests::page());
@@ -315,7 +320,7 @@ pub fn manage() -> Option<&'static CounterPage> {
     page()
 }
 
-/// Whether `AFFINODE_DISABLE=1` was set at the first call of this function.
+/// Whether `AFFINODE_DISABLE=1` was in the environment at the first call of this function.
 pub fn is_disabled() -> bool {
     static ANSWER: AtomicU32 = AtomicU32::new(0);
     match ANSWER.load(Ordering::Relaxed) {
@@ -328,42 +333,42 @@ pub fn is_disabled() -> bool {
     }
 }
 
-/// Whether the memory barrier on all threads works. It makes the threads' plain increments visible
-/// to the agent in time.
+/// Whether the memory barrier on all threads works. The barrier makes the plain increments of all
+/// threads visible to the agent.
 pub fn is_fenced() -> bool {
     PROCESS.unfenced.load(Ordering::Relaxed) == 0
 }
 
-/// The number of this process's registration. A process and its forked descendants all have different
-/// numbers, whereas process ids can repeat.
+/// Returns the number of this process's registration. A process and its forked descendants all have
+/// different numbers, whereas process ids can repeat.
 pub fn registration() -> u32 {
     (PROCESS.token.load(Ordering::Acquire) / TOKEN_STEP) as u32
 }
 
-/// The descriptor of the counters' file.
+/// Returns the descriptor of the file that contains the counters.
 pub fn page_fd() -> i32 {
     PROCESS.page_fd.load(Ordering::Relaxed)
 }
 
-/// Marks the calling thread as the agent.
+/// Makes the calling thread the agent of this process.
 pub fn become_agent(tid: u32) {
     pass_gate();
     PROCESS.agent_tid.store(tid, Ordering::SeqCst);
 }
 
-/// Lets the calling thread's calls pass the gate, because it works for the agent.
+/// Makes the gate pass all calls of the calling thread, because it works for the agent.
 pub fn pass_gate() {
     // SAFETY: the calling thread's own block.
     unsafe { (*thread()).is_agent = 1 };
 }
 
-/// The agent's thread id; `None`: the agent does not run yet.
+/// Returns the agent's thread id. Returns `None` if the agent does not run yet.
 pub fn agent_tid() -> Option<u32> {
     Some(PROCESS.agent_tid.load(Ordering::SeqCst)).filter(|tid| *tid != 0)
 }
 
-/// Wakes the agent by a signal. The agent never ends and has the signal blocked, so the signal only
-/// wakes it. By default the signal is ignored.
+/// Wakes the agent by a signal. The agent blocks the signal and waits for it, so the signal has no
+/// other effect. If no thread blocked it, the default action would be to ignore it.
 pub fn poke_agent() {
     if let Some(tid) = agent_tid() {
         let _ = sys::signal_thread(tid, sys::SIGURG);

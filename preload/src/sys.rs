@@ -1,5 +1,5 @@
-//! System calls without libc. The library does not link against libc, and `errno` belongs to the
-//! application.
+//! Makes system calls without libc. The library does not link against libc, and `errno` belongs to
+//! the application.
 
 use core::arch::asm;
 use core::ffi::CStr;
@@ -72,12 +72,12 @@ mod number {
     pub const CLOSE_RANGE: usize = 436;
 }
 
-/// A failed system call, as a positive errno value.
+/// Error of a failed system call, as a positive errno value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Errno(pub i32);
 
-/// The signal that wakes the agent. The agent blocks the signal and waits for it. The default
-/// action is to ignore the signal.
+/// The signal that wakes the agent. The agent blocks the signal and waits for it. The signal's
+/// default action is to be ignored.
 pub const SIGURG: u64 = 23;
 
 /// `O_CLOEXEC`, the flag of `open`.
@@ -109,14 +109,15 @@ unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as usize) }
 }
 
-/// Makes a system call whose arguments are numbers, or pointers to memory that outlives the call.
+/// Makes a system call that is sound with any arguments: they are numbers, or pointers to memory
+/// that outlives the call.
 fn plain(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     // SAFETY: this function is private to the module. Each use below passes numbers, or references
     // that live across the call with the sizes that the kernel assumes.
     unsafe { call(n, args) }
 }
 
-/// This process's id, never cached: it changes in a forked child.
+/// Returns this process's id. It is not cached, because it changes in a forked child.
 pub fn getpid() -> u32 {
     plain(number::GETPID, [0; 6]).unwrap_or(0) as u32
 }
@@ -126,7 +127,7 @@ pub fn gettid() -> u32 {
     plain(number::GETTID, [0; 6]).unwrap_or(0) as u32
 }
 
-/// Whether a thread of this process exists. True also if this cannot be determined.
+/// Whether a thread of this process exists. Returns true if this cannot be determined.
 pub fn thread_lives(tid: u32) -> bool {
     signal_thread(tid, 0) != Err(ESRCH)
 }
@@ -137,7 +138,7 @@ pub fn signal_thread(tid: u32, signal: u64) -> Result<(), Errno> {
     plain(number::TGKILL, args).map(drop)
 }
 
-/// Names the calling thread. At most 15 bytes are kept.
+/// Sets the name of the calling thread. At most 15 bytes of it are used.
 pub fn set_thread_name(name: &CStr) {
     const PR_SET_NAME: usize = 15;
     let args = [PR_SET_NAME, name.as_ptr() as usize, 0, 0, 0, 0];
@@ -153,8 +154,8 @@ pub fn set_signal_mask(mask: u64) -> u64 {
     old
 }
 
-/// Waits until a blocked signal of `mask` is pending, and takes it. If the kernel refuses the call,
-/// the function sleeps for a short time. The caller must then check the state that the signal
+/// Waits until a blocked signal of `mask` is pending, and consumes it. If the kernel refuses the
+/// call, the function sleeps for a short time. The caller must then check the state that the signal
 /// announces.
 pub fn wait_signal(mask: u64, timeout_ms: u64) {
     const MOMENT_MS: u64 = 50;
@@ -185,13 +186,13 @@ impl Timespec {
     }
 }
 
-/// Sleeps for this time, or less if a signal is handled.
+/// Sleeps for this number of microseconds, or less if a signal is handled.
 pub fn sleep_us(us: u64) {
     let time = Timespec::from_us(us);
     let _ = plain(number::NANOSLEEP, [&raw const time as usize, 0, 0, 0, 0, 0]);
 }
 
-/// Microseconds since boot, without the time in suspend.
+/// Returns the microseconds since boot, without the time in suspend.
 pub fn now_us() -> u64 {
     const CLOCK_MONOTONIC: usize = 1;
     let mut time = Timespec::from_us(0);
@@ -223,36 +224,36 @@ pub fn futex_wake_all(word: &AtomicU32) {
     let _ = plain(number::FUTEX, [at, FUTEX_WAKE, i32::MAX as usize, 0, 0, 0]);
 }
 
-/// Makes [`barrier`] possible for this process.
+/// Registers this process with the kernel, so that it can use [`barrier`].
 pub fn register_barrier() -> Result<(), Errno> {
     const REGISTER_PRIVATE_EXPEDITED: usize = 1 << 4;
     plain(number::MEMBARRIER, [REGISTER_PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
 }
 
-/// A full memory barrier on every running thread of the process.
+/// Executes a full memory barrier on every running thread of the process.
 pub fn barrier() -> Result<(), Errno> {
     const PRIVATE_EXPEDITED: usize = 1 << 3;
     plain(number::MEMBARRIER, [PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
 }
 
-/// A set of processors, one bit for each.
+/// A set of processors, with one bit for each processor.
 pub type CpuSet = [u64; 128];
 
-/// The processors on which the calling thread may run.
+/// Returns the processors on which the calling thread may run.
 pub fn processors_allowed() -> Option<CpuSet> {
     let mut set: CpuSet = [0; 128];
     let args = [0, size_of_val(&set), set.as_mut_ptr() as usize, 0, 0, 0];
     plain(number::SCHED_GETAFFINITY, args).ok().map(|_| set)
 }
 
-/// Number of processors on which the calling thread may run; at least one.
+/// Returns the number of processors on which the calling thread may run, at least one.
 pub fn processors() -> usize {
     let allowed = processors_allowed().unwrap_or([0; 128]);
     allowed.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
 }
 
-/// Limits the calling thread to these processors. False: it may not run on any of them, and nothing
-/// changes.
+/// Restricts the calling thread to these processors. Returns false, without a change, if the thread
+/// may not run on any of them.
 pub fn run_on(set: &CpuSet) -> bool {
     let args = [0, size_of_val(set), set.as_ptr() as usize, 0, 0, 0];
     plain(number::SCHED_SETAFFINITY, args).is_ok()
@@ -265,13 +266,14 @@ fn limit(resource: usize) -> Option<usize> {
     Some(soft)
 }
 
-/// Maximum number of the process's descriptors; 0 if it cannot be read.
+/// Returns the limit of open descriptors of the process. Returns 0 if it cannot be read.
 pub fn descriptor_limit() -> usize {
     const RLIMIT_NOFILE: usize = 7;
     limit(RLIMIT_NOFILE).unwrap_or(0)
 }
 
-/// Maximum size of a file; `usize::MAX` if it cannot be read.
+/// Returns the limit of the size of a file that the process may write. Returns `usize::MAX` if it
+/// cannot be read.
 fn file_limit_bytes() -> usize {
     const RLIMIT_FSIZE: usize = 1;
     limit(RLIMIT_FSIZE).unwrap_or(usize::MAX)
@@ -295,7 +297,7 @@ pub fn open_to_read(path: &CStr) -> Option<Descriptor> {
     plain(number::OPEN, args).ok().map(|fd| Descriptor(fd as i32))
 }
 
-/// Context switches of all threads of this process except for the calling one.
+/// Returns the number of context switches of all threads of this process except the calling thread.
 pub fn switches_of_others() -> u64 {
     const SELF: usize = 0;
     const THREAD: usize = 1;
@@ -310,7 +312,7 @@ pub fn switches_of_others() -> u64 {
     of(SELF).wrapping_sub(of(THREAD))
 }
 
-/// Reads memory of this process that may be unmapped. False: at least a part of it could not be
+/// Reads memory of this process that may be unmapped. Returns false if a part of it could not be
 /// read.
 pub fn read_own_memory(at: usize, words: &mut [usize]) -> bool {
     let bytes = size_of_val(words);
@@ -351,19 +353,20 @@ pub fn lift(fd: i32) -> i32 {
     fd
 }
 
-/// Closes a descriptor that is known to be this library's.
+/// Closes a descriptor that is known to belong to this library.
 pub fn close(fd: i32) {
     let _ = plain(number::CLOSE, [fd as usize, 0, 0, 0, 0, 0]);
 }
 
-/// Identifies an open file. With it the library notices that a descriptor refers to another file.
+/// Identity of an open file. It shows whether a descriptor number still refers to the same file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub device: u64,
     pub inode: u64,
 }
 
-/// The identity behind a descriptor, `None` when it is closed.
+/// Returns the identity of the file that a descriptor refers to. Returns `None` if the descriptor
+/// is closed.
 pub fn identity(fd: i32) -> Option<Identity> {
     // struct stat begins with st_dev and st_ino, and is 144 bytes long.
     let mut stat = [0_u64; 18];
@@ -371,8 +374,8 @@ pub fn identity(fd: i32) -> Option<Identity> {
     plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
 }
 
-/// Creates a Unix stream socket that is connected to `path`. It never blocks, and makes `signal`
-/// pending on `tid` when data can be read.
+/// Creates a Unix stream socket that is connected to `path`. The socket never blocks. The kernel
+/// sends `signal` to thread `tid` when data can be read.
 pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     const AF_UNIX: u16 = 1;
     const STREAM_NONBLOCK_CLOEXEC: usize = 1 | 0x800 | 0x8_0000;
@@ -405,8 +408,8 @@ pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     fcntl(fd, F_SETFL, O_RDWR_NONBLOCK_ASYNC)
 }
 
-/// Sends bytes on a socket, with a descriptor if one is given. A frame is sent whole or not at all.
-/// The call neither blocks nor raises SIGPIPE.
+/// Sends bytes on a socket, with a descriptor if one is given. The bytes are sent as a whole or not
+/// at all. The call neither blocks nor raises SIGPIPE.
 pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Errno> {
     const SOL_SOCKET: u64 = 1;
     const SCM_RIGHTS: u64 = 1;
@@ -427,7 +430,8 @@ pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Err
     plain(number::SENDMSG, [fd as usize, at, DONTWAIT_NOSIGNAL, 0, 0, 0])
 }
 
-/// A descriptor that was received or made for short use. Closed when dropped.
+/// An owned descriptor, such as one that was received from a socket. It is closed when the value is
+/// dropped.
 #[derive(Debug)]
 pub struct Descriptor(i32);
 
@@ -477,16 +481,17 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     Ok((bytes, came.then(|| Descriptor(lift(control[2] as u32 as i32)))))
 }
 
-/// Ends a connection for all processes that have its descriptor.
+/// Shuts down a connection, for all processes that have a descriptor of it.
 pub fn shut_down(fd: i32) {
     const SHUT_RDWR: usize = 2;
     let _ = plain(number::SHUTDOWN, [fd as usize, SHUT_RDWR, 0, 0, 0, 0]);
 }
 
-/// The node-wide lock of a folder that is shared between containers.
+/// A lock on a folder. It holds for the whole node, because the folder is shared between
+/// containers.
 #[derive(Debug)]
 pub enum FolderLock {
-    /// Locked through this descriptor until this value is dropped.
+    /// The folder is locked through this descriptor until this value is dropped.
     Held(i32),
     /// The folder does not exist, so no other process can lock it.
     Missing,
@@ -500,7 +505,7 @@ impl Drop for FolderLock {
     }
 }
 
-/// Takes the lock of a folder; `None` while another process holds it.
+/// Locks a folder. Returns `None` if another process has locked it.
 pub fn lock_folder(path: &CStr) -> Option<FolderLock> {
     const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
     const LOCK_EXCLUSIVE_NONBLOCK: usize = 2 | 4;

@@ -1,6 +1,7 @@
-//! The code through which every hooked call runs. It needs no signatures, because it keeps the
-//! argument registers and passes eight words of stack arguments on. Eight words are the 64 bytes that
-//! `cuIpcOpenMemHandle` takes by value. No other driver function has more than five.
+//! The assembly code through which every hooked CUDA call runs. It needs no signatures of
+//! functions, because it preserves the argument registers and copies eight words of stack
+//! arguments. Eight words are the 64 bytes that `cuIpcOpenMemHandle` takes by value. No other
+//! driver function has more than five.
 //!
 //! ```text
 //! stub: r11 = entry ──> thunk
@@ -15,8 +16,8 @@
 //! ```
 //!
 //! The fast path has no system call, lock, atomic operation or clock. The processor may reorder the
-//! increment and the read of the gate. Therefore a thread that closes the gate makes a barrier on all
-//! threads (`membarrier`).
+//! increment and the read of the gate. Therefore a thread that closes the gate then executes a
+//! barrier on all threads (`membarrier`).
 
 use core::arch::global_asm;
 
@@ -27,7 +28,7 @@ use crate::gate::{HookFrame, enter, leave};
 use crate::hook_table::{ENTRIES, POOL, layout};
 use crate::process::PROCESS;
 
-/// Offset of the countdown to the next recorded call, from the slot's start.
+/// Offset, within a slot, of the number of calls before the next recorded call.
 const SKIP: usize = core::mem::offset_of!(ThreadSlot, pick.skip);
 
 global_asm!(
@@ -216,7 +217,7 @@ unsafe extern "C" {
     static affinode_stubs: u8;
 }
 
-/// The address of the stub of the pool's entry with this index.
+/// Returns the address of the stub that belongs to the pool's entry with this index.
 pub fn stub(index: usize) -> usize {
     (&raw const affinode_stubs) as usize + index * layout::STRIDE
 }

@@ -1,13 +1,14 @@
-//! Detects programs that access the driver by other ways than its public functions: profilers,
+//! Detects tools that access the driver by other ways than its public functions: profilers,
 //! sanitizers, debuggers and video libraries.
 //!
-//! The driver has private tables of functions (`cuGetExportTable`), whose calls the gate does not
-//! hold. The tables are not wrapped, because the CUDA runtime checks them by a hash. But the request
-//! for a table is an ordinary call, which this library sees. A table of the CUDA runtime or its
-//! libraries is harmless: its functions are called only from inside calls that the gate holds. Any
-//! table that is not listed here is treated as a tool's, whose threads call at any time. While the context is checkpointed,
-//! such a call hangs, and the process is lost at the restore (CUPTI, H200, driver 580.159). So a
-//! process that has requested such a table keeps its context permanently.
+//! The driver has private tables of functions, which `cuGetExportTable` returns. The gate does not
+//! hold calls of these functions. The tables cannot be replaced by wrappers, because the CUDA
+//! runtime checks them by a hash. But the request for a table is an ordinary call, which this
+//! library sees. A table of the CUDA runtime or its libraries is harmless: its functions are called
+//! only from inside calls that the gate holds. Any table that is not listed here is treated as a
+//! tool's, whose threads call at any time. While the context is checkpointed, such a call hangs,
+//! and the process is lost at the restore (CUPTI, H200, driver 580.159). So a process that has
+//! requested such a table keeps its context permanently.
 //!
 //! ```text
 //! request ──bit in the counters──> gate ──resident──> driver: the tool gets the table
@@ -21,13 +22,13 @@ use affinode_proto::wire::Hazards;
 
 use crate::{elf, libc, sys};
 
-/// A `CUuuid`, as bytes.
+/// Identifier of a driver table: the bytes of a `CUuuid`.
 pub type TableId = [u8; 16];
 
-/// Ids of the tables that the CUDA runtime, its math libraries, NVRTC and NVML request in programs
-/// without any tool (CUDA 13.0, driver 580.159.04, H200). The first byte of an id is the highest.
-/// Table `1734dc26-800d-4745-8726-c0f1e7dd8bca` of cuBLASLt is not listed, because no test has
-/// shown that a process may call its functions while it is checkpointed.
+/// Ids of harmless tables: those that the CUDA runtime, its math libraries, NVRTC and NVML request
+/// in programs without any tool (CUDA 13.0, driver 580.159.04, H200). The first byte of an id is
+/// the highest. Table `1734dc26-800d-4745-8726-c0f1e7dd8bca` of cuBLASLt is not listed, because no
+/// test has shown that a process may call its functions while it is checkpointed.
 const HARMLESS: [u128; 11] = [
     0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
     0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9,
@@ -45,8 +46,8 @@ const HARMLESS: [u128; 11] = [
     // Requested by NVML.
     0x69a28e9f_24498b47_b030c5da_330ea4e9,
 ];
-/// Tables that video libraries request: NVDEC requests the first table, NVENC the second table.
-/// Tools also request the second table.
+/// Ids of tables that video libraries request: NVDEC requests the first table, NVENC the second
+/// table. Tools also request the second table.
 const VIDEO: [u128; 2] =
     [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
 
@@ -62,11 +63,11 @@ const OF_TOOLS: [&[u8]; 5] = [
     b"libToolsInjection",
     b"libcudadebugger.so",
 ];
-/// Libraries that decode and encode video. They are harmless until they request a
-/// table.
+/// Libraries that decode and encode video. They are harmless until they request a driver table.
 const OF_VIDEO: [&[u8]; 2] = [b"libnvcuvid.so", b"libnvidia-encode.so"];
 
-/// The table that a call of `cuGetExportTable` requests; 0 if it names none.
+/// Returns the id of the table that a call of `cuGetExportTable` requests. Returns 0 if the call
+/// names none.
 ///
 /// # Safety
 /// `id` must be null or point to a table's id.
@@ -75,7 +76,8 @@ pub unsafe fn table(id: *const TableId) -> u128 {
     if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
 }
 
-/// The hazard that a request for this table adds; empty if the table does not belong to a tool.
+/// Returns the hazard that a request for this table adds. It is empty if the table does not belong
+/// to a tool.
 pub fn of_request(table: u128) -> Hazards {
     let [decoder, shared] = VIDEO;
     if table == 0 || HARMLESS.contains(&table) {
@@ -87,23 +89,26 @@ pub fn of_request(table: u128) -> Hazards {
     }
 }
 
-/// The hazard that the environment shows before the first call.
+/// Returns the hazard of tools that environment variables load into the process. It is known before
+/// the first call.
 pub fn in_environment() -> Hazards {
     let is_set = |name: &&[u8]| libc::environment(name).is_some_and(|value| !value.is_empty());
     if INJECTIONS.iter().any(is_set) { Hazards::TOOLS } else { Hazards(0) }
 }
 
-/// The hazard of loaded tools and of a tracer, at the time of the call. Only the agent calls it.
+/// Returns the hazard of the tools that are loaded now, and of a tracer (debugger). Only the agent
+/// calls this function.
 pub fn found() -> Hazards {
     if is_mapped(MAPS, &OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
 }
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Whether the name of a mapped file begins with one of `names`. The function reads the file
-/// `maps`, not the loader's list of objects: glibc does not reset that list's lock in a forked
-/// child, so a child that is forked while the agent walks the list would hang. If `maps` cannot be
-/// read, the function walks the list, because the process could be lost if a tool were not found.
+/// Whether the process has mapped a file whose name begins with one of `names`. The function reads
+/// the file `maps`, not the loader's list of objects: glibc does not reset that list's lock in a
+/// forked child, so a child that is forked while the agent walks the list would hang. If `maps`
+/// cannot be read, the function walks the list, because the process could be lost if a tool were
+/// not found.
 fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
     let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };
@@ -143,7 +148,7 @@ fn is_traced() -> bool {
     sys::read_file(STATUS, &mut buffer).is_some_and(names_tracer)
 }
 
-/// Whether the text of a process's status file names a tracer.
+/// Whether the text of a process's status file names a tracer (debugger).
 fn names_tracer(status: &[u8]) -> bool {
     const FIELD: &[u8] = b"TracerPid:\t";
     let mut lines = status.split(|byte| *byte == b'\n');

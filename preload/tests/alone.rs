@@ -1,5 +1,5 @@
-//! Tests without a controller, or with a controller that ends: the application continues in each of
-//! them.
+//! Tests of the preload library without a controller, or with a controller that ends. The
+//! application must continue in each of them.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -21,7 +21,8 @@ fn registered(controller: &Controller) -> Client {
     client
 }
 
-/// A registered client whose `nvidia-smi` prints the file `free` of the folder.
+/// Starts a client that registers with the controller. Its `nvidia-smi` prints the content of the
+/// file `free` in the folder.
 fn registered_with_tool(controller: &Controller, folder: &Path, free: &str) -> Client {
     std::fs::write(folder.join("free"), free).unwrap();
     let (path, tools) = (controller.path(), support::nvidia_smi(folder));
@@ -31,7 +32,7 @@ fn registered_with_tool(controller: &Controller, folder: &Path, free: &str) -> C
     client
 }
 
-/// Output of `nvidia-smi`: free and total MiB of the device.
+/// Output of the fake `nvidia-smi`: free and total MiB of the device.
 const ROOM: &str = "1, 0\n";
 const NO_ROOM: &str = "0, 0\n";
 
@@ -86,8 +87,8 @@ fn unanswered_caller_restores_its_process() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// The stub's steps need 512 KiB of stack. By default a thread has 128 KiB with musl, and with glibc
-/// the size that the program chooses.
+/// The agent's thread must have a large stack. The stub driver's checkpoint steps need 512 KiB of
+/// it. By default a thread has 128 KiB with musl, and with glibc the size that the program chooses.
 #[test]
 fn agent_has_a_stack_for_the_driver() {
     for build in [Build::Glibc, Build::Musl] {
@@ -104,8 +105,9 @@ fn agent_has_a_stack_for_the_driver() {
     }
 }
 
-/// libc frees the list of variables when the program changes its environment, even if the agent reads
-/// it at that time.
+/// The agent must not read the list of environment variables when it restores the process without a
+/// controller. libc frees the list when the program changes its environment, even if the agent
+/// reads it at that time.
 #[test]
 fn self_restore_does_not_read_environment() {
     for build in [Build::Glibc, Build::Musl] {
@@ -223,7 +225,8 @@ fn an_old_driver_is_told_and_never_locked() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// A checkpointed client with a waiting call and a tool that reports free VRAM, and its connection.
+/// Returns a checkpointed client in which a CUDA call waits, and the agent's connection. The
+/// client's `nvidia-smi` reports free VRAM from the file `free`.
 fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Client, Connection) {
     let mut client = registered_with_tool(controller, folder, free);
     let mut agent = controller.welcome();
@@ -233,7 +236,8 @@ fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Cli
     (client, agent)
 }
 
-/// Waits until the agent has run the tool twice: the first result then did not suffice.
+/// Waits until the agent has run `nvidia-smi` twice, which means that the first result showed too
+/// little free VRAM.
 fn wait_asked_twice(folder: &Path) {
     while std::fs::read(folder.join("asked")).map_or(0, |bytes| bytes.len()) < 2 {
         std::thread::yield_now();
@@ -298,8 +302,9 @@ fn denied_system_calls_are_not_needed() {
     }
 }
 
-/// A call that is made inside `pthread_create`, while the registration starts the agent, passes. The
-/// registration cannot wait for itself.
+/// A CUDA call inside `pthread_create`, while the library starts the agent to register the process,
+/// must pass. It cannot wait for the registration, because the registration waits for
+/// `pthread_create`.
 #[test]
 fn call_while_the_agent_is_created_passes() {
     let controller = Controller::new();
@@ -317,7 +322,8 @@ fn call_while_the_agent_is_created_passes() {
     client.finish();
 }
 
-/// If a filter denies the system call that waits for signals, the agent sleeps in another way.
+/// If a seccomp filter denies the system call that waits for signals, the agent must sleep in
+/// another way.
 #[test]
 fn agent_that_cannot_wait_for_signals_sleeps() {
     const RT_SIGTIMEDWAIT: &str = "128";
@@ -341,9 +347,9 @@ fn agent_that_cannot_wait_for_signals_sleeps() {
     }
 }
 
-/// Before the driver's lock, the library must not call `process_vm_readv` on a waiting caller's
-/// stack. A seccomp filter that kills the process at this system call must not end a process whose
-/// gate is only closed and opened.
+/// The library must not call `process_vm_readv` on a waiting caller's stack before the driver has
+/// locked the process. A seccomp filter that kills the process at this system call must not end a
+/// process whose gate is only closed and opened.
 #[test]
 fn held_call_reads_no_stack_before_the_lock() {
     const PROCESS_VM_READV: &str = "310";
@@ -360,8 +366,9 @@ fn held_call_reads_no_stack_before_the_lock() {
     assert_eq!(client.answer(), 0);
 }
 
-/// The kernel registers the process for the barrier, and then refuses the barrier itself. Without a
-/// barrier the counts prove nothing, so the gate is not closed and no hold is reported.
+/// The kernel accepts the registration for the memory barrier, and then refuses the barrier itself.
+/// Without a barrier the counts of calls prove nothing. So the agent must neither close the gate
+/// nor report that allocations are paused.
 #[test]
 fn close_and_hold_without_barrier_are_busy() {
     const MEMBARRIER_EXPEDITED: &str = "324:8";

@@ -1,4 +1,4 @@
-//! Tests of a thread that blocks inside the driver, in a call without a hook.
+//! Tests of a process in which a thread blocks inside the driver, in a call that is not hooked.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -16,8 +16,9 @@ fn registered(controller: &Controller) -> (Client, Connection) {
     (client, controller.welcome())
 }
 
-/// Waits until every thread of the process sleeps in the kernel. A thread that is about to sleep in
-/// the driver still counts as running, so the agent would not know its place before the lock.
+/// Waits until every thread of the process sleeps in the kernel. A thread that has not yet blocked
+/// in the driver counts as running, so the agent could not know its position before the driver's
+/// lock.
 fn wait_until_all_sleep(pid: u32) {
     let sleeps = |task: std::io::Result<std::fs::DirEntry>| {
         let text =

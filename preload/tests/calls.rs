@@ -1,4 +1,4 @@
-//! Tests of recorded calls, through the real thunk in a real process.
+//! Tests of the recording of CUDA calls, through the real thunk in a real process.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

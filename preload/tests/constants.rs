@@ -1,4 +1,5 @@
-//! Tests of calls with a constant result. While the process is offloaded, they return without a wake.
+//! Tests of calls whose result is constant. While the process is offloaded, they must return
+//! without requesting a restore.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -7,8 +8,8 @@ mod support;
 use support::controller::{BRING_BACK, Controller, OFFLOAD};
 use support::{Build, Client};
 
-/// The client's answer to `devices` with the stub driver: three devices times 100, plus the name's
-/// length of four letters.
+/// Answer of the client to the command `devices` with the stub driver: 100 times three devices,
+/// plus the four letters of the device's name.
 const DEVICES: i64 = 304;
 
 #[test]

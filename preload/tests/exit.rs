@@ -1,5 +1,5 @@
-//! Tests of an offloaded process that ends: which results its exit handlers' calls have, and which of
-//! them send a wake.
+//! Tests of an offloaded process that exits: which results the calls in its exit handlers have, and
+//! which of these calls request a restore.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -10,8 +10,8 @@ use support::{Build, Client};
 
 const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
 
-/// Returns an offloaded client. It runs the calls in `before` and `after` in exit handlers, which
-/// are registered before and after the driver's own handler.
+/// Starts a client and offloads it. The client will run the calls in `before` and `after` in exit
+/// handlers, which are registered before and after the driver's own handler.
 fn offloaded(build: Build, before: &str, after: &str) -> (Client, Connection) {
     let controller = Controller::new();
     let path = controller.path();
@@ -50,8 +50,8 @@ fn calls_after_the_drivers_end_need_no_return() {
     }
 }
 
-/// The process is restored for calls whose results a handler reads, and for releases that the driver
-/// may refuse.
+/// The process must be restored for calls in exit handlers whose results the handler reads, and for
+/// releases that the driver may refuse.
 #[test]
 fn other_calls_at_exit_come_home_and_catch_up() {
     for (handler, answers) in [
@@ -74,8 +74,8 @@ fn other_calls_at_exit_come_home_and_catch_up() {
     }
 }
 
-/// A signal handler's call interrupts the recorded releases while they are made. It makes the
-/// remaining releases, and repeats none.
+/// A signal handler makes a CUDA call while recorded releases are made in the driver. The call must
+/// make the remaining releases, and repeat none.
 #[test]
 fn interrupted_releases_are_made_once() {
     for build in BUILDS {
@@ -92,7 +92,7 @@ fn interrupted_releases_are_made_once() {
     }
 }
 
-/// A release outside of `exit` waits until the process is restored.
+/// A release of a handle outside of `exit` must wait until the process is restored.
 #[test]
 fn releases_before_exit_come_home() {
     let (mut client, mut agent) = offloaded(Build::Glibc, "", "count");

@@ -1,5 +1,5 @@
-//! Tests that a fork at any time is safe: this library's threads hold no lock of libc that would stay
-//! locked in the child.
+//! Tests that a fork is safe at any time: this library's threads hold no lock of libc that would
+//! stay locked in the child.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -10,8 +10,8 @@ use affinode_proto::wire::message::{Action, ControllerMessage};
 use support::controller::{BRING_BACK, Controller, OFFLOAD};
 use support::{Build, Client};
 
-/// glibc holds a lock while a thread walks the loader's list of objects, and does not reset the lock
-/// in a child.
+/// The library's own threads must not walk the loader's list of objects. glibc holds a lock while a
+/// thread walks the list, and does not reset the lock in a forked child.
 #[test]
 fn own_threads_never_walk_the_loaders_list() {
     for engine in [Engine::Checkpoint, Engine::Copy] {

@@ -1,5 +1,6 @@
-//! Tests of calls into NVML. The stub ends the process at once if a call reaches it while the process
-//! is checkpointed. The real NVML would block until the process is restored.
+//! Tests of calls into NVML through the preload library. The stub NVML ends the process at once if
+//! a call reaches it while the process is checkpointed. The real NVML would block until the process
+//! is restored.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -135,7 +136,8 @@ fn first_init_while_away_wakes() {
     client.finish();
 }
 
-/// A monitor that initialises NVML for each query does not wake the process.
+/// A monitor in the process initialises and shuts down NVML for each query. While the process is
+/// offloaded, this must not cause a restore.
 #[test]
 fn shutdown_and_init_are_counted_while_away() {
     let controller = Controller::new();
@@ -151,8 +153,8 @@ fn shutdown_and_init_are_counted_while_away() {
     client.finish();
 }
 
-/// Initialised NVML stays loaded, so a program that closes and reopens the library finds it
-/// initialised.
+/// A program closes and reopens the NVML library. The library must stay loaded and initialised
+/// meanwhile.
 #[test]
 fn closed_library_is_initialised_when_reopened() {
     let controller = Controller::new();
@@ -163,7 +165,7 @@ fn closed_library_is_initialised_when_reopened() {
     client.finish();
 }
 
-/// Each copy of the library is initialised and shut down separately.
+/// Two copies of NVML in one process must be initialised and shut down independently.
 #[test]
 fn second_copy_is_initialised_by_itself() {
     let controller = Controller::new();
@@ -208,8 +210,7 @@ fn call_inside_nvml_keeps_the_process() {
     client.finish();
 }
 
-/// While threads call NVML all the time, no call may be inside NVML when the driver locks the
-/// process.
+/// Threads call NVML all the time. No call may be inside NVML when the driver locks the process.
 #[test]
 fn calls_in_a_storm_never_meet_the_lock() {
     let controller = Controller::new();
@@ -223,8 +224,8 @@ fn calls_in_a_storm_never_meet_the_lock() {
     client.finish();
 }
 
-/// A monitor's call while the process is locked must return the last result. It must neither cancel
-/// the move nor wait for its end.
+/// A call while the driver has locked the process must return the last result. It must neither
+/// cancel the move nor wait for its end.
 #[test]
 fn call_while_locked_is_answered_as_before() {
     let controller = Controller::new();
@@ -237,8 +238,8 @@ fn call_while_locked_is_answered_as_before() {
     client.finish();
 }
 
-/// With the engine `copy` the context stays on the GPU, so calls must reach NVML while the process
-/// is copied out.
+/// With the engine `copy` the context stays on the GPU, so calls must reach NVML even while the
+/// process's memory is copied out.
 #[test]
 fn call_while_copied_out_reaches_nvml() {
     use affinode_proto::wire::message::CopyOptions;
@@ -325,8 +326,8 @@ fn wait_for_events_ends_in_time_while_away() {
     client.finish();
 }
 
-/// A child that is forked while its parent is offloaded has a copy of NVML whose locks are never
-/// released. Its calls must return an error.
+/// A child is forked while its parent is offloaded. NVML's locks are never released in the child,
+/// so its calls into NVML must return an error.
 #[test]
 fn child_forked_while_away_gets_an_error() {
     let controller = Controller::new();
@@ -336,8 +337,9 @@ fn child_forked_while_away_gets_an_error() {
     client.finish();
 }
 
-/// The locks in the child's copy of NVML are never released, even if the child's own agent opens
-/// its gate. Calls must still return an error.
+/// A child is forked while its parent is offloaded, and then registers. NVML's locks are never
+/// released in the child, even if the child's own agent opens its gate. Calls must still return an
+/// error.
 #[test]
 fn registered_child_of_away_gets_an_error() {
     let controller = Controller::new();
@@ -351,7 +353,8 @@ fn registered_child_of_away_gets_an_error() {
     client.finish();
 }
 
-/// If the controller sends no reading, the process is restored and calls NVML itself.
+/// If the controller sends no figures of the GPU, the process must be restored, and the call must
+/// reach NVML.
 #[test]
 fn figure_without_a_reading_wakes() {
     let controller = Controller::new();

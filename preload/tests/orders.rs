@@ -1,4 +1,5 @@
-//! Tests of orders, and of the reports that a process sends for them.
+//! Tests of the orders that the controller sends to a process, and of the reports that the
+//! process's agent returns.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -71,7 +72,9 @@ fn phases_are_reported_and_stand_in_the_page() {
     assert_eq!(agent.order(LOCK).0, Outcome::WrongPhase);
 }
 
-/// The container or the controller was stopped, so the VRAM may be granted to another process.
+/// The agent must refuse a restore order that was decided long ago, for example because the
+/// container or the controller was stopped meanwhile. The VRAM may have been granted to another
+/// process since then.
 #[test]
 fn restore_order_decided_long_ago_is_refused() {
     let controller = Controller::new();
@@ -115,7 +118,7 @@ fn caller_during_close_reopens_the_gate() {
 }
 
 /// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
-/// interrupt. For a short time the caller still counts as waiting, but then no longer.
+/// interrupt. It must soon stop to count as waiting.
 #[test]
 fn caller_that_jumps_out_waits_no_more() {
     let controller = Controller::new();
@@ -264,8 +267,8 @@ fn hazards_are_reported_and_forbid_a_lock() {
     agent.done(&[Action::Open]);
 }
 
-/// Managed memory forbids the checkpoint but not the lock, because the library needs the lock to
-/// copy the other memory.
+/// Managed memory must prevent the checkpoint of the process, but not the driver's lock. The
+/// library needs the lock to copy the other memory.
 #[test]
 fn hazard_of_allocations_forbids_a_checkpoint() {
     let controller = Controller::new();
@@ -343,8 +346,8 @@ fn garbage_ends_the_connection_and_nothing_else() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// While the gate is only closed, work may still run, so a poll must wait. After the driver's lock,
-/// the poll must return without a call into the driver.
+/// While the gate is only closed, work may still run, so a poll (a query whether work has ended)
+/// must wait. After the driver's lock, the poll must return without a call into the driver.
 #[test]
 fn poll_while_closing_waits_for_lock() {
     let controller = Controller::new();
@@ -365,9 +368,9 @@ fn poll_while_closing_waits_for_lock() {
     agent.done(&[Action::Unlock, Action::Open]);
 }
 
-/// The process cannot be restored. Calls return an error on each path through the library, and none
-/// reaches the driver, which would end the process. The process sends one notice, and is not moved
-/// again.
+/// The driver has failed to restore the process. Calls must return an error on each path through
+/// the library. None may reach the driver, which would end the process. The process must send one
+/// notice, and must not be moved again.
 #[test]
 fn calls_after_lost_restore_fail_outside_driver() {
     const ECC: i64 = 214;

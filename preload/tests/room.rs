@@ -1,4 +1,4 @@
-//! Tests of allocations that find no device memory, and wait for free VRAM.
+//! Tests of allocations that fail for lack of VRAM, and then wait for free VRAM.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

@@ -1,4 +1,5 @@
-//! Tests that every call path to the driver goes through the gate, with arguments and results intact.
+//! Tests that CUDA calls pass the gate by whichever route the program got the function, with
+//! arguments and results intact.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -10,8 +11,8 @@ use support::{Build, Client};
 
 const ROUTES: [&str; 6] = ["link", "dlopen", "proc1", "proc2", "next", "default"];
 
-/// Checks that calls are counted, held while the process is offloaded, and continue afterwards. The
-/// stub driver ends the process at once if a call reaches it during the offload.
+/// Checks that calls by this route are counted, held while the process is offloaded, and continue
+/// afterwards. The stub driver ends the process at once if a call reaches it during the offload.
 fn is_counted_and_held(build: Build, route: &str) {
     let controller = Controller::new();
     let path = controller.path();
@@ -48,8 +49,8 @@ fn is_counted_and_held(build: Build, route: &str) {
     client.finish();
 }
 
-/// Before the driver has locked the process, its work may still run. The poll therefore waits, and
-/// calls the driver later.
+/// A poll is made before the driver has locked the process, when work may still run. The poll must
+/// wait without requesting a restore, and then call the driver.
 #[test]
 fn poll_waits_while_work_may_run_without_wake() {
     let controller = Controller::new();

@@ -1,4 +1,5 @@
-//! Tests of the built file. It must load into any process, so it must not need any other library.
+//! Tests of the built library file. It must load into any process, so it must not depend on any
+//! other library.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

@@ -1,5 +1,5 @@
-//! Tests of calls in signal handlers, on many threads and during forks. No call reaches the driver
-//! while its state is not on the device. The driver of these tests traps if one does.
+//! Tests of CUDA calls in signal handlers, on many threads and during forks. No call may reach the
+//! driver while the process is checkpointed. The stub driver of these tests traps if one does.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -11,13 +11,14 @@ use affinode_proto::wire::message::Outcome;
 use support::controller::{BRING_BACK, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
-/// Time limit of every wait, against a test that hangs.
+/// Time limit of every wait, after which a test that hangs fails.
 const GUARD: Duration = Duration::from_secs(120);
 
-/// Number of offloads in a test.
+/// Number of offloads in each test.
 const ROUNDS: u32 = 30;
 
-/// Starts the program `signals` with three words: a call, its handler's call, the number of threads.
+/// Starts the program `signals` with three words: the call that its threads make, the call in its
+/// signal handler, and the number of threads.
 fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
     let path = controller.path();
     let [call, in_handler, threads] = words;
@@ -26,7 +27,7 @@ fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
     (client, controller.welcome())
 }
 
-/// Waits until the program's count of `what` has increased by `more`.
+/// Waits until the program's counter `what` has increased by `more`.
 fn wait_for(client: &mut Client, what: &str, more: i64) {
     let (start, end) = (client.ask(what), Instant::now() + GUARD);
     while client.ask(what) < start + more {
@@ -35,7 +36,7 @@ fn wait_for(client: &mut Client, what: &str, more: i64) {
     }
 }
 
-/// Orders the close of the gate again and again, until it succeeds because no call is inside.
+/// Orders the close of the gate repeatedly, until it succeeds because no call is inside the driver.
 fn close(agent: &mut Connection) {
     let end = Instant::now() + GUARD;
     while agent.order(CLOSE).0 != Outcome::Done {
@@ -70,8 +71,9 @@ fn poll_in_handler_while_away_is_answered() {
     client.finish();
 }
 
-/// The main thread's call is a poll, which returns while the process is offloaded. Only the handler's
-/// call waits, and its wake restores the process.
+/// In an offloaded process, a signal handler interrupts the main thread and makes a CUDA call. The
+/// main thread only polls, and its polls return. The handler's call must wait, and request the
+/// restore of the process.
 #[test]
 fn call_in_handler_while_away_is_held() {
     let controller = Controller::new();

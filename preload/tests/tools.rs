@@ -1,5 +1,5 @@
-//! Tests of requests for the driver's private tables: which are recorded, which hazard they add, and
-//! when they wait.
+//! Tests of requests for the driver's private function tables: which requests are recorded, which
+//! hazard they add, and when they wait.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -11,7 +11,7 @@ use affinode_proto::wire::message::{Action, Outcome};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
-/// A request for a table that does not belong to a known library.
+/// Command that makes the client request a table of no known library.
 const OF_TOOL: &str = "table 00112233445566778899aabbccddeeff";
 
 fn started(controller: &Controller, route: &str, more: &[(&str, &str)]) -> Client {
@@ -94,8 +94,9 @@ fn tool_table_request_while_away_waits_and_wakes() {
     client.finish();
 }
 
-/// The request is recorded before the caller gets the table, and the agent checks the record after the
-/// gate is closed. So no tool can be missed between the close and the checkpoint.
+/// The library must record a tool's request before the caller gets the table. The agent checks the
+/// record after it has closed the gate. So it cannot miss a tool between the close and the
+/// checkpoint.
 #[test]
 fn tool_request_after_close_bars_checkpoint() {
     let controller = Controller::new();

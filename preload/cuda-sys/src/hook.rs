@@ -1,49 +1,54 @@
-//! Properties of a driver function, found by its name: its class and its number.
+//! Properties of driver functions that the hook needs: a function's class and number, found by its
+//! name.
 
-/// Class of a function: how the hook handles its calls.
+/// Class of a driver function. It determines how the hook handles the function's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
     /// Calls count as activity. They wait while the gate is closed.
     Work = 0,
-    /// Calls are held like [`Class::Work`], but count as polls, because a framework polls even when
-    /// it is idle.
+    /// Calls query whether work has ended. They are held like [`Class::Work`], but counted as polls
+    /// and not as activity, because a framework polls even when it is idle.
     Poll = 1,
-    /// Calls may take device memory, so they are also held while allocations are paused.
+    /// Calls may allocate device memory. They wait while the gate is closed, and also while
+    /// allocations are paused.
     Alloc = 2,
-    /// Calls are held like [`Class::Alloc`]. A successful call means that managed memory is in use.
+    /// Calls use managed memory. They are held like [`Class::Alloc`]. A successful call means that
+    /// managed memory is in use.
     Managed = 3,
-    /// A successful call means that peer access between devices is in use.
+    /// Calls enable access between devices. A successful call means that peer access is in use.
     Peer = 4,
-    /// `cuMemSetAccess`. A successful call that names another device than the memory's own means
-    /// that peer access is in use.
+    /// Calls of `cuMemSetAccess`, which sets access rights to memory. If a successful call grants
+    /// access to a device other than the memory's own, peer access is in use.
     Access = 5,
-    /// `cuMemPoolSetAccess`. Like [`Class::Access`], for a memory pool.
+    /// Calls of `cuMemPoolSetAccess`. They are like [`Class::Access`], but for a memory pool.
     PoolAccess = 6,
-    /// A successful call means that memory is shared with another process, or can be shared later.
-    /// If the exporter were checkpointed, the driver would restore its memory as a separate copy,
-    /// which is not shared with the importer.
+    /// Calls share memory between processes. A successful call means that memory is shared with
+    /// another process, or can be shared later. If the exporter were checkpointed, the driver would
+    /// restore its memory as a separate copy, which is not shared with the importer.
     Import = 7,
-    /// Calls are held and counted like [`Class::Work`]. The library has a wrapper for each of these
-    /// functions, because they concern swappable memory, contexts or captures.
+    /// Calls concern memory that the library may copy, contexts or captures. They are held and
+    /// counted like [`Class::Work`]. The library has a wrapper for each of these functions.
     Memory = 8,
-    /// Calls pass, because they return at once even while the process is checkpointed. If the
-    /// library has swappable memory, calls are handled like [`Class::Poll`], because such memory
-    /// has no attributes while it is copied out.
+    /// Calls query attributes of an address. They pass, because they return at once even while the
+    /// process is checkpointed. If the library has swappable memory (which it copies itself), calls
+    /// are handled like [`Class::Poll`], because such memory has no attributes while it is copied
+    /// out.
     Pointer = 9,
-    /// A wait for work, handled like [`Class::Work`]. After it, the library releases memory that
-    /// was freed in a stream. Such calls therefore take the thorough path once the library can have
-    /// such memory.
+    /// Calls wait for GPU work. They are handled like [`Class::Work`]. After such a call, the
+    /// library releases memory that was freed in a stream. So these calls take the slower thorough
+    /// path once the library can have such memory.
     Sync = 10,
-    /// `cuGetExportTable`. Requests for tables of the CUDA runtime and its libraries pass
-    /// unrecorded. Any other request is recorded, then held and counted like [`Class::Work`].
+    /// Calls of `cuGetExportTable`, which returns the driver's private tables of functions.
+    /// Requests for tables of the CUDA runtime and its libraries pass unrecorded. Any other request
+    /// is recorded, then held and counted like [`Class::Work`].
     Table = 11,
     /// Calls request a value that is constant for the life of the process. If an earlier result is
-    /// cached, the call gets that result. Otherwise the call is held. Calls count like
+    /// cached, the call gets that result. Otherwise the call is held. Calls are counted like
     /// [`Class::Poll`].
     Constant = 12,
-    /// A successful call means that another API, such as a graphics API, may access memory of the
-    /// process later. The calls do not show which memory.
+    /// Calls connect CUDA with another API, such as a graphics API. A successful call means that
+    /// the other API may access memory of the process later. The calls do not show which memory.
     Interop = 13,
     /// `cuMemGetInfo`, handled like [`Class::Work`]. If the container has a limit of VRAM, the library
     /// replaces the results.
@@ -73,8 +78,8 @@ impl Class {
         }
     }
 
-    /// Whether calls may take device memory or add a hazard. Such calls are also held while
-    /// allocations are paused.
+    /// Whether calls of this class may allocate device memory or add a hazard. Such calls are also
+    /// held while allocations are paused.
     #[must_use]
     pub const fn is_special(self) -> bool {
         !matches!(
@@ -90,7 +95,8 @@ impl Class {
         )
     }
 
-    /// Whether calls need more than counting, and therefore take the thorough path.
+    /// Whether the library must do more for calls of this class than count them. Such calls take
+    /// the thorough path.
     #[must_use]
     pub const fn is_thorough(self) -> bool {
         !matches!(self, Class::Work | Class::Poll | Class::Sync)
@@ -99,15 +105,15 @@ impl Class {
 
 macro_rules! define_hooks {
     ($($class:ident { $($name:ident)* })*) => {
-        /// All listed functions. The number of a hook in counters and messages is `function as u32
-        /// + 1`. 0 means no function, and [`UNLISTED`] an unlisted function.
+        /// Every listed function. The number of a hook in counters and messages is `function as u32
+        /// + 1`. Number 0 means no function, and [`UNLISTED`] an unlisted function.
         #[allow(missing_docs, nonstandard_style)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// All names, each with a terminating zero. It is one string because a table of references
-        /// would cost every process a relocation per name.
+        /// The names of all listed functions, each with a terminating zero. It is one string
+        /// because a table of references would cost every process a relocation per name.
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
         /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
@@ -117,7 +123,7 @@ macro_rules! define_hooks {
 }
 crate::hooked_functions!(define_hooks);
 
-/// The number of a hooked function that is not listed.
+/// Hook number that stands for all hooked functions that are not listed.
 pub const UNLISTED: u32 = COUNT as u32 + 1;
 
 const fn offsets() -> [u16; COUNT] {
@@ -142,14 +148,14 @@ fn name_at(index: usize) -> &'static [u8] {
     NAMES.as_bytes().get(start..end.saturating_sub(1)).unwrap_or(&[])
 }
 
-/// The name of the hook with this number, if it is a listed function.
+/// Returns the name of the function with this hook number, if it is listed.
 #[must_use]
 pub fn name(number: u32) -> Option<&'static str> {
     let index = (number as usize).checked_sub(1).filter(|i| *i < COUNT)?;
     core::str::from_utf8(name_at(index)).ok()
 }
 
-/// Number and class of the listed function with exactly this name.
+/// Returns number and class of the listed function with exactly this name.
 #[must_use]
 pub fn find(name: &[u8]) -> Option<(u32, Class)> {
     let mut start = 0;
@@ -168,8 +174,8 @@ pub fn find(name: &[u8]) -> Option<(u32, Class)> {
     None
 }
 
-/// A name without the suffix for its stream variant and version: `cuMemcpyHtoD_v2_ptds` →
-/// `cuMemcpyHtoD`.
+/// Returns a function's name without the suffixes for its stream variant and version:
+/// `cuMemcpyHtoD_v2_ptds` → `cuMemcpyHtoD`.
 #[must_use]
 pub fn base(name: &[u8]) -> &[u8] {
     let name = name.strip_suffix(b"_ptsz").or_else(|| name.strip_suffix(b"_ptds")).unwrap_or(name);
@@ -206,10 +212,10 @@ pub fn passes(name: &[u8]) -> bool {
         )
 }
 
-/// Returns the number and class for a function that does not [pass](passes). They are those of the
-/// listed function with this name, or else of the listed function with its base name. If neither is
-/// listed, the class is derived from the words in the name. An unknown function is held, because a
-/// call into the driver of a checkpointed process could end the process.
+/// Returns the hook number and class of a function that does not [pass](passes). They are those of
+/// the listed function with this name, or else of the listed function with its base name. If
+/// neither is listed, the class is derived from the words in the name. An unknown function is held,
+/// because a call into the driver of a checkpointed process could end the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {

@@ -1,6 +1,6 @@
-//! The part of NVIDIA's driver interface that Affinode uses: types of the checkpoint
-//! calls, result codes, and the [list](hooked_functions) of functions that the
-//! preload library holds while a process is offloaded. Its only logic is to look up a name.
+//! The part of NVIDIA's driver interface that Affinode uses: types of the checkpoint calls, result
+//! codes, and the [list](hooked_functions) of functions that the preload library holds while a
+//! process is offloaded. The only logic of this crate is to look up a function by name.
 
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
@@ -10,7 +10,7 @@ mod list;
 pub mod nvml;
 pub mod size;
 
-/// `CUresult` values that Affinode handles.
+/// `CUresult` codes that Affinode handles.
 pub mod result {
     /// `CUDA_SUCCESS`: the call has succeeded.
     pub const SUCCESS: u32 = 0;
@@ -18,7 +18,7 @@ pub mod result {
     pub const INVALID_VALUE: u32 = 1;
     /// `CUDA_ERROR_OUT_OF_MEMORY`: device memory is short.
     pub const OUT_OF_MEMORY: u32 = 2;
-    /// The driver is missing, or not initialised yet.
+    /// The driver is missing or not initialised yet: `CUDA_ERROR_NOT_INITIALIZED`.
     pub const NOT_INITIALIZED: u32 = 3;
     /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and its driver has already ended.
     pub const DEINITIALIZED: u32 = 4;
@@ -28,12 +28,13 @@ pub mod result {
     pub const INVALID_CONTEXT: u32 = 201;
     /// The context has ended.
     pub const CONTEXT_IS_DESTROYED: u32 = 709;
-    /// Result of the lock: work was still running at the end of the timeout.
+    /// Work was still running at the end of the timeout. Returned by the lock of a process.
     pub const NOT_READY: u32 = 600;
-    /// Result of the checkpoint: the process uses something that cannot be checkpointed.
+    /// The process uses something that cannot be checkpointed. Returned by the checkpoint of a
+    /// process.
     pub const NOT_SUPPORTED: u32 = 801;
 
-    /// Whether this code means that the context is lost, so that the driver returns it for every
+    /// Whether this code means that the context is lost. The driver then returns the code for every
     /// later call. Such codes are uncorrectable memory errors and faults of kernels.
     #[must_use]
     pub const fn is_sticky(code: u32) -> bool {
@@ -59,13 +60,13 @@ pub mod result {
     }
 }
 
-/// `CUprocessState` values, as the driver reports them.
+/// `CUprocessState` values: the checkpoint state of a process, as the driver reports it.
 pub mod process_state {
-    /// The process uses the device freely.
+    /// The process runs and uses the device without restriction.
     pub const RUNNING: u32 = 0;
-    /// Calls block, and the state is on the device.
+    /// The driver blocks the process's calls. Its state is still on the device.
     pub const LOCKED: u32 = 1;
-    /// The state is in host memory.
+    /// The state of the process is in host memory, not on the device.
     pub const CHECKPOINTED: u32 = 2;
     /// A failed operation left the process unusable.
     pub const FAILED: u32 = 3;
@@ -75,7 +76,7 @@ pub mod process_state {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointLockArgs {
-    /// Time limit of the wait for running work, in milliseconds; 0: no limit.
+    /// Time limit of the wait for running work, in milliseconds. 0 means no limit.
     pub timeout_ms: u32,
     /// Reserved, must be zero.
     pub reserved0: u32,
@@ -92,7 +93,8 @@ pub struct CheckpointArgs {
     pub reserved: [u64; 8],
 }
 
-/// `CUcheckpointGpuPair`: a GPU, and the GPU that replaces it after a restore.
+/// A pair of GPUs, `CUcheckpointGpuPair`: a GPU at the checkpoint, and the GPU that replaces it at
+/// the restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct GpuPair {
@@ -102,7 +104,8 @@ pub struct GpuPair {
     pub new: [u8; 16],
 }
 
-/// `CUcheckpointRestoreArgs`, as of CUDA 13.0.
+/// The argument of `cuCheckpointProcessRestore` with GPU pairs: `CUcheckpointRestoreArgs`, as of
+/// CUDA 13.0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointRestoreArgs {
@@ -116,25 +119,25 @@ pub struct CheckpointRestoreArgs {
     pub reserved1: u64,
 }
 
-/// `CUmemAccessDesc`, the access of one device to a range.
+/// Access rights of one device to a range of memory: `CUmemAccessDesc`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAccessDesc {
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
-    /// Device ordinal if the kind is a device.
+    /// Ordinal of the device, if the location is a device.
     pub location_id: i32,
-    /// 0: none, 1: read, 3: read and write.
+    /// Access rights. 0: none, 1: read, 3: read and write.
     pub flags: u32,
 }
 
-/// `CUmemAllocationProp` of memory on a device.
+/// Properties of a physical memory allocation on a device: `CUmemAllocationProp`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAllocationProp {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types as which the memory can be exported.
+    /// Bit set of the handle types with which the memory can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
@@ -142,11 +145,11 @@ pub struct MemAllocationProp {
     pub location_id: i32,
     /// Security attributes for Windows, must be zero.
     pub windows: u64,
-    /// Kind of compression; 0: none.
+    /// Kind of compression. 0 means none.
     pub compression: u8,
-    /// 1: other devices on the bus may access the memory.
+    /// 1 if other devices on the bus may access the memory.
     pub gpu_direct_rdma: u8,
-    /// Usage flags; 0: none.
+    /// Usage flags. 0 means none.
     pub usage: u16,
     /// Reserved, must be zero.
     pub reserved: [u8; 4],
@@ -158,17 +161,17 @@ pub struct MemAllocationProp {
 pub struct MemPoolProps {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types as which the pool's memory can be exported.
+    /// Bit set of the handle types with which the pool's memory can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
-    /// Device ordinal if the kind is a device.
+    /// Ordinal of the device, if the location is a device.
     pub location_id: i32,
     /// Security attributes for Windows, must be zero.
     pub windows: u64,
-    /// Maximum size in bytes; 0: the driver's choice.
+    /// Maximum size in bytes. 0 means that the driver chooses it.
     pub most_bytes: u64,
-    /// Usage flags; 0: none.
+    /// Usage flags. 0 means none.
     pub usage: u16,
     /// Reserved, must be zero.
     pub reserved: [u8; 54],
@@ -176,9 +179,10 @@ pub struct MemPoolProps {
 
 /// Values of `CUmemPool_attribute` that Affinode uses.
 pub mod pool_attribute {
-    /// Whether memory of another stream may be reused once its work has ended.
+    /// Whether the pool may reuse memory that was freed in another stream, once that stream's work
+    /// has ended.
     pub const REUSE_OPPORTUNISTIC: u32 = 2;
-    /// Bytes that the pool keeps when the program waits for work.
+    /// Number of bytes that the pool keeps, rather than frees, when the program waits for work.
     pub const RELEASE_THRESHOLD: u32 = 4;
     /// Bytes of physical memory that the pool holds.
     pub const RESERVED: u32 = 5;
@@ -190,7 +194,7 @@ pub mod pool_attribute {
     pub const USED_HIGH: u32 = 8;
 }
 
-/// `CUarrayMapInfo`, as far as Affinode reads it.
+/// Description of a mapping into a sparse array: `CUarrayMapInfo`, as far as Affinode reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct ArrayMapInfo {
@@ -198,12 +202,12 @@ pub struct ArrayMapInfo {
     pub resource: [u64; 7],
     /// The operation: map or unmap.
     pub operation: u32,
-    /// Kind of `handle`; 0: an allocation of physical memory.
+    /// Kind of `handle`. 0 means an allocation of physical memory.
     pub handle_type: u32,
     /// The handle of the memory.
     pub handle: u64,
-    /// The remaining fields of the driver's structure: the offset in the memory, and the bit mask of
-    /// devices. The library does not read them.
+    /// The remaining fields of the driver's structure: the offset in the memory, and the bit mask
+    /// of devices. The library does not read them.
     pub rest: [u64; 3],
 }
 
@@ -216,18 +220,18 @@ pub const ACCESS_READ_WRITE: u32 = 3;
 
 /// Values of `CUdevice_attribute` that Affinode uses.
 pub mod device_attribute {
-    /// Number of multiprocessors of the device.
+    /// Number of multiprocessors (SMs) of the device.
     pub const MULTIPROCESSOR_COUNT: i32 = 16;
     /// Number of threads that a multiprocessor runs at once.
     pub const MAX_THREADS_PER_MULTIPROCESSOR: i32 = 39;
-    /// Whether physical memory and addresses can be allocated separately.
+    /// Whether the device supports separate allocation of physical memory and of addresses.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
     /// Whether physical memory that is allocated separately can be exported as a descriptor.
     pub const POSIX_DESCRIPTORS: i32 = 103;
     /// Whether other devices on the bus can access physical memory that is allocated separately.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
-    /// The NUMA node of host memory that is nearest to the device. -1: the machine has only one
-    /// node, or the nearest node is unknown.
+    /// The NUMA node of the host memory that is nearest to the device. -1 if the machine has only
+    /// one node, or the nearest node is unknown.
     pub const HOST_NUMA_ID: i32 = 134;
 }
 
@@ -235,19 +239,19 @@ pub mod device_attribute {
 pub mod pointer_attribute {
     /// The context in which the memory was allocated.
     pub const CONTEXT: u32 = 1;
-    /// Whether `cuIpcGetMemHandle` can share the memory.
+    /// Whether the memory can be shared with `cuIpcGetMemHandle`.
     pub const LEGACY_IPC: u32 = 10;
     /// The size of the allocation.
     pub const RANGE_SIZE: u32 = 12;
-    /// The handle types as which the memory can be exported.
+    /// The handle types with which the memory can be exported.
     pub const HANDLE_TYPES: u32 = 14;
-    /// The pool from which the memory was allocated; 0: none.
+    /// The pool from which the memory was allocated. 0 if none.
     pub const POOL: u32 = 17;
 }
 
-/// `CU_MEM_LOCATION_TYPE_DEVICE`: the memory of a device.
+/// Location kind of memory on a device: `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub const LOCATION_DEVICE: u32 = 1;
-/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`: the device of an address.
+/// Pointer attribute that returns the device of an address: `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 pub const POINTER_ATTRIBUTE_DEVICE_ORDINAL: u32 = 9;
 
 /// The signature of `cuCheckpointProcessLock`.

@@ -1,10 +1,11 @@
 //! The list of all driver functions that the gate holds, by class.
 //!
-//! It contains all names to which CUDA 13's headers can make a program refer, with old versions and
-//! per-thread-default-stream variants. A linked program needs each of them exported. Functions that
-//! are not listed pass: see [`crate::hook::passes`]. Names are sorted within their class.
+//! The list contains all names to which CUDA 13's headers can make a program refer, including old
+//! versions and variants for per-thread default streams. A linked program needs each of them
+//! exported. Functions that need not be held are not listed: see [`crate::hook::passes`]. Names are
+//! sorted within their class.
 
-/// Calls a macro with the list: `Class { name … } …`.
+/// Calls a macro with the list of functions, in the form `Class { name … } …`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($callback:ident) => {

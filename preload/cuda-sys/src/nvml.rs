@@ -1,19 +1,21 @@
-//! The functions of NVIDIA's management library (NVML). Each has a class: how its calls are handled
-//! while the process's context is checkpointed. NVML would block until the context is restored.
+//! The functions of NVIDIA's management library (NVML) and the class of each. The class determines
+//! how the library handles calls while the process's context is checkpointed. NVML itself would
+//! block until the context is restored.
 
-/// How a call is handled while the context is checkpointed. The table in `docs/nvml.md` lists the
-/// functions of each class. Most comments begin with the function's arguments. "The same call" is a
-/// call with the same arguments. A reading is a figure that the controller has read from NVML and
-/// sent.
+/// How the library handles a call of an NVML function while the context is checkpointed. The table
+/// in `docs/nvml.md` lists the functions of each class. Most comments begin with the function's
+/// arguments. "The same call" is a call with the same arguments. A reading is a figure that the
+/// controller has read from NVML and sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
     /// Calls pass in every state, because they do not reach the driver.
     Pass,
-    /// While NVML is initialised, the library only counts the call. Otherwise the process is
-    /// restored first.
+    /// The function initialises NVML. While NVML is initialised, the library only counts the call.
+    /// Otherwise the process is restored first.
     Init,
-    /// The library only counts the call. NVML stays initialised in a process that uses CUDA.
+    /// The function shuts NVML down. The library only counts the call. NVML stays initialised in a
+    /// process that uses CUDA.
     Shutdown,
     /// Arguments `(u32 *)`. The library returns the last result of the same call.
     Word,
@@ -49,10 +51,10 @@ pub enum Class {
     Power,
     /// Arguments `(device, count *, processes *)`. The library returns an empty list.
     Processes,
-    /// Arguments `(set, data *, timeout)`. The library waits outside NVML, and does not restore the
-    /// process.
+    /// Arguments `(set, data *, timeout)`. The function waits for events. The library waits outside
+    /// NVML instead, and does not restore the process.
     Wait,
-    /// Calls are held until the process is restored.
+    /// The call waits until the process is restored.
     Held,
 }
 
@@ -64,8 +66,8 @@ macro_rules! define_functions {
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// All names as one string, because a table of references would cost every process a
-        /// relocation per name, as in [`crate::hook`].
+        /// The names of all listed functions as one string. A table of references would cost every
+        /// process a relocation per name, as in [`crate::hook`].
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
         /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
@@ -75,9 +77,9 @@ macro_rules! define_functions {
 }
 crate::nvml_functions!(define_functions);
 
-/// The function that returns the UUID of a handle's device.
+/// Index of the function that returns the UUID of a handle's device.
 pub const UUID: usize = Function::nvmlDeviceGetUUID as usize;
-/// The only function that has an argument and initialises NVML.
+/// Index of `nvmlInitWithFlags`, the only function that initialises NVML and has an argument.
 pub const INIT_WITH_FLAGS: usize = Function::nvmlInitWithFlags as usize;
 
 const fn offsets() -> [u16; COUNT] {
@@ -96,7 +98,7 @@ const fn offsets() -> [u16; COUNT] {
 
 static OFFSETS: [u16; COUNT] = offsets();
 
-/// The name of a listed function.
+/// Returns the name of a listed function.
 #[must_use]
 pub fn name(index: usize) -> Option<&'static str> {
     let start = usize::from(*OFFSETS.get(index)?);
@@ -104,7 +106,7 @@ pub fn name(index: usize) -> Option<&'static str> {
     NAMES.get(start..end.checked_sub(1)?)
 }
 
-/// The index of the listed function of this name.
+/// Returns the index of the listed function with this name.
 #[must_use]
 pub fn find(sought: &[u8]) -> Option<usize> {
     let mut start = 0;
@@ -123,7 +125,7 @@ pub fn find(sought: &[u8]) -> Option<usize> {
     None
 }
 
-/// The class of a listed function. A function that is not listed has the class `Held`.
+/// Returns the class of a listed function. A function that is not listed has the class `Held`.
 #[must_use]
 pub fn class(index: usize) -> Class {
     let mut start = 0;
@@ -601,8 +603,8 @@ mod tests {
         assert_eq!(class(COUNT), Class::Held);
     }
 
-    /// `docs/nvml.md` must list every function that is not held, in the row of its class. All other
-    /// functions are held.
+    /// Checks that `docs/nvml.md` lists every function that is not held, in the row of its class.
+    /// All other functions are held.
     #[test]
     fn documents_name_each_function_and_class() {
         let text = include_str!("../../../docs/nvml.md");

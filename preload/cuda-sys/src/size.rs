@@ -1,4 +1,4 @@
-//! The number of bytes that a call moves, fills or allocates, from its arguments.
+//! Computes the number of bytes that a call moves, fills or allocates, from its arguments.
 
 use crate::hook;
 

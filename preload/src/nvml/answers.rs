@@ -1,4 +1,5 @@
-//! Results of calls that are made while NVML must not be called, and the cache for them.
+//! Answers calls of NVML functions while NVML must not be called, from the cache or from figures
+//! that the controller has sent.
 
 use core::ffi::{CStr, c_char};
 
@@ -11,30 +12,32 @@ use super::{code, functions, readings};
 use crate::process::PROCESS;
 use crate::sys;
 
-/// Maximum age of a reading that is returned while the process is being moved.
+/// Maximum age, in microseconds, of a figure that is returned while the process is being moved.
 pub const OLD_US: u64 = 60_000_000;
 
-/// Where a function writes its result. Arguments are numbered from 0.
+/// Where an NVML function writes its result. Its arguments are numbered from 0.
 #[derive(Clone, Copy)]
 enum AnswerShape {
     /// The result is written to the address that an argument contains. First value: number of that
     /// argument. Second value: number of bytes.
     Bytes(usize, usize),
-    /// A text at the address in this argument. The next argument is the length of the text's
-    /// buffer.
+    /// The result is a text, which is written to the address in this argument. The next argument is
+    /// the length of the text's buffer.
     Text(usize),
-    /// A u32 at the address in this argument, and another u32 at the address in the next argument.
+    /// The results are two u32 values: one is written to the address in this argument, the other to
+    /// the address in the next argument.
     Pair(usize),
 }
 
-/// Which arguments of a function must be equal so that two calls have the same answer, and which
-/// argument is the address of the result. String arguments must always be equal, and are not listed
-/// here.
+/// Describes the arguments of an NVML function: which must be equal so that two calls have the same
+/// answer, and which is the address of the result. String arguments must always be equal, and are
+/// not listed here.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
-    /// Number of leading arguments that distinguish calls.
+    /// Number of leading arguments that must be equal in both calls.
     numbers: usize,
-    /// Number of bytes at the start of the result's structure that the caller has filled in.
+    /// Number of bytes at the start of the result's structure that the caller has filled in. They
+    /// must also be equal.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -65,8 +68,8 @@ fn shape(class: Class) -> Option<AnswerLayout> {
 }
 
 impl AnswerLayout {
-    /// The address of the result, and the next argument: for a text its buffer's length, for a pair
-    /// the second address. `None`: one of the two is 0.
+    /// Returns the address of the result, and the next argument: for a text the length of its
+    /// buffer, for a pair the second address. Returns `None` if one of the two is 0.
     fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
         let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
         let (first, second) = match self.output {
@@ -77,12 +80,13 @@ impl AnswerLayout {
     }
 }
 
-/// The key under which the UUID of a handle is cached.
+/// Returns the cache key for the UUID of the device that a handle refers to.
 pub fn uuid_key(handle: u64) -> u64 {
     cache::key(UUID, &[handle], &[])
 }
 
-/// The key under which the result of a call is cached; `None`: the result is not cached.
+/// Returns the key under which the result of a call is cached. Returns `None` if the result is not
+/// cached.
 ///
 /// # Safety
 /// `arguments` must be those of a call of a function of this shape, with addresses.
@@ -157,7 +161,8 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     }
 }
 
-/// Returns the result of a call that must not reach NVML. `None`: no result is known.
+/// Returns the result of a call that must not reach NVML: an NVML error code or success. Returns
+/// `None` if no result is known.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
@@ -205,7 +210,7 @@ pub unsafe fn answer(
     known.map(|known| unsafe { give(shape, first, second, &known) })
 }
 
-/// Writes a cached result, as the function would.
+/// Writes a cached result to the caller's addresses, as the NVML function would.
 ///
 /// # Safety
 /// The addresses must be those of a call of a function of this shape.
@@ -327,7 +332,7 @@ unsafe fn give_reading(
     Some(code::SUCCESS)
 }
 
-/// The UUID of a handle's device.
+/// Returns the cached UUID of the device that a handle refers to.
 fn uuid(handle: u64) -> Option<[u8; 16]> {
     let known = cache::find(uuid_key(handle)).filter(|known| known.result == code::SUCCESS)?;
     parse_uuid(CStr::from_bytes_until_nul(&known.bytes).ok()?.to_bytes())

@@ -1,8 +1,8 @@
-//! Cached results of calls into NVML, for calls that are made while NVML must not be called.
+//! Cache of NVML results, for calls that are made while NVML must not be called.
 //!
-//! Entries are only added and renewed, without a lock. An odd version means that the entry is being
-//! written, and a reader ignores it. A thread that is stopped while it writes leaves an entry that
-//! all readers ignore, which costs a wake.
+//! Entries are only added and renewed, without a lock. Each entry has a version. An odd version
+//! means that a thread is writing the entry, and readers ignore it. If a thread is stopped while it
+//! writes, all readers ignore the entry from then on. A call that needs it then causes a restore.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -15,7 +15,7 @@ const WORDS: usize = BYTES / 8;
 const ENTRIES: usize = 256;
 
 struct CachedAnswer {
-    /// Key of the function and its arguments; 0: the entry is free.
+    /// Key of a function and its arguments. 0 if the entry is free.
     key: AtomicU64,
     version: AtomicU32,
     result: AtomicU32,
@@ -33,10 +33,10 @@ static CACHE: [CachedAnswer; ENTRIES] = [const {
     }
 }; ENTRIES];
 
-/// The result of a call.
+/// Cached result of one call.
 #[derive(Clone, Copy)]
 pub struct AnswerKey {
-    /// The `nvmlReturn_t` of the call.
+    /// Result code of the call, an `nvmlReturn_t`.
     pub result: u32,
     /// Time of the call, on the monotonic clock.
     pub at_us: u64,
@@ -44,8 +44,8 @@ pub struct AnswerKey {
     pub bytes: [u8; BYTES],
 }
 
-/// Returns the key of a function with these arguments, by FNV-1a. It is never 0, which marks a free
-/// entry.
+/// Computes the cache key of a function with these arguments, by FNV-1a. The key is never 0,
+/// because 0 marks a free entry.
 pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     let words = arguments.iter().flat_map(|word| word.to_le_bytes());
     let function = (function as u64).to_le_bytes();
@@ -56,8 +56,8 @@ pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     hash.max(1)
 }
 
-/// Stores the result of a call. Does nothing if the cache is full, or another thread is writing the
-/// entry.
+/// Stores the result of a call in the cache. Does nothing if the cache is full, or another thread
+/// is writing the entry.
 pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     let entry = CACHE.iter().find(|entry| {
         let owner = entry.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
@@ -83,7 +83,7 @@ pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     entry.version.store(odd.wrapping_add(1), Ordering::Release);
 }
 
-/// The last cached result of a call with this key.
+/// Returns the last cached result of a call with this key.
 pub fn find(key: u64) -> Option<AnswerKey> {
     let entry = CACHE.iter().find(|entry| entry.key.load(Ordering::Acquire) == key)?;
     let before = entry.version.load(Ordering::Acquire);

@@ -1,4 +1,4 @@
-//! Finds NVML among the loaded objects, and the function of each stub.
+//! Finds NVML among the loaded objects, and the real NVML function for each stub.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
@@ -8,14 +8,16 @@ use super::thunk::{SPARE, STUBS, stub};
 use crate::elf::{self, LoadedObject};
 use crate::{libc, lookup, process};
 
-/// Address of the real function of each stub; 0: not known.
+/// Address of the real function of each stub. 0 if it is not known.
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
-/// Function of each spare stub, as its index plus one; 0: an unlisted function.
+/// Function that each spare stub stands for, as its index in the list plus one. 0 if the function
+/// is unlisted.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of NVML's code. They are those of the copy of NVML that was found first. Once a
-/// copy is kept loaded, they are those of that copy.
+/// Begin and end address of NVML's code. If several copies of NVML are loaded, this is the copy
+/// that is kept loaded, or else the copy that was found first.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
-/// Whether the copy of NVML in [`CODE`] is kept loaded for the life of the process.
+/// Whether the copy of NVML at the address range [`CODE`] is kept loaded for the life of the
+/// process.
 static IS_HELD: AtomicBool = AtomicBool::new(false);
 
 fn is_nvml(object: &LoadedObject<'_>) -> bool {
@@ -29,7 +31,8 @@ fn is_nvml(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"nvmlInit_v2").is_some()
 }
 
-/// The address of a function that NVML exports. `None` also if NVML is not loaded.
+/// Returns the address of a function that NVML exports. Returns `None` if there is no such
+/// function, or NVML is not loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| {
         if !is_nvml(object) {
@@ -64,8 +67,8 @@ fn know_code(object: &LoadedObject<'_>) {
 }
 
 /// Keeps the NVML library that was just initialised loaded for the life of the process. If it were
-/// unloaded, the counts that this library keeps for NVML could become wrong. Must be called on the
-/// application's thread, because it takes the loader's lock.
+/// unloaded, this library's counts of NVML's initialisations could become wrong. Must be called on
+/// the application's thread, because it takes the loader's lock.
 pub fn hold_loaded() {
     if IS_HELD.load(Ordering::Acquire) {
         return;
@@ -84,20 +87,21 @@ pub fn hold_loaded() {
     }
 }
 
-/// Whether the function of this stub is in the NVML library that is kept loaded.
+/// Whether this stub's function belongs to the copy of NVML that is kept loaded.
 pub fn is_held(place: u64) -> bool {
     IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }
 
-/// Whether the address is in [`CODE`]. A call from such an address is a call by NVML itself, of a
-/// name that this library also defines.
+/// Whether the address is in the range [`CODE`]. If the caller of a stub is at such an address,
+/// NVML has called its own function through this library's exported symbol.
 pub fn is_inside(address: usize) -> bool {
     let [start, end] = &CODE;
     let first = start.load(Ordering::Acquire);
     first != 0 && (first..end.load(Ordering::Relaxed)).contains(&address)
 }
 
-/// The address that the application gets for a function that a look-up has found.
+/// Returns the address to give to the application for an NVML function that a look-up has found:
+/// its stub, or the function itself if no stub is free.
 pub fn hooked(name: &[u8], real: usize) -> usize {
     if process::is_disabled() || !owns(real) {
         return real;
@@ -121,8 +125,8 @@ fn is_taken(place: &AtomicUsize, real: usize) -> bool {
     owner.is_ok() || owner == Err(real)
 }
 
-/// Returns a spare stub for a function that has no stub: an unlisted function, or one of a second
-/// copy of NVML.
+/// Allocates a spare stub for a function that has no stub of its own: an unlisted function, or a
+/// function of a second copy of NVML. Returns the stub's number.
 fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     let spares = REAL.get(COUNT..)?.iter().zip(&SPARE_INDEX);
     for (number, (place, known)) in spares.enumerate() {
@@ -134,7 +138,7 @@ fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     None
 }
 
-/// The real function behind a stub.
+/// Returns the address of the real function behind a stub.
 pub fn real(place: u64) -> Option<usize> {
     let known = REAL.get(place as usize)?;
     let address = known.load(Ordering::Acquire);
@@ -148,7 +152,7 @@ pub fn real(place: u64) -> Option<usize> {
     Some(owner.err().unwrap_or(found))
 }
 
-/// The index of a stub's function in the list; `None`: unlisted.
+/// Returns the index of a stub's function in the list. Returns `None` if the function is unlisted.
 pub fn index(place: u64) -> Option<usize> {
     let place = place as usize;
     match place.checked_sub(COUNT) {
@@ -157,7 +161,7 @@ pub fn index(place: u64) -> Option<usize> {
     }
 }
 
-/// The class of a stub's function; unlisted functions are held.
+/// Returns the class of a stub's function. Unlisted functions have the class `Held`.
 pub fn class(place: u64) -> Class {
     index(place).map_or(Class::Held, nvml::class)
 }

@@ -1,6 +1,7 @@
-//! Calls into NVIDIA's management library (NVML) from a process that uses CUDA. While the driver
-//! holds the process locked or checkpointed, every function of NVML blocks (measured, driver 580),
-//! and nothing in NVML causes a restore. `docs/nvml.md` lists how each function is handled.
+//! Hooks the calls into NVIDIA's management library (NVML) in a process that uses CUDA. While the
+//! driver holds the process locked or checkpointed, every function of NVML blocks (measured, driver
+//! 580), and nothing in NVML would cause a restore. `docs/nvml.md` lists how each function is
+//! handled.
 //!
 //! ```text
 //! application ──dlsym, linked name──> stub ──> thunk ──enter──> NVML ──leave──>
@@ -12,8 +13,8 @@
 //! ```
 //!
 //! This gate is not the gate of CUDA calls. With the engine `copy` the context stays, and NVML
-//! works while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
-//! because they are also made before the process has its counters.
+//! works while CUDA calls wait. All calls inside NVML are counted in one word, because they are
+//! rare and slow, and because they are also made before the process has its counters.
 
 mod answers;
 mod cache;
@@ -60,14 +61,15 @@ pub mod code {
     pub const UNKNOWN: u32 = 999;
 }
 
-/// State of calls into NVML. All zero in a forked child, like all of [`PROCESS`].
+/// State of a process's calls into NVML. A forked child starts with all zero, like all of
+/// [`PROCESS`].
 pub struct NvmlCallCount {
-    /// Futex. Value 1 while calls must not reach NVML.
+    /// The gate, which is also a futex. It is 1 while calls must not reach NVML.
     gate: AtomicU32,
-    /// Number of calls inside NVML that are not in `waits`.
+    /// Number of calls in progress inside NVML, except the waits for events that `waits` counts.
     inside: AtomicU32,
     waits: EventWaits,
-    /// True when a caller needs a reading.
+    /// True if a caller needs a figure that the agent must request from the controller.
     asked: AtomicBool,
 }
 
@@ -85,32 +87,35 @@ impl NvmlCallCount {
 const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
-/// Number of the application's `nvmlInit` calls minus its `nvmlShutdown` calls, for the copy of
-/// NVML that is kept loaded. A fork copies this number together with NVML's own count.
+/// Number of the application's `nvmlInit` calls minus its `nvmlShutdown` calls. Only calls into the
+/// copy of NVML that is kept loaded count. A fork copies this number together with NVML's own
+/// count.
 static USERS: AtomicU32 = AtomicU32::new(0);
-/// Same as [`USERS`], but counts only the calls that have reached NVML.
+/// Number of `nvmlInit` calls minus `nvmlShutdown` calls that have reached the copy of NVML that is
+/// kept loaded. Unlike in [`USERS`], calls that this library answered do not count.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Same as [`REFERENCES`], for calls into another copy of NVML.
+/// Same number as [`REFERENCES`], for all other copies of NVML.
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Whether one of the counted `nvmlInit` calls has attached the devices.
+/// Whether one of the counted `nvmlInit` calls has attached NVML to the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// Number of the registration that closed the gate; 0: the gate is open. If a child is forked while
-/// the gate is closed, this is the parent's number in the child. The child's copy of NVML then has
-/// locks that are never released.
+/// Number of the process registration that closed the gate, or 0 while the gate is open. A child
+/// that is forked while the gate is closed inherits the parent's number. Its copy of NVML has locks
+/// that are never released.
 static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
-/// The thunk's next step for a call.
+/// What the thunk does next with a call, after [`enter`] has returned.
 #[repr(u32)]
 pub enum NvmlAction {
-    /// Jump to the function.
+    /// The thunk jumps to the function.
     Pass = 0,
-    /// Call the function, then [`leave`].
+    /// The thunk calls the function, and then [`leave`].
     Counted = 1,
-    /// Return to the caller with the result that the frame contains. The function is not called.
+    /// The thunk returns the result in the frame to the caller, without calling the function.
     Answered = 2,
 }
 
-/// Decides about a call: counts it, holds it, or returns a result itself.
+/// Entry of every call into NVML. Counts the call, holds it at the gate, or returns a result
+/// itself.
 ///
 /// # Safety
 /// Only the thunk calls it, with its own frame: the arguments are those of the function.
@@ -169,7 +174,8 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     }
 }
 
-/// Ends a call. Returns 1 if the thunk must repeat the call, else 0.
+/// Exit of a call into NVML, after the function has returned. Returns 1 if the thunk must repeat
+/// the call, else 0.
 ///
 /// # Safety
 /// Only the thunk calls it, with the frame that [`enter`] filled.
@@ -217,7 +223,8 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     again
 }
 
-/// Records the UUID of a handle that a call has just returned. Readings identify devices by UUID.
+/// Stores the UUID of the device whose handle a call has just returned. The controller's figures
+/// identify devices by UUID.
 ///
 /// # Safety
 /// `frame` must be of a call that has written a handle.
@@ -239,8 +246,8 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
     }
 }
 
-/// Whether this process is a child that was forked while NVML was initialised and its locks were
-/// held.
+/// Whether NVML's locks are held forever in this process. This is so in a child that was forked
+/// while NVML was initialised and its locks were held.
 fn is_copy_locked() -> bool {
     let closed_by = CLOSED_BY.load(Ordering::SeqCst);
     if closed_by == 0 || closed_by == process::registration() {
@@ -260,14 +267,15 @@ fn is_initialised() -> bool {
     [&REFERENCES, &OTHER_REFERENCES].iter().any(|count| count.load(Ordering::SeqCst) > 0)
 }
 
-/// Whether this call initialises NVML with its devices.
+/// Whether this call initialises NVML and attaches it to the devices.
 fn attaches(frame: &NvmlFrame) -> bool {
     const NO_ATTACH: u64 = 2;
     let [flags, ..] = frame.arguments;
     functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
 }
 
-/// Returns the result of a call that depends only on the counts, without calling NVML. In a process
+/// Answers an `nvmlInit` or `nvmlShutdown` call from the counts alone, or any call while the
+/// application has not initialised NVML. Returns `None` if the call must reach NVML. In a process
 /// that uses CUDA, NVML stays initialised, because it could not be initialised again while the
 /// process is checkpointed.
 fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
@@ -311,7 +319,8 @@ fn uncount(class: Class) {
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
 
-/// Waits until the gate opens, or until the call's own timeout. False: the timeout has passed.
+/// Waits until the gate opens, but not beyond the timeout of the application's own call. Returns
+/// false if that timeout has passed.
 fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     const LOOK_AGAIN_MS: u64 = 1_000;
     frame.begin_wait();
@@ -322,8 +331,9 @@ fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     left_ms > 0
 }
 
-/// Sleeps until calls may reach NVML. Requests a wake at once if the process is checkpointed, else
-/// after 2 s, because a move usually ends before.
+/// Blocks a caller until calls may reach NVML. Requests a restore at once if the process is
+/// checkpointed. In other phases it requests a restore after 2 s, because a move usually ends
+/// before.
 fn wait() {
     const QUIET_US: u64 = 2_000_000;
     const LOOK_AGAIN_MS: u64 = 20;
@@ -352,8 +362,8 @@ fn wait() {
     }
 }
 
-/// Opens or closes the gate for a phase. Calls must not reach NVML from before the driver's
-/// lock until after its unlock.
+/// Opens or closes the gate as this phase of a move requires. It is closed from before the driver
+/// locks the process until after the driver unlocks it.
 pub fn set_phase(phase: Phase) {
     let blocks = matches!(
         phase,
@@ -376,7 +386,8 @@ pub fn set_phase(phase: Phase) {
     }
 }
 
-/// Waits until no call is inside NVML, once the gate is closed. False: a call is still inside NVML.
+/// Waits until no call is inside NVML. The gate must be closed. Returns false if a call is still
+/// inside NVML after the timeout.
 pub fn drain(timeout_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;
@@ -391,12 +402,12 @@ pub fn drain(timeout_ms: u32) -> bool {
     true
 }
 
-/// Whether a caller has requested readings since the last check.
+/// Whether a caller has requested figures since the last call of this function.
 pub fn take_asked() -> bool {
     PROCESS.nvml.asked.load(Ordering::Relaxed) && PROCESS.nvml.asked.swap(false, Ordering::SeqCst)
 }
 
-/// Makes the agent request readings from the controller.
+/// Makes the agent request new figures from the controller.
 fn ask() {
     PROCESS.nvml.asked.store(true, Ordering::SeqCst);
     process::poke_agent();

@@ -1,4 +1,5 @@
-//! The controller's readings of devices, for calls that are made while NVML must not be called.
+//! Stores the figures of GPUs that the controller has read from NVML and sent (readings). They
+//! answer calls that are made while NVML must not be called.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -7,11 +8,13 @@ use affinode_proto::wire::message::{GpuReading, MAX_GPUS};
 use super::{ask, is_open};
 use crate::sys;
 
-/// Words of a reading: two for the UUID, one for its arrival, five for figures.
+/// Number of words of a stored reading: two for the UUID, one for its time of arrival, five for
+/// figures.
 const WORDS: usize = 8;
 
 struct ReadingSlot {
-    /// Version of the reading: odd while the agent writes it; 0: empty.
+    /// Version of the stored reading. It is odd while the agent writes the reading, and 0 if there
+    /// is none.
     version: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -19,7 +22,7 @@ struct ReadingSlot {
 static PLACES: [ReadingSlot; MAX_GPUS] = [const {
     ReadingSlot { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
 }; MAX_GPUS];
-/// Futex. It increases with each reading.
+/// Number of readings that have arrived. Callers wait on it as a futex.
 static CAME: AtomicU32 = AtomicU32::new(0);
 
 fn pack(low: u32, high: u32) -> u64 {
@@ -31,7 +34,8 @@ fn halves(uuid: &[u8; 16]) -> [u64; 2] {
     [whole as u64, (whole >> 64) as u64]
 }
 
-/// Stores a reading. Only the agent calls it.
+/// Stores a reading in place of the last one of the same device. Only the agent calls this
+/// function.
 pub fn store(reading: &GpuReading) {
     let [first, second] = halves(&reading.uuid);
     let is_of = |place: &&ReadingSlot| {
@@ -63,7 +67,7 @@ pub fn store(reading: &GpuReading) {
     sys::futex_wake_all(&CAME);
 }
 
-/// The last reading of a device, and its age in microseconds.
+/// Returns the last reading of a device, and its age in microseconds.
 fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     let [first, second] = halves(uuid);
     PLACES.iter().find_map(|place| {
@@ -90,10 +94,10 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     })
 }
 
-/// Returns a reading of the device; `None`: there is no reading that is recent enough. If the
-/// process is checkpointed, requests a reading from the controller and waits for it for at most 1
-/// s. While the process is being moved, its agent cannot request readings, so a reading of up to
-/// [`super::answers::OLD_US`] is returned.
+/// Returns a reading of the device, or `None` if none is recent enough. If the process is
+/// checkpointed, requests a reading from the controller and waits for it for at most 1 s. While the
+/// process is being moved, its agent cannot request readings, so an older reading is returned, up
+/// to the age [`super::answers::OLD_US`].
 pub fn fresh(uuid: &[u8; 16], is_checkpointed: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;

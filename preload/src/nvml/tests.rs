@@ -32,7 +32,8 @@ fn cache_gives_the_last_result_of_the_same_call() {
     assert!(cache::find(key(&[], b"GPU-2")).is_none());
 }
 
-/// A reader never sees a partly written result while another thread renews it.
+/// A thread that reads a cache entry never sees a partly written result while another thread renews
+/// the entry.
 #[test]
 fn cache_entry_is_never_seen_half_written() {
     use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,26 +1,27 @@
-//! The code through which every call into NVML runs. Like [`crate::thunk`], it needs no signatures:
-//! it keeps the argument registers, and passes eight words of stack arguments on. No function
-//! of NVML has an argument in a vector register.
+//! The assembly code through which every call into NVML runs. Like [`crate::thunk`], it needs no
+//! signatures of functions: it preserves the argument registers, and copies eight words of stack
+//! arguments. No function of NVML has an argument in a vector register.
 
 use core::arch::global_asm;
 
 use super::{NvmlAction, enter, leave};
 use crate::sys;
 
-/// The stack frame of a call. The thunk depends on this layout.
+/// Stack frame of one call into NVML. The thunk depends on this layout.
 #[repr(C, align(16))]
 pub struct NvmlFrame {
-    /// Number of the stub that was called.
+    /// Number of the stub through which the function was called.
     pub place: u64,
-    /// The address that the call returns to.
+    /// Return address of the call, which shows what code has called.
     pub caller: usize,
     /// Register rax, as the real function returned it.
     pub result: u64,
-    /// Address that the thunk calls, or to which it jumps.
+    /// Address of the function that the thunk calls or jumps to.
     pub target: usize,
-    /// Registers rdi, rsi, rdx, rcx, r8, r9.
+    /// The call's register arguments: rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
-    /// Time at which a wait for events ends; 0 (set by the thunk): not known yet.
+    /// Time at which the call's wait for events ends. 0, the initial value, means that it is not
+    /// known yet.
     until_us: u64,
     unused: u64,
 }
@@ -42,8 +43,8 @@ impl NvmlFrame {
         NvmlAction::Answered
     }
 
-    /// Sets the time limit of a call that waits for events. Its arguments are (set, data,
-    /// milliseconds).
+    /// Computes the time at which a call that waits for events must end. The call's arguments are
+    /// (set, data, milliseconds).
     pub fn begin_wait(&mut self) {
         let [_, _, timeout_ms, ..] = self.arguments;
         if self.until_us == 0 {
@@ -70,9 +71,10 @@ impl NvmlFrame {
     }
 }
 
-/// Number of spare stubs, for functions of a second copy of NVML and for unlisted functions.
+/// Number of spare stubs. They stand for functions of a second copy of NVML and for unlisted
+/// functions.
 pub const SPARE: usize = 112;
-/// Number of all stubs.
+/// Number of all stubs, spare stubs included.
 pub const STUBS: usize = affinode_cuda_sys::nvml::COUNT + SPARE;
 const STRIDE: usize = 16;
 
@@ -167,7 +169,7 @@ unsafe extern "C" {
     static affinode_nvml_stubs: u8;
 }
 
-/// The address of a stub.
+/// Returns the address of a stub's code.
 pub fn stub(place: usize) -> usize {
     (&raw const affinode_nvml_stubs) as usize + place * STRIDE
 }

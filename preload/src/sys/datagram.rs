@@ -1,4 +1,4 @@
-//! Datagram sockets with abstract names, and socket pairs for replies.
+//! Unix datagram sockets with abstract names, and pairs of connected sockets for replies.
 
 use super::{CLOEXEC, Descriptor, Errno, lift, notify, number, plain};
 
@@ -31,7 +31,8 @@ fn socket() -> Result<Descriptor, Errno> {
     Ok(Descriptor(lift(socket as i32)))
 }
 
-/// Binds or connects a socket to the name. `call` is the number of the system call.
+/// Binds or connects a socket to the name. `call` is the number of the system call: bind or
+/// connect.
 fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     const ENAMETOOLONG: Errno = Errno(36);
     let address = Address::of(name).ok_or(ENAMETOOLONG)?;
@@ -39,20 +40,21 @@ fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     plain(call, [socket.number() as usize, at, address.length, 0, 0, 0]).map(drop)
 }
 
-/// Datagrams that a socket accepts, by their first bytes and length.
+/// The only datagrams that a socket accepts. They are recognised by their first bytes and their
+/// length.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedSender<'a> {
-    /// The first bytes of the datagram.
+    /// The first bytes that an accepted datagram must have.
     pub begin: &'a [u8; BEGIN_BYTES],
-    /// The length of the whole datagram.
+    /// The length that an accepted datagram must have.
     pub length: usize,
 }
 
-/// Number of bytes of a datagram that are compared.
+/// Number of bytes at the start of a datagram that are compared.
 pub const BEGIN_BYTES: usize = 24;
 const BEGIN_WORDS: usize = BEGIN_BYTES / 4;
 
-/// The kernel's `struct sock_filter`.
+/// One instruction of a socket filter: the kernel's `struct sock_filter`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SocketStep {
@@ -63,9 +65,10 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Makes the kernel drop all datagrams that do not match, and close their descriptors, inside
-    /// the sender's call. Otherwise this process would have to close the descriptors. The creator
-    /// of such a file can delay the close for any time.
+    /// Attaches the filter to a socket. The kernel then drops all datagrams that do not match
+    /// inside the sender's call, and closes their descriptors there. Otherwise this process would
+    /// have to close the descriptors, and the creator of a descriptor's file can delay the close
+    /// for any time.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -99,8 +102,8 @@ impl ExpectedSender<'_> {
     }
 }
 
-/// Creates a socket with this name, which makes `signal` pending on `tid` for each datagram.
-/// Datagrams that do not match `only` are dropped, if the kernel supports that filter.
+/// Creates a socket with this name. The kernel sends `signal` to thread `tid` for each datagram.
+/// Datagrams that do not match `only` are dropped, if the kernel supports the filter.
 pub fn bind(
     name: &[u8],
     only: Option<ExpectedSender<'_>>,
@@ -116,26 +119,26 @@ pub fn bind(
     Ok(socket)
 }
 
-/// Creates a socket that sends to this name.
+/// Creates a socket whose datagrams are sent to this name.
 pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
     let socket = socket()?;
     name_it(&socket, name, number::CONNECT)?;
     Ok(socket)
 }
 
-/// Copies the next datagram and leaves it in the queue; returns the copied length.
+/// Copies the next datagram without removing it from the queue. Returns the copied length.
 pub fn peek(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     const PEEK_DONTWAIT: usize = 2 | 0x40;
     take(fd, buffer, PEEK_DONTWAIT)
 }
 
-/// Drops the next datagram with its descriptors.
+/// Removes the next datagram from the queue, and closes the descriptors in it.
 pub fn discard(fd: i32) {
     const DONTWAIT: usize = 0x40;
     let _ = take(fd, &mut [], DONTWAIT);
 }
 
-/// Receives a datagram without space for descriptors.
+/// Receives a datagram without accepting descriptors.
 fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     let part = [buffer.as_mut_ptr() as usize, buffer.len()];
     let mut message = [0_usize; 7];
@@ -144,7 +147,7 @@ fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     plain(number::RECVMSG, [fd as usize, message.as_mut_ptr() as usize, flags, 0, 0, 0])
 }
 
-/// Two connected sockets that preserve message boundaries. Neither of them blocks.
+/// Creates two connected sockets that preserve message boundaries. Neither of them blocks.
 pub fn pair() -> Result<[Descriptor; 2], Errno> {
     let mut ends = [-1_i32; 2];
     let kind = SEQPACKET | NONBLOCK | CLOEXEC;
@@ -153,12 +156,13 @@ pub fn pair() -> Result<[Descriptor; 2], Errno> {
     Ok(ends.map(|end| Descriptor(lift(end))))
 }
 
-/// Takes ownership of a descriptor that the driver has made. `None`: it is negative.
+/// Takes ownership of a descriptor that the driver has created. Returns `None` if the number is
+/// negative.
 pub fn made(fd: i32) -> Option<Descriptor> {
     (fd >= 0).then_some(Descriptor(fd))
 }
 
-/// Fills `bytes` with random numbers, or fails.
+/// Fills `bytes` with random numbers from the kernel, or fails.
 pub fn random(bytes: &mut [u8]) -> Result<(), Errno> {
     const EIO: Errno = Errno(5);
     // The kernel returns small requests such as this one in full.
@@ -235,8 +239,9 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// When a datagram is received or dropped, its descriptors are closed. The creator of a
-    /// descriptor's file can delay this close for any time.
+    /// A datagram that does not match the filter is dropped in the sender's call. Otherwise the
+    /// receiver would have to close its descriptors, which the creator of a descriptor's file can
+    /// delay for any time.
     #[test]
     fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));

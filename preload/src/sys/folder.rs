@@ -1,20 +1,21 @@
-//! Searches for names in folders.
+//! Searches for names in a folder without libc.
 
 use core::ffi::CStr;
 
 use super::{CLOEXEC, close, number, plain};
 
-/// Bytes of a directory entry before its name: inode, offset, length of the entry, type.
+/// Number of bytes of a directory entry before its name: inode, offset, length of the entry, type.
 const HEAD_BYTES: usize = 19;
 const LENGTH_AT: core::ops::Range<usize> = 16..18;
 
-/// Whether `which` is true for any name in a folder. `None`: the folder cannot be read.
+/// Whether `which` returns true for any name in a folder. Returns `None` if the folder cannot be
+/// read.
 pub fn has(path: &CStr, mut which: impl FnMut(&[u8]) -> bool) -> Option<bool> {
     any(path, |_, name| which(name.to_bytes()))
 }
 
-/// Whether `which` is true for the target of any link in a folder. `None`: the folder cannot be
-/// read.
+/// Whether `which` returns true for the target of any symbolic link in a folder. Returns `None` if
+/// the folder cannot be read.
 pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
     any(path, |folder, name| {
         let mut target = [0_u8; 256];
@@ -49,7 +50,7 @@ fn any(path: &CStr, mut which: impl FnMut(usize, &CStr) -> bool) -> Option<bool>
     found
 }
 
-/// The names in a buffer of directory entries.
+/// Iterates over the names in a buffer of directory entries.
 fn names(mut entries: &[u8]) -> impl Iterator<Item = &CStr> {
     core::iter::from_fn(move || {
         let length = entries.get(LENGTH_AT)?.try_into().ok().map(u16::from_ne_bytes)?;

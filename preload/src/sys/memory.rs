@@ -4,7 +4,7 @@ use core::ffi::{CStr, c_void};
 
 use super::{Errno, call, close, fcntl, number, plain};
 
-/// Makes these pages read as zero in a forked child.
+/// Makes the kernel zero these pages in a forked child.
 ///
 /// # Safety
 /// The range must be whole, private, anonymous pages that belong to the caller.
@@ -16,7 +16,7 @@ pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Err
     unsafe { call(number::MADVISE, args) }.map(drop)
 }
 
-/// Maps private memory that a forked child does not have.
+/// Maps private memory that does not exist in a forked child.
 pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     const PROT_READ_WRITE: usize = 1 | 2;
     const PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
@@ -32,7 +32,7 @@ pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     Ok(at as *mut u8)
 }
 
-/// Unmaps a part of what [`map_private`] mapped.
+/// Unmaps a part of a range that [`map_private`] mapped.
 ///
 /// # Safety
 /// Nothing may refer to the unmapped part afterwards.
@@ -40,8 +40,8 @@ pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
     unmap(start as usize, bytes);
 }
 
-/// Runs `run` with zeroed memory, aligned to its size (a power of two); `None`: out of
-/// memory.
+/// Runs `run` with zeroed memory that is aligned to its size (a power of two). Returns `None` if
+/// memory is short.
 pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T> {
     let reserved = map_private(2 * bytes).ok()? as usize;
     let done = run(reserved.next_multiple_of(bytes) as *mut u8);
@@ -49,8 +49,9 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
-/// Maps a part of a file, shared, over a part of what [`map_private`] mapped. A forked child has
-/// neither of the two mappings. False: the state of the range is unknown.
+/// Maps a part of a file, shared, in place of a part of a range that [`map_private`] mapped.
+/// Neither mapping exists in a forked child. Returns false if this fails. The state of the range is
+/// then unknown.
 ///
 /// # Safety
 /// Nothing may refer to the part that is replaced.
@@ -64,7 +65,8 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
     mapped.is_ok() && is_kept_from_children(at, bytes)
 }
 
-/// Keeps a mapping of this library out of forked children. False: the kernel refused.
+/// Makes the kernel leave a mapping of this library out of forked children. Returns false if the
+/// kernel refused.
 fn is_kept_from_children(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
     // SAFETY: the call changes no content in this process, and is only made for mappings of this
@@ -79,8 +81,8 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Faults in the pages of new memory. Pages of a file are made huge, if the kernel allows it,
-/// because `shmem_enabled` prevents that by default on most machines.
+/// Allocates the pages of new memory at once. Pages of a file are allocated as huge pages if the
+/// kernel allows it, because the default of `shmem_enabled` prevents huge pages on most machines.
 ///
 /// # Safety
 /// The range must be mapped, begin and end with a huge page, and have no content: on kernels
@@ -103,7 +105,7 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     }
 }
 
-/// Faults in pages of a file as huge pages, if the kernel allows it.
+/// Allocates pages of a file as huge pages, if the kernel allows it.
 ///
 /// # Safety
 /// The same conditions as for [`make_resident`].
@@ -126,10 +128,10 @@ unsafe fn make_huge(start: *mut u8, bytes: usize) {
     }
 }
 
-/// Frees pages; the range stays mapped and reads as zero.
+/// Frees the physical pages of a range. The range stays mapped and reads as zero.
 ///
 /// # Safety
-/// The content must not be needed.
+/// The content of the range must not be needed any more.
 pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_DONTNEED: usize = 4;
     const MADV_REMOVE: usize = 9;
@@ -138,7 +140,7 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, advice, 0, 0, 0]) };
 }
 
-/// Makes an empty memory file of `bytes` bytes that can be sealed.
+/// Creates a memory file of `bytes` zero bytes that can be sealed.
 pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
     const EFBIG: Errno = Errno(27);
@@ -156,33 +158,34 @@ pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     Ok(fd as i32)
 }
 
-/// Seals the size of a memory file.
+/// Seals the size of a memory file, so that it can never change again.
 pub fn seal_size(fd: i32) -> Result<(), Errno> {
     const F_ADD_SEALS: usize = 1033;
     const SEAL_SHRINK_GROW: usize = 1 | 2 | 4;
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
-/// A memory file that can no longer change, mapped for reading. A forked child does not have the
-/// mapping.
+/// A memory file whose content can no longer change, mapped for reading. The mapping does not exist
+/// in a forked child.
 pub struct SealedFile {
     at: usize,
     bytes: usize,
 }
 
-/// State of a range after an attempt to move a mapping into it.
+/// State of a memory range after an attempt to move a mapping into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePlacement {
-    /// The new mapping is in the range.
+    /// The range has the new mapping.
     Taken,
     /// The range still has its old mapping, unchanged.
     AsBefore,
-    /// Parts of the range's old mapping are missing.
+    /// Parts of the range's old mapping are missing, and the new mapping is not there.
     Broken,
 }
 
 impl SealedFile {
-    /// Maps the first `bytes` of a file. `None`: the file can change, or it is shorter.
+    /// Maps the first `bytes` of a file. Returns `None` if the file is not sealed against changes,
+    /// or is shorter.
     pub fn map(fd: i32, bytes: usize) -> Option<SealedFile> {
         const PROT_READ: usize = 1;
         const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
@@ -194,11 +197,12 @@ impl SealedFile {
         is_kept_from_children(sealed.at, bytes).then_some(sealed)
     }
 
-    /// Whether the file equals the bytes from an address on. `stop` is polled. If it returns true, the
-    /// result is false.
+    /// Whether the file has the same content as the memory at an address. `stop` is polled. If it
+    /// returns true, the comparison ends and the result is false.
     ///
     /// # Safety
-    /// As many bytes as this mapping has must be mapped at `at`. They must be whole pages.
+    /// Memory must be mapped at `at`, in whole pages, with the same number of bytes as this
+    /// mapping.
     pub unsafe fn is_same(&self, at: *const u8, stop: impl Fn() -> bool) -> bool {
         const PART_BYTES: usize = 4 << 20;
         const WORD_BYTES: usize = size_of::<u64>();
@@ -219,8 +223,9 @@ impl SealedFile {
         })
     }
 
-    /// Moves this mapping over a part of what [`map_private`] mapped. The mapping is of the file
-    /// that [`Self::is_same`] has compared, even if its descriptor refers to another file by now.
+    /// Moves this mapping into a part of a range that [`map_private`] mapped, in place of its old
+    /// mapping. So the range has the same file that [`Self::is_same`] has compared, even if its
+    /// descriptor refers to another file by now.
     ///
     /// # Safety
     /// Nothing may write to the replaced part from now on.
@@ -250,15 +255,16 @@ impl Drop for SealedFile {
     }
 }
 
-/// Compares words without `memcmp`. There is no libc, and the compiler's own `memcmp` compares byte
-/// by byte.
+/// Compares two lists of words without `memcmp`. There is no libc, and the compiler's own `memcmp`
+/// compares byte by byte.
 fn are_same(one: &[u64], other: &[u64]) -> bool {
     const WORDS_PER_STEP: usize = 512;
     let mut pairs = one.chunks(WORDS_PER_STEP).zip(other.chunks(WORDS_PER_STEP));
     pairs.all(|(one, other)| one.iter().zip(other).fold(0, |all, (a, b)| all | (a ^ b)) == 0)
 }
 
-/// Whether neither the file's size nor its content can change, and it has at least this size.
+/// Whether a file is sealed, so that neither its size nor its content can change, and has at least
+/// this size.
 fn is_sealed(fd: i32, bytes: usize) -> bool {
     const F_GET_SEALS: usize = 1034;
     const SHRINK_GROW: usize = 2 | 4;
@@ -273,14 +279,15 @@ fn is_sealed(fd: i32, bytes: usize) -> bool {
         && stat[6] >= bytes as u64
 }
 
-/// Frees a part of a memory file, mapped or not. False: it was not freed.
+/// Frees the memory of a part of a memory file, mapped or not. Returns false if this fails.
 pub fn punch(fd: i32, offset: usize, bytes: usize) -> bool {
     const KEEP_SIZE_PUNCH_HOLE: usize = 1 | 2;
     let args = [fd as usize, KEEP_SIZE_PUNCH_HOLE, offset, bytes, 0, 0];
     plain(number::FALLOCATE, args).is_ok()
 }
 
-/// Maps `bytes` of a file, shared, at a multiple of `bytes` (a power of two).
+/// Maps the first `bytes` of a file, shared. The address is a multiple of `bytes`, which must be a
+/// power of two.
 pub fn map_aligned(fd: i32, bytes: usize) -> Result<*mut u8, Errno> {
     const PROT_READ_WRITE: usize = 1 | 2;
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
@@ -308,7 +315,7 @@ fn unmap(start: usize, bytes: usize) {
     }
 }
 
-/// Memory that is unmapped when dropped.
+/// A range of memory that is unmapped when this value is dropped.
 pub struct MappedRegion {
     start: usize,
     bytes: usize,
@@ -323,7 +330,7 @@ impl MappedRegion {
         plain(number::MMAP, args).map(|start| MappedRegion { start, bytes })
     }
 
-    /// The address of the mapping's first byte.
+    /// Returns the address of the mapping's first byte.
     pub fn start(&self) -> usize {
         self.start
     }
@@ -372,8 +379,8 @@ mod tests {
         close(fd);
     }
 
-    /// A file may not become larger than the limit RLIMIT_FSIZE. The attempt must return an error: the
-    /// kernel's usual answer is a signal, which would end the application.
+    /// Creation of a memory file beyond the limit RLIMIT_FSIZE returns an error. The kernel's usual
+    /// reaction is a signal, which would end the application.
     #[test]
     fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};

@@ -1,16 +1,16 @@
-//! System calls to run a program in a separate task.
+//! System calls that run a program in a separate task.
 
 use core::arch::asm;
 use core::ffi::{CStr, c_char, c_void};
 
 use super::{CLOEXEC, EINTR, Errno, call, now_us, number, plain};
 
-/// The main function of a task made by [`spawn`].
+/// The main function of a task that [`spawn`] starts.
 pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
 
-/// Starts a task that shares the memory, begins at the top of `stack` and ends its process
-/// with the result of `main`. The caller sleeps until the task has executed a program or has
-/// ended. `end_signal`: the signal that the caller gets at the task's end; 0: none.
+/// Starts a task that shares this process's memory and runs `main` on `stack`, from its top. The
+/// task exits with the result of `main`. The caller sleeps until the task has executed a program or
+/// has ended. `end_signal` is the signal that the caller gets at the task's end, or 0 for none.
 ///
 /// # Safety
 /// The stack must be large enough, and unused until the caller continues. `main` must be sound to
@@ -54,7 +54,8 @@ pub unsafe fn spawn(
     if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as i32) }
 }
 
-/// Waits for the end of a child, even if it ends without a signal; returns its status.
+/// Waits for the end of a child, and returns its status. This also works for a child that ends
+/// without a signal.
 pub fn wait_child(pid: i32) -> Result<i32, Errno> {
     const ALL: usize = 0x4000_0000;
     let mut status = 0_i32;
@@ -66,13 +67,14 @@ pub fn wait_child(pid: i32) -> Result<i32, Errno> {
     }
 }
 
-/// Kills a child. To be called before the child is waited for.
+/// Kills a child. Must be called before the child is waited for, because its id could be reused
+/// afterwards.
 pub fn kill(child: i32) {
     const SIGKILL: usize = 9;
     let _ = plain(number::KILL, [child as usize, SIGKILL, 0, 0, 0, 0]);
 }
 
-/// Ends the calling task when the thread that made it ends.
+/// Makes the kernel end the calling task when the thread that created it ends.
 pub fn die_with_parent() {
     const PR_SET_PDEATHSIG: usize = 1;
     const SIGKILL: usize = 9;
@@ -100,12 +102,12 @@ pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
     }
 }
 
-/// Reads bytes; 0 at the end of the stream.
+/// Reads bytes from a descriptor. Returns 0 at the end of the stream.
 pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     plain(number::READ, [fd as usize, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0])
 }
 
-/// Makes `output` the standard output, and `/dev/null` the standard input and error. All other
+/// Sets `output` as the standard output, and `/dev/null` as the standard input and error. All other
 /// descriptors are closed at the next [`execute`]. Only for a task with its own descriptors.
 pub fn take_standard_streams(output: i32) {
     const CLOSE_RANGE_CLOEXEC: usize = 4;
@@ -120,10 +122,10 @@ pub fn take_standard_streams(output: i32) {
     let _ = plain(number::CLOSE_RANGE, all);
 }
 
-/// Executes a program in this task. Returns only if that fails.
+/// Executes a program in this task. Returns only if the program cannot be executed.
 ///
 /// # Safety
-/// Both lists must end with null pointers, and have pointers to strings.
+/// Both lists must contain pointers to strings, and end with a null pointer.
 pub unsafe fn execute(
     path: &CStr,
     arguments: *const *const c_char,

@@ -1,4 +1,4 @@
-//! A controller whose orders the test sends.
+//! A fake controller for tests. It sends the orders that the test chooses.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
@@ -14,10 +14,11 @@ use affinode_proto::wire::message::{
 use affinode_proto::wire::{Engine, Hazards, Phase};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt};
 
-/// Time limit of every wait, against a test that hangs. It is much longer than any expected wait.
+/// Time limit of every wait, after which a test that hangs fails. It is much longer than any
+/// expected wait.
 const GUARD: Duration = Duration::from_secs(60);
 
-/// A controller's listening socket, in its own folder.
+/// A fake controller: a listening socket in a folder of its own.
 pub struct Controller {
     listener: UnixListener,
     folder: tempfile::TempDir,
@@ -38,7 +39,7 @@ impl Controller {
         path.to_str().unwrap().to_owned()
     }
 
-    /// Accepts the next agent, without a Welcome.
+    /// Accepts the connection of the next agent, but sends no Welcome message.
     pub fn accept(&self) -> Connection {
         let (stream, _) = self.listener.accept().unwrap();
         stream.set_read_timeout(Some(GUARD)).unwrap();
@@ -72,12 +73,13 @@ impl Controller {
         }
     }
 
-    /// Accepts the next agent and sends its Welcome.
+    /// Accepts the connection of the next agent, and sends it the Welcome message.
     pub fn welcome(&self) -> Connection {
         self.welcome_to_wait(0)
     }
 
-    /// Accepts the next agent, and sends a Welcome that lets its allocations wait for VRAM.
+    /// Accepts the connection of the next agent, and sends a Welcome message that makes failed
+    /// allocations wait for VRAM.
     pub fn welcome_to_wait(&self, wait_for_room_ms: u32) -> Connection {
         self.welcome_with(wait_for_room_ms, 0)
     }
@@ -99,16 +101,16 @@ impl Controller {
     }
 }
 
-/// A connection to an agent.
+/// The controller's side of a connection to an agent.
 pub struct Connection {
     pub stream: UnixStream,
     pub page: File,
     pub hello: AgentMessage,
-    /// Wakes that arrived while the test waited for another message.
+    /// Wake messages that arrived while the test waited for another message.
     pub wakes: Vec<AgentMessage>,
-    /// Notices that arrived while the test waited for another message.
+    /// Notices of hazards that arrived while the test waited for another message.
     pub notices: Vec<Hazards>,
-    /// Number of requests for readings that the test has not read yet.
+    /// Number of the agent's requests for GPU figures that the test has not consumed yet.
     pub asks: usize,
     next_order: u64,
 }
@@ -129,15 +131,15 @@ impl Connection {
         self.start_decided(action, 0);
     }
 
-    /// Sends an order that was decided at that time of the monotonic clock, without waiting for its
-    /// report.
+    /// Sends an order without waiting for its report. The order states that it was decided at
+    /// `decided_ms` of the monotonic clock.
     pub fn start_decided(&mut self, action: Action, decided_ms: u64) {
         let order = self.next_order;
         self.next_order += 1;
         self.send(ControllerMessage::Order { order, action, decided_ms });
     }
 
-    /// Waits for the report of the last order that was sent.
+    /// Waits for the agent's report about the last order that was sent.
     pub fn report(&mut self) -> (Outcome, Phase, u32) {
         loop {
             match self.receive() {
@@ -156,7 +158,7 @@ impl Connection {
         self.report()
     }
 
-    /// Sends orders one by one. Each must be reported as done.
+    /// Sends orders one by one. The agent must report each as done.
     pub fn done(&mut self, actions: &[Action]) {
         for action in actions {
             let (outcome, phase, error) = self.order(*action);
@@ -173,7 +175,8 @@ impl Connection {
         }
     }
 
-    /// Waits for a wake that the test has not read yet. Returns its generation, waiters and hook.
+    /// Waits for a Wake message that the test has not consumed yet. Returns its generation, number
+    /// of waiters and hook.
     pub fn wake(&mut self) -> (u64, u32, u32) {
         while self.wakes.is_empty() {
             let message = self.receive();
@@ -185,12 +188,12 @@ impl Connection {
         }
     }
 
-    /// Discards the wakes that have arrived, such as a repeated one of an earlier wait.
+    /// Discards the Wake messages that have arrived, such as a repeated one of an earlier wait.
     pub fn forget_wakes(&mut self) {
         self.wakes.clear();
     }
 
-    /// Waits until the agent requests readings.
+    /// Waits until the agent requests GPU figures.
     pub fn ask(&mut self) {
         while self.asks == 0 {
             let message = self.receive();
@@ -199,7 +202,7 @@ impl Connection {
         self.asks = 0;
     }
 
-    /// Whether no message arrives within this time.
+    /// Whether the agent sends no message within this time.
     pub fn is_silent_for(&mut self, time: Duration) -> bool {
         self.stream.set_read_timeout(Some(time)).unwrap();
         let mut byte = [0; 1];
@@ -208,7 +211,7 @@ impl Connection {
         came.is_err()
     }
 
-    /// Waits for a notice, and returns its hazards.
+    /// Waits for a notice of hazards, and returns the hazards.
     pub fn notice(&mut self) -> Hazards {
         while self.notices.is_empty() {
             let message = self.receive();
@@ -217,7 +220,7 @@ impl Connection {
         self.notices.remove(0)
     }
 
-    /// Waits for a message about an allocation that begins or ends its wait for VRAM.
+    /// Waits for the message that an allocation begins or ends its wait for VRAM.
     pub fn want(&mut self) -> AgentMessage {
         loop {
             match self.receive() {
@@ -259,7 +262,8 @@ impl Connection {
         while self.stream.read(&mut frame).unwrap_or(0) > 0 {}
     }
 
-    /// Waits for the other side to end the connection. Returns the number of wakes that came before.
+    /// Waits until the agent ends the connection. Returns the number of Wake messages that came
+    /// before.
     pub fn wakes_until_end(mut self) -> usize {
         let mut frame = [0; FRAME_BYTES];
         while self.stream.read_exact(&mut frame).is_ok() {
@@ -268,7 +272,7 @@ impl Connection {
         self.wakes.len()
     }
 
-    /// Reads the counters at the time of the call.
+    /// Reads the process's shared counters as they are now.
     pub fn page(&self) -> CounterSnapshot {
         let mut bytes = vec![0; PAGE_BYTES];
         self.page.read_exact_at(&mut bytes, 0).unwrap();

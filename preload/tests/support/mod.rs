@@ -1,5 +1,5 @@
-//! Shared parts of the tests: the built library, C programs, and a controller whose orders the test
-//! sends.
+//! Shared parts of the preload library's tests: the built library, C programs, and a fake
+//! controller that sends the orders which the test chooses.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
-/// The path of the built library. It is set by `AFFINODE_PRELOAD_SO`, else the library is built now.
+/// Returns the path of the built preload library. `AFFINODE_PRELOAD_SO` can name it. Otherwise the
+/// library is built now.
 pub fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -60,7 +61,7 @@ fn folder(compiler: &str) -> PathBuf {
     folder
 }
 
-/// A set of client programs, built by one compiler with one kind of driver.
+/// A set of client programs, which one compiler has built with one kind of stub driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Build {
     Glibc,
@@ -100,8 +101,9 @@ impl Build {
     }
 }
 
-/// The folder of another stub driver, built with `flags`: for example one without a checkpoint
-/// interface, or one in which other libraries can replace the functions that it calls itself.
+/// Returns the folder of another stub driver, built with `flags`: for example one without a
+/// checkpoint interface, or one in which other libraries can replace the functions that it calls
+/// itself.
 pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
     let built = format!("libcuda-{name}.so");
     let shared = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"];
@@ -111,8 +113,8 @@ pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
     path.parent().unwrap().to_owned()
 }
 
-/// A `PATH` with an `nvidia-smi` in `folder`. It prints the file `free`, and adds a byte to the file
-/// `asked` each time. Both files are in `folder`.
+/// Returns a `PATH` with a fake `nvidia-smi` in `folder`. It prints the file `free`, and adds a
+/// byte to the file `asked` each time. Both files are in `folder`.
 pub fn nvidia_smi(folder: &Path) -> String {
     use std::os::unix::fs::PermissionsExt;
     let (free, asked) = (folder.join("free"), folder.join("asked"));
@@ -123,7 +125,7 @@ pub fn nvidia_smi(folder: &Path) -> String {
     format!("{}:/usr/bin:/bin", folder.display())
 }
 
-/// A running client program.
+/// A running client program of a test.
 pub struct Client {
     child: Child,
     stdin: ChildStdin,
@@ -131,13 +133,15 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts a client that reaches the driver by `route`, with additional environment variables.
+    /// Starts a client that gets the driver's functions by `route`, with additional environment
+    /// variables.
     pub fn start(build: Build, route: &str, environment: &[(&str, &str)]) -> Client {
         let program = if route == "link" { "linked" } else { "client" };
         Client::start_program(build, &[program, route], environment)
     }
 
-    /// Starts another program of the folder, which answers commands as the client does.
+    /// Starts another program in the folder of the client. It must answer commands as the client
+    /// does.
     pub fn start_program(build: Build, words: &[&str], environment: &[(&str, &str)]) -> Client {
         let folder = build.programs();
         let mut command = Command::new(folder.join(words[0]));
@@ -162,7 +166,7 @@ impl Client {
         writeln!(self.stdin, "{command}").unwrap();
     }
 
-    /// Waits for the client's next line, which is a number.
+    /// Waits for the next line of the client's output, which is a number.
     pub fn answer(&mut self) -> i64 {
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
@@ -170,7 +174,7 @@ impl Client {
         line.trim().parse().unwrap_or_else(|_| panic!("the client ended: {ended:?}"))
     }
 
-    /// Sends a command and waits for its answer.
+    /// Sends a command to the client and waits for its answer.
     pub fn ask(&mut self, command: &str) -> i64 {
         self.send(command);
         self.answer()
@@ -194,8 +198,8 @@ impl Client {
         assert!(self.child.wait().unwrap().success());
     }
 
-    /// Closes the client's input, and returns its exit handlers' answers. The client must end
-    /// successfully.
+    /// Closes the client's input. Returns the answers that its exit handlers print. The client must
+    /// end successfully.
     pub fn last_answers(mut self) -> Vec<i64> {
         drop(self.stdin);
         let lines = std::io::read_to_string(&mut self.stdout).unwrap();
@@ -204,7 +208,8 @@ impl Client {
         lines.lines().map(|line| line.parse().unwrap()).collect()
     }
 
-    /// A number in the kernel's status of a thread, or 0.
+    /// Returns a number from the kernel's status file of the client's thread `name`. Returns 0 if
+    /// there is none.
     pub fn thread_status(&self, name: &str, field: &str) -> u64 {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         let texts = tasks
@@ -217,7 +222,7 @@ impl Client {
         texts.and_then(value).unwrap_or(0)
     }
 
-    /// Names of the client's threads.
+    /// Returns the names of the client's threads.
     pub fn threads(&self) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         tasks
