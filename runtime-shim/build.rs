@@ -1,4 +1,5 @@
-//! Generates the one containerd message that containerd-shim-protos lacks.
+//! Build script that generates the code of one containerd message, which the crate
+//! containerd-shim-protos lacks.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=runtimeoptions.proto");

@@ -1,4 +1,4 @@
-//! Addresses of shims: `unix://` and a path whose file name is a hash.
+//! Socket addresses of shims. An address is `unix://` and a path whose file name is a hash.
 //!
 //! The proxy's address is derived from the address of the stock shim. The stock shim chooses which
 //! containers share its address, and these containers then share one proxy.
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-/// Maximum length of a path, in bytes, that fits a socket address with its closing zero.
+/// Maximum length of a path, in bytes, that fits into a socket address with its terminating zero.
 const PATH_MAX_BYTES: usize = 107;
 
 /// A `unix://` address that the proxy can serve or connect to.
@@ -16,10 +16,10 @@ pub struct SocketAddress {
     path: PathBuf,
 }
 
-/// An address that the proxy can neither serve nor connect to.
+/// Reason why the proxy can neither serve nor connect to an address.
 #[derive(Debug, thiserror::Error)]
 pub enum AddressError {
-    /// Abstract socket, vsock or an unknown scheme.
+    /// The address is an abstract socket, a vsock or of an unknown scheme.
     #[error(
         "the stock shim serves {0:?}, which is not a unix:// path; update containerd-shim-runc-v2 to 1.4 or later"
     )]
@@ -63,8 +63,8 @@ impl SocketAddress {
         &self.path
     }
 
-    /// Inode of the socket. It distinguishes this socket from a later socket with the same path.
-    /// `None` if there is no such file.
+    /// Returns the inode of the socket file. It distinguishes this socket from a later socket with
+    /// the same path. Returns `None` if there is no such file.
     #[must_use]
     pub fn inode(&self) -> Option<u64> {
         use std::os::unix::fs::MetadataExt;

@@ -31,8 +31,8 @@ use crate::rpc::{RpcCaller, RpcError};
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
 /// Pause after the first failed attempt to connect. It doubles with each further failed attempt.
 const BACK_OFF: Duration = Duration::from_millis(250);
-/// Maximum delay of a shim's first reconnection. All shims lose the controller at the same moment,
-/// so each shim waits for a different time before it reconnects.
+/// Maximum delay before a shim reconnects for the first time. All shims lose the controller at the
+/// same moment, so each waits for a different time before it reconnects.
 const SPREAD_MS: u32 = 200;
 
 /// Handle of the task that sends announcements to the controller.
@@ -57,7 +57,7 @@ impl Announcer {
         Announcer { orders, task }
     }
 
-    /// Announces a container whose Create is in progress.
+    /// Announces a container to the controller. The container's Create is still in progress.
     pub fn add(&self, container: Announcement) {
         // Sending fails only if the task has ended, which it does when its last sender is dropped.
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
@@ -69,7 +69,7 @@ impl Announcer {
         let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
 
-    /// Ends the task once its queued orders are done, or after `patience`.
+    /// Ends the task once its queued announcements and withdrawals are done, or after `patience`.
     pub async fn finish(self, patience: Duration) {
         drop(self.orders);
         let _ = tokio::time::timeout(patience, self.task).await;
@@ -79,8 +79,7 @@ impl Announcer {
 struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
-    /// A connection without traffic. The end of this connection shows that the controller has
-    /// ended.
+    /// An idle connection to the controller. When it ends, the controller has ended.
     watch: Option<UnixStream>,
     failures: u32,
     next_attempt: Instant,
@@ -199,8 +198,8 @@ impl AnnouncerState {
     }
 }
 
-/// The pause before the next attempt to connect. `failures`: number of failed attempts before the
-/// attempt that has just failed.
+/// Returns the pause before the next attempt to connect. `failures` is the number of failed
+/// attempts before the attempt that has just failed.
 pub(crate) fn back_off(failures: u32) -> Duration {
     BACK_OFF.saturating_mul(1 << failures.min(10)).min(BACK_OFF_MAX)
 }
@@ -216,7 +215,7 @@ pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
 }
 
 /// Withdraws a container from the controller, if a controller runs, and removes the container's
-/// folder. `delete` calls this function, because `delete` has no announcer task.
+/// folder. The command `delete` uses this function, because it has no announcer task.
 pub fn withdraw(paths: &ShimPaths, key: &str) {
     let folder = paths.container(key);
     if !folder.exists() {
@@ -231,8 +230,8 @@ pub fn withdraw(paths: &ShimPaths, key: &str) {
     }
 }
 
-/// A delay below [`SPREAD_MS`] that differs between processes, so that shims do not reconnect at
-/// the same moment.
+/// Returns a delay below [`SPREAD_MS`] that differs between processes, so that shims do not
+/// reconnect at the same moment.
 pub(crate) fn spread() -> Duration {
     let nanos = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

@@ -1,5 +1,6 @@
-//! Input and output of `start`: what containerd writes to stdin and what it reads from stdout. Both
-//! forms differ between versions of containerd. The reply has the form of the stock shim's reply.
+//! Input and output of the shim's command `start`: what containerd writes to stdin and what it
+//! reads from stdout. Both forms differ between versions of containerd. The reply to containerd has
+//! the same form as the stock shim's reply.
 //!
 //! | containerd | stdin | stdout |
 //! | --- | --- | --- |
@@ -22,11 +23,11 @@ pub enum BootstrapInput {
     Options(Any),
     /// The whole invocation as a message, from containerd 2.3 on.
     Bootstrap(BootstrapParams),
-    /// A newer form that this version does not know. It is passed on unchanged.
+    /// An unknown form, of a newer version of containerd. It is passed on unchanged.
     Unknown(Vec<u8>),
 }
 
-/// Reply of the stock shim's `start` on stdout.
+/// Reply that the stock shim's `start` writes to stdout.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapReply {
     /// Only the address, as for containerd 1.6 and 1.7.
@@ -37,7 +38,7 @@ pub enum BootstrapReply {
     Bootstrap(BootstrapResult),
 }
 
-/// The stock shim's reply has none of the known forms.
+/// Error: the stock shim's reply has none of the known forms.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "containerd-shim-runc-v2 printed {0:?} for start, which does not contain an address that this \
@@ -67,7 +68,7 @@ impl BootstrapInput {
     }
 
     /// Encodes the input again, with options that the stock shim accepts. Also returns the cgroup
-    /// that the options name for the shim.
+    /// that the options choose for the shim.
     pub fn translate(
         self,
         cgroups_path: Option<&str>,
@@ -137,7 +138,7 @@ impl BootstrapReply {
         }
     }
 
-    /// The version of the task service that the shim supports.
+    /// The version of the task service that the stock shim supports.
     #[must_use]
     pub fn task_version(&self) -> i64 {
         match self {

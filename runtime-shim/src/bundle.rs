@@ -13,12 +13,12 @@ use crate::probe::ShimIdentity;
 
 /// Maximum size of config.json. Most are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
-/// Maximum size of each file of a bundle other than config.json.
+/// Maximum size of each file in a bundle other than config.json.
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
-/// State folder of runc that the stock shim passes to runc, if the runtime options name no other
-/// folder.
+/// Default folder for runc's state. The stock shim passes it to runc unless the runtime options
+/// name another folder.
 const RUNC_ROOT: &str = "/run/containerd/runc";
 const MEMBERS: &str = "affinode-members";
 
@@ -26,7 +26,7 @@ const MEMBERS: &str = "affinode-members";
 #[derive(Clone, Debug)]
 pub struct Bundle(PathBuf);
 
-/// A file of a bundle could not be read or replaced.
+/// Reason why a file of a bundle could not be read or replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
     /// The file cannot be read.
@@ -37,12 +37,12 @@ pub enum BundleError {
         /// Error of the read.
         source: io::Error,
     },
-    /// The file is larger than the limit up to which the shim reads it.
+    /// The file is larger than the maximum size that the shim reads.
     #[error("{path} is larger than {max_bytes} bytes")]
     TooLarge {
         /// Path of the rejected file.
         path: PathBuf,
-        /// Upper bound in bytes.
+        /// The maximum size in bytes.
         max_bytes: u64,
     },
     /// The file does not parse as JSON.
@@ -63,19 +63,19 @@ pub enum BundleError {
     },
 }
 
-/// Record that `start` writes into the bundle, and that `delete` reads.
+/// Record that the command `start` writes into the bundle, and that `delete` reads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BundleNote {
     /// Address that the proxy serves.
     pub address: String,
     /// Address that the stock shim serves.
     pub upstream: String,
-    /// Identity of the stock shim behind the proxy.
+    /// Identity of the stock shim to which the proxy forwards.
     pub shim: ShimIdentity,
 }
 
 impl Bundle {
-    /// The bundle at this path.
+    /// Returns the bundle whose folder is at this path.
     pub fn new(path: impl Into<PathBuf>) -> Bundle {
         Bundle(path.into())
     }
@@ -103,9 +103,9 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// Replaces the address in the file `address` by the proxy's address. containerd 1.x reads this
-    /// file after a restart. The stock shim wrote its own address there, with which containerd
-    /// would bypass the proxy. If the bundle has no such file, none is created.
+    /// Replaces the stock shim's address in the bundle's file `address` by the proxy's address.
+    /// containerd 1.x reads this file after a restart, and would otherwise bypass the proxy. If the
+    /// bundle has no such file, none is created.
     pub fn rewrite_address(&self, address: &str) -> Result<(), BundleError> {
         let path = self.0.join("address");
         if !path.exists() {
@@ -114,7 +114,8 @@ impl Bundle {
         replace(&path, address.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The address at which containerd finds this container's shim, as recorded in the bundle.
+    /// Returns the address at which containerd finds this container's shim, as recorded in the
+    /// bundle.
     #[must_use]
     pub fn recorded_address(&self) -> Option<String> {
         if let Ok(bytes) = read_bounded(&self.0.join("bootstrap.json"), NOTE_MAX_BYTES) {
@@ -125,7 +126,7 @@ impl Bundle {
         Some(String::from_utf8(bytes).ok()?.trim().to_owned())
     }
 
-    /// Writes the record that `delete` reads.
+    /// Writes the record that the command `delete` reads later.
     pub fn write_note(&self, note: &BundleNote) -> Result<(), BundleError> {
         let path = self.0.join(NOTE);
         let write = || {
@@ -135,7 +136,8 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// Reads the record that `start` wrote. `None` if there is none, or if it does not parse.
+    /// Reads the record that `start` wrote. Returns `None` if there is none, or if it does not
+    /// parse.
     #[must_use]
     pub fn note(&self) -> Option<BundleNote> {
         let bytes = read_bounded(&self.0.join(NOTE), NOTE_MAX_BYTES).ok()?;
@@ -151,7 +153,7 @@ impl Bundle {
         replace(&path, lines.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// Ids of the containers in the record that the daemon last wrote into this bundle.
+    /// Returns the ids of the containers that the daemon last recorded in this bundle.
     #[must_use]
     pub fn members(&self) -> Vec<String> {
         let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
@@ -163,7 +165,8 @@ impl Bundle {
             .collect()
     }
 
-    /// The folder in which runc keeps the container's state until the container is deleted.
+    /// Returns the folder in which runc stores the container's state until the container is
+    /// deleted.
     #[must_use]
     pub fn runc_state(&self, namespace: &str, id: &str) -> PathBuf {
         // `options.json` is the stock shim's copy of its options. There is no such file if the
@@ -174,13 +177,13 @@ impl Bundle {
         Path::new(root.unwrap_or(RUNC_ROOT)).join(namespace).join(id)
     }
 
-    /// The bundle of another container of this namespace.
+    /// Returns the bundle of another container in the same namespace.
     #[must_use]
     pub fn sibling(&self, id: &str) -> Bundle {
         Bundle(self.0.with_file_name(id))
     }
 
-    /// The other bundles of this namespace.
+    /// Returns the bundles of all other containers in the same namespace.
     #[must_use]
     pub fn siblings(&self) -> Vec<Bundle> {
         let Some(entries) = self.0.parent().and_then(|dir| fs::read_dir(dir).ok()) else {
@@ -195,7 +198,8 @@ impl Bundle {
             .collect()
     }
 
-    /// The container's id, which is the folder's name. `None` if it is not UTF-8.
+    /// Returns the container's id, which is the name of the bundle's folder. Returns `None` if it
+    /// is not UTF-8.
     #[must_use]
     pub fn id(&self) -> Option<&str> {
         self.0.file_name()?.to_str()

@@ -1,5 +1,5 @@
-//! Places a process in a cgroup: the shim's daemon in the cgroup that the options name, the
-//! controller in its own cgroup.
+//! Moves processes into cgroups: the shim's daemon into the cgroup that the options name, the
+//! controller into its own cgroup.
 
 use std::fs;
 use std::io;
@@ -13,8 +13,8 @@ pub fn join(path: &str, pid: u32) -> io::Result<()> {
     join_below(&hierarchies(Path::new(ROOT))?, path, pid)
 }
 
-/// Moves a process into a cgroup, which is created if it is missing. Best effort: returns whether
-/// any hierarchy accepted the process.
+/// Moves a process into a cgroup, which is created if it is missing. Returns whether this succeeded
+/// in at least one hierarchy.
 #[must_use]
 pub fn make_and_join(path: &str, pid: u32) -> bool {
     let Ok(roots) = hierarchies(Path::new(ROOT)) else {
@@ -54,7 +54,7 @@ fn join_below(roots: &[PathBuf], path: &str, pid: u32) -> io::Result<()> {
     }
 }
 
-/// The mount point of the unified hierarchy, or the folders of all cgroup v1 controllers.
+/// Returns the mount point of the unified hierarchy, or the folders of all cgroup v1 controllers.
 fn hierarchies(root: &Path) -> io::Result<Vec<PathBuf>> {
     if root.join("cgroup.controllers").exists() {
         return Ok(vec![root.to_owned()]);

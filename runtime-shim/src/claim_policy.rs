@@ -1,6 +1,7 @@
-//! The policy of ResourceClaims (DRA). The node agent writes it into files of the run directory, and
-//! a CDI specification mounts a claim's files into the containers that use the claim. CDI has no
-//! annotations of containers, so the shim recognises the policy by these mounts.
+//! Reads the policy (settings of Affinode) that ResourceClaims of Kubernetes (DRA) give to a
+//! container. The node agent writes a claim's policy into files of the run directory, and a CDI
+//! specification mounts these files into the containers that use the claim. CDI has no annotations
+//! of containers, so the shim recognises the policy by the mounts.
 //!
 //! A mount counts only if its source is in the run directory. Only root can write there, and a pod
 //! can mount such a file itself only if it may mount any folder of the host.
@@ -20,15 +21,15 @@ use tracing::warn;
 use crate::metadata::{MAX_ANNOTATIONS, may_be_claimed};
 use crate::spec;
 
-/// Maximum number of files that are read for one container. It is the maximum number of devices of a
-/// claim.
+/// Maximum number of policy files that are read for one container. It is the maximum number of
+/// devices of a claim.
 const MAX_FILES: usize = 32;
-/// Maximum size of a file: the agent writes at most 32 settings of 512 bytes.
+/// Maximum size of a policy file. The node agent writes at most 32 settings of 512 bytes.
 const MAX_BYTES: u64 = 32 << 10;
 
-/// Adds the policy of the container's claims to its annotations. An annotation of the pod has
-/// precedence. If several claims set the same setting, the claim whose UID is alphabetically last has
-/// precedence, so that a container has the same policy after each start.
+/// Adds the policy of the container's claims to the annotations in its announcement. An annotation
+/// of the pod has precedence. If several claims set the same setting, the claim whose UID is
+/// alphabetically last has precedence, so that a container has the same policy after each start.
 pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     let mut claimed = BTreeMap::<String, String>::new();
     let mut files: Vec<_> = files(&run_dir.join(CLAIMS_DIR), spec).collect();
@@ -63,12 +64,13 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     }
 }
 
-/// Whether any of these annotations sets the same setting as this one.
+/// Whether any of these annotations sets the same setting as the annotation `name`.
 fn sets_any(annotations: &BTreeMap<String, String>, name: &str) -> bool {
     annotations.keys().any(|other| set_the_same(other, name))
 }
 
-/// Files of this folder that are mounted where claims have their policies.
+/// Returns the files of this folder that are mounted into the container at the place for claims'
+/// policies.
 fn files(folder: &Path, spec: &Value) -> impl Iterator<Item = PathBuf> {
     let folder = identity(folder);
     spec::mounts(spec).filter_map(move |(source, destination)| {
@@ -81,8 +83,8 @@ fn files(folder: &Path, spec: &Value) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-/// Device and inode of a folder. The agent may name the folder by another path than the shim, for
-/// example below /var/run.
+/// Returns device and inode of a folder, to compare it with another path. The node agent may name
+/// the folder by another path than the shim, for example below /var/run.
 fn identity(folder: &Path) -> Option<(u64, u64)> {
     let data = std::fs::metadata(folder).ok()?;
     Some((data.dev(), data.ino()))
@@ -105,7 +107,7 @@ mod tests {
 
     use super::*;
 
-    /// Annotations of a container that mounts these files of the run directory.
+    /// Returns the annotations of a container that mounts these files of the run directory.
     fn annotations(files: &[(&str, &str)], own: &[(&str, &str)]) -> BTreeMap<String, String> {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join(CLAIMS_DIR);
@@ -153,7 +155,8 @@ mod tests {
         }
     }
 
-    /// Both annotations set when the container is offloaded.
+    /// The pod and its claim set the same setting, when the container is offloaded, by different
+    /// annotations. The pod's annotation must replace the claim's.
     #[test]
     fn pod_replaces_the_same_setting_of_its_claim() {
         let claim = r#"{"affinode.io/latency-sensitive": "true"}"#;

@@ -1,6 +1,6 @@
-//! Parses the command line that containerd writes for Go's `flag` package. A flag has one dash or
-//! two. Its value follows in the next word or after `=`, and a switch has no value. The first word
-//! that is neither a flag nor a flag's value is the action.
+//! Parses the shim's command line, which containerd writes in the form of Go's `flag` package. A
+//! flag has one dash or two. Its value follows in the next word or after `=`, and a switch has no
+//! value. The first word that is neither a flag nor a flag's value is the action.
 
 use std::ffi::OsString;
 
@@ -91,7 +91,7 @@ pub enum CliError {
 }
 
 impl ShimAction {
-    /// Parses the word after the flags.
+    /// Parses the action, which is the word after the flags.
     fn parse(word: Option<&str>) -> Result<ShimAction, CliError> {
         match word {
             Some("start") => Ok(ShimAction::Start),
@@ -102,14 +102,16 @@ impl ShimAction {
         }
     }
 
-    /// Whether the action concerns a container, whose namespace must then be given.
+    /// Whether the action concerns a container. The command line must then name the container's
+    /// namespace.
     fn needs_namespace(self) -> bool {
         matches!(self, ShimAction::Start | ShimAction::Delete | ShimAction::Serve)
     }
 }
 
 impl ShimFlags {
-    /// The field for the value of the flag with this name. A switch has no such field.
+    /// Returns the field that stores the value of the flag with this name. A switch has no such
+    /// field, which is an error.
     fn field(&mut self, name: &str) -> Result<&mut String, CliError> {
         match name {
             "namespace" => Ok(&mut self.namespace),

@@ -1,5 +1,6 @@
-//! Handles the calls that concern the containers of a group: prepares and announces a container at
-//! its Create, withdraws it at its end, and keeps a list of the group for `delete`.
+//! Handles the calls of containerd that concern the containers of a group (pod): prepares and
+//! announces a container at its Create, withdraws it at its end, and records the group's containers
+//! for `delete`.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -49,7 +50,8 @@ impl Containers {
         self.announcer.finish(patience).await;
     }
 
-    /// Writes the list of the group's containers for `delete`, if the bundle still exists.
+    /// Writes the list of the group's containers into the bundle, for the command `delete`. Does
+    /// nothing if the bundle no longer exists.
     fn note_members(&self) {
         if !self.bundle.path().is_dir() {
             return;

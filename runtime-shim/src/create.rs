@@ -1,4 +1,4 @@
-//! Handles a Create request.
+//! Prepares a container with a GPU when containerd sends its Create request.
 //!
 //! ```text
 //! read config.json ─┬─ unreadable ───────────────> nothing
@@ -31,16 +31,16 @@ use crate::rootfs::{ResolvedPath, RootfsError, RootfsLayers};
 use crate::spec::{self, BindMount, EditError};
 use crate::{EngineOf, report};
 
-/// Changes to a Create request, and the container to announce.
+/// Result of [`prepare`]: changes to a Create request, and the container to announce.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PreparedContainer {
-    /// Options that replace those of the request. `None`: keep them.
+    /// Options that replace those of the request. `None` if the request's options stay.
     pub options: Option<Any>,
-    /// The container to announce. `None` if it runs unmanaged.
+    /// The container to announce to the controller. `None` if it runs unmanaged.
     pub container: Option<Announcement>,
 }
 
-/// Reason why a container with a GPU runs unmanaged.
+/// Reason why a container with a GPU runs unmanaged (without Affinode's library).
 #[derive(Debug, thiserror::Error)]
 pub enum NotManaged {
     /// The library is not installed on this node.
@@ -49,21 +49,21 @@ pub enum NotManaged {
     /// The image's own /etc/ld.so.preload cannot be read.
     #[error("cannot read {file} of the image", file = ld_so_preload::FILE)]
     Rootfs(#[from] RootfsError),
-    /// The image has a folder, device, socket or link at the file's path.
+    /// The image has a folder, device, socket or link at the path of the preload list.
     #[error("{file} of the image is {0}, not a file", file = ld_so_preload::FILE)]
     NotAFile(&'static str),
-    /// A host file that is mounted over the image's file cannot be merged.
+    /// A file of the host is mounted over the image's preload list, and cannot be merged.
     #[error("cannot read {path:?}, which is mounted over {file}", file = ld_so_preload::FILE)]
     HostFile {
-        /// Path of that file on the host.
+        /// Path of the mounted file on the host.
         path: std::path::PathBuf,
-        /// Reason why the file is not merged.
+        /// Reason why the mounted file is not merged.
         source: ld_so_preload::HostFileError,
     },
     /// The rootfs is read-only, so mount points cannot be created.
     #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
     ReadOnly,
-    /// A volume of the container, or the form of the spec, does not allow the mounts.
+    /// A volume of the container, or the form of the spec, prevents the addition of the mounts.
     #[error("cannot add mounts to the container")]
     Edit(#[from] EditError),
     /// The container's folder below the run directory could not be created.
@@ -74,7 +74,8 @@ pub enum NotManaged {
     Bundle(#[from] BundleError),
 }
 
-/// Prepares a container for its creation. Reads and writes files, so it may block.
+/// Prepares a container for its creation. If it has a GPU, edits its config.json and creates its
+/// folder. Reads and writes files, so it may block.
 #[must_use]
 pub fn prepare(
     paths: &ShimPaths,
@@ -138,8 +139,8 @@ fn manage(
     }
 }
 
-/// Returns a number that differs between containers, even if they have the same id: nanoseconds
-/// since 1970.
+/// Returns a number that differs between containers, even if they have the same id. It is the time
+/// in nanoseconds since 1970.
 fn generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.ok().and_then(|now| u64::try_from(now.as_nanos()).ok()).unwrap_or(1)

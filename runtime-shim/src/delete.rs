@@ -1,4 +1,4 @@
-//! `delete`: the stock clean-up, and the clean-up after a killed shim.
+//! The shim's command `delete`: the stock clean-up, and the clean-up after a killed shim.
 //!
 //! containerd runs `delete` when a shim's connection has ended. containerd 1.x also runs it after
 //! every ordinary removal. If the group's proxy has ended, `delete` ends the stock shim behind that
@@ -24,11 +24,12 @@ use crate::probe::{self, ProbedPeer};
 use crate::process;
 use crate::runc_shim::{RuncShim, RuncShimError};
 
-/// Time limit for the whole command except the container's own clean-up.
+/// Time limit of the whole command, except for the clean-up of the container itself.
 const BUDGET: Duration = Duration::from_millis(4000);
 /// Time limit for a proxy's reply to a probe.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
-/// Pause before the first repetition of the clean-up. It doubles each time, up to [`PAUSE_MAX`].
+/// Pause before the clean-up is repeated for the first time. It doubles each time, up to
+/// [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
 /// Maximum wait for the end of a stock shim that was killed.
@@ -90,15 +91,15 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
-/// Empty folders in place of bundles that containerd has removed. runc writes its log into a
-/// container's bundle, and fails if the bundle is missing. When this value is dropped, it removes
-/// the folders.
+/// Bundle folders that containerd has removed and this command creates again, empty. runc writes
+/// its log into a container's bundle, and fails if the bundle is missing. When this value is
+/// dropped, it removes the folders.
 #[derive(Default)]
 struct LentBundles(BTreeSet<PathBuf>);
 
 impl LentBundles {
-    /// Creates the folder if it is missing. containerd may remove a bundle at any time while
-    /// `delete` runs, so this is called before each attempt.
+    /// Creates an empty bundle folder if it is missing. containerd may remove a bundle at any time
+    /// while `delete` runs, so this is called before each attempt.
     fn lend(&mut self, path: &Path) {
         if fs::create_dir(path).is_ok() {
             self.0.insert(path.to_owned());
@@ -118,8 +119,8 @@ impl Drop for LentBundles {
     }
 }
 
-/// Returns the note of this bundle, or that of the bundle of the group's sandbox: containerd 2.x
-/// runs `start` only for the sandbox, so only its bundle has a note.
+/// Returns the record of this bundle, or else the record of the bundle of the group's sandbox.
+/// containerd 2.x runs `start` only for the sandbox, so only the sandbox's bundle has a record.
 fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     if let Some(note) = bundle.note() {
         return Some(note);
@@ -129,8 +130,7 @@ fn group_note(bundle: &Bundle) -> Option<BundleNote> {
 }
 
 /// Ends the stock shim of a group whose proxy has ended. Returns the ids of the other containers of
-/// the group for which containerd did not run `start`. containerd does not clean up these
-/// containers.
+/// the group, which containerd does not clean up because it did not run `start` for them.
 fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     let Ok(listen) = SocketAddress::parse(&note.address) else {
         return BTreeSet::new();
@@ -165,8 +165,8 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
         .collect()
 }
 
-/// Repeats the clean-up until runc's state is removed. runc fails while a process in the cgroup has
-/// not ended, and the stock shim does not report that failure.
+/// Repeats the clean-up of a container until runc has removed the container's state. runc fails
+/// while a process in the cgroup has not ended, and the stock shim does not report that failure.
 fn delete_what_is_left(
     stock: &RuncShim,
     flags: &ShimFlags,
@@ -244,7 +244,7 @@ mod tests {
     use super::*;
     use crate::probe::ShimIdentity;
 
-    /// Returns a sandbox's bundle with its note, and a process that stands for the stock shim.
+    /// Creates a sandbox's bundle with its record, and a process in place of the stock shim.
     fn group(dir: &std::path::Path) -> (Bundle, BundleNote, Child) {
         let stock = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = i32::try_from(stock.id()).unwrap();
@@ -290,6 +290,7 @@ mod tests {
     }
 
     /// containerd removes a container's bundle after `delete` has seen it, and before runc uses it.
+    /// `delete` must then create the folder again.
     #[test]
     fn removed_bundle_is_lent_again() {
         const STOCK: &str = r#"#!/bin/sh

@@ -1,4 +1,5 @@
-//! Reads the names that Docker gives a container. containerd knows only the container's id.
+//! Reads the names that Docker gives a container (container and image). containerd knows only the
+//! container's id.
 //!
 //! dockerd keeps the names in `containers/ID/config.v2.json` below its data folder. The mounts of a
 //! container show the path of that folder: the container's `/etc/hosts` and similar files are next
@@ -15,24 +16,24 @@ use serde_json::Value;
 
 /// The containerd namespace in which Docker's containers run.
 pub const NAMESPACE: &str = "moby";
-/// dockerd's data folder, if its configuration names no other folder.
+/// Default data folder of dockerd, used if the configuration names no other folder.
 const DATA_ROOT: &str = "/var/lib/docker";
 const CONTAINERS: &str = "containers";
 const FILE: &str = "config.v2.json";
 /// Files that dockerd mounts from a container's folder. If a container uses the network of another
 /// container, the files come from the folder of that other container.
 const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
-/// Maximum size of a container's file. Most files have about 10 KiB. The environment, the labels
-/// and the outputs of health checks can make the file larger.
+/// Maximum size of dockerd's file about a container. Most files have about 10 KiB. The environment,
+/// the labels and the outputs of health checks can make the file larger.
 const MAX_BYTES: u64 = 2 << 20;
-/// Maximum length of a name in bytes. Docker accepts only shorter names.
+/// Maximum length of a container's name in bytes. Docker accepts only shorter names.
 const MAX_NAME_BYTES: usize = 128;
 const MAX_IMAGE_BYTES: usize = 512;
-/// Number of digits of a container's id.
+/// Number of hex digits in the id of a Docker container.
 const ID_DIGITS: usize = 64;
 const PROJECT: &str = "com.docker.compose.project";
 
-/// Names by which a user knows a container of Docker.
+/// Names by which a user of Docker knows a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DockerNames {
     /// The container's name. In a project of Docker Compose it is `PROJECT/NAME`.
@@ -41,10 +42,10 @@ pub struct DockerNames {
     pub image: String,
 }
 
-/// Reason why the names are unknown.
+/// Reason why a container's names cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum NamesError {
-    /// The file cannot be read.
+    /// dockerd's file about the container cannot be read.
     #[error("cannot read {path}")]
     Read {
         /// Path of the file.
@@ -52,17 +53,17 @@ pub enum NamesError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// The content differs from the format of dockerd.
+    /// The content of the file differs from dockerd's format.
     #[error("{path} is not the configuration file of a Docker container")]
     Content {
         /// Path of the file.
         path: PathBuf,
-        /// Fault of the file's content.
+        /// The difference from dockerd's format.
         source: ContentError,
     },
 }
 
-/// Fault in the content of a container's file.
+/// Difference of a file's content from dockerd's format.
 #[derive(Debug, thiserror::Error)]
 pub enum ContentError {
     /// The content is not the JSON of a container.
@@ -115,7 +116,7 @@ pub fn parse(text: &[u8]) -> Result<DockerNames, ContentError> {
     Ok(DockerNames { container, image: if shown { image } else { String::new() } })
 }
 
-/// Returns the folder in which dockerd has a folder for each container.
+/// Returns the folder in which dockerd stores a folder for each container.
 fn containers_folder(spec: &Value) -> PathBuf {
     let mounts = spec.get("mounts").and_then(Value::as_array);
     let source = |mount: &Value| {
@@ -131,7 +132,7 @@ fn containers_folder(spec: &Value) -> PathBuf {
     found.unwrap_or_else(|| Path::new(DATA_ROOT).join(CONTAINERS))
 }
 
-/// Reads a regular file up to the size limit. A pipe or a link in its place is an error.
+/// Reads a regular file up to the size limit. Fails if the path is a pipe or a link.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
@@ -148,7 +149,7 @@ fn is_id(text: &str) -> bool {
     text.len() == ID_DIGITS && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Whether the name is valid, for a container of Docker or for a project of Docker Compose.
+/// Whether the name is valid for a container of Docker, or for a project of Docker Compose.
 pub(crate) fn is_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(inner)

@@ -1,4 +1,4 @@
-//! ttrpc frames.
+//! Reads and writes the frames of ttrpc, containerd's RPC protocol.
 //!
 //! ```text
 //! 0        4        8    9     10
@@ -28,11 +28,11 @@ pub struct FrameHeader {
     pub stream: u32,
     /// Type of the frame: request, response or data.
     pub kind: u8,
-    /// Flags, passed on unchanged.
+    /// Flags of the frame. The proxy passes them on unchanged.
     pub flags: u8,
 }
 
-/// The bytes are not valid ttrpc.
+/// Reason why bytes are not a valid ttrpc frame.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// A payload is longer than ttrpc allows.
@@ -40,7 +40,7 @@ pub enum FrameError {
         "the payload of a ttrpc frame has {payload_bytes} bytes, more than the maximum of {PAYLOAD_MAX_BYTES}"
     )]
     TooLong {
-        /// Length that the header gives.
+        /// Length of the payload that the header states.
         payload_bytes: u32,
     },
     /// The connection ended within a frame, or failed.
@@ -67,8 +67,8 @@ impl FrameHeader {
         [a, b, c, d, e, f, g, h, self.kind, self.flags]
     }
 
-    /// Returns a frame with this header's fields and another payload. `None` if the payload is too
-    /// long.
+    /// Returns a frame with this header's fields and another payload. Returns `None` if the payload
+    /// is too long.
     #[must_use]
     pub fn with_payload(&self, payload: &[u8]) -> Option<Vec<u8>> {
         let payload_bytes =
@@ -78,7 +78,7 @@ impl FrameHeader {
     }
 }
 
-/// Reads the next header's bytes. `None` at the end of the connection.
+/// Reads the bytes of the next header. Returns `None` at the end of the connection.
 pub async fn read_header(
     from: &mut (impl AsyncRead + Unpin),
 ) -> Result<Option<[u8; HEADER_BYTES]>, FrameError> {

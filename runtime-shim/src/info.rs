@@ -1,4 +1,4 @@
-//! `-info`: the stock shim's RuntimeInfo under this runtime's name.
+//! The shim's switch `-info`: prints the stock shim's RuntimeInfo under the name of this runtime.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -11,7 +11,7 @@ use crate::cli::ShimFlags;
 use crate::options::{self, OptionsError};
 use crate::runc_shim::{RuncShim, RuncShimError};
 
-/// Upper bound for stdin, equal to the stock shim's.
+/// Maximum size of the input on stdin, equal to the stock shim's limit.
 const STDIN_MAX_BYTES: u64 = 10 << 20;
 
 /// Reason why `-info` failed.
@@ -31,7 +31,8 @@ pub enum InfoError {
     Decode(#[from] protobuf::Error),
 }
 
-/// Runs the stock `-info` with translated options. Returns the bytes for stdout.
+/// Runs the stock shim with `-info` and with translated options. Returns the bytes to print on
+/// stdout.
 pub fn info(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, InfoError> {
     let stdin = read_stdin().map_err(InfoError::Stdin)?;
     let stock = RuncShim::find(&flags.publish_binary)?;

@@ -1,4 +1,4 @@
-//! Starts the controller, once per node, from the shim that needs it first.
+//! Starts the controller of the node from the first shim that needs it.
 //!
 //! The shim runs this binary's command `launch`, which leaves the pod's session and cgroup, starts
 //! `controller` and exits. So the controller is not a child of any shim, and does not end with a
@@ -20,25 +20,25 @@ use crate::paths::ShimPaths;
 
 /// Name of the controller's cgroup, which is a sibling of the pods' cgroup.
 pub(crate) const CGROUP: &str = "affinode";
-/// File below the run directory, locked by the shim that starts the controller.
+/// File below the run directory that a shim locks while it starts the controller.
 const LOCK: &str = "launch.lock";
-/// File below the run directory: the controller's output before its own log is open.
+/// File below the run directory for the controller's output before its own log is open.
 pub(crate) const LOG: &str = "controller.log";
-/// Time limit for a started controller to accept connections.
+/// Maximum time until a started controller accepts connections.
 const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval between the attempts to connect to a started controller.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Connects to the controller, or starts it.
+/// Connects to the controller, and starts it if none runs.
 #[derive(Clone, Debug)]
 pub struct Launcher {
     /// Folders and sockets of the installation.
     pub paths: ShimPaths,
-    /// Path of the program that is run with `launch`.
+    /// Path of the program whose command `launch` starts the controller.
     pub program: PathBuf,
 }
 
-/// There is no controller, and none could be started.
+/// Reason why no controller could be reached or started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// A file of the run directory could not be used.
@@ -49,19 +49,19 @@ pub enum LaunchError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// `launch` could not be run.
+    /// The command `launch` could not be run.
     #[error("cannot start the controller")]
     Spawn(#[source] io::Error),
     /// The controller was started, but does not accept connections.
     #[error("the controller was started but does not accept connections; see {log}")]
     Silent {
-        /// File with the controller's own messages.
+        /// File that contains the controller's own messages.
         log: PathBuf,
     },
 }
 
 impl Launcher {
-    /// A launcher that runs the installed binary of this name.
+    /// Creates a launcher that runs this installed binary.
     pub fn new(paths: ShimPaths) -> Launcher {
         Launcher { paths, program: installed(std::env::current_exe().ok()) }
     }
@@ -134,9 +134,9 @@ impl Launcher {
     }
 }
 
-/// Returns the path of the installed program. `exe`: the path of the running program. If another
-/// version has replaced that program, the kernel appends ` (deleted)` to the path; this suffix is
-/// removed. If there is no such file, returns `/proc/self/exe`.
+/// Returns the path of the installed program to start. `exe` is the path of the running program. If
+/// another version has replaced that program, the kernel appends ` (deleted)` to the path, and this
+/// function removes the suffix. If there is no such file, returns `/proc/self/exe`.
 fn installed(exe: Option<PathBuf>) -> PathBuf {
     let plain = |path: PathBuf| {
         let bytes = path.as_os_str().as_bytes();
@@ -146,7 +146,7 @@ fn installed(exe: Option<PathBuf>) -> PathBuf {
     exe.map(plain).filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
 }
 
-/// The action `launch`: leaves the pod and starts the controller.
+/// The command `launch`: leaves the pod's session and cgroup, and starts the controller.
 pub fn launch() -> Result<(), LaunchError> {
     // setsid fails only if this process leads a session already.
     let _ = rustix::process::setsid();

@@ -1,5 +1,5 @@
-//! The merged `/etc/ld.so.preload`: the list of the image, or of a file that is mounted there,
-//! followed by Affinode's line.
+//! Builds the merged `/etc/ld.so.preload` of a container. It is the list of the image, or of a file
+//! that is mounted there, followed by Affinode's line.
 //!
 //! glibc reads names separated by blanks, colons and newlines, and comments from `#` to the end of
 //! a line. musl and static programs do not read the file.
@@ -11,13 +11,13 @@ use std::path::Path;
 use affinode_proto::paths::CONTAINER_LIB;
 use rustix::fs::{FileType, Mode, OFlags};
 
-/// Path of the file in an image.
+/// Path of the preload list in an image.
 pub const FILE: &str = "/etc/ld.so.preload";
-/// Upper bound for an image's or a host's own file.
+/// Maximum size of a preload list that belongs to an image or to the host.
 pub const MAX_BYTES: u64 = 64 << 10;
 
-/// Types of local file systems. On other types an access may wait for a remote or user-space
-/// server, or have side effects (/proc).
+/// Types of local file systems, from which a host's preload list may be read. On other types an
+/// access may wait for a remote or user-space server, or have side effects (/proc).
 const FILE_SYSTEMS: [u64; 7] = [
     0xef53,      // ext2, ext3, ext4
     0x5846_5342, // xfs
@@ -34,8 +34,8 @@ pub enum HostFileError {
     /// The path is a folder, device, pipe or socket.
     #[error("the path is not a regular file")]
     NotAFile,
-    /// The file is not world-readable, but every process of the container could read the merged
-    /// list.
+    /// The file is not world-readable. It is not merged, because every process of the container
+    /// could read the merged list.
     #[error("the file is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,
     /// The file is on a network, FUSE or kernel file system.
@@ -49,9 +49,9 @@ pub enum HostFileError {
     Io(#[from] std::io::Error),
 }
 
-/// Appends Affinode's line to the list of the image or node. If that list has a library that hooks
-/// the driver (such as HAMi's), that library is then called before Affinode's. In the opposite
-/// order, the library's own calls would reach the driver without passing the gate.
+/// Appends Affinode's line to a preload list of the image or node. If that list has a library that
+/// hooks the driver (such as HAMi's), that library is then called before Affinode's. In the
+/// opposite order, the library's own calls would reach the driver without passing the gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
@@ -61,8 +61,9 @@ pub fn merge(theirs: &[u8]) -> Vec<u8> {
     [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// Reads the host's file that a mount puts at [`FILE`]. A pod can name any file of the host, and
-/// the shim runs as root. So the function reads only files that every user of the host can read.
+/// Reads the host's file that a mount of the container puts at [`FILE`]. A pod can name any file of
+/// the host, and the shim runs as root. So the function reads only files that every user of the
+/// host can read.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! The containerd shim of Affinode: a frame-level ttrpc proxy in front of the stock
-//! `containerd-shim-runc-v2`.
+//! The containerd shim of Affinode: a proxy between containerd and the stock shim,
+//! `containerd-shim-runc-v2`, that forwards ttrpc frames.
 //!
 //! ```text
 //! containerd ── start ──> start ── runs ──> stock start ──> stock shim (its socket)
@@ -71,17 +71,17 @@ use cli::{ShimAction, ShimInvocation};
 
 /// The name under which containerd knows this runtime.
 pub const RUNTIME: &str = "io.containerd.affinode.v1";
-/// The name of the binary, as containerd derives it from [`RUNTIME`].
+/// The name of this binary. containerd derives it from [`RUNTIME`].
 pub const BINARY: &str = "containerd-shim-affinode-v1";
 
-/// A program that is part of this binary: its subcommand, and its main function. The function gets
-/// the program's name and the arguments after the subcommand.
+/// A program that is built into this binary: its subcommand, and its main function. The function
+/// gets the program's name and the arguments after the subcommand.
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
-/// Returns the engine of an announced container, from the node's configuration.
+/// Function that returns the engine of an announced container, from the node's configuration.
 pub type EngineOf = fn(&Path, &Announcement) -> Engine;
 
-/// Runs the command in `args` (the program's name first).
+/// Runs the command that the arguments name. The first of `args` is the program's name.
 pub fn run(
     args: impl Iterator<Item = OsString>,
     embedded: &[Embedded],
@@ -142,7 +142,7 @@ fn fail_as(program: &str, text: &str) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// One line for operators: the error, then each cause after a colon.
+/// Formats an error for operators in one line: the error, then each cause after a colon.
 #[must_use]
 pub fn report(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

@@ -8,8 +8,8 @@ use std::path::Path;
 
 use tracing::level_filters::LevelFilter;
 
-/// Writes to stderr and ignores write errors. The pipe behind stderr has no reader while containerd
-/// is stopped, and a shim must continue to run then.
+/// Log output to stderr that ignores write errors. The pipe behind stderr has no reader while
+/// containerd is stopped, and a shim must continue to run then.
 #[derive(Clone, Copy, Debug)]
 struct StderrLog;
 

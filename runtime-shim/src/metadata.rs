@@ -1,4 +1,4 @@
-//! The names of a container for display, read from its annotations, or from Docker's files.
+//! Reads the names of a container that are displayed, from its annotations or from Docker's files.
 
 use affinode_proto::api::control::Announcement;
 use containerd_shim_protos::api::CreateTaskRequest;
@@ -10,7 +10,7 @@ use crate::paths::container_key;
 use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
-/// The annotation that decides whether a container is managed.
+/// Annotation that states whether a container is managed.
 const INJECT: &str = "affinode.io/inject";
 /// Maximum number of Affinode's annotations that are read from one pod. It is about three times the
 /// number of annotations that Affinode defines.
@@ -19,7 +19,8 @@ pub const MAX_ANNOTATIONS: usize = 48;
 /// shorter.
 const MAX_ANNOTATION_BYTES: usize = 512;
 
-/// Returns the announcement of a container that is being created.
+/// Returns the announcement of a container that is being created, which describes it to the
+/// controller.
 #[must_use]
 pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) -> Announcement {
     let cri = |name: &str, in_crio: &str| {
@@ -64,7 +65,8 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
     }
 }
 
-/// Returns Affinode's annotations of at most [`MAX_ANNOTATION_BYTES`], in the spec's order.
+/// Returns the annotations of Affinode that have at most [`MAX_ANNOTATION_BYTES`], in the order of
+/// the spec.
 fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
     spec::annotations(spec)
         .filter(|(name, value)| is_own(name, value))
@@ -75,8 +77,8 @@ fn is_own(name: &str, value: &str) -> bool {
     name.starts_with(OWN_PREFIX) && name.len() + value.len() <= MAX_ANNOTATION_BYTES
 }
 
-/// Whether a claim may set this annotation of Affinode's. Whether a container is managed is decided
-/// by annotations of its pod only.
+/// Whether a ResourceClaim may set this annotation of Affinode. Only annotations of the pod decide
+/// whether a container is managed.
 #[must_use]
 pub fn may_be_claimed(name: &str, value: &str) -> bool {
     name != INJECT && is_own(name, value)

@@ -20,7 +20,7 @@
 //! | [`names`] | namespace and name of a container |
 //! | [`log`] | messages, in the place where the container engine reads those of a runtime |
 //!
-//! If any part of Affinode fails, the container starts as with the runtime alone.
+//! If any part of Affinode fails, the container starts as without Affinode.
 
 pub mod cli;
 pub mod follow;
@@ -49,11 +49,13 @@ use runtime::OciRuntime;
 /// The name of the binary.
 pub const BINARY: &str = "affinode-runtime";
 
-/// Returns the runtime that the node's configuration names; empty if it names none.
+/// Function that returns the runtime which the node's configuration names. The path is empty if the
+/// configuration names none.
 pub type RuntimeOf = fn(&Path) -> PathBuf;
 
-/// Runs the command in `args` (the program's name first). If the command creates a container, edits
-/// it first. Then replaces this process by the runtime, and returns only if that fails.
+/// Runs the command that the arguments name. The first of `args` is the program's name. If the
+/// command creates a container, edits the container's config.json first. Then replaces this process
+/// by the runtime, and returns only if that fails.
 pub fn run(
     args: impl Iterator<Item = OsString>,
     engine_of: EngineOf,
@@ -97,8 +99,8 @@ pub fn run(
     crate::fail_as(BINARY, &format!("cannot run {}: {error}", runtime.path.display()))
 }
 
-/// Edits a container that will be created, and keeps its announcement. Returns the key of a
-/// container that is managed.
+/// Edits a container that will be created, and stores its announcement. Returns the container's key
+/// if the container is managed.
 fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> Option<String> {
     let id = &container.id;
     let bundle = container.bundle.clone().or_else(|| std::env::current_dir().ok())?;
@@ -137,14 +139,15 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     }
 }
 
-/// Whether the container engine runs for a user other than the machine's root. In a user namespace,
+/// Whether the container engine runs without the machine's root privileges. In a user namespace,
 /// the root folder does not belong to the root user of that namespace.
 fn is_rootless() -> bool {
     let root = rustix::process::geteuid().is_root();
     !root || std::fs::metadata("/").is_ok_and(|folder| folder.uid() != 0)
 }
 
-/// Replaces a container's id by the name that the container engine has given the container.
+/// Replaces the container's id in the announcement by the name that the container engine has given
+/// the container.
 fn name(announcement: &mut Announcement) {
     if announcement.container == announcement.id
         && let Some(name) = names::given(std::os::unix::process::parent_id())
@@ -153,7 +156,7 @@ fn name(announcement: &mut Announcement) {
     }
 }
 
-/// Returns the key of the container with this id, if it was edited when it was created.
+/// Returns the key of the container with this id, if Affinode edited it when it was created.
 fn known(paths: &ShimPaths, id: &str) -> Option<String> {
     let keys = names::NAMESPACES.iter().map(|namespace| container_key(namespace, id));
     keys.into_iter().find(|key| paths.container(key).is_kept())

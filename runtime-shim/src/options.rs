@@ -1,5 +1,5 @@
-//! Runtime options: translates the options that containerd sends for a runtime type that it does
-//! not know into options that the stock shim accepts.
+//! Translates the runtime options from containerd into options that the stock shim accepts.
+//! containerd sends them in another form, because it does not know this shim's runtime type.
 //!
 //! | containerd sends | the stock shim gets |
 //! | --- | --- |
@@ -31,12 +31,12 @@ pub enum OptionsError {
     /// The bytes of the options cannot be decoded as the options' type.
     #[error("cannot decode the runtime options of type {kind}")]
     Decode {
-        /// Type URL that the options carry.
+        /// Type URL of the options.
         kind: &'static str,
         /// Error of the protobuf decoder.
         source: protobuf::Error,
     },
-    /// The TOML cannot be read.
+    /// The options' TOML cannot be parsed.
     #[error("the runtime handler's options are not TOML")]
     NotToml(#[source] Box<toml::de::Error>),
     /// The file that ConfigPath names cannot be read.
@@ -44,15 +44,15 @@ pub enum OptionsError {
     ConfigPath {
         /// Path that the handler names.
         path: PathBuf,
-        /// Error of the read.
+        /// Error of the file's read.
         source: std::io::Error,
     },
-    /// A setting has the wrong type.
+    /// A setting in the options has the wrong type.
     #[error(
         "option {name} of the runtime handler is {found}, expected {expected}; correct it in containerd's config.toml"
     )]
     WrongType {
-        /// Name of the setting, as written.
+        /// Name of the setting, as the operator wrote it.
         name: String,
         /// Type of the given value.
         found: &'static str,
@@ -61,7 +61,7 @@ pub enum OptionsError {
     },
 }
 
-/// Returns options for the stock shim. `None` if the stock shim accepts the given options.
+/// Returns options for the stock shim. Returns `None` if the stock shim accepts the given options.
 /// `cgroups_path` is the spec's `linux.cgroupsPath`.
 pub fn translate(
     given: Option<&Any>,
@@ -100,7 +100,7 @@ pub fn translate(
     pack(&options).map(Some)
 }
 
-/// The cgroup in which these options place the shim. `None`: they name no cgroup.
+/// Returns the cgroup in which these options place the shim. Returns `None` if they name no cgroup.
 #[must_use]
 pub fn shim_cgroup(any: Option<&Any>) -> Option<String> {
     let any = any.filter(|any| type_name(any) == RUNC_OPTIONS)?;
@@ -108,7 +108,7 @@ pub fn shim_cgroup(any: Option<&Any>) -> Option<String> {
     Some(options.shim_cgroup).filter(|path| !path.is_empty())
 }
 
-/// Whether a path has the form of systemd's cgroup driver: `slice:prefix:name`.
+/// Whether a path has the form that the systemd cgroup driver uses: `slice:prefix:name`.
 #[must_use]
 pub fn is_systemd(cgroups_path: &str) -> bool {
     let parts: Vec<&str> = cgroups_path.split(':').collect();

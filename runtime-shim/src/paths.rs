@@ -1,4 +1,4 @@
-//! Paths of this installation on the host.
+//! Paths of an Affinode installation on the host.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -14,10 +14,10 @@ use sha2::{Digest, Sha256};
 
 use crate::address::hex;
 
-/// The folders of an installation.
+/// The folders and files of an Affinode installation.
 #[derive(Clone, Debug)]
 pub struct ShimPaths {
-    /// Folder with sockets, locks and containers' folders.
+    /// Folder with the sockets, the locks and the folders of containers.
     pub run_dir: PathBuf,
     /// Folder with the preload library.
     pub lib_dir: PathBuf,
@@ -25,12 +25,12 @@ pub struct ShimPaths {
     pub config: PathBuf,
 }
 
-/// A container's folder below the run directory.
+/// Affinode's folder of one container, below the run directory.
 #[derive(Clone, Debug)]
 pub struct ContainerDir(PathBuf);
 
 impl ShimPaths {
-    /// The folders of the installation to which this program belongs.
+    /// Returns the paths of the installation to which this program belongs.
     #[must_use]
     pub fn own() -> ShimPaths {
         let InstallationPaths { run_dir, lib_dir, config } = InstallationPaths::own();
@@ -55,22 +55,23 @@ impl ShimPaths {
         ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
     }
 
-    /// Whether the folder of any container has an announcement.
+    /// Whether the folder of any container contains an announcement.
     #[must_use]
     pub fn keeps_any(&self) -> bool {
         let folders = fs::read_dir(self.run_dir.join(names::CONTAINERS_DIR));
         folders.into_iter().flatten().flatten().any(|folder| ContainerDir(folder.path()).is_kept())
     }
 
-    /// Creates the run directory. Containers of every user may traverse it.
+    /// Creates the run directory. Containers of every user have permission to traverse it.
     pub fn make_run_dir(&self) -> io::Result<()> {
         make_dir(&self.run_dir)
     }
 }
 
 impl ContainerDir {
-    /// Creates the folder and its mounted subfolder, and writes the merged `/etc/ld.so.preload`.
-    /// Removes the files of an earlier container with the same id.
+    /// Creates the container's folder and the subfolder that is mounted into the container, and
+    /// writes the merged `/etc/ld.so.preload`. Removes the files of an earlier container with the
+    /// same id.
     pub fn make(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         let containers = self.0.parent().unwrap_or(Path::new("/"));
         if let Some(run_dir) = containers.parent() {
@@ -99,15 +100,15 @@ impl ContainerDir {
         fs::rename(&fresh, &path)
     }
 
-    /// Writes the name of the engine for the container's processes.
+    /// Writes the name of the engine into the folder, for the container's processes.
     pub fn write_engine(&self, engine: Engine) -> io::Result<()> {
         let path = self.mount().join(names::ENGINE_FILE);
         fs::write(&path, engine.as_str())?;
         fs::set_permissions(&path, Permissions::from_mode(0o644))
     }
 
-    /// Keeps the announcement of the container that owns the folder, for a controller that starts
-    /// later. Returns false if a later container with the same id owns the folder.
+    /// Stores the announcement of the container that owns the folder. A controller that starts
+    /// later reads it. Returns false if a later container with the same id owns the folder.
     pub fn keep(&self, announcement: &Announcement) -> io::Result<bool> {
         let _lock = self.lock()?;
         if self.generation() != Some(announcement.generation) {
@@ -126,7 +127,7 @@ impl ContainerDir {
         Announcement::parse_from_bytes(&bytes).map_err(io::Error::other)
     }
 
-    /// Whether an announcement is kept.
+    /// Whether an announcement is stored in the folder.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.announcement_file().exists()
@@ -136,32 +137,33 @@ impl ContainerDir {
         self.0.join(names::ANNOUNCEMENT_FILE)
     }
 
-    /// The folder that is mounted into the container.
+    /// Path of the subfolder that is mounted into the container.
     #[must_use]
     pub fn mount(&self) -> PathBuf {
         self.0.join(names::MOUNT_DIR)
     }
 
-    /// The file that is mounted over `/etc/ld.so.preload`.
+    /// Path of the file that is mounted over the container's `/etc/ld.so.preload`.
     #[must_use]
     pub fn preload(&self) -> PathBuf {
         self.0.join(names::PRELOAD_FILE)
     }
 
-    /// Whether the shim has edited a container with this key.
+    /// Whether the folder exists, which means that the shim has edited the container.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.0.is_dir()
     }
 
-    /// Generation of the container that owns the folder. `None` if there is no folder.
+    /// Returns the generation (a unique number) of the container that owns the folder. Returns
+    /// `None` if there is no folder.
     #[must_use]
     pub fn generation(&self) -> Option<u64> {
         fs::read_to_string(self.0.join(names::GENERATION_FILE)).ok()?.parse().ok()
     }
 
-    /// Removes the folder if it belongs to this generation. A later container with the same id may
-    /// own the folder already. A missing folder is not an error.
+    /// Removes the folder if it belongs to the container with this generation. A later container
+    /// with the same id may own the folder already. A missing folder is not an error.
     pub fn remove(&self, generation: Option<u64>) -> io::Result<()> {
         if !self.exists() {
             return Ok(());
@@ -170,8 +172,8 @@ impl ContainerDir {
         if self.generation() == generation { self.clear() } else { Ok(()) }
     }
 
-    /// Locks the folder of all containers. Creating or removing a container's folder takes several
-    /// system calls, and another process must not see the folder in between.
+    /// Locks the folder that contains all containers' folders. Creating or removing a container's
+    /// folder takes several system calls, and another process must not see the folder in between.
     fn lock(&self) -> io::Result<File> {
         let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
         containers.lock()?;
@@ -186,7 +188,7 @@ impl ContainerDir {
     }
 }
 
-/// A container's key: unique on the node, safe as a file name.
+/// Returns a container's key. It is unique on the node, and valid as a file name.
 #[must_use]
 pub fn container_key(namespace: &str, id: &str) -> String {
     let mut key = hex(&Sha256::digest(format!("{namespace}/{id}")));

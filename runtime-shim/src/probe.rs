@@ -1,4 +1,4 @@
-//! Probes the proxy at an address.
+//! Checks whether a proxy listens at an address, and which stock shim it serves.
 //!
 //! A `start` probes before it joins the proxy of its group, and a `delete` before it treats the
 //! group as dead. The request is a header that is not a valid ttrpc frame. The reply is the
@@ -13,22 +13,22 @@ use serde::{Deserialize, Serialize};
 use crate::address::SocketAddress;
 use crate::frame::HEADER_BYTES;
 
-/// Bytes of the request: a length above ttrpc's maximum, then a name.
+/// Bytes of the request, which are no valid header: a length above ttrpc's maximum, then a name.
 pub const QUESTION: [u8; HEADER_BYTES] = *b"\xff\xff\xff\xffaffin?";
-/// Upper bound for the reply.
+/// Maximum size of the reply in bytes.
 const ANSWER_MAX_BYTES: u64 = 4096;
 
-/// A stock shim: its process, and the inode of its socket.
+/// Identity of a stock shim: its process, and the inode of its socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShimIdentity {
     /// Process id of the stock shim.
     pub pid: i32,
-    /// Start time of the process in clock ticks after boot, which differs from that of a later
-    /// process with the same pid.
+    /// Start time of the process in clock ticks after boot. It distinguishes the process from a
+    /// later process with the same pid.
     pub start_ticks: u64,
     /// Inode of the stock shim's socket.
     pub socket_inode: u64,
-    /// Inode of the proxy's own socket; 0 before it is bound.
+    /// Inode of the proxy's own socket. It is 0 before the socket is bound.
     #[serde(default)]
     pub proxy_inode: u64,
 }
@@ -36,7 +36,7 @@ pub struct ShimIdentity {
 /// Result of a probe.
 #[derive(Debug)]
 pub enum ProbedPeer {
-    /// A proxy replied. The identity is that of its stock shim.
+    /// A proxy replied with the identity of its stock shim.
     Alive(ShimIdentity),
     /// There is no socket, or it has no listener.
     Dead,

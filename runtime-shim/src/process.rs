@@ -1,5 +1,5 @@
-//! Processes identified by pid and start time, so that a later process with the same pid is never
-//! signalled.
+//! Operations on processes that are identified by pid and start time. So a later process with the
+//! same pid is never signalled.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-/// Start time of a process in clock ticks after boot. `None` if there is no such process.
+/// Returns the start time of a process in clock ticks after boot. Returns `None` if there is no
+/// such process.
 #[must_use]
 pub fn start_ticks(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -19,8 +20,8 @@ pub fn start_ticks(pid: i32) -> Option<u64> {
     fields.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// Kills the process with this pid if its start time is `began`, and waits for its end. False if
-/// there is no such process, or if it does not end in time.
+/// Kills the process with this pid if its start time is `began`, and waits for its end. Returns
+/// false if there is no such process, or if it does not end in time.
 pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
     if pid <= 1 {
         return Ok(false);
@@ -41,8 +42,8 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
     ends(&fd, Instant::now() + patience)
 }
 
-/// Waits for the end of the process with this pid and start time. False if it has not ended before
-/// the deadline.
+/// Waits for the end of the process with this pid and start time. Returns false if it has not ended
+/// before the deadline.
 pub fn wait_for_end(pid: i32, began: u64, deadline: Instant) -> io::Result<bool> {
     let Some(pid) = Pid::from_raw(pid) else { return Ok(true) };
     let fd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
@@ -53,7 +54,7 @@ pub fn wait_for_end(pid: i32, began: u64, deadline: Instant) -> io::Result<bool>
     Ok(start_ticks(pid.as_raw_nonzero().get()) != Some(began) || ends(&fd, deadline)?)
 }
 
-/// Waits for a child's end. True if it exited with success before the deadline.
+/// Waits for a child's end. Returns true if it exited with success before the deadline.
 pub fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
     // The child has not been waited for, so its pid cannot have been reused.
     let fd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
@@ -78,8 +79,8 @@ fn ends(fd: &OwnedFd, deadline: Instant) -> io::Result<bool> {
     }
 }
 
-/// Sets the OOM score that the stock shim sets for itself: one above containerd's, so that the
-/// kernel kills shims before containerd.
+/// Sets a process's OOM score to the value that the stock shim sets for itself: one above
+/// containerd's, so that the kernel kills shims before containerd.
 pub fn adjust_oom_score(pid: u32) -> io::Result<()> {
     let path = "/proc/self/oom_score_adj";
     let own: i32 = std::fs::read_to_string(path)?.trim().parse().map_err(io::Error::other)?;

@@ -23,19 +23,19 @@ use ttrpc::proto::{Code, Request, Response};
 
 use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE, read_header};
 
-/// Chunk size for copying frames that are not decoded.
+/// Size of the chunks in which frames are copied that need not be decoded.
 const CHUNK_BYTES: usize = 8 << 10;
 /// Size of the read-ahead buffer of a connection.
 const AHEAD_BYTES: usize = 2 << 10;
 
-/// Callbacks for the calls on a connection that concern containers.
+/// Callbacks for the RPC calls on a connection that concern containers.
 pub trait TaskService {
-    /// Called when a Create was received. The proxy forwards the Create after this function
-    /// returns. The returned options replace those of the Create.
+    /// Handles a Create request. The proxy forwards the request after this function returns. The
+    /// returned options replace those of the request.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
-    /// The stock shim replied to a Create. `done`: the reply reports success.
+    /// Handles the stock shim's reply to a Create. `done` is true if the reply reports success.
     fn created(&self, id: &str, done: bool);
-    /// The stock shim deleted a container.
+    /// Handles the deletion of a container by the stock shim.
     fn deleted(&self, id: &str);
 }
 
@@ -48,8 +48,8 @@ enum PendingReply {
 
 type Watched = RefCell<HashMap<u32, PendingReply>>;
 
-/// Copies frames in both directions until one side ends. `first` is the header that was already
-/// read from the client.
+/// Proxies one connection: copies frames in both directions until one side ends. `first` is the
+/// header that was already read from the client.
 pub async fn run(
     first: [u8; HEADER_BYTES],
     client: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),

@@ -1,5 +1,5 @@
-//! Blocking ttrpc calls to a stock shim and to the controller, one at a time, each with a time
-//! limit. This is enough for the short commands. The daemon makes its few calls on a temporary
+//! Makes blocking ttrpc calls to a stock shim and to the controller, one at a time, each with a
+//! time limit. This is enough for the short commands. The daemon makes its few calls on a temporary
 //! thread, because an asynchronous client would take more memory in the shim of every pod.
 
 use std::io::{self, Read, Write};
@@ -31,7 +31,7 @@ pub struct RpcCaller {
 /// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RpcError {
-    /// The connect failed, the connection broke, or the peer did not reply in time.
+    /// The connection could not be made, it broke, or the peer did not reply in time.
     #[error("no reply from the controller or the stock shim")]
     Io(#[from] io::Error),
     /// The reply is not a ttrpc frame.
@@ -51,7 +51,8 @@ pub enum RpcError {
 }
 
 impl RpcCaller {
-    /// Connects to a stock shim. `task_version` is the version in the reply to its `start`.
+    /// Connects to a stock shim. `task_version` is the version of the task service, from the reply
+    /// to the stock shim's `start`.
     pub fn stock(path: &Path, task_version: i64) -> Result<RpcCaller, RpcError> {
         let service =
             if task_version >= 3 { "containerd.task.v3.Task" } else { "containerd.task.v2.Task" };
@@ -98,7 +99,7 @@ impl RpcCaller {
         })
     }
 
-    /// Requests that a stock shim without containers exits.
+    /// Requests the exit of a stock shim that has no containers.
     pub fn shut_down(&mut self, id: &str) -> Result<(), RpcError> {
         let mut request = ShutdownRequest::new();
         request.id = id.to_owned();

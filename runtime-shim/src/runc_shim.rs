@@ -10,19 +10,19 @@ pub const NAME: &str = "containerd-shim-runc-v2";
 /// Environment variable with the path of the stock shim, if it cannot be found by its name.
 pub const PATH_ENV: &str = "AFFINODE_STOCK_SHIM";
 
-/// Path of the stock shim's binary.
+/// The stock shim, as the path of its binary.
 #[derive(Clone, Debug)]
 pub struct RuncShim(PathBuf);
 
-/// The stock shim could not be found or run.
+/// Reason why the stock shim could not be found or run.
 #[derive(Debug, thiserror::Error)]
 pub enum RuncShimError {
-    /// No search path has the binary.
+    /// The binary is in none of the searched folders.
     #[error(
         "{NAME} is not installed in PATH, next to containerd or next to this binary; install containerd's package, or name the file in {PATH_ENV}"
     )]
     Missing,
-    /// The variable's value is not an executable file.
+    /// The value of the environment variable is not an executable file.
     #[error("{PATH_ENV} is {0:?}, which is not an executable file")]
     NotAFile(PathBuf),
     /// The file is this binary under the stock shim's name.
@@ -81,7 +81,7 @@ impl RuncShim {
         Ok(RuncShim(path))
     }
 
-    /// Writes this script to `path`, and uses it in place of the stock shim.
+    /// Writes this script to `path`, and returns it in place of the stock shim, for a test.
     #[cfg(test)]
     pub fn script(path: &Path, text: &str) -> RuncShim {
         use std::os::unix::fs::PermissionsExt;
@@ -90,7 +90,7 @@ impl RuncShim {
         RuncShim(path.to_owned())
     }
 
-    /// A command that runs the stock shim with these arguments.
+    /// Builds a command that runs the stock shim with these arguments.
     #[must_use]
     pub fn command(&self, argv: &[OsString]) -> Command {
         let mut command = Command::new(&self.0);

@@ -1,5 +1,5 @@
-//! The daemon of a group: accepts containerd's connections, proxies each, and ends with the stock
-//! shim.
+//! The daemon of a group (pod): accepts containerd's connections, proxies each, and ends with the
+//! stock shim.
 //!
 //! ```text
 //! start ──socket on stdin──> Joining ──stock shim answered──> Serving ──┬─ stock shim gone ─> Draining ─> end
@@ -32,9 +32,10 @@ use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
-/// Maximum time for delivering the stock shim's last replies to clients.
+/// Maximum time for which the daemon still delivers the stock shim's last replies to clients.
 const DRAIN: Duration = Duration::from_secs(1);
-/// Maximum time for withdrawing the last containers from the controller.
+/// Maximum time for which the daemon withdraws the last containers from the controller, before it
+/// ends.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reason why the daemon could not start.
@@ -51,7 +52,7 @@ pub enum ServeError {
         /// Error of the ttrpc call.
         source: RpcError,
     },
-    /// The stock shim ended immediately.
+    /// The stock shim ended while the daemon was starting.
     #[error("the stock shim exited right after its start")]
     Gone,
     /// A system call of the setup failed.
@@ -64,11 +65,12 @@ struct JoinedTask {
     upstream: SocketAddress,
     identity: ShimIdentity,
     listener: std::os::unix::net::UnixListener,
-    /// Idle connection to the stock shim. Its end shows that the stock shim has ended.
+    /// An idle connection to the stock shim. When it ends, the stock shim has ended.
     watch: std::os::unix::net::UnixStream,
 }
 
-/// The action `serve`: joins the stock shim, reports readiness to `start` on stdout, then serves.
+/// The command `serve`: connects to the stock shim, reports on stdout to `start` that it is ready,
+/// then serves.
 pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
@@ -214,8 +216,8 @@ async fn client(
     }
 }
 
-/// Handles signals as the stock shim does. TERM and INT end the daemon. The daemon ignores other
-/// signals, even those whose default action would end it.
+/// The signals that the daemon handles, as the stock shim does. SIGTERM and SIGINT end the daemon.
+/// The daemon ignores other signals, even those whose default action would end it.
 struct SignalStream {
     terminate: Signal,
     interrupt: Signal,

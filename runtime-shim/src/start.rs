@@ -1,4 +1,4 @@
-//! `start`: starts the stock shim, then a proxy in front of it.
+//! The shim's command `start`: starts the stock shim, then a proxy in front of it.
 //!
 //! ```text
 //! translate stdin ─> stock start ─> its address ─> ours ─┬─ no listener ──> bind, spawn the daemon ─┐
@@ -31,9 +31,9 @@ use crate::rpc::RpcCaller;
 use crate::runc_shim::{RuncShim, RuncShimError};
 use crate::spec;
 
-/// Time limit for the reply of the group's proxy.
+/// Time limit for the reply of the proxy that serves the container's group.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Number of attempts to replace a stale socket.
+/// Number of attempts to remove a stale socket and bind a new one.
 const ATTEMPTS: usize = 5;
 /// Maximum size of the message that the daemon sends when it is ready to serve.
 const READY_MAX_BYTES: u64 = 4096;
@@ -75,7 +75,7 @@ pub enum StartError {
     /// The daemon could not be started.
     #[error("cannot start the proxy")]
     Spawn(#[source] io::Error),
-    /// The daemon reported an error before it served.
+    /// The daemon reported an error before it was ready to serve.
     #[error("the proxy did not start serving: {0}")]
     Daemon(String),
     /// The daemon could not be moved to its cgroup.
@@ -91,7 +91,7 @@ pub enum StartError {
     Bundle(#[from] BundleError),
 }
 
-/// Runs `start`. Returns the bytes for stdout.
+/// Runs the command `start`. Returns the bytes to print on stdout.
 pub fn start(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     let stdin = read_stdin().map_err(StartError::Input)?;
     let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
@@ -137,7 +137,8 @@ struct ShimDaemon<'a> {
 }
 
 impl ShimDaemon<'_> {
-    /// Joins the group's running proxy, or starts a new one. Returns its identity.
+    /// Joins the group's running proxy, or starts a new one. Returns the identity of the stock shim
+    /// behind it.
     fn join_or_spawn(&self) -> Result<ShimIdentity, StartError> {
         let failed = |source| StartError::Bind { address: self.listen.to_string(), source };
         for _ in 0..ATTEMPTS {
@@ -214,15 +215,15 @@ impl ShimDaemon<'_> {
     }
 }
 
-/// Binds with the permissions that the stock shim gives its own socket.
+/// Binds the proxy's socket, with the permissions that the stock shim gives its own socket.
 fn bind(address: &SocketAddress) -> io::Result<UnixListener> {
     let listener = UnixListener::bind(address.path())?;
     std::fs::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }
 
-/// Removes a socket without a listener, under the lock of its folder. A socket that another `start`
-/// has bound meanwhile stays: it has another inode.
+/// Removes a socket that no process listens on, under the lock of its folder. If another `start`
+/// has bound a new socket at the path meanwhile, the inode differs, and the new socket stays.
 fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
     folder.lock()?;

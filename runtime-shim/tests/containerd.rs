@@ -1,5 +1,5 @@
-//! Runs the same containers with the shim and with the stock shim, under a real containerd and
-//! runc.
+//! Tests that containers behave the same with Affinode's shim and with the stock shim, under a real
+//! containerd and runc.
 //!
 //! Needs root, containerd, runc and gcc. If one is missing, the test records a skip and passes.
 
@@ -138,7 +138,7 @@ fn death_of_either_shim_is_the_death_of_both() {
     }
 }
 
-/// The sockets in a proxy's command line: its own and the stock shim's.
+/// Returns the two sockets in a proxy's command line: its own and the stock shim's.
 fn sockets(proxy: i32) -> Vec<String> {
     let line = fs::read(format!("/proc/{proxy}/cmdline")).unwrap();
     let line = String::from_utf8(line).unwrap();

@@ -11,7 +11,7 @@ use ttrpc::proto::{Request, Response};
 use super::*;
 use crate::frame::{FrameHeader, HEADER_BYTES, RESPONSE};
 
-/// A run directory, and a program that writes a line each time it is launched.
+/// Test setup: a run directory, and a program that writes a line each time it is launched.
 struct Node {
     dir: tempfile::TempDir,
 }
@@ -62,14 +62,14 @@ fn container(id: &str) -> Announcement {
     Announcement { key: id.to_owned(), id: id.to_owned(), ..Announcement::default() }
 }
 
-/// A controller that replies to calls, and whose connections end when it is dropped.
+/// A fake controller that replies to calls. When it is dropped, its connections end.
 struct Fake {
     listener: UnixListener,
     connections: JoinSet<()>,
 }
 
 impl Fake {
-    /// Replies to `wanted` calls, then returns them as text.
+    /// Replies to the next `wanted` calls, and returns these calls as text.
     async fn answer(&mut self, wanted: usize) -> Vec<String> {
         let (calls, mut heard) = mpsc::unbounded_channel();
         let mut words = Vec::new();
@@ -186,8 +186,8 @@ async fn containers_are_reannounced_after_restart() {
     drop(announcer);
 }
 
-/// If the end of a container is reported after the next container with the same id was created, the
-/// next container must keep its folder.
+/// The end of a container is reported only after the next container with the same id was created.
+/// The next container must keep its folder.
 #[tokio::test]
 async fn the_next_container_of_an_id_keeps_its_folder() {
     let node = Node::new();

@@ -17,7 +17,7 @@ fn engine_of(config: &Path, container: &Announcement) -> Engine {
     ENGINE
 }
 
-/// A bundle, a rootfs of one folder, and an installation.
+/// Test setup: a bundle, a rootfs of one folder, and an installation of Affinode.
 struct World {
     dir: tempfile::TempDir,
     paths: ShimPaths,
@@ -62,7 +62,8 @@ impl World {
         fs::read_to_string(self.config()).unwrap()
     }
 
-    /// Prepares a container. Returns its generation separately, because it differs each time.
+    /// Calls [`prepare`] for the container. Returns the generation separately, because it differs
+    /// each time.
     fn prepare(&self) -> PreparedContainer {
         let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
         if let Some(container) = &mut prepared.container {
@@ -142,8 +143,8 @@ fn policy_of_a_claim_is_announced() {
     assert_eq!(annotations["affinode.io/priority"], "1", "that of the pod");
 }
 
-/// A file in the container's folder must name the engine. A process needs it when it looks up driver
-/// functions, which may be before it reaches a controller.
+/// The container's folder must have a file that names the engine. A process needs it when it looks
+/// up driver functions, which may be before it reaches a controller.
 #[test]
 fn the_engine_is_left_in_the_container() {
     let world = world(&gpu());
@@ -152,8 +153,8 @@ fn the_engine_is_left_in_the_container() {
     assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE.as_str());
 }
 
-/// HAMi's device plugin mounts a preload list over that of the image. HAMi's library must be listed
-/// before Affinode's, so that HAMi's functions are called first.
+/// HAMi's device plugin mounts a preload list over the image's list. HAMi's library must stay
+/// before Affinode's in the merged list, so that HAMi's functions are called first.
 #[test]
 fn a_list_that_the_host_mounts_comes_before_ours() {
     let world = world(&gpu());

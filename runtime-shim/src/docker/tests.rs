@@ -4,7 +4,8 @@ use super::*;
 
 const ID: &str = "5f2a0000000000000000000000000000000000000000000000000000000000e1";
 
-/// A data folder with the file of one container, and a spec that mounts files of that folder.
+/// Creates dockerd's data folder with the file of one container, and a spec that mounts files of
+/// that folder.
 fn container(content: &Value) -> (tempfile::TempDir, Value) {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join(CONTAINERS).join(ID);

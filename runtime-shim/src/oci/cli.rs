@@ -1,6 +1,6 @@
-//! The command line of an OCI runtime. runc and crun accept different options. This module knows
-//! the options that it needs and all options with a separate value. It passes on all options
-//! unchanged.
+//! Parses the command line of an OCI runtime. runc and crun accept different options. This module
+//! knows the options that it needs, and all options whose value is a separate word. It passes on
+//! all options unchanged.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,16 +15,16 @@ const CREATE_VALUES: [&str; 8] =
 /// The command that the command line names, with the parts of it that Affinode needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum OciCommand {
-    /// Create a container, whose program does not run yet.
+    /// Creates a container. Its program does not run yet.
     Create(NewContainer),
-    /// Create a container and start its program.
+    /// Creates a container and starts its program.
     Run(NewContainer),
-    /// Start the program of a container that was created.
+    /// Starts the program of a container that was created.
     Start {
         /// Id of the container.
         id: String,
     },
-    /// Any other command, or a line that only the runtime can understand.
+    /// Any other command, or a command line that only the runtime can parse.
     #[default]
     Other,
 }
@@ -34,25 +34,26 @@ pub enum OciCommand {
 pub struct NewContainer {
     /// Id of the container.
     pub id: String,
-    /// Bundle of the container. `None`: the working folder.
+    /// Bundle of the container. `None` if it is the working folder.
     pub bundle: Option<PathBuf>,
 }
 
 /// Destination of the runtime's messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogTarget {
-    /// Path of the file. `None`: stderr.
+    /// Path of the file. `None` if messages go to stderr.
     pub file: Option<PathBuf>,
-    /// Whether each line is a JSON object.
+    /// Whether each line of the log is a JSON object.
     pub json: bool,
 }
 
 /// A parsed command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OciInvocation {
-    /// Where to write messages.
+    /// Where messages are written, as the command line requests.
     pub log: LogTarget,
-    /// Folder in which the runtime keeps the state of containers. `None`: the runtime's default.
+    /// Folder in which the runtime stores the state of containers. `None` if it is the runtime's
+    /// default.
     pub root: Option<PathBuf>,
     /// The command that the line names.
     pub command: OciCommand,
@@ -60,15 +61,15 @@ pub struct OciInvocation {
     pub words: Vec<String>,
 }
 
-/// An argument of the line.
+/// One argument of the command line.
 enum OciArgument<'a> {
     Word(&'a str),
     Option(&'a str, Option<&'a str>),
 }
 
 impl OciInvocation {
-    /// Parses the arguments after the program's name. Never fails: a line that cannot be parsed is
-    /// [`OciCommand::Other`], and the runtime reports its error.
+    /// Parses the arguments after the program's name. This never fails: a command line that cannot
+    /// be parsed is [`OciCommand::Other`], and the runtime reports the error.
     #[must_use]
     pub fn parse(argv: &[OsString]) -> OciInvocation {
         let mut invocation = OciInvocation::default();
@@ -130,16 +131,16 @@ impl OciInvocation {
     }
 }
 
-/// The file that `--log` names, or `None` if it names no file. For crun the value can also have the
-/// form `KIND:NAME`, and only the kind `file` names a file.
+/// Returns the file that the value of `--log` names, or `None` if it names no file. For crun the
+/// value can also have the form `KIND:NAME`, where only the kind `file` names a file.
 fn log_file(value: &str) -> Option<PathBuf> {
     let elsewhere = ["journald:", "syslog:"].iter().any(|kind| value.starts_with(kind));
     let path = value.strip_prefix("file:").unwrap_or(value);
     (!elsewhere && !path.is_empty()).then(|| path.into())
 }
 
-/// Splits an option as both runtimes write them: `--name value`, `--name=value`, one dash in place
-/// of two, and a letter with its value, `-bPATH`.
+/// Splits an option from its value, in all forms that both runtimes accept: `--name value`,
+/// `--name=value`, one dash in place of two, and a letter with its value, `-bPATH`.
 fn argument<'a>(word: &'a str, values: &[&str]) -> OciArgument<'a> {
     let (dashes, text) = match (word.strip_prefix("--"), word.strip_prefix('-')) {
         (Some(text), _) => (2, text),

@@ -1,5 +1,6 @@
-//! Announces a container after its runtime has created it. A separate process makes the
-//! announcement. The container engine does not wait for that process, and may end before it.
+//! Announces a container to the controller after its runtime has created it. A separate process
+//! makes the announcement. The container engine does not wait for that process, and may end before
+//! it.
 //!
 //! ```text
 //! create ─> follow: `create` has ended ─┬─ no container ──> folder removed
@@ -32,17 +33,18 @@ use crate::paths::ShimPaths;
 use crate::process::{self, start_ticks};
 use crate::{BINARY, cgroup, report};
 
-/// Internal command of the first process. It leaves the session and the cgroup of the container
-/// engine.
+/// Internal command that the first process executes. This process leaves the session and the cgroup
+/// of the container engine.
 const FOLLOW: &str = "affinode-follow";
-/// Internal command of the second process, which announces the container. No parent waits for it.
+/// Internal command that the second process executes. This process announces the container. No
+/// parent waits for it.
 const FOLLOWED: &str = "affinode-followed";
-/// First pause between two attempts to find the container that `run` creates. The pause doubles
-/// each time.
+/// First pause between two attempts to find the container that the command `run` creates. The pause
+/// doubles each time.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The step of a container's life that the runtime's command executes.
+/// Kind of the runtime's command for which a container is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FollowedStep {
     /// The runtime creates the container and then ends.
@@ -53,18 +55,18 @@ pub enum FollowedStep {
     Start,
 }
 
-/// A container to announce.
+/// A container to announce, and the runtime command that it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FollowOrder {
     /// Key of the container.
     pub key: String,
     /// Id of the container in the runtime.
     pub id: String,
-    /// The runtime that knows the container.
+    /// The runtime that creates or has created the container.
     pub runtime: OciRuntime,
-    /// Folder of the runtime's state. `None`: the command line names none.
+    /// Folder of the runtime's state. `None` if the command line names none.
     pub root: Option<PathBuf>,
-    /// Step that the runtime executes.
+    /// The command that the runtime executes.
     pub step: FollowedStep,
 }
 
@@ -76,7 +78,7 @@ struct PassedOrder {
     runtime: PathBuf,
     root: Option<PathBuf>,
     step: FollowedStep,
-    /// Process id and start time of the process that the runtime replaces.
+    /// Process id and start time of this process, which the runtime will replace.
     process: (i32, u64),
     /// Whether the command may leave processes behind: the controller and the keeper.
     stays: bool,
@@ -102,7 +104,8 @@ pub fn spawn(paths: &ShimPaths, order: &FollowOrder) -> io::Result<()> {
     if status.success() { Ok(()) } else { Err(io::Error::other(status.to_string())) }
 }
 
-/// Runs one of the two internal commands. `None`: the command line is for the runtime.
+/// Runs one of the two internal commands. Returns `None` if the command line is meant for the
+/// runtime.
 pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     let [command, order] = argv else { return None };
     let paths = ShimPaths::own();
@@ -116,16 +119,16 @@ pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     Some(crate::finish(followed(&paths, order).map_err(Box::from)))
 }
 
-/// The first process: leaves the session and the cgroup of the container engine, and starts the
-/// second process.
+/// Executes the first process: leaves the session and the cgroup of the container engine, and
+/// starts the second process.
 fn leave(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     let _ = rustix::process::setsid();
     let _ = cgroup::make_and_join(crate::launch::CGROUP, std::process::id());
     command(paths, &[FOLLOWED.into(), order.to_owned()])?.spawn().map(drop)
 }
 
-/// Prepares a process of this program with these arguments. Its messages go to the log file in the
-/// run directory.
+/// Builds the command for a process of this program with these arguments. The process writes its
+/// messages to the log file in the run directory.
 fn command(paths: &ShimPaths, words: &[OsString]) -> io::Result<Command> {
     let log = || -> io::Result<File> {
         OpenOptions::new().create(true).append(true).mode(0o640).open(paths.run_dir.join(LOG))
@@ -169,14 +172,15 @@ async fn announce(paths: &ShimPaths, order: &PassedOrder, announcement: Announce
     }
 }
 
-/// The installed shim, which contains the controller: next to this program, or in PATH.
+/// Returns the path of the installed shim, which contains the controller. It is next to this
+/// program, or in PATH.
 fn shim() -> PathBuf {
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name(BINARY));
     beside.filter(|path| path.is_file()).unwrap_or_else(|| Path::new(BINARY).to_owned())
 }
 
-/// Waits until the runtime has created the container, and returns its first process with that
-/// process's start time. `None`: there is no such container.
+/// Waits until the runtime has created the container. Returns process id and start time of the
+/// container's first process. Returns `None` if there is no such container.
 fn wait_for_init(order: &PassedOrder) -> io::Result<Option<(u32, u64)>> {
     let runtime = OciRuntime { path: order.runtime.clone() };
     let look = || -> io::Result<Option<(u32, u64)>> {

@@ -1,8 +1,8 @@
-//! Keeps a controller alive while containers without a shim exist, and announces them to it.
+//! The keeper keeps a controller alive while containers without a shim exist, and announces them to
+//! the controller.
 //!
-//! The keeper is one process per node. Where containers have a shim, the shim does this for them.
-//! Where systemd runs the controller, the keeper connects to the controller that systemd has
-//! started.
+//! The keeper is one process per node. A container that has a shim needs no keeper, because the
+//! shim does the same. If systemd runs the controller, the keeper connects to that controller.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -18,10 +18,10 @@ use crate::paths::ShimPaths;
 use crate::report;
 use crate::rpc::RpcCaller;
 
-/// File below the run directory, locked by the keeper.
+/// File below the run directory that the keeper locks while it runs.
 const LOCK: &str = "keeper.lock";
 
-/// Announces a container to the running controller.
+/// Announces a container to the controller, if one runs.
 pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
     let (socket, id) = (paths.control_socket(), announcement.id.clone());
     let call = move || RpcCaller::control(&socket)?.announce(announcement);
@@ -38,7 +38,8 @@ pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
     }
 }
 
-/// Runs until no container's folder has an announcement. Returns at once if another keeper runs.
+/// Runs the keeper until no container's folder has an announcement. Returns at once if another
+/// keeper runs.
 pub async fn keep(launcher: &Launcher) {
     // An announcement can be added after the last check in `watch`. The keeper that was started for
     // that announcement ends, because this keeper still holds the lock. So this loop checks again

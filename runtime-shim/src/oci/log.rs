@@ -1,6 +1,6 @@
-//! Messages in the form of crun and runc: to the file of `--log`, as text or as JSON, otherwise to
-//! stderr. Only warnings and errors are written: the container engine shows the content of the
-//! file, and the stderr of `create` is the container's stderr.
+//! Writes log messages in the form of crun and runc: to the file of `--log`, as text or as JSON, or
+//! else to stderr. Only warnings and errors are written, because the container engine shows the
+//! content of the file, and the stderr of `create` is the container's stderr.
 
 use std::fs::OpenOptions;
 use std::sync::Mutex;
@@ -20,7 +20,7 @@ struct OciFormat {
     json: bool,
 }
 
-/// Installs the logger. If the file cannot be opened, messages go to stderr.
+/// Installs the logger for this process. If the file cannot be opened, messages go to stderr.
 pub fn init(target: &LogTarget) {
     let format = OciFormat { json: target.json };
     let builder = tracing_subscriber::fmt()

@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::docker::is_name;
 use crate::spec::annotation;
 
-/// Annotation with the name of the container engine, set by Podman and CRI-O.
+/// Annotation with the name of the container engine, which Podman and CRI-O set.
 const MANAGER: &str = "io.container.manager";
 /// Namespaces of containers without containerd. `oci` is the namespace for all container engines
 /// other than Podman and CRI-O.
@@ -23,16 +23,16 @@ pub fn namespace(spec: &Value) -> &'static str {
     }
 }
 
-/// Returns the container's name in the command line of the process `parent`, if that process is
-/// conmon. `None`: it is another program.
+/// Returns the name that Podman or CRI-O gave the container, from the command line of the process
+/// `parent`. Returns `None` if that process is not conmon.
 #[must_use]
 pub fn given(parent: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{parent}/cmdline")).ok()?;
     named(&String::from_utf8_lossy(&line))
 }
 
-/// Whether a process is conmon or a descendant of a conmon. conmon adopts the processes that its
-/// descendants leave behind, and waits for their end.
+/// Whether a process is conmon or a descendant of a conmon. conmon (the monitor of a container)
+/// adopts the processes that its descendants leave behind, and waits for their end.
 #[must_use]
 pub fn is_below_monitor(mut pid: u32) -> bool {
     while pid > 1 {

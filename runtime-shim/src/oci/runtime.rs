@@ -1,4 +1,4 @@
-//! The OCI runtime that replaces this process.
+//! Finds the OCI runtime (crun or runc) by which this process replaces itself.
 //!
 //! A container belongs to the runtime that created it. If an installed runtime knows the container
 //! of a command, the command is passed to that runtime, even if the configuration now names another
@@ -28,7 +28,7 @@ pub struct OciRuntime {
     pub path: PathBuf,
 }
 
-/// Reason why there is no runtime.
+/// Reason why no OCI runtime can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     /// Neither crun nor runc is in PATH.
@@ -48,7 +48,7 @@ pub enum RuntimeError {
     Ourselves(PathBuf),
 }
 
-/// The fields of a runtime's reply to `state` that Affinode uses.
+/// The fields that Affinode uses in a runtime's reply to the command `state`.
 #[derive(Deserialize)]
 struct StateAnswer {
     #[serde(default)]
@@ -56,7 +56,7 @@ struct StateAnswer {
 }
 
 impl OciRuntime {
-    /// Finds the runtime for a command. `configured` is a name or a path, or empty if the
+    /// Finds the runtime for a command. `configured` is a name or a path. It is empty if the
     /// configuration names no runtime.
     pub fn find(configured: &Path, invocation: &OciInvocation) -> Result<OciRuntime, RuntimeError> {
         let own = std::env::current_exe().ok();
@@ -78,7 +78,7 @@ impl OciRuntime {
         self.has_any(&invocation.words, invocation.root.as_deref(), run_dirs.iter().flatten())
     }
 
-    /// Whether the runtime has created one of these containers.
+    /// Whether the runtime has created at least one of these containers.
     fn has_any<'a>(
         &self,
         ids: &[String],
@@ -103,8 +103,8 @@ impl OciRuntime {
         Command::new(&self.path).args(argv).exec()
     }
 
-    /// Process id of the container's first process. `None`: there is no such container, or its
-    /// first process has ended.
+    /// Returns the process id of the container's first process. Returns `None` if there is no such
+    /// container, or its first process has ended.
     pub fn init_of(&self, id: &str, root: Option<&Path>) -> io::Result<Option<i32>> {
         let mut command = Command::new(&self.path);
         if let Some(root) = root {
@@ -121,7 +121,7 @@ impl OciRuntime {
 }
 
 /// Returns the runtime that has created the container of the command, if there is one, else
-/// `first`. So an existing container can be ended even if the configuration is wrong.
+/// `first`. So an existing container can be ended even if the configured runtime is wrong.
 fn choose(
     first: Result<OciRuntime, RuntimeError>,
     others: &[OciRuntime],
@@ -143,8 +143,8 @@ fn folders(search: Option<OsString>) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The known runtimes in these folders, each once. This program is skipped if it has the name of a
-/// runtime.
+/// Returns the known runtimes in these folders, each once. This program is skipped, even if its
+/// file has the name of a runtime.
 fn installed(folders: &[PathBuf], own: Option<&Path>) -> Vec<OciRuntime> {
     let find = |name: &str| {
         let paths = folders.iter().map(|folder| folder.join(name));

@@ -5,7 +5,7 @@ use ttrpc::proto::Status;
 
 use super::*;
 
-/// Records the calls that it receives. Its `create` returns the options of the field `options`.
+/// Task service that records its calls. Its `create` returns the options of the field `options`.
 #[derive(Default)]
 struct Recorder {
     told: RefCell<Vec<String>>,
@@ -70,8 +70,8 @@ fn delete(id: &str, exec: &str) -> DeleteRequest {
     request
 }
 
-/// Sends these bytes through a proxy, first those of one side, then those of the other. Returns the
-/// bytes that the stock shim and the client received.
+/// Sends these bytes through a proxy, first those of one side, then those of the other side.
+/// Returns the bytes that the stock shim and the client received.
 async fn exchange(
     tasks: &Recorder,
     requests: &[u8],
@@ -193,8 +193,8 @@ fn any_frame() -> impl Strategy<Value = (u8, u32, Vec<u8>)> {
     (any::<u8>(), 0..0xffff_0000u32, payload)
 }
 
-/// Number of cases, which is lower than proptest's default because a case is slow. PROPTEST_CASES
-/// overrides it.
+/// Configuration of the property tests. The number of cases is lower than proptest's default,
+/// because a case is slow. PROPTEST_CASES overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     ProptestConfig::with_cases(asked.unwrap_or(64))

@@ -1,4 +1,4 @@
-//! The folders that make a rootfs.
+//! Determines the folders (layers) that make a container's rootfs.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub enum RootfsError {
         "the rootfs is made by mounts of type {0:?}, which the shim cannot read before they are mounted; supported types: overlay, bind"
     )]
     Unsupported(String),
-    /// The request has neither mounts nor a `root.path`.
+    /// The request has neither mounts nor a `root.path`, so there is no rootfs.
     #[error("the Create request contains no rootfs")]
     None,
     /// The overlay uses a feature that the lookup does not support.
@@ -32,12 +32,12 @@ pub enum RootfsError {
     /// The path has too many components or symlinks, or a symlink loop.
     #[error("path {0:?} has too many symlinks or components")]
     TooLong(PathBuf),
-    /// The file is larger than the caller's bound.
+    /// The file is larger than the maximum size that the caller gave.
     #[error("{path:?} of the image is larger than {max_bytes} bytes")]
     TooLarge {
         /// Path of the file in the image.
         path: PathBuf,
-        /// Upper bound in bytes.
+        /// The maximum size in bytes.
         max_bytes: u64,
     },
     /// A system call on a layer failed.
@@ -51,8 +51,8 @@ pub enum RootfsError {
 }
 
 impl RootfsLayers {
-    /// The layers of the rootfs that a Create request will mount. If the request has no mounts, the
-    /// only layer is the spec's `root.path`, relative to the bundle.
+    /// Determines the layers of the rootfs that a Create request will mount. If the request has no
+    /// mounts, the only layer is the spec's `root.path`, relative to the bundle.
     pub fn new(
         mounts: &[Mount],
         root_path: Option<&str>,
@@ -124,8 +124,8 @@ impl RootfsLayers {
         self.writable
     }
 
-    /// The entry that the container will find at this absolute path. A regular file is read, up to
-    /// `max_bytes`.
+    /// Returns the entry that the container will find at this absolute path. The content of a
+    /// regular file is read, up to `max_bytes`.
     pub fn find(&self, path: &str, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
         let open = |layer: &PathBuf| -> Result<OwnedFd, RootfsError> {
             rustix::fs::open(
@@ -140,7 +140,7 @@ impl RootfsLayers {
     }
 }
 
-/// Splits at colons; a backslash escapes the next character.
+/// Splits the overlay's list of lower folders at colons. A backslash escapes the next character.
 fn split_lower(list: &str) -> Result<Vec<PathBuf>, RootfsError> {
     let mut layers = vec![String::new()];
     let mut chars = list.chars();

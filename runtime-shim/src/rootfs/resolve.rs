@@ -1,4 +1,4 @@
-//! Looks up a path in the merged view of layers.
+//! Looks up a path in the merged view of a rootfs's layers.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -12,24 +12,24 @@ use rustix::io::Errno;
 
 use super::RootfsError;
 
-/// Maximum number of symlinks in a lookup, equal to the kernel's.
+/// Maximum number of symlinks that a lookup follows, equal to the kernel's.
 const MAX_SYMLINKS: usize = 40;
 /// Maximum number of names in a path, including those of symlink targets.
 const MAX_NAMES: usize = 4096;
 
-/// The entry at a path.
+/// What a lookup has found at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ResolvedPath {
-    /// No entry of that name.
+    /// There is no entry at the path.
     Missing,
-    /// Content of a regular file.
+    /// The entry is a regular file with this content.
     Regular(Vec<u8>),
-    /// An entry that is not a regular file, such as a folder, a device, a socket or a dangling
+    /// The entry is not a regular file, but for example a folder, a device, a socket or a dangling
     /// symlink. The text names the kind of entry.
     Other(&'static str),
 }
 
-/// A folder of the merged tree as one descriptor per layer, topmost first.
+/// A folder of the merged tree, as one descriptor per layer, topmost first.
 type Folder = Vec<OwnedFd>;
 
 enum PathEntry {
@@ -40,7 +40,7 @@ enum PathEntry {
     Other(&'static str),
 }
 
-/// Looks up an absolute path.
+/// Looks up an absolute path in the merged tree, from the folder `root`.
 pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
     let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
     let mut names: VecDeque<OsString> = split(path.as_os_str());
@@ -165,8 +165,8 @@ fn has_attribute(entry: &OwnedFd, name: &str) -> Result<bool, Errno> {
 }
 
 /// Returns the first byte of the overlayfs attribute `name`, or 0 if its value is empty. Reads
-/// `trusted.overlay.NAME` and, if the entry does not have it, `user.overlay.NAME`. `None` if the
-/// entry has neither.
+/// `trusted.overlay.NAME` and, if the entry does not have it, `user.overlay.NAME`. Returns `None`
+/// if the entry has neither.
 fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
     // Attributes cannot be read through an O_PATH descriptor itself.
     let path = format!("/proc/self/fd/{}", entry.as_raw_fd());
@@ -195,8 +195,8 @@ fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsEr
     Ok(bytes)
 }
 
-/// Splits a path into names. Empty names and `.` are kept, because they require that the name
-/// before them is a folder.
+/// Splits a path into its names. Empty names and `.` are also returned, because they require that
+/// the name before them is a folder.
 fn split(path: &OsStr) -> VecDeque<OsString> {
     path.as_bytes()
         .split(|byte| *byte == b'/')

@@ -14,16 +14,16 @@ use super::{CONTAINER_TYPE, CRIO_CONTAINER_TYPE, annotation, annotations, destin
 /// Annotation that overrides all other signs of a GPU.
 const INJECT: &str = "affinode.io/inject";
 
-/// Whether to manage a container, and a warning about its annotation.
+/// Decision whether a container is managed, and a warning about its annotation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuDecision {
     /// Whether the container is to be edited and announced.
     pub manage: bool,
-    /// Text about an invalid annotation value, for the log.
+    /// Warning about an invalid value of the annotation, for the log.
     pub warning: Option<String>,
 }
 
-/// Decides from the spec whether the container is to be managed. It accesses no file or device.
+/// Decides from the spec whether the container is to be managed. Accesses no file or device.
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
     // The sandbox has the pod's annotations, but runs no CUDA program.

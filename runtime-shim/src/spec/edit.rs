@@ -1,4 +1,4 @@
-//! Edits a spec: appends bind mounts.
+//! Adds bind mounts to a container's spec.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{clean, destinations};
 
-/// A bind mount to add.
+/// A bind mount to add to a spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BindMount {
     /// Path on the host.
@@ -18,7 +18,7 @@ pub struct BindMount {
     pub options: &'static [&'static str],
 }
 
-/// Reason why the spec cannot take the mounts.
+/// Reason why the mounts cannot be added to the spec.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
     /// A volume of the container covers the destination.
@@ -32,7 +32,7 @@ pub enum EditError {
     /// The value of `mounts` is not a list.
     #[error("the spec's mounts are not a list")]
     NotAList,
-    /// The path is not UTF-8, so JSON cannot represent it.
+    /// The source path is not UTF-8, so JSON cannot represent it.
     #[error("the host path {0:?} is not UTF-8, so no spec can contain it")]
     BadSource(PathBuf),
     /// The OCI library could not build the mount entry.
@@ -40,8 +40,8 @@ pub enum EditError {
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Adds the mounts. If the spec has them already (a second Create, a restore), they are not added
-/// again. If a mount of the container itself conflicts with a destination, the edit fails.
+/// Adds the mounts to the spec. If the spec has them already (a second Create, a restore), they are
+/// not added again. If a mount of the container itself conflicts with a destination, this fails.
 pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditError> {
     if !spec.is_object() || spec.get("mounts").is_some_and(|m| !m.is_array() && !m.is_null()) {
         return Err(EditError::NotAList);
@@ -64,8 +64,8 @@ pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditErro
     Ok(())
 }
 
-/// Removes a read-only bind mount of exactly this file, and returns its source, a path on the host.
-/// Another kind of mount at this path stays, and [`add_mounts`] then fails.
+/// Removes a read-only bind mount at exactly this path from the spec, and returns its source, a
+/// path on the host. Another kind of mount at this path stays, and [`add_mounts`] then fails.
 pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     let list = spec.get_mut("mounts")?.as_array_mut()?;
     let is_over = |mount: &Value| {
@@ -126,7 +126,8 @@ mod tests {
         ]
     }
 
-    /// A spec as containerd writes it, with fields that no version of the spec's types defines.
+    /// A spec as containerd writes it, with additional fields that the types of the OCI
+    /// specification do not define.
     const BEFORE: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
     const AFTER: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]},{"destination":"/.affinode/lib","type":"bind","source":"/usr/local/lib/affinode","options":["bind","ro","nosuid","nodev"]},{"destination":"/etc/ld.so.preload","type":"bind","source":"/run/affinode/containers/00/ld.so.preload","options":["bind","ro"]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
 

@@ -1,5 +1,5 @@
-//! Reads and edits a container's spec as a JSON value. It is never converted to types and back, so
-//! fields that this version does not define survive the edit.
+//! Reads and edits a container's spec (config.json) as a JSON value. The spec is never converted to
+//! types and back, so fields that this version does not define survive the edit.
 
 mod detect;
 mod edit;
@@ -9,12 +9,12 @@ pub use edit::{BindMount, EditError, add_mounts, take_file_mount};
 
 use serde_json::Value;
 
-/// Annotation with the kind of a container in its pod, set by CRI.
+/// Annotation with the kind of a container in its pod (sandbox or container), which CRI sets.
 pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
-/// Annotation with the kind of a container in its pod, set by CRI-O, and by Podman for containers
-/// in pods.
+/// Annotation with the kind of a container in its pod. CRI-O sets it, and Podman does for
+/// containers in pods.
 pub const CRIO_CONTAINER_TYPE: &str = "io.kubernetes.cri-o.ContainerType";
-/// Annotation with the id of the sandbox.
+/// Annotation with the id of the sandbox of the container's pod.
 pub const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 
 /// The value of the annotation with this name.
@@ -44,7 +44,7 @@ pub fn root_path(spec: &Value) -> Option<&str> {
     spec.get("root")?.get("path")?.as_str()
 }
 
-/// Source and destination of each mount that has both.
+/// Source and destination of each mount in the spec that has both.
 pub fn mounts(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
     let mounts = spec.get("mounts").and_then(Value::as_array);
     mounts.into_iter().flatten().filter_map(|mount| {
@@ -52,7 +52,7 @@ pub fn mounts(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// Destinations of all mounts, with redundant slashes and dots removed.
+/// Destinations of all mounts in the spec, with redundant slashes and dots removed.
 fn destinations(spec: &Value) -> impl Iterator<Item = String> {
     spec.get("mounts")
         .and_then(Value::as_array)

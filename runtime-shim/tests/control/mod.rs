@@ -1,4 +1,4 @@
-//! A controller that only records the calls that it receives.
+//! A fake controller for tests that only records the calls that it receives.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -16,18 +16,18 @@ use ttrpc::asynchronous::{Server, TtrpcContext};
 pub struct Told(Arc<Mutex<Vec<(String, Announcement)>>>);
 
 pub struct Controller {
-    /// Sender whose drop ends the service.
+    /// Sender that ends the service when it is dropped.
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
     run_dir: PathBuf,
-    /// The lock that a real controller would hold, so that no real controller starts between `end`
-    /// and a restart.
+    /// The lock that a real controller would hold. It prevents the start of a real controller
+    /// between `end` and a restart.
     _lock: File,
 }
 
 impl Controller {
-    /// Serves `<run dir>/control.sock`.
+    /// Starts to serve `<run dir>/control.sock`.
     pub fn start(run_dir: &Path) -> Controller {
         std::fs::create_dir_all(run_dir).unwrap();
         let lock = File::create(run_dir.join("controller.lock")).unwrap();
@@ -43,7 +43,7 @@ impl Controller {
         controller
     }
 
-    /// Ends the controller, and starts it again without recorded calls.
+    /// Ends the fake controller, and starts it again with an empty record of calls.
     pub fn restart(&mut self) {
         self.end();
         self.serve();
@@ -84,7 +84,7 @@ impl Controller {
         }
     }
 
-    /// The recorded call of this kind, `announce` or `withdraw`, for this id or key.
+    /// Returns the recorded call of this kind, `announce` or `withdraw`, for this id or key.
     pub fn told(&self, kind: &str, name: &str) -> Option<Announcement> {
         let told = self.told.0.lock().unwrap();
         told.iter()

@@ -1,4 +1,4 @@
-//! A root filesystem with one static program, as a folder and as an image.
+//! Builds a root filesystem with one static program for tests, as a folder and as an image.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// The program in the container. Its name identifies its processes.
+/// Path of the program in the container. Its name identifies the container's processes.
 pub const BOX: &str = "/bin/affinode-test-box";
 
 const SOURCE: &str = r#"
@@ -39,7 +39,7 @@ int main(int count, char **args) {
 }
 "#;
 
-/// A folder with the program, built statically with gcc.
+/// Creates a root filesystem in a folder, with the program that gcc builds statically.
 pub fn make_rootfs(root: &Path) {
     for dir in ["bin", "etc", "dev", "proc", "sys", "tmp"] {
         fs::create_dir_all(root.join(dir)).unwrap();
@@ -55,7 +55,7 @@ pub fn make_rootfs(root: &Path) {
     assert!(status.success());
 }
 
-/// Builds an OCI archive: the folder as the first layer, then the given layers.
+/// Builds an image as an OCI archive: the folder is the first layer, then the given layers follow.
 pub fn make_image(
     rootfs: &Path,
     dir: &Path,

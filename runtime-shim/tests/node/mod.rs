@@ -13,7 +13,7 @@ pub use image::BOX;
 pub const STOCK: &str = "io.containerd.runc.v2";
 pub const OURS: &str = "io.containerd.affinode.v1";
 const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-affinode-v1");
-/// Time limit of a wait, much longer than any step of these tests takes.
+/// Time limit of a wait. It is much longer than any step of these tests takes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Node {
@@ -24,7 +24,7 @@ pub struct Node {
     containerd: Option<Child>,
 }
 
-/// Waits until `check` returns a value.
+/// Polls `check` until it returns a value, and returns the value.
 pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
@@ -171,7 +171,8 @@ impl Node {
         ));
     }
 
-    /// Imports an image of these layers, each a list of path and text; `None` is a whiteout.
+    /// Imports an image with these layers into containerd. Each layer is a list of path and text.
+    /// `None` in place of the text is a whiteout.
     pub fn import(&self, name: &str, layers: &[&[(&str, Option<&str>)]]) {
         let tar = image::make_image(&self.path("rootfs"), self.dir.path(), name, layers);
         self.ok(&format!("images import {}", tar.display()));

@@ -46,8 +46,8 @@ fn log_is_written_to_files_alone() {
     }
 }
 
-/// Command lines that name no container to edit, although some of their words are commands of the
-/// runtime.
+/// Command lines that create no container must be passed on unchanged, although some of their words
+/// are commands of the runtime.
 #[test]
 fn all_other_commands_pass_unseen() {
     for line in [

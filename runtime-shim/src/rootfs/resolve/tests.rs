@@ -6,7 +6,7 @@ use super::*;
 
 const FILE: &str = "/etc/ld.so.preload";
 
-/// Layers in a temporary folder, topmost first.
+/// Layers of a rootfs in a temporary folder, topmost first.
 struct Tree {
     dir: tempfile::TempDir,
     layers: usize,
@@ -42,8 +42,8 @@ impl Tree {
         self
     }
 
-    /// Sets an overlayfs attribute with the prefix `user.`, which needs no privilege. False if the
-    /// file system does not support it.
+    /// Sets an overlayfs attribute with the prefix `user.`, which needs no privilege. Returns false
+    /// if the file system does not support it.
     fn mark(&self, layer: usize, path: &str, name: &str, value: &str) -> bool {
         let path = self.path(layer, path);
         let name = format!("user.overlay.{name}");
@@ -186,8 +186,8 @@ fn a_file_in_place_of_a_folder_is_an_error() {
     assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })));
 }
 
-/// A path that has a regular file in place of a folder must lead to no file. The kernel and the
-/// loader that reads the preload list find no file at such a path.
+/// A path in which a regular file is in place of a folder must find no file. The kernel and the
+/// loader that reads the preload list find no file at such a path either.
 #[test]
 fn path_through_a_file_finds_no_file() {
     for target in ["b/.", "b/", "./b/./"] {
