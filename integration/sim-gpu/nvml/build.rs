@@ -1,4 +1,5 @@
-//! Link options that make the file a drop-in for the driver's own library.
+//! Build script that sets link options, so that the built file can replace the driver's own
+//! library.
 
 use std::path::PathBuf;
 use std::{env, fs};

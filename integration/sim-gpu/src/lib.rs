@@ -1,5 +1,5 @@
-//! The simulated GPU, for tests and the demo on machines without an NVIDIA driver. Its name always
-//! says that it is simulated.
+//! The simulated GPU, for tests and the demo on machines without an NVIDIA driver. The name of the
+//! GPU always states that it is simulated.
 //!
 //! | package | output | content |
 //! | --- | --- | --- |

@@ -168,8 +168,8 @@ fn the_libraries_need_nothing_but_libc() {
     }
 }
 
-/// Changes a byte at several positions. Verification by kernels and verification on the host must
-/// both find it.
+/// Changes single bytes of GPU memory at several positions. The client's verification by a kernel
+/// and its verification on the host must both detect each change.
 #[test]
 fn verify_and_check_see_every_byte() {
     const BYTES: u64 = 3 * MIB;

@@ -35,7 +35,7 @@ fn attach(node: &Node) -> Packet {
     packet
 }
 
-/// Replies to every order of the daemon with success.
+/// Acts as a CUDA process that replies to every order of the daemon with success.
 fn obey(node: &Node) {
     let packet = connect(node);
     assert_eq!(ask(&packet, &Request::Control { tid: 7 }), Reply::Done);

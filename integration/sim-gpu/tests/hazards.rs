@@ -1,4 +1,5 @@
-//! Tests of checkpoints that fail, and of checkpoints that succeed, as measured with a real driver.
+//! Tests of checkpoints on the simulated GPU, both failing and successful. The results were
+//! measured with a real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -346,7 +347,8 @@ fn checkpoint_above_memory_limit_kills() {
     node.wait_used(0, 8 * MIB + CONTEXT);
 }
 
-/// A memory cgroup for this test. `create` returns `None` if the test may not create one.
+/// A memory cgroup for this test. Its function `create` returns `None` if the test may not create
+/// one.
 struct MemoryGroup(std::path::PathBuf);
 
 impl MemoryGroup {

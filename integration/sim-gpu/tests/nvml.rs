@@ -9,7 +9,8 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use support::{CONTEXT, MIB, Node, products, wait_for};
 
-/// The only test in this test binary, because it changes the environment.
+/// Checks that the simulated NVML reports the daemon's state. It is the only test in this test
+/// binary, because it changes the environment.
 #[test]
 #[allow(unsafe_code)]
 fn nvml_shows_what_the_driver_knows() {

@@ -1,5 +1,5 @@
-//! Tests of the driver's private tables and of tools that use them. All results were measured on a
-//! real driver.
+//! Tests of the driver's private function tables, and of tools that use them. All results were
+//! measured on a real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -10,8 +10,8 @@ use support::{Client, Node, wait_for};
 const SIGSEGV: i32 = 11;
 const AWAY: [&str; 2] = ["lock", "checkpoint"];
 const BACK: [&str; 2] = ["restore", "unlock"];
-/// Results of the first and of every later restore of a process in which a tool was active during
-/// the checkpoint.
+/// Results of the first and of every later restore, if a tool was active in the process during the
+/// checkpoint.
 const LOST: [i64; 2] = [999, 304];
 
 fn ready(node: &Node, program: &str) -> Client {
@@ -52,8 +52,8 @@ fn profiler_without_context_loses_process() {
     }
 }
 
-/// Starts a profiler and checkpoints the process at the same time. Whether the checkpoint comes
-/// before, during or after the profiler's start, the process must be lost.
+/// Starts a profiler and checkpoints the process at the same time. The process must be lost,
+/// whether the checkpoint comes before, during or after the profiler's start.
 #[test]
 fn profiler_during_checkpoint_loses_process() {
     let node = Node::start(&[]);
@@ -64,8 +64,8 @@ fn profiler_during_checkpoint_loses_process() {
     assert!(code == [LOST[0]] || program.fatal_signal() == Some(SIGSEGV), "{code:?}");
 }
 
-/// A profiler that has ended leaves a thread behind, which still calls the driver. If the process
-/// is checkpointed, such a call must end the process.
+/// A profiler that has ended leaves a thread, which still calls the driver. If such a call is made
+/// while the process is checkpointed, it must end the process.
 #[test]
 fn ended_profiler_still_reaches_driver() {
     let node = Node::start(&[]);

@@ -1,4 +1,4 @@
-//! Records notes from tests, such as skipped checks, for the user who runs the tests.
+//! Notes that tests write for the user, such as the reason why a test was skipped.
 //!
 //! `cargo test` prints no output of a passing test, so a skipped check would not be noticed. A test
 //! that cannot run on a machine calls [`skip`]. A test that repeats a step and counts the successes
@@ -12,10 +12,10 @@ use std::{fs::OpenOptions, io::Write, path::Path};
 
 /// Environment variable with the path of the file to which notes are appended, one per line.
 pub const NOTES_ENV: &str = "AFFINODE_TEST_NOTES";
-/// Environment variable with the path of a file that lists the permitted reasons to skip a test.
-/// The file has one word per line, and `#` begins a comment.
+/// Environment variable that names a file with the permitted reasons to skip a test: one word per
+/// line. `#` begins a comment.
 pub const MAY_SKIP_ENV: &str = "AFFINODE_MAY_SKIP";
-/// Text at the beginning of a note about a skipped test.
+/// First word of the note about a skipped test.
 pub const SKIPPED: &str = "skipped ";
 
 /// Records that the running test is skipped. `missing` is one word for what the machine lacks, and
@@ -36,7 +36,7 @@ pub fn skip(missing: &str, why: &str) {
     }
 }
 
-/// Records that `good` of `of` attempts succeeded.
+/// Records that `good` of `of` attempts of a repeated step succeeded.
 ///
 /// # Panics
 /// When `good / of` is below `least`, the share that every machine must reach.

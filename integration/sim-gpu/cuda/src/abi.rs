@@ -4,12 +4,12 @@ use std::ffi::c_void;
 
 pub use affinode_sim_protocol::{In, Out, Text, pointer};
 
-/// `CUresult`; 0 is success.
+/// The driver's result code `CUresult`. 0 means success.
 pub type CUresult = i32;
 pub type CUdevice = i32;
 pub type CUdeviceptr = u64;
-/// Type of every opaque handle: `CUcontext`, `CUstream`, `CUevent`, `CUmodule` and `CUfunction`.
-/// See [`handle`].
+/// Type of all opaque handles of the driver: `CUcontext`, `CUstream`, `CUevent`, `CUmodule` and
+/// `CUfunction`. See [`handle`].
 pub type Handle = usize;
 /// Address of host memory. It is dereferenced only inside copies.
 pub type HostAddress = usize;
@@ -36,7 +36,7 @@ pub const STREAM_CAPTURE_UNSUPPORTED: CUresult = 900;
 pub const STREAM_CAPTURE_INVALIDATED: CUresult = 901;
 pub const UNKNOWN: CUresult = 999;
 
-/// Result of a function before it becomes a `CUresult`.
+/// Result of a driver function before it is converted to a `CUresult`.
 pub type Outcome<T = ()> = Result<T, CUresult>;
 
 /// Converts an [`Outcome`] to a `CUresult`.
@@ -44,7 +44,7 @@ pub fn status(outcome: Outcome) -> CUresult {
     outcome.err().unwrap_or(0)
 }
 
-/// Kind of the object that a handle names.
+/// Kind of the object to which a handle refers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -57,13 +57,14 @@ pub enum Kind {
     Graph = 7,
 }
 
-/// Makes a handle from a kind and a number. The handle is not a valid address, and a handle of
-/// another kind is detected.
+/// Builds a handle from an object's kind and number. A handle is never a valid address, and a
+/// handle of the wrong kind is detected.
 pub fn handle(kind: Kind, id: u64) -> Handle {
     ((kind as usize) << 56) | ((id as usize) << 4)
 }
 
-/// Returns the number in a handle, if the handle is of this kind.
+/// Returns the number of the object to which a handle refers. Fails if the handle is not of this
+/// kind.
 pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
     if handle >> 56 == kind as usize {
         Ok(((handle << 8) >> 12) as u64)

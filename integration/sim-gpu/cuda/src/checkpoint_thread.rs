@@ -1,4 +1,5 @@
-//! The checkpoint thread. It executes the daemon's orders in this process.
+//! The checkpoint thread of a process. It executes the daemon's orders to lock, checkpoint and
+//! restore the process.
 //!
 //! Like the real driver's thread, it exists from `cuInit` on and blocks every signal. It works
 //! while the application's threads wait at the gate.
@@ -15,8 +16,8 @@ use crate::abi::{NO_DEVICE, Outcome, status};
 use crate::client;
 use crate::driver::Driver;
 
-/// Starts the thread, and waits until the daemon has registered it. Returns the descriptor of the
-/// thread's connection, which a forked child closes.
+/// Starts the checkpoint thread, and waits until the daemon has registered it. Returns the
+/// descriptor of the thread's connection, which a forked child must close.
 pub fn start(driver: &'static Driver) -> Outcome<RawFd> {
     let packet = client::connect().map_err(|_| NO_DEVICE)?;
     let fd = packet.as_fd().as_raw_fd();

@@ -1,4 +1,4 @@
-//! Pieces of memory on which copies and kernels work.
+//! Pieces of device or host memory on which copies and kernels work.
 
 use std::sync::Arc;
 
@@ -14,15 +14,16 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Returns a part of a window onto device memory. The piece keeps the window mapped.
+    /// Returns a piece of device memory: a part of the mapping `window`. The piece keeps that
+    /// mapping alive.
     pub fn of(window: Arc<Pages>, offset: usize, bytes: usize) -> Self {
         let bytes = bytes.min(window.bytes().saturating_sub(offset));
         Self { address: window.start() + offset, bytes, _window: Some(window) }
     }
 }
 
-/// Returns a piece of the application's host memory. The memory is valid because the application
-/// passed its address to the driver.
+/// Returns a piece of the application's host memory. The memory is assumed to be valid, because the
+/// application passed its address to the driver.
 pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     if address == 0 && bytes > 0 {
         return Err(INVALID_VALUE);
@@ -30,8 +31,8 @@ pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     Ok(vec![Piece { address, bytes, _window: None }])
 }
 
-/// Returns a copy of the contents of these pieces. The owner may then change the source before the
-/// copy operation runs.
+/// Copies the contents of these pieces into new memory. So the owner may change the source before
+/// the copy operation runs.
 pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
     let bytes = pieces.iter().map(|piece| piece.bytes).sum();
     let pages = Arc::new(Pages::host(bytes)?);
@@ -40,7 +41,7 @@ pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
     Ok(copy)
 }
 
-/// Copies between two lists of pieces of the same total size.
+/// Copies the contents of one list of pieces to another list of the same total size.
 pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
     let (mut to, mut from) = (to.iter(), from.iter());
     let (mut target, mut source) = (to.next().cloned(), from.next().cloned());
@@ -63,8 +64,8 @@ pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
     }
 }
 
-/// Replaces each word of the memory by `change(word)`. W is the size of a word in bytes, and the
-/// length of every piece is a multiple of W.
+/// Replaces each word of the memory by `change(word)`. `W` is the size of a word in bytes. The
+/// length of every piece must be a multiple of it.
 pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
     for piece in pieces {
         for offset in (0..piece.bytes / W * W).step_by(W) {

@@ -1,6 +1,6 @@
-//! Connections to the daemon. The process's own connection stays open as long as the process
-//! exists. Each checkpoint call opens a connection of its own, because the call may take long and
-//! does not need `cuInit`.
+//! Connections of this process to the daemon. The process's main connection stays open as long as
+//! the process exists. Each checkpoint call opens a connection of its own, because the call may
+//! take long and does not need `cuInit`.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use affinode_sim_protocol::{
 use crate::abi::{NO_DEVICE, NOT_INITIALIZED, Outcome, UNKNOWN};
 use crate::driver::check_ending;
 
-/// The connection of this process.
+/// The main connection of this process to the daemon.
 #[derive(Debug)]
 pub struct Link {
     packet: Mutex<Packet>,
@@ -49,7 +49,7 @@ impl Link {
         }
     }
 
-    /// The connection's descriptor, which a forked child closes.
+    /// Descriptor of the connection. A forked child must close it.
     pub fn fd(&self) -> RawFd {
         self.fd
     }
@@ -63,12 +63,12 @@ impl Link {
         exchange(&packet, request, fd)
     }
 
-    /// Sends a request whose reply is only success or failure.
+    /// Sends a request and waits for its reply, which is only success or failure.
     pub fn tell(&self, request: &Request) -> Outcome {
         self.ask(request, None).map(drop)
     }
 
-    /// Sends a request for device memory.
+    /// Sends a request for device memory, and returns the memory that the daemon grants.
     pub fn obtain(&self, request: &Request, fd: Option<BorrowedFd<'_>>) -> Outcome<Granted> {
         match self.ask(request, fd)? {
             (Reply::Object { object, gpu, bytes }, Some(memory)) => {

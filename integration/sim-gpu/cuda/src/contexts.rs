@@ -1,4 +1,4 @@
-//! Contexts, the stack of contexts of each thread, and default streams.
+//! CUDA contexts, the stack of current contexts of each thread, and default streams.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,11 +16,12 @@ use crate::streams::{StreamId, StreamKind};
 #[derive(Debug)]
 struct Context {
     device: CUdevice,
-    /// Number of times that the primary context is retained. `None`: this is not a primary context.
+    /// Number of times that the primary context is retained. `None` if this is not a primary
+    /// context.
     retained: Option<u32>,
     legacy: StreamId,
     flags: u32,
-    /// Local memory of each of the GPU's threads, in bytes.
+    /// Local memory for each GPU thread in this context, in bytes.
     stack_limit: u64,
 }
 
@@ -29,14 +30,14 @@ struct Context {
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
     peers: BTreeSet<(u64, u64)>,
-    /// Whether peer access was used before a checkpoint. Later attempts to enable peer access then
-    /// fail.
+    /// Whether peer access was used before a checkpoint. If so, peer access can no longer be
+    /// enabled.
     peers_spoilt: bool,
     peers_used: bool,
     next: u64,
 }
 
-/// The context in which a call runs.
+/// The current context of the calling thread, in which a call runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Current {
     pub context: u64,
@@ -44,15 +45,15 @@ pub struct Current {
     legacy: StreamId,
 }
 
-/// Meaning of stream 0 in the called function: the legacy default stream in `cuX`, the per-thread
-/// default stream in `cuX_ptsz`.
+/// What stream 0 means in a function: the legacy default stream in functions such as `cuX`, the
+/// per-thread default stream in the variants `cuX_ptsz`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Default0 {
     Legacy,
     PerThread,
 }
 
-/// This thread's default streams, which end with the thread.
+/// Default streams of one thread, by context. They are destroyed when the thread ends.
 struct ThreadStreams(BTreeMap<u64, StreamId>);
 
 impl Drop for ThreadStreams {
@@ -72,7 +73,7 @@ thread_local! {
     static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
 }
 
-/// Returns the context on top of this thread's stack. The context may have been destroyed already.
+/// Returns the context on top of this thread's stack. It may have been destroyed already.
 pub fn top() -> Option<u64> {
     STACK.with(|stack| stack.borrow().last().copied())
 }
@@ -96,7 +97,7 @@ pub fn set(context: Option<u64>) {
 }
 
 impl Contexts {
-    /// The legacy default stream of a context.
+    /// Returns the legacy default stream of a context.
     pub fn legacy_of(&self, id: u64) -> Outcome<StreamId> {
         self.contexts.get(&id).map(|context| context.legacy).ok_or(INVALID_CONTEXT)
     }
@@ -111,19 +112,19 @@ impl Contexts {
         self.contexts.iter().find(|(_, context)| primary(context)).map(|(id, _)| *id)
     }
 
-    /// Whether the primary context of a device exists, and its flags.
+    /// Returns the flags of a device's primary context, and whether the context exists.
     pub fn primary_state(&self, device: CUdevice) -> (u32, bool) {
         let context = self.primary(device).and_then(|id| self.contexts.get(&id));
         (context.map_or(0, |context| context.flags), context.is_some())
     }
 
-    /// The device and flags of a context.
+    /// Returns the device and the flags of a context.
     pub fn get(&self, id: u64) -> Outcome<(CUdevice, u32)> {
         let context = self.contexts.get(&id).ok_or(INVALID_CONTEXT)?;
         Ok((context.device, context.flags))
     }
 
-    /// Local memory of each of the GPU's threads in a context, in bytes.
+    /// Returns the local memory for each GPU thread in a context, in bytes.
     pub fn stack_limit(&self, id: u64) -> Outcome<u64> {
         self.contexts.get(&id).map(|context| context.stack_limit).ok_or(INVALID_CONTEXT)
     }
@@ -142,8 +143,8 @@ impl Contexts {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
-    /// Whether peer access is enabled. If peer access was ever used, records that it cannot be
-    /// enabled again after the checkpoint.
+    /// Whether peer access is enabled before a checkpoint. If peer access was ever used, records
+    /// that it cannot be enabled again after the checkpoint.
     pub fn peer_access_before_checkpoint(&mut self) -> bool {
         self.peers_spoilt |= self.peers_used;
         !self.peers.is_empty()
@@ -151,7 +152,7 @@ impl Contexts {
 }
 
 impl Driver {
-    /// The context of the calling thread.
+    /// Returns the current context of the calling thread.
     pub fn current(&self) -> Outcome<Current> {
         let context = top().ok_or(INVALID_CONTEXT)?;
         let contexts = self.contexts();
@@ -199,7 +200,8 @@ impl Driver {
         self.create_context(device, true, 0)
     }
 
-    /// Simulates `cuDevicePrimaryCtxRelease`. `reset` drops all references.
+    /// Simulates `cuDevicePrimaryCtxRelease`. If `reset` is true, drops all references to the
+    /// context.
     pub fn release_primary(&self, device: CUdevice, reset: bool) -> Outcome {
         self.gpu(device)?;
         let mut contexts = self.contexts();
@@ -217,7 +219,7 @@ impl Driver {
         if last || reset { self.destroy_context(id) } else { Ok(()) }
     }
 
-    /// Ends a context and all of its objects.
+    /// Destroys a context and all of its objects.
     pub fn destroy_context(&self, id: u64) -> Outcome {
         self.streams.wait_idle(Some(id), None);
         let context = {
@@ -239,7 +241,7 @@ impl Driver {
         self.link.tell(&Request::DestroyContext { gpu: self.gpu(context.device)? })
     }
 
-    /// The stream that a handle names in the calling thread.
+    /// Returns the stream to which a handle refers in the calling thread.
     pub fn stream(&self, stream: Handle, zero: Default0) -> Outcome<StreamId> {
         match (stream, zero) {
             (STREAM_LEGACY, _) | (0, Default0::Legacy) => Ok(self.current()?.legacy),
@@ -260,7 +262,7 @@ impl Driver {
         }
     }
 
-    /// The GPU on which a stream works.
+    /// Returns the index of the GPU on which a stream works.
     pub fn stream_gpu(&self, stream: StreamId) -> Outcome<usize> {
         let (context, _) = self.streams.get(stream)?;
         let (device, _) = self.contexts().get(context)?;
@@ -268,7 +270,7 @@ impl Driver {
     }
 }
 
-/// The handle of a context.
+/// Builds the handle of a context from its number.
 pub fn context_handle(id: u64) -> Handle {
     handle(Kind::Context, id)
 }

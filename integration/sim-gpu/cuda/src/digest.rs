@@ -1,6 +1,6 @@
-//! Simulates the preload library's kernel `affinode_digest`. Each entry of its table is the address
-//! of 2 MiB of memory. The kernel replaces the entry by the digest of that memory. The kernel for a
-//! real device is `preload/src/swap/digest.ptx`.
+//! Simulates `affinode_digest`, a kernel of the preload library that computes digests of memory.
+//! Each entry of its table is the address of 2 MiB of memory. The kernel replaces the entry by the
+//! digest of that memory. The kernel for a real device is `preload/src/swap/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
 use crate::chunks::each_word;
@@ -11,7 +11,7 @@ const THREADS: usize = 256;
 /// Digest of memory that contains only zeros.
 const ZERO: [u64; 2] = [0, u64::MAX];
 
-/// Runs the kernel on a table with this number of entries.
+/// Runs the simulated kernel on a table with this number of entries.
 pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     let entries = many as usize * 2;
     let pieces = driver.memory().device(table, entries * 8)?;
@@ -34,7 +34,7 @@ pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     if words.next().is_some() { Err(ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
-/// State of the 256 threads of a block, which compute one digest together.
+/// State of the 256 threads of a GPU block, which compute one digest together.
 struct Digest {
     threads: Vec<[u64; 2]>,
     words: usize,
@@ -49,8 +49,8 @@ impl Digest {
         Self { threads: (1..=THREADS as u64).map(first).collect(), words: 0, any: 0 }
     }
 
-    /// Adds the next word. The first two words belong to the first thread, the next two words to
-    /// the second thread, and so on.
+    /// Adds the next word to the digest. The first two words belong to the first thread, the next
+    /// two words to the second thread, and so on.
     fn take(&mut self, word: u64) {
         let thread = self.words / 2 % THREADS;
         self.words += 1;
@@ -107,7 +107,7 @@ mod tests {
         }
     }
 
-    /// Compares the simulated digests with those that an H200 computed with the kernel in
+    /// Checks that the simulated digests equal those that an H200 computed with the kernel in
     /// `digest.ptx`.
     #[test]
     fn it_is_the_device_s() {

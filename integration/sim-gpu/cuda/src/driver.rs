@@ -1,4 +1,4 @@
-//! The one instance of the driver in a process.
+//! The instance of the simulated driver in a process. There is only one.
 //!
 //! As with the real driver, a child that is forked after `cuInit` has no driver, and its calls
 //! return NOT_INITIALIZED. The child closes the parent's connections immediately, so that the
@@ -29,11 +29,11 @@ pub struct Driver {
     pub link: Link,
     pub streams: Streams,
     pub stats: Stats,
-    /// State of the private tables, and of the tools that use them.
+    /// State of the driver's private tables, and of the tools that use them.
     pub tools: Tools,
     gpus: Vec<GpuInfo>,
-    /// Index of the GPU for each device ordinal. CUDA_VISIBLE_DEVICES sets the indexes, and
-    /// restores on other GPUs change them.
+    /// Index of the GPU for each device ordinal of the process. CUDA_VISIBLE_DEVICES determines the
+    /// initial indexes. Restores on other GPUs change them.
     ordinals: Mutex<Vec<usize>>,
     contexts: Mutex<Contexts>,
     memory: Mutex<Memory>,
@@ -48,7 +48,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 static LINK_FD: AtomicI32 = AtomicI32::new(-1);
 static CONTROL_FD: AtomicI32 = AtomicI32::new(-1);
 
-/// The driver of this process, after `cuInit`.
+/// Returns the driver of this process. Fails before `cuInit`.
 pub fn driver() -> Outcome<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
@@ -124,7 +124,7 @@ extern "C" fn after_fork() {
     }
 }
 
-/// The GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid name.
+/// Returns the indexes of the GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid name.
 fn visible(gpus: &[GpuInfo], names: Option<&str>) -> Vec<usize> {
     let Some(names) = names else { return (0..gpus.len()).collect() };
     let mut ordinals = Vec::new();
@@ -145,7 +145,7 @@ impl Driver {
         guard(&self.ordinals).len()
     }
 
-    /// The GPU of a device ordinal.
+    /// Returns the index of the GPU with this device ordinal.
     pub fn gpu(&self, device: i32) -> Outcome<usize> {
         let ordinal = usize::try_from(device).map_err(|_| INVALID_DEVICE)?;
         guard(&self.ordinals).get(ordinal).copied().ok_or(INVALID_DEVICE)
@@ -158,7 +158,7 @@ impl Driver {
         i32::try_from(count).unwrap_or(i32::MAX).max(1)
     }
 
-    /// The device ordinal of a GPU, or -1 if the process does not see the GPU.
+    /// Returns the device ordinal of a GPU, or -1 if the process does not see the GPU.
     pub fn ordinal(&self, gpu: usize) -> i32 {
         guard(&self.ordinals)
             .iter()
@@ -166,12 +166,13 @@ impl Driver {
             .map_or(-1, |ordinal| ordinal as i32)
     }
 
-    /// The daemon's data about the GPU of a device ordinal.
+    /// Returns the daemon's data about the GPU with this device ordinal.
     pub fn info(&self, device: i32) -> Outcome<&GpuInfo> {
         self.gpus.get(self.gpu(device)?).ok_or(INVALID_DEVICE)
     }
 
-    /// Continues after a restore, which may have moved all memory to other GPUs.
+    /// Makes the driver continue after a restore. The restore may have moved all memory to other
+    /// GPUs: `gpu_map` has the new GPU for each earlier GPU.
     pub fn resume(&self, gpu_map: &[usize]) {
         for gpu in guard(&self.ordinals).iter_mut() {
             *gpu = gpu_map.get(*gpu).copied().unwrap_or(*gpu);
@@ -179,7 +180,7 @@ impl Driver {
         self.memory().resume(gpu_map);
     }
 
-    /// Locks the contexts and their objects.
+    /// Locks the mutex of the contexts and their objects, and returns them.
     pub fn contexts(&self) -> MutexGuard<'_, Contexts> {
         guard(&self.contexts)
     }

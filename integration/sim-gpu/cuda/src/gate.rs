@@ -1,4 +1,5 @@
-//! Behaviour of a call while the checkpoint API controls the process.
+//! The gate of the simulated driver, at which calls wait while the checkpoint API has locked or
+//! checkpointed the process.
 //!
 //! ```text
 //!            close (waits for calls inside, then streams)     save           restore     open
@@ -19,14 +20,14 @@ use std::time::Instant;
 
 use crate::abi::{CUresult, OPERATING_SYSTEM};
 
-/// Behaviour of a function at the gate.
+/// Class of a driver function. It determines what a call does at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// The function needs `cuInit` but no GPU. (Functions of class `Always` in the lists do not
     /// need `cuInit` either.)
     Instant,
     Work,
-    /// The function reads GPU state, which does not exist while the process is checkpointed.
+    /// The function reads GPU state. This state does not exist while the process is checkpointed.
     Sync,
     MemInfo,
 }
@@ -44,14 +45,14 @@ struct Inner {
     inside: usize,
 }
 
-/// Counts the calls inside the driver, and makes other calls wait.
+/// Counts the calls in progress inside the driver, and makes new calls wait while it is closed.
 #[derive(Debug)]
 pub struct Gate {
     inner: Mutex<Inner>,
     changed: Condvar,
 }
 
-/// A call inside the driver. Dropping this value ends the call.
+/// A call in progress inside the driver. It ends when this value is dropped.
 pub struct Inside<'a>(Option<&'a Gate>);
 
 impl Drop for Inside<'_> {
@@ -71,8 +72,8 @@ impl Gate {
         }
     }
 
-    /// Enters the driver. Depending on the state and the class, the call waits, fails, or ends the
-    /// process.
+    /// Admits a call into the driver. Depending on the state and the class, the call waits, fails,
+    /// or ends the process.
     pub fn enter(&self, class: Class) -> Result<Inside<'_>, CUresult> {
         if class == Class::Instant {
             return Ok(Inside(None));
@@ -92,8 +93,8 @@ impl Gate {
         Ok(Inside(Some(self)))
     }
 
-    /// Closes the gate, then waits for the calls inside the driver. If they do not return before
-    /// the deadline, opens the gate again and returns false.
+    /// Closes the gate, then waits until no call is inside the driver. If calls remain at the
+    /// deadline, opens the gate again and returns false.
     pub fn close(&self, deadline: Option<Instant>) -> bool {
         let mut inner = self.lock();
         inner.phase = Phase::Closed;
@@ -109,7 +110,7 @@ impl Gate {
         true
     }
 
-    /// Records that the contents of VRAM are no longer on the GPU.
+    /// Records that the process is checkpointed: the contents of VRAM are no longer on the GPU.
     pub fn leave(&self) {
         self.lock().phase = Phase::Checkpointed;
     }
@@ -127,12 +128,12 @@ impl Gate {
         self.lock().phase == Phase::Checkpointed
     }
 
-    /// Records that the contents of VRAM are on the GPU again.
+    /// Records that the contents of VRAM are on the GPU again. The gate stays closed.
     pub fn back(&self) {
         self.lock().phase = Phase::Closed;
     }
 
-    /// Opens the gate: waiting calls enter the driver.
+    /// Opens the gate. Waiting calls then enter the driver.
     pub fn open(&self) {
         self.lock().phase = Phase::Running;
         self.changed.notify_all();
@@ -143,7 +144,8 @@ impl Gate {
     }
 }
 
-/// Waits for a change of the state. `None`: the deadline has passed.
+/// Waits until `changed` is notified, or until the deadline. Returns `None` if the deadline has
+/// passed.
 pub fn wait_until<'a, T>(
     changed: &Condvar,
     guard: MutexGuard<'a, T>,
@@ -156,7 +158,7 @@ pub fn wait_until<'a, T>(
     Some(changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0)
 }
 
-/// Dereferences a null pointer, as the real driver does.
+/// Ends the process with SIGSEGV, by a read through a null pointer as in the real driver.
 fn segfault() -> ! {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: this read is deliberately invalid, to cause the crash that the real driver causes. A

@@ -1,4 +1,5 @@
-//! A driver function that has no name in NVIDIA's API, so no hook finds it.
+//! A simulated driver function that has no name in NVIDIA's API. So the preload library cannot hook
+//! it.
 
 use crate::abi::{CUresult, status};
 use crate::driver::driver;

@@ -1,4 +1,4 @@
-//! Host memory that the driver has recorded: pinned, registered and managed memory.
+//! Host memory that the simulated driver knows: pinned, registered and managed memory.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// Call by which a block of host memory became known to the driver.
+/// Kind of a block of host memory, by the call that made the driver know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Memory that `cuMemHostAlloc` has allocated.
@@ -25,14 +25,14 @@ struct HostBlock {
     _pages: Option<Pages>,
 }
 
-/// Blocks of host memory that are known to the driver, by address.
+/// All blocks of host memory that the driver knows, by address.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     blocks: BTreeMap<HostAddress, HostBlock>,
 }
 
 impl HostMemory {
-    /// Adds a block of host memory. `None` as address: the driver allocates the block.
+    /// Adds a block of host memory. If the address is `None`, the driver allocates the block.
     pub fn add(
         &mut self,
         address: Option<HostAddress>,
@@ -69,13 +69,13 @@ impl HostMemory {
         }
     }
 
-    /// Start, size and kind of the block at an address, if the driver knows one.
+    /// Returns start, size and kind of the block that contains an address, if the driver knows one.
     pub fn describe(&self, address: HostAddress) -> Option<(HostAddress, usize, HostKind)> {
         let (base, block) = self.blocks.range(..=address).next_back()?;
         (address - base < block.bytes).then_some((*base, block.bytes, block.kind))
     }
 
-    /// Whether any memory is managed, which a checkpoint does not support.
+    /// Whether any of the memory is managed. A checkpoint does not support managed memory.
     pub fn has_managed(&self) -> bool {
         self.blocks.values().any(|block| block.kind == HostKind::Managed)
     }

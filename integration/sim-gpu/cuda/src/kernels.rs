@@ -1,4 +1,4 @@
-//! The kernels that the simulated GPU can run. They are found by name, in any image.
+//! The kernels that the simulated GPU can run. They are identified by name, in any module image.
 //!
 //! | name | parameters | effect |
 //! | --- | --- | --- |
@@ -40,7 +40,7 @@ pub enum Call {
     Digest { table: u64, many: u32 },
 }
 
-/// Location of the arguments of a launch.
+/// Location of a kernel launch's arguments in memory.
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
     /// An array of pointers, one per argument.
@@ -50,7 +50,7 @@ pub enum Arguments {
 }
 
 impl Kernel {
-    /// The kernel with this entry name.
+    /// Returns the simulated kernel with this entry name.
     pub fn named(name: &str) -> Outcome<Self> {
         match name {
             "fill_u32" => Ok(Self::FillU32),
@@ -63,7 +63,7 @@ impl Kernel {
         }
     }
 
-    /// Reads the arguments, which may become invalid after the launch.
+    /// Reads the kernel's arguments immediately, because they may become invalid after the launch.
     pub fn bind(self, arguments: Arguments) -> Outcome<Call> {
         Ok(match self {
             Self::FillU32 => Call::Fill {
@@ -112,7 +112,7 @@ impl Arguments {
 }
 
 impl Call {
-    /// Executes the call, on the thread of a stream.
+    /// Executes the kernel. Called on the worker thread of a stream.
     pub fn run(self, driver: &Driver) -> Outcome {
         let words = |pointer, count: u64| {
             let bytes = count
@@ -156,7 +156,7 @@ impl Call {
     }
 }
 
-/// Word at an index of the pattern that `integration/clients/client.c` writes. The index is counted
+/// Returns one word of the pattern that `integration/clients/client.c` writes. The index is counted
 /// from 1.
 fn pattern(seed: u32, index: u64) -> u32 {
     let x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed.into());
@@ -164,7 +164,8 @@ fn pattern(seed: u32, index: u64) -> u32 {
     ((x ^ (x >> 27)) >> 16) as u32
 }
 
-/// The names after `.entry` in a PTX text; `None` if the image is not PTX.
+/// Returns the kernel names in a PTX text, which follow `.entry`. Returns `None` if the image is
+/// not PTX.
 pub fn ptx_entries(image: &str) -> Option<Vec<String>> {
     if !image.contains(".version") {
         return None;

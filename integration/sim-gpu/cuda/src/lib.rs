@@ -1,4 +1,4 @@
-//! The simulated GPU's `libcuda.so.1`.
+//! The simulated GPU's user-mode driver, a replacement of NVIDIA's `libcuda.so.1`.
 //!
 //! # What is simulated
 //!

@@ -34,11 +34,11 @@ struct Physical {
     handles: u32,
     mappings: u32,
     source: Source,
-    /// Properties that `cuMemCreate` was called with.
+    /// Properties with which `cuMemCreate` created the object.
     property: Option<AllocationProp>,
 }
 
-/// Owner of a physical object, and its origin.
+/// Owner of a physical memory object, and how this process got it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     Own,
@@ -48,7 +48,7 @@ pub enum Source {
     LegacyIpc,
 }
 
-/// Call that made a mapping. It determines which call ends the mapping.
+/// Call that created a mapping. It determines which call removes the mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     /// `cuMemAlloc` and its variants.
@@ -69,12 +69,12 @@ struct Mapping {
     origin: Origin,
     context: u64,
     access: u32,
-    /// The mapping was freed in a stream that has not executed the free yet.
+    /// Whether the mapping was freed in a stream that has not executed the free yet.
     freed: bool,
-    /// Number of times that memory of another process was opened.
+    /// Number of times that this mapping of another process's memory was opened.
     times: u32,
-    /// The address range, if the mapping owns it. `None`: the range was reserved by
-    /// `cuMemAddressReserve`.
+    /// The address range, if the mapping owns it. `None` if `cuMemAddressReserve` has reserved the
+    /// range.
     _pages: Option<Pages>,
 }
 
@@ -83,13 +83,13 @@ pub struct Memory {
     physical: BTreeMap<ObjectId, Physical>,
     mappings: BTreeMap<u64, Mapping>,
     reservations: BTreeMap<u64, Pages>,
-    /// Host memory that the driver knows.
+    /// Blocks of host memory that the driver knows.
     pub host: HostMemory,
-    /// Host memory that the driver allocates for a checkpoint in addition to the contents.
+    /// Host memory that the driver allocates for a checkpoint, in addition to the contents of VRAM.
     extra: Option<Pages>,
 }
 
-/// Data for the pointer attributes of an address.
+/// Properties of a device address, as the pointer attributes return them.
 #[derive(Debug, Clone, Copy)]
 pub struct Description {
     pub base: u64,
@@ -101,7 +101,8 @@ pub struct Description {
 }
 
 impl Memory {
-    /// Adds a physical object with one handle. An object that already exists gets one more handle.
+    /// Adds a physical object with one handle. If the object already exists, adds one more handle
+    /// to it.
     pub fn add(&mut self, granted: &Granted, source: Source) -> Outcome {
         if let Some(known) = self.physical.get_mut(&granted.object) {
             known.handles += 1;
@@ -123,32 +124,33 @@ impl Memory {
         Ok(())
     }
 
-    /// Sets the properties of a new object.
+    /// Sets the properties of an object that was just created.
     pub fn made_as(&mut self, object: ObjectId, property: AllocationProp) {
         if let Some(physical) = self.physical.get_mut(&object) {
             physical.property.get_or_insert(property);
         }
     }
 
-    /// The properties with which an object was created. The object must have a handle.
+    /// Returns the properties with which an object was created. The object must have a handle.
     pub fn property(&self, object: ObjectId) -> Outcome<AllocationProp> {
         let physical = self.physical.get(&object).filter(|physical| physical.handles > 0);
         physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
     }
 
-    /// Handle types with which an object can be exported.
+    /// Returns the handle types with which an object can be exported, as a bit set.
     pub fn handle_types(&self, object: ObjectId) -> u32 {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.map_or(0, |property| property.requested_handle_types)
     }
 
-    /// Whether other devices on the bus can access an object. `cuMemAlloc` grants no access.
+    /// Whether other devices on the bus can access an object. Memory of `cuMemAlloc` is not
+    /// accessible.
     pub fn is_reached_by_others(&self, object: ObjectId) -> bool {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.is_some_and(|property| property.flags[1] != 0)
     }
 
-    /// Whether this process has created the object.
+    /// Whether this process has created the physical object.
     pub fn owns(&self, object: ObjectId) -> bool {
         self.physical.get(&object).is_some_and(|physical| physical.source == Source::Own)
     }
@@ -220,8 +222,8 @@ impl Memory {
         Ok(self.unmap_at(address))
     }
 
-    /// Records that the application frees an allocation in a stream. From then on the allocation is
-    /// invalid.
+    /// Records that the application has freed an allocation in a stream. The allocation is invalid
+    /// from then on.
     pub fn free_later(&mut self, address: CUdeviceptr) -> Outcome<Origin> {
         let has = |mapping: &&mut Mapping| {
             matches!(mapping.origin, Origin::Alloc | Origin::Pool) && !mapping.freed
@@ -231,8 +233,8 @@ impl Memory {
         Ok(mapping.origin)
     }
 
-    /// Returns the address of an object that this context has already opened, and counts one more
-    /// open.
+    /// Opens an object of another process once more, if this context has already opened it. Counts
+    /// the open, and returns the object's address.
     pub fn opened_again(&mut self, object: ObjectId, context: u64) -> Option<CUdeviceptr> {
         let same = |mapping: &Mapping| {
             (mapping.object, mapping.context, mapping.origin) == (object, context, Origin::Ipc)
@@ -242,7 +244,7 @@ impl Memory {
         Some(*address)
     }
 
-    /// Undoes one open of another process's memory. Returns the object if it must then be freed.
+    /// Closes another process's memory once. Returns the object if it must then be freed.
     pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
         let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
         let opened = opened.ok_or(INVALID_VALUE)?;
@@ -260,9 +262,9 @@ impl Memory {
         self.bury(mapping.object).then_some(mapping.object)
     }
 
-    /// Keeps allocations of pools after the end of their context (as measured with driver 580),
-    /// except for allocations that the application has freed. Returns the addresses of these freed
-    /// allocations.
+    /// Detaches the allocations of pools from a context that ends, because they outlive it (as
+    /// measured with driver 580). If the application has already freed some of these allocations,
+    /// returns their addresses.
     pub fn outlive(&mut self, context: u64) -> Vec<u64> {
         let mut freed = Vec::new();
         for (address, mapping) in &mut self.mappings {
@@ -274,7 +276,7 @@ impl Memory {
         freed
     }
 
-    /// Removes everything that a context owned. Returns the objects that must be freed.
+    /// Removes all mappings that a context owned. Returns the objects that must be freed.
     pub fn remove_context(&mut self, context: u64) -> Vec<ObjectId> {
         let owned = |mapping: &Mapping| mapping.context == context && mapping.origin != Origin::Vmm;
         let addresses: Vec<_> =
@@ -369,7 +371,7 @@ impl Memory {
         Ok((self.physical.get(&mapping.object).ok_or(INVALID_VALUE)?.gpu, mapping.access))
     }
 
-    /// Addresses of the VMM mappings that together cover exactly this range.
+    /// Returns the addresses of the VMM mappings that together cover exactly this range.
     fn vmm_range(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<u64>> {
         let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
         let mut next = address;
@@ -404,7 +406,7 @@ impl Memory {
         })
     }
 
-    /// Returns the contents of a range of device addresses. The range may cover several mappings.
+    /// Returns the memory behind a range of device addresses. The range may cover several mappings.
     pub fn device(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
         let mut pieces = Vec::new();
         let (mut next, mut left) = (address, bytes);
@@ -423,7 +425,8 @@ impl Memory {
         Ok(pieces)
     }
 
-    /// Like [`Memory::device`], but returns host memory if the address is not a device address.
+    /// Returns the memory behind a range of addresses. Unlike [`Memory::device`], it returns host
+    /// memory if the address is not a device address.
     pub fn any(&self, address: u64, bytes: usize) -> Outcome<Vec<Piece>> {
         if self.mapping_at(address).is_some() {
             return self.device(address, bytes);
@@ -431,8 +434,8 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Copies the contents to host memory and removes them from the GPU. Returns the result that
-    /// every restore will have. A restore fails if the process has memory of other processes.
+    /// Copies the contents of VRAM to host memory and removes them from the GPU. Returns the result
+    /// that every restore will have. A restore fails if the process has memory of other processes.
     pub fn save(&mut self, extra_bytes: usize) -> Outcome<CUresult> {
         if self.host.has_managed() {
             return Err(NOT_SUPPORTED);
@@ -460,7 +463,7 @@ impl Memory {
         })
     }
 
-    /// Writes the contents of an object into its new memory.
+    /// Writes the saved contents of an object into the new memory that the object got at a restore.
     pub fn refill(&mut self, object: ObjectId, memory: &OwnedFd) -> Outcome {
         let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
         let window = Pages::window(memory.as_fd(), physical.bytes)?;

@@ -1,4 +1,4 @@
-//! Modules and the kernels that were looked up in them.
+//! Loaded modules, and the kernels that were looked up in them.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use crate::kernels::Kernel;
 
 #[derive(Debug, Default)]
 pub struct Modules {
-    /// The entries of each module's PTX text. `None` for an image in another format, in which every
-    /// kernel name is accepted.
+    /// Kernel names in each module's PTX text. `None` for an image in another format, in which
+    /// every kernel name is accepted.
     modules: BTreeMap<u64, Option<Vec<String>>>,
     functions: BTreeMap<u64, (u64, Kernel)>,
     next: u64,
@@ -57,7 +57,7 @@ impl Modules {
         Ok(handle(Kind::Function, function))
     }
 
-    /// The kernel behind a handle.
+    /// Returns the kernel to which a function handle refers.
     pub fn kernel(&self, function: Handle) -> Outcome<Kernel> {
         let id = number(Kind::Function, function)?;
         self.functions.get(&id).map(|(_, kernel)| *kernel).ok_or(INVALID_HANDLE)

@@ -1,4 +1,5 @@
-//! Parts of the address space: reserved ranges, windows onto device memory, anonymous host memory.
+//! Ranges of this process's address space: reserved device addresses, windows onto device memory,
+//! anonymous host memory.
 //!
 //! A device address is a reserved range without access rights, so that an access by the application
 //! faults as on a real GPU. The driver itself accesses the contents through a second mapping of the
@@ -20,7 +21,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Reserves addresses without memory.
+    /// Reserves a range of addresses without memory behind it.
     pub fn reserve(bytes: usize, align: usize) -> Outcome<Self> {
         let whole = bytes.checked_add(align).ok_or(OUT_OF_MEMORY)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -42,8 +43,8 @@ impl Pages {
         )
     }
 
-    /// Maps a memory file. A forked child does not inherit the mapping, so that children do not
-    /// keep the memory of a process that has ended.
+    /// Maps a memory file, as a window onto device memory. A forked child does not inherit the
+    /// mapping, so that children do not keep the memory of a process that has ended.
     pub fn window(memory: BorrowedFd<'_>, bytes: usize) -> Outcome<Self> {
         let pages = Self::map(
             bytes,
@@ -77,7 +78,7 @@ impl Pages {
         self.bytes
     }
 
-    /// Copies the content of another range of the same size.
+    /// Copies the content of another range of the same size into this range.
     pub fn copy_from(&self, source: &Pages) {
         let bytes = self.bytes.min(source.bytes);
         // SAFETY: both ranges are mapped readable and writable for `bytes`, and are different mappings.
@@ -86,7 +87,7 @@ impl Pages {
         };
     }
 
-    /// Touches every page, so that the kernel allocates it.
+    /// Touches every page of the range, so that the kernel allocates it.
     pub fn touch(&self) {
         for page in (self.start..self.start + self.bytes).step_by(PAGE_BYTES) {
             // SAFETY: the page is inside a writable mapping that only this value owns.

@@ -21,8 +21,8 @@ use crate::pages::PAGE_BYTES;
 #[derive(Debug, Default)]
 pub struct Pool {
     pub device: CUdevice,
-    /// Settings for the reuse of memory: by event order, after completion, and with a wait inserted
-    /// into the stream.
+    /// Settings that allow a stream to reuse memory: by event order, after completion, and with a
+    /// wait inserted into the stream.
     pub reuse: [i32; 3],
     pub threshold: u64,
     pub used: Level,
@@ -31,7 +31,7 @@ pub struct Pool {
     held: Vec<(ObjectId, u64)>,
 }
 
-/// Current number of bytes, and the highest number since the last reset.
+/// A number of bytes that changes: its current value, and the highest value since the last reset.
 #[derive(Debug, Default)]
 pub struct Level {
     pub bytes: u64,
@@ -81,7 +81,7 @@ impl Pools {
         made
     }
 
-    /// The pool that `cuMemAllocAsync` uses for a device.
+    /// Returns the pool from which `cuMemAllocAsync` allocates on a device.
     pub fn current_of(&mut self, device: CUdevice) -> Handle {
         match self.current.get(&device).filter(|pool| self.pools.contains_key(pool)) {
             Some(current) => handle(Kind::Pool, *current),
@@ -97,12 +97,13 @@ impl Pools {
         Ok(())
     }
 
-    /// The pool of a handle.
+    /// Returns the pool to which a handle refers.
     pub fn get(&mut self, pool: Handle) -> Outcome<&mut Pool> {
         self.pools.get_mut(&number(Kind::Pool, pool)?).ok_or(INVALID_VALUE)
     }
 
-    /// Destroys a pool. Its allocations that are in use stay valid.
+    /// Removes a pool that is to be destroyed. Allocations in use stay valid. Returns the unused
+    /// objects, which must be freed.
     fn remove(&mut self, pool: Handle) -> Outcome<Vec<ObjectId>> {
         if self.get(pool)?.is_default {
             return Err(INVALID_VALUE);
@@ -111,7 +112,8 @@ impl Pools {
         Ok(removed.into_iter().flat_map(|pool| pool.held).map(|(object, _)| object).collect())
     }
 
-    /// Handle of the pool that an allocation belongs to. 0: none.
+    /// Returns the handle of the pool that an allocation belongs to. Returns 0 if it belongs to
+    /// none.
     pub fn of(&self, address: CUdeviceptr) -> Handle {
         self.allocations.get(&address).map_or(0, |of| handle(Kind::Pool, of.pool))
     }
@@ -170,7 +172,7 @@ impl Driver {
         })
     }
 
-    /// Releases unused memory above the pools' thresholds. Called after a wait for work.
+    /// Frees the unused memory that exceeds each pool's threshold. Called after a wait for work.
     pub fn trim_pools(&self) -> Outcome {
         self.trim_all(|pool| pool.threshold)
     }
@@ -224,8 +226,8 @@ impl Driver {
         Ok(address)
     }
 
-    /// Returns the memory of an allocation to its pool. If the pool has been destroyed, the memory
-    /// is freed. Called when no work uses the allocation.
+    /// Returns the memory of an allocation to its pool, or frees it if the pool has been destroyed.
+    /// Called when no work uses the allocation.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
         // The record of the allocation is removed first, because another allocation may get this
         // address as soon as the address is unmapped.

@@ -1,5 +1,5 @@
-//! The page in which this process records how long its kernels ran. The daemon computes utilisation
-//! from it.
+//! The statistics page, in which this process records how long its kernels ran. The daemon computes
+//! utilisation from it.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,21 +11,21 @@ use std::os::fd::AsFd;
 use crate::abi::Outcome;
 use crate::pages::Pages;
 
-/// The page, and the number of kernels that run on each GPU now.
+/// The statistics page, and the number of kernels that run on each GPU now.
 #[derive(Debug)]
 pub struct Stats {
     page: Pages,
     running: Mutex<[u32; MAX_GPUS]>,
 }
 
-/// A running kernel, which counts as ended when this value is dropped.
+/// A kernel in progress. It counts as ended when this value is dropped.
 pub struct Busy<'a> {
     stats: &'a Stats,
     gpu: usize,
 }
 
 impl Stats {
-    /// Maps the daemon's page.
+    /// Maps the statistics page that the daemon has created.
     pub fn new(page: &OwnedFd) -> Outcome<Self> {
         Ok(Self {
             page: Pages::window(page.as_fd(), STATS_BYTES)?,

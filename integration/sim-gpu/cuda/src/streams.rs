@@ -1,9 +1,11 @@
-//! Streams. Each has a queue and a worker thread, and all work of the GPU is an [`Op`] on a stream.
+//! CUDA streams and events. Each stream has a queue and a worker thread, and all work of the GPU is
+//! an [`Op`] on a stream.
 //!
 //! The operations of a stream are numbered, and such a number is called a ticket. An operation may
-//! wait for `(stream, ticket)` pairs. All of these were submitted earlier, so there is no cycle.
-//! The legacy default stream of a context waits for the context's blocking streams, and the
-//! blocking streams wait for the legacy default stream. An event refers to a ticket.
+//! wait for other operations, given as `(stream, ticket)` pairs. All of these were submitted
+//! earlier, so there is no cycle. The legacy default stream of a context waits for the context's
+//! blocking streams, and the blocking streams wait for the legacy default stream. An event refers
+//! to a ticket.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -20,7 +22,7 @@ use crate::gate::wait_until;
 use crate::stats::now_ns;
 
 pub type StreamId = u64;
-/// A point in the order of a stream's operations.
+/// One operation of a stream, as the stream and the operation's ticket (number).
 pub type Mark = (StreamId, u64);
 /// Work that is executed on the GPU. If it fails, all later calls of the process also return its
 /// error, as with a real GPU.
@@ -37,10 +39,11 @@ struct Stream {
     capture: Option<Capture>,
 }
 
-/// A capture of a stream. Calls on the stream are added to a graph instead of being executed.
+/// State of a stream that is being captured. Calls on the stream are added to a graph instead of
+/// being executed.
 #[derive(Debug, Clone, Copy)]
 struct Capture {
-    /// Whether calls that can wait are forbidden in all threads during the capture.
+    /// Whether, during the capture, calls that can wait are forbidden in every thread.
     is_global: bool,
     /// Whether a call has invalidated the capture.
     spoilt: bool,
@@ -57,7 +60,7 @@ pub enum StreamKind {
 
 struct Event {
     mark: Option<Mark>,
-    /// Time at which the event occurred. 0: it has not occurred yet.
+    /// Time at which the event occurred. 0 if it has not occurred yet.
     at_ns: Arc<AtomicU64>,
 }
 
@@ -68,7 +71,7 @@ struct State {
     next: u64,
 }
 
-/// All streams and events of the process.
+/// All streams and events of this process.
 pub struct Streams {
     state: Mutex<State>,
     changed: Condvar,
@@ -80,8 +83,8 @@ impl State {
         self.streams.get(&stream).is_none_or(|stream| stream.completed >= ticket)
     }
 
-    /// Returns the operations on other streams for which the next operation on this stream must
-    /// wait.
+    /// Returns the operations on other streams that must end before the next operation on this
+    /// stream begins.
     fn order(&self, id: StreamId) -> Vec<Mark> {
         let Some(stream) = self.streams.get(&id) else { return Vec::new() };
         let other = |candidate: &Stream| match stream.kind {
@@ -106,7 +109,8 @@ impl Streams {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the error of a failed kernel. Every later call returns it, too.
+    /// Returns the error of a kernel that has failed, if there is one. Every later call returns
+    /// this error.
     pub fn check(&self) -> Outcome {
         match self.failure.load(Ordering::Relaxed) {
             0 => Ok(()),
@@ -133,7 +137,7 @@ impl Streams {
         id
     }
 
-    /// Begins a capture: further calls on the stream go into a graph.
+    /// Begins the capture of a stream. Further calls on the stream are added to a graph.
     pub fn begin_capture(&self, id: StreamId, is_global: bool) -> Outcome {
         let mut state = self.lock();
         let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
@@ -141,7 +145,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Ends a capture. Returns an error if a call has invalidated it.
+    /// Ends the capture of a stream. Returns an error if a call has invalidated the capture.
     pub fn end_capture(&self, id: StreamId) -> Outcome {
         let mut state = self.lock();
         let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
@@ -154,13 +158,14 @@ impl Streams {
         self.lock().streams.get(&id).is_some_and(|stream| stream.capture.is_some())
     }
 
-    /// Returns an error if this stream is being captured, and invalidates the capture.
+    /// Fails if this stream is being captured, and then also invalidates the capture. For calls
+    /// that are forbidden on a captured stream.
     pub fn spoils_own(&self, id: StreamId) -> Outcome {
         self.spoil(|of, _| of == id)
     }
 
-    /// Returns an error if a capture forbids this call, and invalidates the capture. A `relaxed`
-    /// call is not forbidden.
+    /// Fails if the capture of any stream forbids this call, and then also invalidates the capture.
+    /// A call of a thread in `relaxed` mode is not forbidden.
     pub fn spoils_global(&self, relaxed: bool) -> Outcome {
         self.spoil(|_, capture| capture.is_global && !relaxed)
     }
@@ -176,7 +181,7 @@ impl Streams {
         result
     }
 
-    /// Ends a stream after its queued work.
+    /// Destroys a stream after its queued work has been executed.
     pub fn destroy(&self, id: StreamId) -> Outcome {
         let mut state = self.lock();
         let stream =
@@ -190,7 +195,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Ends the streams of a context.
+    /// Destroys all streams of a context.
     pub fn destroy_context(&self, context: u64) {
         let ids: Vec<_> = self
             .lock()
@@ -204,7 +209,7 @@ impl Streams {
         }
     }
 
-    /// The context and kind of an existing stream.
+    /// Returns the context and the kind of an existing stream.
     pub fn get(&self, id: StreamId) -> Outcome<(u64, StreamKind)> {
         let state = self.lock();
         let stream =
@@ -269,7 +274,7 @@ impl Streams {
         let _ = self.failure.compare_exchange(0, code, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// Waits for one operation.
+    /// Waits until one operation is done.
     pub fn wait(&self, mark: Mark) -> Outcome {
         let mut state = self.lock();
         while !state.reached(mark) {
@@ -279,7 +284,7 @@ impl Streams {
         self.check()
     }
 
-    /// The operation that was queued last on a stream.
+    /// Returns the operation that was queued last on a stream.
     pub fn last(&self, id: StreamId) -> Outcome<Mark> {
         let state = self.lock();
         let stream =
@@ -318,7 +323,7 @@ impl Streams {
         id
     }
 
-    /// Destroys an event. Its queued operations still run.
+    /// Destroys an event. Operations that were queued for it still run.
     pub fn destroy_event(&self, id: u64) -> Outcome {
         self.lock().events.remove(&id).map(drop).ok_or(INVALID_HANDLE)
     }
@@ -343,9 +348,9 @@ impl Streams {
         Ok(())
     }
 
-    /// Records an event of a context. It occurs when all streams of the context have completed the
-    /// work queued so far. `legacy` is the context's default stream. Every capture in the context
-    /// is invalidated.
+    /// Records an event of a context. The event occurs when all streams of the context have
+    /// completed the work queued so far. `legacy` is the context's default stream. Every capture in
+    /// the context becomes invalid.
     pub fn record_context(&'static self, event: u64, context: u64, legacy: StreamId) -> Outcome {
         let mut state = self.lock();
         let mut captured = false;
@@ -368,7 +373,7 @@ impl Streams {
         self.record(event, legacy)
     }
 
-    /// The operation that an event refers to, and the time at which it occurred.
+    /// Returns the operation that an event refers to, and the time at which the event occurred.
     pub fn event(&self, id: u64) -> Outcome<(Option<Mark>, u64)> {
         let state = self.lock();
         let event = state.events.get(&id).ok_or(INVALID_HANDLE)?;
@@ -383,7 +388,7 @@ impl Streams {
 }
 
 impl Driver {
-    /// Queues a kernel. Its running time counts as use of the GPU.
+    /// Queues a kernel on a stream. Its running time counts as use of the GPU.
     pub fn submit_kernel(&'static self, stream: StreamId, gpu: usize, kernel: Op) -> Outcome {
         let op = move || {
             let _busy = self.stats.kernel(gpu);

@@ -1,4 +1,5 @@
-//! The driver's private tables (`cuGetExportTable`). They contain functions without a public name.
+//! The driver's private tables of functions, which `cuGetExportTable` returns. The functions have
+//! no public names.
 //!
 //! | table | requested by | functions |
 //! | --- | --- | --- |
@@ -24,7 +25,7 @@ use crate::gate::Class;
 const RUNTIME: Uuid = 0x6bd5_fb6c_5bf4_e74a_8987_d939_12fd_9df9_u128.to_be_bytes();
 const VIDEO: Uuid = 0x9af0_707b_8e2d_d84c_8e4e_b994_c82d_dc35_u128.to_be_bytes();
 
-/// State of tools in this process.
+/// State of the tools (such as profilers) in this process.
 #[derive(Debug, Default)]
 pub struct Tools {
     /// Number of tools that are attached or being attached.
@@ -61,14 +62,14 @@ impl Tools {
     }
 }
 
-/// A private table: first its size in bytes, then its functions.
+/// A private table in memory: first its size in bytes, then its functions.
 #[repr(C)]
 pub struct Table {
     bytes: usize,
     functions: [Function; 3],
 }
 
-/// Type of all functions in the tables. Each gets two numbers, and may ignore them.
+/// Type of all functions in the private tables. Each gets two numbers, and may ignore them.
 type Function = unsafe extern "C" fn(u64, u64) -> CUresult;
 
 const fn table(functions: [Function; 3]) -> Table {
@@ -79,7 +80,7 @@ static OF_RUNTIME: Table = table([check, storage, settle]);
 static OF_VIDEO: Table = table([settle, settle, settle]);
 static OF_TOOLS: Table = table([attach, detach, look]);
 
-/// Returns the table with this id. Every unknown id returns the table for tools.
+/// Returns the private table with this id. Every unknown id returns the table for tools.
 pub fn find(id: &Uuid) -> &'static Table {
     match id {
         id if *id == RUNTIME => &OF_RUNTIME,
@@ -88,7 +89,8 @@ pub fn find(id: &Uuid) -> &'static Table {
     }
 }
 
-/// Returns an error if the caller's hash does not belong to the driver's own table in this process.
+/// Table function of the CUDA runtime. Returns an error if the caller's hash does not belong to the
+/// driver's own table in this process.
 unsafe extern "C" fn check(hash: u64, _: u64) -> CUresult {
     status(if hash == expected_hash(std::process::id()) { Ok(()) } else { Err(INVALID_VALUE) })
 }
@@ -99,8 +101,8 @@ fn expected_hash(pid: u32) -> u64 {
     seen.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the storage that the CUDA runtime attached to a context. The function works in every
-/// checkpoint state.
+/// Table function of the CUDA runtime. Simulates the query of the storage that the runtime attached
+/// to a context. It succeeds in every checkpoint state.
 unsafe extern "C" fn storage(_: u64, _: u64) -> CUresult {
     with(Class::Instant)
 }
@@ -109,7 +111,8 @@ unsafe extern "C" fn settle(_: u64, _: u64) -> CUresult {
     with(Class::Sync)
 }
 
-/// Attaches a tool. This takes `takes_ms` milliseconds, during which no public function is called.
+/// Table function that attaches a tool. This takes `takes_ms` milliseconds, during which no public
+/// function is called.
 unsafe extern "C" fn attach(takes_ms: u64, _: u64) -> CUresult {
     let attach = |driver: &Driver| driver.tools.attach(driver, Duration::from_millis(takes_ms));
     status(driver().map(attach))

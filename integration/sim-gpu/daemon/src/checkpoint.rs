@@ -1,4 +1,4 @@
-//! The checkpoint calls. A process makes them for itself or for another process.
+//! Executes the checkpoint calls. A process makes them for itself or for another process.
 //!
 //! ```text
 //!            Lock                Save                 Restore
@@ -24,16 +24,16 @@ use crate::driver::{Driver, Process, lock};
 use crate::ledger::Saved;
 use crate::{memory, node};
 
-/// State of a process in a checkpoint.
+/// Checkpoint state of a process.
 #[derive(Debug)]
 pub enum Stage {
     Running,
     Locked,
     /// The process is checkpointed: its calls wait, and its VRAM is in host memory.
     Checkpointed {
-        /// Objects that a restore must put back.
+        /// Objects and contexts that a restore must allocate again.
         saved: Saved,
-        /// Result of every later restore. 0 if restores can succeed.
+        /// Result that every restore of the process will have. 0 if restores can succeed.
         restore_code: i32,
     },
     /// The process is lost: no restore will ever succeed.
@@ -42,7 +42,7 @@ pub enum Stage {
 
 type GpuPairs = [([u8; 16], [u8; 16])];
 
-/// Executes one checkpoint call.
+/// Executes one checkpoint call for a process.
 pub fn perform(
     driver: &Driver,
     caller: u32,
@@ -176,8 +176,8 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// Returns the index of the new GPU for each index of an old GPU. `None`: the pairs are not a
-/// permutation of all GPUs.
+/// Returns the index of the new GPU for each index of an old GPU. Returns `None` if the pairs are
+/// not a permutation of all GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();
     let identity = (0..gpus.len()).collect();
@@ -202,7 +202,7 @@ fn control(process: &Process) -> Result<(Arc<Packet>, i32), i32> {
     lock(&process.control).clone().ok_or(code::OPERATING_SYSTEM)
 }
 
-/// Sends an order to the process, and waits for its reply or its end.
+/// Sends an order to the process. Waits until the process replies or ends.
 fn order(
     process: &Process,
     order: &Order,

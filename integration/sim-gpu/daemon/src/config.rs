@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line options of the daemon.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -49,7 +49,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// The GPUs of this node.
+    /// Returns the data of the simulated GPUs of this node.
     pub fn gpu_infos(&self) -> Vec<GpuInfo> {
         let gpu = |index| GpuInfo {
             name: self.name.clone(),
@@ -61,28 +61,30 @@ impl Config {
         (0..usize::from(self.gpus)).map(gpu).collect()
     }
 
-    /// Number of multiprocessors, such that local memory takes about half of the VRAM of a new context.
+    /// Returns the number of multiprocessors of each GPU. It is chosen so that local memory takes
+    /// about half of the VRAM of a new context.
     pub fn multiprocessors(&self) -> u32 {
         let bytes = STACK_LIMIT * u64::from(THREADS);
         u32::try_from(self.context_bytes() / 2 / bytes).unwrap_or(u32::MAX)
     }
 
-    /// VRAM of a context.
+    /// Returns the bytes of VRAM that a context takes.
     pub fn context_bytes(&self) -> u64 {
         self.context_mib * MIB
     }
 
-    /// Host memory of a checkpoint in addition to the contents.
+    /// Returns the bytes of host memory that a checkpoint takes in addition to the contents of
+    /// VRAM.
     pub fn checkpoint_extra_bytes(&self) -> u64 {
         self.checkpoint_extra_mib * MIB
     }
 
-    /// Minimum duration of a checkpoint of this many bytes.
+    /// Returns the minimum duration of a checkpoint of this many bytes.
     pub fn checkpoint_cost(&self, bytes: u64) -> Duration {
         cost(self.checkpoint_fixed_ms, self.checkpoint_gib_per_s, bytes)
     }
 
-    /// Minimum duration of a restore of this many bytes.
+    /// Returns the minimum duration of a restore of this many bytes.
     pub fn restore_cost(&self, bytes: u64) -> Duration {
         cost(self.restore_fixed_ms, self.restore_gib_per_s, bytes)
     }

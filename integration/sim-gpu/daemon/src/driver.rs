@@ -1,4 +1,4 @@
-//! The state of the node, and the effect of each request.
+//! The daemon's state of the node (processes, GPUs, memory), and the effect of each request on it.
 //!
 //! One mutex guards the ledger. It is held only briefly, and never while memory is filled or a
 //! thread waits or sleeps. The checkpoint state of a process has its own mutex, which is held for
@@ -20,26 +20,27 @@ use crate::ledger::{ClientId, Ledger};
 use crate::memory;
 use crate::usage::Usage;
 
-/// Maximum number of objects. Each object keeps a descriptor open, and a container must not be able
-/// to use up the daemon's descriptors.
+/// Maximum number of memory objects. The daemon has an open descriptor for each object, and a
+/// container must not be able to use up the daemon's descriptors.
 const MAX_OBJECTS: usize = 16 * 1024;
 const MAX_EXPORTS: usize = 256;
 const MAX_TOKENS: usize = 4096;
 /// Maximum number of processes in a snapshot, so that it fits into a packet.
 const MAX_LISTED_PROCESSES: usize = 64;
 
-/// Result of a request: a reply, which may have a descriptor, or a `CUresult`.
+/// Result of a request: a reply, with a descriptor if the reply needs one, or an error as
+/// `CUresult`.
 pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
 
 #[derive(Debug)]
 pub struct Process {
     pub id: ClientId,
     pub pid: u32,
-    /// The user that may checkpoint the process, in addition to root.
+    /// User id of the process. This user and root may checkpoint the process.
     pub uid: u32,
-    /// File in which the process records its kernels' times.
+    /// The statistics page, in which the process records the times of its kernels.
     pub stats: File,
-    /// Checkpoint state of the process. It is locked while an operation runs.
+    /// Checkpoint state of the process. The mutex is locked while a checkpoint operation runs.
     pub stage: Mutex<Stage>,
     /// Connection to the checkpoint thread of the process, and the id of that thread.
     pub control: Mutex<Option<(Arc<Packet>, i32)>>,
@@ -48,7 +49,7 @@ pub struct Process {
 #[derive(Debug)]
 pub struct State {
     pub ledger: Ledger,
-    /// The memory of each object.
+    /// The memory file of each object.
     pub memories: HashMap<ObjectId, Arc<OwnedFd>>,
     processes: HashMap<ClientId, Arc<Process>>,
     tokens: HashMap<String, ObjectId>,
@@ -56,14 +57,14 @@ pub struct State {
     next_client: u64,
 }
 
-/// The simulated kernel driver.
+/// The simulated kernel driver of the node.
 #[derive(Debug)]
 pub struct Driver {
     pub config: Config,
     state: Mutex<State>,
 }
 
-/// Locks a mutex even if a thread has panicked while it held the mutex. This is safe because the
+/// Locks a mutex, even if a thread has panicked while it held the mutex. This is safe because the
 /// ledger is consistent after each statement.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -105,7 +106,7 @@ impl Driver {
         Ok((process, Arc::new(page)))
     }
 
-    /// Removes an ended process with everything that it held.
+    /// Removes a process that has ended, with all its memory and contexts.
     pub fn detach(&self, process: &Process) {
         let mut state = self.state();
         state.processes.remove(&process.id);
@@ -118,7 +119,7 @@ impl Driver {
         }
     }
 
-    /// The latest CUDA process with this pid.
+    /// Returns the CUDA process with this pid that attached last.
     pub fn process(&self, pid: u32) -> Option<Arc<Process>> {
         let state = self.state();
         state
@@ -182,7 +183,7 @@ impl Driver {
         Ok((Reply::Done, None))
     }
 
-    /// Registers an exported descriptor by its name.
+    /// Registers an exported descriptor under the name that identifies it.
     pub fn export(&self, client: ClientId, object: ObjectId, name: u64) -> Result<(), i32> {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
@@ -196,7 +197,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Handles the close of the last copy of an exported descriptor.
+    /// Removes an exported descriptor, after the last copy of it was closed.
     pub fn close_export(&self, name: u64) {
         let mut state = self.state();
         if let Some(object) = state.ledger.close_export(name) {
@@ -249,7 +250,7 @@ impl Driver {
         ))
     }
 
-    /// Reads the statistics pages of all processes.
+    /// Reads the statistics pages of all processes, to compute utilisation.
     pub fn sample(&self, now_ns: u64) {
         let mut guard = self.state();
         let state = &mut *guard;
@@ -289,7 +290,7 @@ impl Driver {
 }
 
 impl State {
-    /// Frees an object that the ledger has released.
+    /// Frees the memory of an object that the ledger has released.
     pub fn bury(&mut self, object: ObjectId) {
         self.memories.remove(&object);
         self.tokens.retain(|_, named| *named != object);

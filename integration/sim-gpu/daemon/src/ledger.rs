@@ -1,4 +1,5 @@
-//! Accounts VRAM by process. The ledger is pure: its input and output are ids and numbers.
+//! Counts the VRAM that each process uses. The ledger is pure: its input and output are ids and
+//! numbers.
 //!
 //! An object exists while a client holds it, or while a descriptor to which it was exported is
 //! open. Its size is counted once for its GPU. In NVML's figures it is counted for the client that
@@ -12,7 +13,7 @@ use affinode_sim_protocol::{ObjectId, STACK_LIMIT};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientId(pub u64);
 
-/// The GPU has too little free VRAM.
+/// Error: the GPU has too little free VRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoRoom;
 
@@ -24,10 +25,11 @@ struct Object {
     holders: BTreeSet<ClientId>,
 }
 
-/// Objects and contexts that a checkpoint removed from the GPUs and that a restore puts back.
+/// Objects and contexts that a checkpoint removed from the GPUs, and that a restore allocates
+/// again.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Saved {
-    /// Objects with their GPU and size.
+    /// The objects, each with its GPU and its size in bytes.
     pub objects: Vec<(ObjectId, usize, u64)>,
     pub contexts: BTreeMap<usize, u32>,
 }
@@ -42,18 +44,18 @@ impl Saved {
 pub struct Ledger {
     capacities: Vec<u64>,
     context_bytes: u64,
-    /// Number of threads of a GPU. Each byte of stack limit takes this many bytes of VRAM.
+    /// Number of threads of a GPU. A stack limit of one byte takes this many bytes of VRAM.
     threads: u64,
     /// Stack limits that clients have set, in bytes for each thread, by client and GPU.
     stack_limits: BTreeMap<(ClientId, usize), u64>,
     contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
     objects: BTreeMap<ObjectId, Object>,
-    /// Open exported descriptors, by name.
+    /// Objects behind the exported descriptors that are open, by the descriptor's name.
     exports: BTreeMap<u64, ObjectId>,
     /// Copies of shared objects, by client and original object. After a checkpoint, a client that
-    /// shared an object has a copy of its own under the original's name (measured with driver 580).
+    /// shared an object has a copy of its own under the original's id (measured with driver 580).
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
-    /// For each GPU: bytes of VRAM that were released since the last allocation on this GPU.
+    /// Bytes of VRAM that were released since the last allocation, for each GPU.
     unnoted: Vec<u64>,
     next_object: ObjectId,
 }
@@ -86,7 +88,7 @@ impl Ledger {
         self.unnoted.get(gpu).copied().unwrap_or(0)
     }
 
-    /// VRAM of a GPU that is in use.
+    /// Returns the bytes of a GPU's VRAM that are in use.
     pub fn used_bytes(&self, gpu: usize) -> u64 {
         let objects: u64 = self
             .objects
@@ -98,16 +100,16 @@ impl Ledger {
         objects + here.map(|(client, _)| self.context_bytes(*client, gpu)).sum::<u64>()
     }
 
-    /// VRAM that all contexts of a client on a GPU take together. The client must have a context on
-    /// this GPU.
+    /// Returns the VRAM that all contexts of a client on a GPU take together. The client must have
+    /// a context on this GPU.
     fn context_bytes(&self, client: ClientId, gpu: usize) -> u64 {
         let limit = self.stack_limits.get(&(client, gpu)).copied().unwrap_or(STACK_LIMIT);
         let fixed = self.context_bytes.saturating_sub(self.threads * STACK_LIMIT);
         fixed + self.threads.saturating_mul(limit)
     }
 
-    /// Changes the local memory of a client's contexts. If there is too little free VRAM, nothing is
-    /// changed.
+    /// Changes the local memory of a client's contexts. Fails without a change if there is too
+    /// little free VRAM.
     pub fn set_stack_limit(
         &mut self,
         client: ClientId,
@@ -125,12 +127,12 @@ impl Ledger {
         Ok(())
     }
 
-    /// VRAM of a GPU that is free.
+    /// Returns the bytes of a GPU's VRAM that are free.
     pub fn free_bytes(&self, gpu: usize) -> u64 {
         self.capacities.get(gpu).map_or(0, |capacity| capacity.saturating_sub(self.used_bytes(gpu)))
     }
 
-    /// VRAM that NVML counts for this client.
+    /// Returns the VRAM that NVML reports for this client.
     pub fn client_bytes(&self, client: ClientId, gpu: usize) -> u64 {
         let mine = |object: &&Object| object.gpu == gpu && object.holders.first() == Some(&client);
         let objects: u64 = self.objects.values().filter(mine).map(|object| object.bytes).sum();
@@ -186,7 +188,7 @@ impl Ledger {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
 
-    /// Ends a client's hold on an object. Returns the object if it must then be freed.
+    /// Removes a client from the holders of an object. Returns the object if it must then be freed.
     pub fn release(&mut self, client: ClientId, id: ObjectId) -> Option<ObjectId> {
         let id = self.copies.remove(&(client, id)).unwrap_or(id);
         if let Some(object) = self.objects.get_mut(&id) {
@@ -195,14 +197,14 @@ impl Ledger {
         self.bury(id).then_some(id)
     }
 
-    /// Whether a client holds an object.
+    /// Whether a client is a holder of an object.
     pub fn holds(&self, client: ClientId, id: ObjectId) -> bool {
         let id = self.meant(client, id);
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
     }
 
-    /// Whether a client has memory that another client created, even if the creator has released it
-    /// (measured with driver 580).
+    /// Whether a client has memory that another client created. The memory counts even if its
+    /// creator has released it (measured with driver 580).
     pub fn has_of_others(&self, client: ClientId) -> bool {
         let of_another = |object: &Object| object.maker != client;
         self.objects.values().any(|object| of_another(object) && object.holders.contains(&client))
@@ -215,12 +217,12 @@ impl Ledger {
         Some((object.gpu, object.bytes))
     }
 
-    /// Adds an exported descriptor by its name.
+    /// Adds an exported descriptor for an object, under the name that identifies the descriptor.
     pub fn export(&mut self, name: u64, id: ObjectId) {
         self.exports.insert(name, id);
     }
 
-    /// The object that an exported descriptor refers to.
+    /// Returns the object that an exported descriptor refers to.
     pub fn exported(&self, name: u64) -> Option<ObjectId> {
         self.exports.get(&name).copied()
     }
@@ -237,7 +239,7 @@ impl Ledger {
         self.bury(id).then_some(id)
     }
 
-    /// VRAM of a client's objects and contexts, for which a checkpoint needs host memory.
+    /// Returns a client's objects and contexts. A checkpoint needs host memory for their contents.
     pub fn holdings(&self, client: ClientId) -> Saved {
         let mine = |(_, object): &(&ObjectId, &Object)| object.holders.contains(&client);
         let objects = self
@@ -256,8 +258,8 @@ impl Ledger {
         copy.map_or(id, |((_, name), _)| *name)
     }
 
-    /// Removes a client's objects and contexts from the GPUs. Returns them as saved contents, and
-    /// the objects that must be freed.
+    /// Removes a client's objects and contexts from the GPUs, at a checkpoint. Returns them, and
+    /// those objects that must be freed.
     pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
         let saved = self.holdings(client);
         self.contexts.remove(&client);
@@ -277,9 +279,9 @@ impl Ledger {
         (saved, gone)
     }
 
-    /// Allocates a client's saved objects and contexts on the GPUs again. Objects and contexts of
-    /// GPU n are allocated on GPU `gpu_map[n]`. If one of the GPUs has too little free VRAM,
-    /// nothing is changed.
+    /// Allocates a client's saved objects and contexts on the GPUs again, at a restore. Objects and
+    /// contexts of GPU n are allocated on GPU `gpu_map[n]`. If one of the GPUs has too little free
+    /// VRAM, nothing is changed.
     pub fn readmit(
         &mut self,
         client: ClientId,

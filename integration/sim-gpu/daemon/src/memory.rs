@@ -1,5 +1,6 @@
-//! Device memory, as memory files of fixed size. The daemon fills the files, so that simulated VRAM
-//! is charged to the daemon's cgroup and never to the cgroup of the process that uses it.
+//! Device memory of the simulated GPUs, as memory files of fixed size. The daemon fills the files,
+//! so that simulated VRAM is charged to the daemon's cgroup and never to the cgroup of the process
+//! that uses it.
 
 use std::ffi::CString;
 use std::io;
@@ -8,7 +9,7 @@ use std::os::fd::OwnedFd;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-/// A memory file of exactly this size, sealed against a change of its size.
+/// Creates a memory file of exactly this size. It is sealed against a change of its size.
 pub fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
     let name = CString::new(name)?;
     let length = i64::try_from(bytes).map_err(io::Error::other)?;

@@ -1,9 +1,9 @@
-//! Reads /proc and the cgroup file systems for a process.
+//! Reads properties of a process from /proc and the cgroup file systems.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Returns the host pid of the process that has the pid `pid` for `caller`.
+/// Returns the host pid of a process that `caller` names by the pid `pid` in its own pid namespace.
 ///
 /// A real kernel driver translates the pid in the caller's pid namespace. This function reads
 /// `NSpid` instead.
@@ -31,7 +31,7 @@ fn pid_namespace_of_self() -> Option<PathBuf> {
     fs::read_link("/proc/self/ns/pid").ok()
 }
 
-/// The pid of a process in its own pid namespace.
+/// Returns the pid of a process in its own pid namespace.
 fn inner_pid(pid: u32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     status

@@ -1,4 +1,4 @@
-//! Connections to clients. Each connection has a thread, which ends with its client.
+//! Accepts the connections of clients. Each connection has a thread, which ends with its client.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use crate::usage;
 const MAX_CONNECTIONS: usize = 1024;
 const STACK_BYTES: usize = 256 * 1024;
 
-/// Reason why the daemon did not start, or ended.
+/// Reason why the daemon did not start, or why it ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Another daemon listens at this socket.
@@ -205,9 +205,9 @@ fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Returns the name of a descriptor: file system and number of its terminal. The name is unique
-/// while one end is open. It includes the file system, because each container has its own file
-/// system for terminals.
+/// Returns the name of an exported descriptor: file system and number of its terminal. The name is
+/// unique while one end is open. It includes the file system, because each container has its own
+/// file system for terminals.
 fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
     let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;

@@ -1,6 +1,6 @@
-//! Utilisation of GPUs and processes during the last second, from the statistics pages that the
-//! processes write. A process may write any value, but the value affects only the figure of that
-//! process.
+//! Computes the utilisation of GPUs and processes during the last second, from the statistics pages
+//! that the processes write. A process may write any value, but the value affects only the figure
+//! of that process.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,15 +22,15 @@ struct Sample {
     busy_ns: u64,
 }
 
-/// The samples of the last second.
+/// The samples of the last second, for each process.
 #[derive(Debug, Default)]
 pub struct Usage {
     samples: HashMap<(ClientId, usize), Vec<Sample>>,
 }
 
 impl Usage {
-    /// Reads the pages of all processes in the list, and removes processes that are no longer in
-    /// it.
+    /// Reads the statistics pages of all processes in the list, and forgets processes that are no
+    /// longer in the list.
     pub fn sample<'a>(
         &mut self,
         now_ns: u64,
@@ -76,7 +76,7 @@ fn busy_ns(page: &File, gpu: usize, now_ns: u64) -> u64 {
     busy.saturating_add(running)
 }
 
-/// Time of CLOCK_MONOTONIC, as the processes read it.
+/// Returns the time of CLOCK_MONOTONIC in nanoseconds, as the processes read it.
 pub fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
         (now.tv_sec() as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec() as u64)

@@ -207,7 +207,7 @@ fn bus_id(number: usize) -> String {
     format!("00000000:{:02X}:00.0", number + 1)
 }
 
-/// Writes items to the caller's array, and their number to `count`. At the call, `count` contains
+/// Writes items to an array of the caller, and their number to `count`. Before, `count` contains
 /// the size of the array.
 fn list<T>(items: Vec<T>, count: Out<u32>, to: Out<T>) -> Outcome {
     let room = count.get().ok_or(INVALID_ARGUMENT)?;

@@ -1,4 +1,4 @@
-//! The simulated GPU's `libnvidia-ml.so.1`.
+//! The simulated GPU's management library, a replacement of NVIDIA's `libnvidia-ml.so.1`.
 //!
 //! Each call queries the daemon for device names, UUIDs, memory, utilisation over the last second,
 //! and the processes that hold VRAM by their pids on the host. A checkpointed process is not
@@ -15,7 +15,7 @@ mod device;
 mod node;
 mod system;
 
-/// `nvmlReturn_t`; 0 is success.
+/// NVML's result code `nvmlReturn_t`. 0 means success.
 type Return = i32;
 type Outcome<T = ()> = Result<T, Return>;
 
@@ -40,10 +40,10 @@ macro_rules! nvml_functions {
         $crate::nvml_functions! { [$($more)*] $arguments $body }
     };
     ($name:ident ( $($argument:ident: $type:ty),* $(,)? ) $body:block) => {
-        /// Function of this name in NVIDIA's management interface.
+        /// NVML function of this name, as in NVIDIA's management interface.
         ///
         /// # Safety
-        /// Pointers are null or valid for what the interface does with them.
+        /// Each pointer is null, or valid for what the function does with it.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> $crate::Return {
             let work = || -> $crate::Outcome { $body };

@@ -1,4 +1,4 @@
-//! Requests to the daemon, and functions that write the replies to the caller.
+//! Sends requests to the daemon, and writes the replies to the caller's memory.
 
 use std::ffi::c_char;
 use std::path::PathBuf;
@@ -16,12 +16,13 @@ static USERS: AtomicU32 = AtomicU32::new(0);
 /// Interval at which a checkpointed process checks whether it is unlocked.
 const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 
-/// `nvmlDevice_t`: the index plus one, so that it is never null.
+/// NVML's handle of a device, `nvmlDevice_t`. It is the device's index plus one, so that it is
+/// never null.
 pub type Device = usize;
 
-/// Environment variable that sets the duration of each request in milliseconds. Tests use it to
-/// lock a process during a request. If a process is locked during a request, this library ends the
-/// process, because the real driver's behaviour in this case is unknown.
+/// Environment variable with the duration of each request in milliseconds. Tests use it to lock a
+/// process during a request. If this happens, this library ends the process, because the real
+/// driver's behaviour in this case is unknown.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
 /// Simulates the function `nvmlInit`.
@@ -57,12 +58,12 @@ pub fn gpu(device: Device) -> Outcome<GpuSnapshot> {
     gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)
 }
 
-/// The index of a device.
+/// Returns the index of the device to which a handle refers.
 pub fn index(device: Device) -> Outcome<usize> {
     device.checked_sub(1).ok_or(INVALID_ARGUMENT)
 }
 
-/// The state of this process, if the daemon knows it.
+/// Returns the checkpoint state of this process, if the daemon knows the process.
 fn own_state() -> Option<ProcessState> {
     let pid = std::process::id() as i32;
     match put_question(&Request::Checkpoint { pid, operation: Operation::State }) {
@@ -86,7 +87,7 @@ pub fn wait_until_unlocked() {
     }
 }
 
-/// Reads the daemon's state of all GPUs.
+/// Requests the present state of all GPUs from the daemon.
 fn ask() -> Outcome<Vec<GpuSnapshot>> {
     wait_until_unlocked();
     let slow_ms = std::env::var(SLOW_ENV).ok().and_then(|text| text.parse().ok());
@@ -102,8 +103,8 @@ fn ask() -> Outcome<Vec<GpuSnapshot>> {
     }
 }
 
-/// Sends a request on a new connection. A connection that stayed open would have to survive a fork
-/// and a restart of the daemon.
+/// Sends a request to the daemon on a new connection, and returns the reply. A connection that
+/// stayed open would have to survive a fork and a restart of the daemon.
 fn put_question(request: &Request) -> Outcome<Reply> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
     let packet = Packet::connect(&path).map_err(|_| DRIVER_NOT_LOADED)?;
@@ -114,12 +115,13 @@ fn put_question(request: &Request) -> Outcome<Reply> {
     }
 }
 
-/// Writes a value. Returns "invalid argument" for a null pointer.
+/// Writes a value through the caller's pointer. Returns "invalid argument" for a null pointer.
 pub fn put<T>(to: Out<T>, value: T) -> Outcome {
     to.set(value).map_err(|_| INVALID_ARGUMENT)
 }
 
-/// Writes a text and its terminating zero. Returns an error if the buffer is too small.
+/// Writes a text and its terminating zero to the caller's buffer. Returns an error if the buffer is
+/// too small.
 pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
     if text.len() >= room as usize {
         return Err(INSUFFICIENT_SIZE);
@@ -130,7 +132,8 @@ pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
         .map_err(|_| INVALID_ARGUMENT)
 }
 
-/// Returns a text in an array of fixed size. It is truncated if necessary, and filled with zeros.
+/// Converts a text to an array of fixed size. The text is truncated if necessary. The remaining
+/// bytes are zero.
 pub fn fixed_text<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (place, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {

@@ -1,4 +1,4 @@
-//! NVML functions for the library and the node.
+//! NVML functions that concern the library and the node, not a device.
 
 use std::ffi::{CStr, c_char};
 
@@ -23,7 +23,7 @@ nvml_api! {
     fn [nvmlDeviceGetCount nvmlDeviceGetCount_v2] (count: Out<u32>) { put(count, gpus()?.len() as u32) }
 }
 
-/// Function of this name in NVIDIA's management interface.
+/// NVML function of this name, as in NVIDIA's management interface.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
     let text: &CStr = match result {

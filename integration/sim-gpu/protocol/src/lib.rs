@@ -1,8 +1,9 @@
-//! The messages between the simulated driver (`affinode-sim-gpud`) and its two libraries.
+//! The messages between the simulated kernel driver (`affinode-sim-gpud`, the daemon) and the two
+//! libraries that applications load (libcuda and NVML).
 //!
-//! One Unix socket of type SEQPACKET: a message is one packet of JSON of at most
+//! All messages use one Unix socket of type SEQPACKET. A message is one packet of JSON of at most
 //! [`MAX_PACKET_BYTES`], with at most one file descriptor. The first request of a connection
-//! determines its purpose:
+//! determines the connection's purpose:
 //!
 //! | first request | purpose | requests come from |
 //! | --- | --- | --- |
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 /// Socket at which the daemon listens by default.
 pub const SOCKET: &str = "/run/affinode-sim/gpu.sock";
-/// Environment variable from which the libraries read the socket's path, if it is not [`SOCKET`].
+/// Environment variable that names the daemon's socket, if it is not [`SOCKET`].
 pub const SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 /// Maximum size of a message in bytes.
 pub const MAX_PACKET_BYTES: usize = 128 * 1024;
@@ -38,11 +39,11 @@ pub const MAX_GPUS: usize = 16;
 /// id.
 pub type ObjectId = u64;
 
-/// `CUresult`s that messages contain.
+/// `CUresult` codes that messages contain.
 pub mod code {
     /// The call succeeded, `CUDA_SUCCESS`.
     pub const SUCCESS: i32 = 0;
-    /// An argument is invalid. Also the result of a restore with a partial GPU map, or after peer
+    /// An argument is invalid. A restore also returns this with a partial GPU map, or after peer
     /// access was used.
     pub const INVALID_VALUE: i32 = 1;
     /// The GPU has too little free VRAM.
@@ -51,8 +52,8 @@ pub mod code {
     pub const NOT_INITIALIZED: i32 = 3;
     /// The device ordinal is out of range.
     pub const INVALID_DEVICE: i32 = 101;
-    /// The operating system returned an error. Also the result if the process has ended, is lost,
-    /// or may not be accessed.
+    /// The operating system returned an error. Checkpoint calls also return this if the process has
+    /// ended, is lost, or may not be accessed.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The handle is invalid, `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: i32 = 400;
@@ -71,17 +72,17 @@ pub const STACK_LIMIT: u64 = 1024;
 /// Number of threads that a multiprocessor can run at the same time.
 pub const THREADS: u32 = 2048;
 
-/// Requests of a client to the daemon.
+/// A request of a client to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Become a CUDA process. Reply: [`Reply::Attached`] with the statistics page.
+    /// Register the caller as a CUDA process. Reply: [`Reply::Attached`] with the statistics page.
     Attach,
-    /// Receive orders on this connection. Reply: [`Reply::Done`], then orders.
+    /// Send this process's orders on this connection. Reply: [`Reply::Done`], then orders.
     Control {
         /// Id of the thread that executes the orders, in the process's own pid namespace.
         tid: i32,
     },
-    /// Create a context on a GPU. The first context of a process takes VRAM.
+    /// Create a context on a GPU. The first context of a process on the GPU takes VRAM.
     CreateContext {
         /// Index of the GPU.
         gpu: usize,
@@ -105,25 +106,25 @@ pub enum Request {
         /// Size in bytes to allocate.
         bytes: u64,
     },
-    /// End this process's hold on an object.
+    /// Release this process's reference to an object.
     Free {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Export an object. Reply: [`Reply::Done`] with a descriptor that names it.
+    /// Export an object. Reply: [`Reply::Done`] with a descriptor that refers to the object.
     Export {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Import an object. The request contains the descriptor from `Export`. The reply is that of
-    /// `Allocate`.
+    /// Import an object. The request contains the descriptor from `Export`. The reply is
+    /// [`Reply::Object`], as for `Allocate`.
     Import,
-    /// Make a handle of legacy IPC. Reply: [`Reply::Token`].
+    /// Create a handle of legacy IPC for an object. Reply: [`Reply::Token`].
     IpcExport {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Open a handle of legacy IPC. The reply is that of `Allocate`.
+    /// Open a handle of legacy IPC. The reply is [`Reply::Object`], as for `Allocate`.
     IpcOpen {
         /// Text of a [`Reply::Token`].
         token: String,
@@ -133,33 +134,34 @@ pub enum Request {
         /// Index of the GPU.
         gpu: usize,
     },
-    /// Make a checkpoint call. Reply: [`Reply::Done`], [`Reply::State`] or an error.
+    /// Execute a checkpoint call. Reply: [`Reply::Done`], [`Reply::State`] or an error.
     Checkpoint {
         /// Process id in the caller's pid namespace.
         pid: i32,
-        /// Checkpoint operation to run.
+        /// Checkpoint operation to execute.
         operation: Operation,
     },
-    /// Query the data of NVML. Reply: [`Reply::Snapshot`].
+    /// Query the data that NVML returns. Reply: [`Reply::Snapshot`].
     Snapshot,
 }
 
-/// One of the `cuCheckpointProcess*` calls.
+/// Checkpoint operation, one for each of the `cuCheckpointProcess*` calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
-    /// Hold new calls, and wait for work in progress.
+    /// Make new calls wait, and wait for work in progress.
     Lock {
-        /// Time limit in milliseconds. 0: no limit.
+        /// Time limit in milliseconds. 0 means no limit.
         timeout_ms: u32,
     },
-    /// Move VRAM to host memory.
+    /// Move the contents of VRAM to host memory.
     Save,
     /// Restore the process on these GPUs.
     Restore {
-        /// Pairs of old and new UUID. Empty: restore on the same GPUs.
+        /// Pairs of old and new UUID. If the list is empty, the process is restored on the same
+        /// GPUs.
         gpu_pairs: Vec<([u8; 16], [u8; 16])>,
     },
-    /// Let waiting calls continue.
+    /// Let the process's waiting calls continue.
     Unlock,
     /// Query the [`ProcessState`], as `cuCheckpointProcessGetState` does.
     State,
@@ -167,7 +169,7 @@ pub enum Operation {
     RestoreThread,
 }
 
-/// The driver's C type `CUprocessState`.
+/// Checkpoint state of a process: the driver's C type `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProcessState {
     /// The driver's constant `CU_PROCESS_STATE_RUNNING`.
@@ -180,23 +182,24 @@ pub enum ProcessState {
     Failed = 3,
 }
 
-/// Replies of the daemon.
+/// A reply of the daemon to a [`Request`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// The request was refused with this `CUresult`.
+    /// The request has failed with this `CUresult`.
     Error(i32),
-    /// The request has succeeded. There is no further data.
+    /// The request has succeeded, and the reply has no data.
     Done,
-    /// Reply to [`Request::Attach`].
+    /// The process is registered. Reply to [`Request::Attach`].
     Attached {
         /// Every GPU of the node.
         gpus: Vec<GpuInfo>,
     },
-    /// Device memory. The message also carries the descriptor of its file.
+    /// Device memory was allocated or opened. The message also carries the descriptor of its memory
+    /// file.
     Object {
-        /// Name of the object.
+        /// Id of the object.
         object: ObjectId,
-        /// Index of its GPU.
+        /// Index of the GPU that has the memory.
         gpu: usize,
         /// Size of the memory in bytes.
         bytes: u64,
@@ -210,36 +213,36 @@ pub enum Reply {
         /// Total memory in bytes.
         total_bytes: u64,
     },
-    /// Reply to [`Operation::State`].
+    /// Checkpoint state of the process. Reply to [`Operation::State`].
     State(ProcessState),
-    /// Reply to [`Operation::RestoreThread`].
+    /// Id of the thread that executes restores. Reply to [`Operation::RestoreThread`].
     Thread(i32),
-    /// Reply to [`Request::Snapshot`].
+    /// Data of NVML about every GPU. Reply to [`Request::Snapshot`].
     Snapshot(Vec<GpuSnapshot>),
 }
 
-/// Orders of the daemon to a CUDA process. The process replies to each with a [`Report`].
+/// An order of the daemon to a CUDA process. The process replies to each order with a [`Report`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// Hold new calls, and wait for calls inside the driver and for the streams.
+    /// Make new calls wait, and wait for calls inside the driver and for the work of all streams.
     Lock {
-        /// Time limit in milliseconds. 0: no limit.
+        /// Time limit in milliseconds. 0 means no limit.
         timeout_ms: u32,
     },
-    /// Copy every object to host memory, and unmap it.
+    /// Copy the contents of every object to host memory, and unmap the object.
     Save {
-        /// Host memory that the driver takes in addition to the contents, in bytes.
+        /// Host memory, in bytes, that the driver allocates in addition to the contents.
         extra_bytes: u64,
     },
-    /// Map the new memory of an object, and copy the saved contents into it. The message carries
-    /// the descriptor of the memory.
+    /// Map the new memory of an object, and copy the object's saved contents into it. The message
+    /// carries the descriptor of the memory.
     Map {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Continue, because all objects have their contents again.
+    /// Continue after a restore: all objects have their contents again.
     Resume {
-        /// New GPU of each earlier GPU, by index.
+        /// Index of the new GPU, for the index of each earlier GPU.
         gpu_map: Vec<usize>,
     },
     /// Let waiting calls continue.
@@ -249,9 +252,10 @@ pub enum Order {
 /// Reply of a process to an [`Order`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Value of a `CUresult`.
+    /// Result of the order, as a `CUresult`.
     pub code: i32,
-    /// After `Save`: the result that every later restore will have. 0 if restores can succeed.
+    /// Result that every later restore will have, after the order `Save`. 0 if restores can
+    /// succeed.
     pub restore_code: i32,
 }
 
@@ -260,7 +264,7 @@ pub struct Report {
 pub struct GpuInfo {
     /// Product name, which always contains "Simulated".
     pub name: String,
-    /// UUID with the bytes of `CUuuid`.
+    /// UUID of the GPU, as the bytes of a `CUuuid`.
     pub uuid: [u8; 16],
     /// Total memory in bytes.
     pub vram_bytes: u64,
@@ -270,14 +274,15 @@ pub struct GpuInfo {
     pub multiprocessors: u32,
 }
 
-/// Data of NVML about one GPU.
+/// Data about one GPU that NVML returns.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuSnapshot {
     /// Identity and size of the GPU.
     pub info: GpuInfo,
     /// Memory in use by all processes, in bytes.
     pub used_bytes: u64,
-    /// VRAM released since the last allocation on this GPU; not part of NVML.
+    /// Bytes of VRAM released since the last allocation on this GPU. The real NVML does not report
+    /// them.
     pub unnoted_bytes: u64,
     /// Percentage of the last sample period during which a kernel ran on the GPU.
     pub busy_percent: u32,
@@ -285,7 +290,7 @@ pub struct GpuSnapshot {
     pub processes: Vec<ProcessUse>,
 }
 
-/// Use of one GPU by one process.
+/// One process's use of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessUse {
     /// Process id on the host.
@@ -296,13 +301,12 @@ pub struct ProcessUse {
     pub busy_percent: u32,
 }
 
-/// Size of the statistics page in bytes. For each GPU the page has two u64: `busy_ns` and
-/// `busy_since_ns` (CLOCK_MONOTONIC, 0 while idle). The process writes the page, and the daemon
-/// reads it.
+/// Size of the statistics page in bytes. A process writes the page, and the daemon reads it. For
+/// each GPU it has two u64: `busy_ns` and `busy_since_ns` (CLOCK_MONOTONIC, 0 while idle).
 pub const STATS_BYTES: usize = MAX_GPUS * 16;
 
-/// The UUID of the GPU with this index. It is a readable text, and never equals the UUID of a real
-/// GPU.
+/// Returns the UUID of the simulated GPU with this index. It is a readable text, and never equals
+/// the UUID of a real GPU.
 pub fn gpu_uuid(index: usize) -> [u8; 16] {
     let mut uuid = *b"affinode-sim-000";
     for (place, digit) in uuid[13..].iter_mut().zip([index / 100, index / 10, index]) {

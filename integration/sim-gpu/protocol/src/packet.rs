@@ -1,4 +1,4 @@
-//! SEQPACKET sockets. Each packet has one JSON value and at most one descriptor.
+//! SEQPACKET sockets for the messages. Each packet has one JSON value and at most one descriptor.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 
 use crate::MAX_PACKET_BYTES;
 
-/// One end of a connection, or a listener.
+/// A SEQPACKET socket: one end of a connection, or a listener.
 #[derive(Debug)]
 pub struct Packet(OwnedFd);
 
@@ -26,14 +26,14 @@ impl Packet {
         Ok(Self(fd))
     }
 
-    /// Connects to the daemon.
+    /// Connects to the daemon's socket at this path.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let packet = Self::new()?;
         socket::connect(packet.0.as_raw_fd(), &UnixAddr::new(path)?)?;
         Ok(packet)
     }
 
-    /// Listens on a path that must not exist yet.
+    /// Listens on a path at which no file may exist yet.
     pub fn listen(path: &Path) -> io::Result<Self> {
         let packet = Self::new()?;
         socket::bind(packet.0.as_raw_fd(), &UnixAddr::new(path)?)?;
@@ -47,7 +47,7 @@ impl Packet {
         Ok(Self(own(fd)))
     }
 
-    /// Credentials of the peer, from the kernel.
+    /// Returns the peer's pid, user id and group id, as the kernel reports them.
     pub fn peer(&self) -> io::Result<UnixCredentials> {
         Ok(socket::getsockopt(&self.0, sockopt::PeerCredentials)?)
     }
@@ -73,7 +73,7 @@ impl Packet {
         Ok(())
     }
 
-    /// Receives one message; `None` when the other end is closed.
+    /// Receives one message. Returns `None` if the other end is closed.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Option<OwnedFd>)>> {
         let mut bytes = vec![0u8; MAX_PACKET_BYTES];
         let mut space = cmsg_space!([RawFd; 1]);
@@ -116,7 +116,7 @@ fn own(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// Repeats a system call that a signal has interrupted. Otherwise a signal handler of the
+/// Repeats a system call until no signal interrupts it. Otherwise a signal handler of the
 /// application would cause a failed driver call.
 fn retry<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
     loop {

@@ -1,4 +1,5 @@
-//! Pointers that C callers pass to the libraries. Only this module dereferences such pointers.
+//! Wrappers of the pointers that C callers pass to the libraries. Only this module dereferences
+//! such pointers.
 
 #![allow(unsafe_code, reason = "the arguments of a C interface are raw pointers")]
 
@@ -6,8 +7,8 @@ use std::ffi::{CStr, c_char};
 
 use crate::code::INVALID_VALUE;
 
-/// Pointer through which a function writes a result. Only C callers create one. The contract of
-/// each function requires that the pointer is null or valid for a write.
+/// A pointer of a C caller through which a function writes a result. Only C callers create one. The
+/// contract of each function requires that the pointer is null or valid for a write.
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
 
@@ -38,51 +39,51 @@ impl<T> Out<T> {
         }
     }
 
-    /// The same pointer with another type, for a value whose type depends on another argument of
+    /// Converts the pointer to another type, for a value whose type depends on another argument of
     /// the call.
     pub fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
 
-    /// Writes element `index` of an array, which the caller must make long enough.
+    /// Writes element `index` of an array. The caller must provide an array of sufficient length.
     pub fn set_at(self, index: usize, value: T) -> Result<(), i32> {
         Out(self.0.wrapping_add(index)).set(value)
     }
 }
 
 impl<T: Copy> Out<T> {
-    /// Reads the value that the caller has stored there, for a parameter that is both input and
-    /// output.
+    /// Reads the value that the pointer refers to, for a parameter that is both input and output.
     pub fn get(self) -> Option<T> {
         In(self.0.cast_const()).get()
     }
 }
 
-/// Pointer from which a function reads an argument: null or valid, as with [`Out`].
+/// A pointer of a C caller from which a function reads an argument. It is null or valid, as with
+/// [`Out`].
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
-    /// The value, unless the pointer is null.
+    /// Reads the value. Returns `None` for a null pointer.
     pub fn get(self) -> Option<T> {
         // SAFETY: not null, so valid by the caller's promise; T is plain data.
         (!self.0.is_null()).then(|| unsafe { self.0.read_unaligned() })
     }
 
-    /// Element `index` of an array, which the caller must make long enough.
+    /// Reads element `index` of an array. The caller must provide an array of sufficient length.
     pub fn at(self, index: usize) -> Option<T> {
         if self.0.is_null() { None } else { In(self.0.wrapping_add(index)).get() }
     }
 
-    /// The address as a number, for a later read.
+    /// Returns the address as a number, so that it can be read later.
     pub fn address(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Converts an address that was read from a field of a structure to a pointer. The pointer is valid
-/// as long as the structure.
+/// Converts an address, which was read from a field of a structure, to a pointer. The pointer is
+/// valid as long as the structure.
 ///
 /// # Safety
 /// `address` is null or valid for reads of `T`.
@@ -90,7 +91,7 @@ pub unsafe fn pointer<T>(address: usize) -> In<T> {
     In(address as *const T)
 }
 
-/// A C string: null or valid, as with [`In`].
+/// A C string of a C caller. It is null or valid, as with [`In`].
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct Text(*const c_char);

@@ -1,4 +1,4 @@
-//! A node with simulated GPUs, and client programs on it.
+//! Test support: a node with simulated GPUs, and client programs on it.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
@@ -19,10 +19,10 @@ use tempfile::TempDir;
 pub const MIB: u64 = 1 << 20;
 /// VRAM that the tests' daemons count for a context, in bytes.
 pub const CONTEXT: u64 = 16 * MIB;
-/// Time limit for an expected event.
+/// Maximum time for which a test waits for an expected event.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The built products. Each test binary builds them once.
+/// The built products of the simulated GPU. Each test binary builds them once.
 pub struct Products {
     pub daemon: PathBuf,
     /// Folder with libcuda.so.1 and libnvidia-ml.so.1.
@@ -87,7 +87,7 @@ impl Node {
         self.folder.path().join("gpu.sock")
     }
 
-    /// A command that finds the simulated driver.
+    /// Builds a command that runs a program with the simulated driver.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         command
@@ -96,14 +96,14 @@ impl Node {
         command
     }
 
-    /// A client program that takes commands.
+    /// Starts a client program that executes commands of the test.
     pub fn client(&self, name: &str, arguments: &[&str]) -> Client {
         let mut command = self.command(products().clients.join(name));
         command.args(arguments);
         Client::start(command)
     }
 
-    /// A worker with filled memory.
+    /// Starts a client program, and makes it fill this many MiB of GPU memory.
     pub fn worker(&self, mib: u64) -> Client {
         let mut worker = self.client("dlopen_dlsym", &["--mib", &mib.to_string()]);
         assert_eq!(worker.answer("fill")["result"], 0);
@@ -123,7 +123,7 @@ impl Node {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// Simulates the function `cuCheckpointProcessGetState`.
+    /// Returns the checkpoint state of a process, as `cuCheckpointProcessGetState` reports it.
     pub fn state(&self, pid: u32) -> i64 {
         self.checkpoint_answers(pid, &["state"])[0]["value"].as_i64().unwrap()
     }
@@ -141,7 +141,7 @@ impl Node {
         self.snapshot()[gpu].used_bytes
     }
 
-    /// Waits until a GPU has this many bytes in use.
+    /// Waits until this many bytes of a GPU's VRAM are in use.
     pub fn wait_used(&self, gpu: usize, bytes: u64) {
         wait_for(&format!("{bytes} bytes in use"), || self.used_bytes(gpu) == bytes);
     }
@@ -183,7 +183,7 @@ impl Client {
         writeln!(self.stdin.as_mut().unwrap(), "{command}").unwrap();
     }
 
-    /// Waits for the next reply to this command.
+    /// Waits for the client's next reply, which must be to this command.
     pub fn answer(&mut self, command: &str) -> Value {
         loop {
             let line = self.lines.recv_timeout(WAIT_TIMEOUT);
@@ -200,19 +200,19 @@ impl Client {
         self.answer(command.split(' ').next().unwrap())
     }
 
-    /// Sends a command and expects this result.
+    /// Sends a command. The client must reply with this result.
     pub fn expect(&mut self, command: &str, result: i64) {
         let answer = self.ask(command);
         assert_eq!(answer["result"], result, "{answer}");
     }
 
-    /// Requires that all words have the expected values.
+    /// Checks that all words in the client's GPU memory have the expected values.
     pub fn expect_intact(&mut self) {
         let answer = self.ask("verify");
         assert_eq!((&answer["result"], &answer["ok"]), (&0.into(), &true.into()), "{answer}");
     }
 
-    /// Sends a command, and waits until the process blocks in it.
+    /// Sends a command, and waits until the client blocks in it.
     pub fn expect_blocked(&mut self, command: &str) {
         self.send(command);
         let futex = format!("{} ", nix::libc::SYS_futex);
@@ -228,14 +228,15 @@ impl Client {
         self.child.wait().unwrap();
     }
 
-    /// Waits for the program's end.
+    /// Closes the program's input, waits for its end, and returns its exit status.
     pub fn end(mut self) -> ExitStatus {
         drop(self.stdin.take());
         wait_for("the end of a client", || self.child.try_wait().unwrap().is_some());
         self.child.wait().unwrap()
     }
 
-    /// The signal that ended the program.
+    /// Closes the program's input and waits for its end. Returns the signal that ended it, if there
+    /// was one.
     pub fn fatal_signal(self) -> Option<i32> {
         self.end().signal()
     }
@@ -248,7 +249,7 @@ impl Drop for Client {
     }
 }
 
-/// Waits until a condition holds.
+/// Waits until a condition holds, and fails after the time limit.
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -257,7 +258,7 @@ pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Time of CLOCK_MONOTONIC, as the clients print it.
+/// Returns the time of CLOCK_MONOTONIC in microseconds, as the clients print it.
 pub fn now_us() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1000
@@ -267,7 +268,7 @@ pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
-/// The command, run as this user.
+/// Changes a command so that it runs as this user.
 pub fn as_user(mut command: Command, uid: u32) -> Command {
     command.uid(uid).gid(uid);
     command

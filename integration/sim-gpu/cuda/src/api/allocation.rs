@@ -88,7 +88,7 @@ fn allocate(driver: &Driver, bytes: usize) -> Outcome<CUdeviceptr> {
     memory.place(granted.object, bytes, current.context, Origin::Alloc)
 }
 
-/// Frees an allocation that no queued work uses.
+/// Frees an allocation of device memory. No queued work may use it.
 pub fn free(driver: &Driver, address: CUdeviceptr) -> Outcome {
     let mut memory = driver.memory();
     if memory.host.remove(address as HostAddress, &[HostKind::Managed]).is_ok() {

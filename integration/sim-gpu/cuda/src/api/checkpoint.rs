@@ -1,6 +1,7 @@
-//! Driver functions for checkpoints. They do not pass the gate, where other calls wait while the
-//! process is locked or checkpointed. Their target is another process or the caller itself. Each
-//! call sends a request to the daemon, which sends orders to the checkpoint thread of the target.
+//! The driver functions of the checkpoint interface. The process that they lock, checkpoint or
+//! restore is another process or the caller itself. So they do not pass the gate, where other calls
+//! wait while the process is locked or checkpointed. Each call sends a request to the daemon, which
+//! sends orders to the checkpoint thread of that process.
 
 use affinode_sim_protocol::{Operation, Reply};
 
@@ -39,8 +40,8 @@ pub struct RestoreArgs {
 
 type PlainArgs = [u64; 8];
 
-/// Ends a process that makes a checkpoint call although `AFFINODE_SIM_NO_CHECKPOINT` is set in its
-/// environment.
+/// Aborts this process if `AFFINODE_SIM_NO_CHECKPOINT` is set in its environment. Every checkpoint
+/// call begins with this function.
 fn end_if_barred() {
     if std::env::var_os("AFFINODE_SIM_NO_CHECKPOINT").is_some() {
         std::process::abort();

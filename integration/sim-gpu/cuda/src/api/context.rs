@@ -5,7 +5,8 @@ use crate::api::cuda_api;
 use crate::contexts::{context_handle, pop, push, set, top};
 use crate::driver::Driver;
 
-/// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
+/// The driver's constant `CU_LIMIT_STACK_SIZE`: the limit of local memory for each GPU thread, in
+/// bytes.
 const STACK_SIZE: u32 = 0;
 
 cuda_api! {

@@ -78,8 +78,8 @@ cuda_api! {
     }
 }
 
-/// Returns the present content of a range of device or managed memory. An invalid range is an error
-/// already when the copy is called, not later on its stream, as with the real driver.
+/// Returns the memory behind a range of device or managed addresses. An invalid range is an error
+/// when the copy is called, not later on its stream, as with the real driver.
 fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
     let memory = driver.memory();
     match memory.device(address, bytes) {
@@ -146,8 +146,8 @@ fn queue(
 /// Value that a faulty copy writes to the first byte of its destination.
 const WRONG: [u8; 1] = [0xb5];
 
-/// Whether this copy to the device must write wrong contents. `AFFINODE_SIM_SPOIL_COPY` is the
-/// number of that copy, counted from 1 among the large copies.
+/// Whether this copy to the device must write wrong contents. The environment variable
+/// `AFFINODE_SIM_SPOIL_COPY` selects one copy by its number, counted from 1 among the large copies.
 fn is_spoilt(bytes: usize) -> bool {
     const LARGE_BYTES: usize = 1 << 20;
     static WHICH: LazyLock<u64> = LazyLock::new(|| {

@@ -69,8 +69,8 @@ fn write_text(to: Out<c_char>, length: i32, text: &str) -> Outcome {
     Ok(())
 }
 
-/// Value of a device attribute: the value of an H200 if applications may depend on the attribute,
-/// otherwise 0.
+/// Returns the value of a device attribute: the value of an H200 if applications may depend on the
+/// attribute, otherwise 0.
 fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i32> {
     let gpu = driver.gpu(device)?;
     Ok(match attribute {

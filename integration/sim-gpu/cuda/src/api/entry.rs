@@ -1,4 +1,5 @@
-//! `cuGetProcAddress` with both signatures, and the names of errors.
+//! Driver functions that look up functions (`cuGetProcAddress` with both signatures), and return
+//! the names of errors.
 
 use std::ffi::{CStr, c_char};
 
@@ -41,8 +42,9 @@ fn find(name: Text, version: i32, flags: u64) -> Outcome<(Search, Option<&'stati
     Ok(look_up(name.get()?, version, flags == PER_THREAD_DEFAULT_STREAM))
 }
 
-/// Finds the latest version of a function that is not later than the caller's CUDA version. Prefers
-/// the variant for per-thread default streams, if it is requested and exists.
+/// Looks up a function for `cuGetProcAddress`. Returns the latest version of the function that is
+/// not later than the caller's CUDA version. Prefers the variant for per-thread default streams, if
+/// it is requested and exists.
 fn look_up(name: &str, version: i32, per_thread: bool) -> (Search, Option<&'static Symbol>) {
     let named = || symbols().filter(|symbol| base(symbol.name).0 == name);
     let best = |per_thread: bool| {
@@ -58,8 +60,8 @@ fn look_up(name: &str, version: i32, per_thread: bool) -> (Search, Option<&'stat
     }
 }
 
-/// Base name of a function, and whether the name is that of the per-thread variant.
-/// `cuMemcpyHtoD_v2_ptds` returns `cuMemcpyHtoD` and true.
+/// Splits the base name from a function's name. Also returns whether the name is that of the
+/// variant for per-thread default streams. `cuMemcpyHtoD_v2_ptds` returns `cuMemcpyHtoD` and true.
 fn base(name: &str) -> (&str, bool) {
     let plain = name.strip_suffix("_ptds").or_else(|| name.strip_suffix("_ptsz"));
     let (name, per_thread) = (plain.unwrap_or(name), plain.is_some());

@@ -1,4 +1,5 @@
-//! The exported functions, in one list per subject.
+//! The functions that the simulated libcuda exports, in one list per subject. The macro `cuda_api`
+//! defines a list:
 //!
 //! ```text
 //! cuda_api! {
@@ -31,7 +32,7 @@ use crate::contexts::Default0;
 use crate::driver::{Driver, driver};
 use crate::gate::Class;
 
-/// An exported function, for `cuGetProcAddress`.
+/// One exported function, as `cuGetProcAddress` finds it.
 pub struct Symbol {
     pub name: &'static str,
     pub since: i32,
@@ -46,7 +47,7 @@ pub struct Address(pub *const c_void);
 // through it.
 unsafe impl Sync for Address {}
 
-/// All functions of all lists.
+/// Returns the functions of all lists.
 pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
     let lists = [
         allocation::SYMBOLS,
@@ -66,7 +67,8 @@ pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
     lists.into_iter().flatten().copied().flatten()
 }
 
-/// Steps of every call that needs `cuInit`: fork check, gate, then the function itself.
+/// Runs one driver function that needs `cuInit`. Checks that the process was not forked, passes the
+/// gate, and then calls the function.
 fn call(
     class: Class,
     zero: Default0,
@@ -85,7 +87,7 @@ fn call(
 macro_rules! cuda_api {
     ($( $class:ident $since:literal fn $names:tt $arguments:tt |$d:ident, $zero:ident| $body:block )*) => {
         $( $crate::api::cuda_function! { $class $names $arguments |$d, $zero| $body } )*
-        /// The functions of this list.
+        /// The exported functions of this list.
         pub const SYMBOLS: &[&[$crate::api::Symbol]] = &[ $( $crate::api::cuda_symbols!($names, $since), )* ];
     };
 }
@@ -99,10 +101,10 @@ macro_rules! cuda_function {
         $crate::api::cuda_function! { $class $name Legacy ( $($argument)* ) |$d, $zero| $body }
     };
     (Always $name:ident $means:ident ( $($argument:ident: $type:ty),* $(,)? ) |$d:ident, $zero:ident| $body:block) => {
-        /// Function of this name in NVIDIA's driver interface.
+        /// Driver function of this name, as in NVIDIA's driver interface.
         ///
         /// # Safety
-        /// Pointers are null or valid for what the interface does with them.
+        /// Each pointer is null, or valid for what the function does with it.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> $crate::abi::CUresult {
             let work = || -> $crate::abi::Outcome { $body };
@@ -110,10 +112,10 @@ macro_rules! cuda_function {
         }
     };
     ($class:ident $name:ident $means:ident ( $($argument:ident: $type:ty),* $(,)? ) |$d:ident, $zero:ident| $body:block) => {
-        /// Function of this name in NVIDIA's driver interface.
+        /// Driver function of this name, as in NVIDIA's driver interface.
         ///
         /// # Safety
-        /// Pointers are null or valid for what the interface does with them.
+        /// Each pointer is null, or valid for what the function does with it.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> $crate::abi::CUresult {
             let zero = $crate::contexts::Default0::$means;

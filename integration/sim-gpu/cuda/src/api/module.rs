@@ -55,8 +55,8 @@ cuda_api! {
     }
 }
 
-/// Loads an image whose length the caller does not pass. A PTX text ends with a zero byte. All
-/// other images begin with bytes that are not text.
+/// Loads a module from an image whose length the caller does not pass. A PTX text ends with a zero
+/// byte. All other images begin with bytes that are not text.
 fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     const MAX_PTX_BYTES: usize = 16 << 20;
     driver.current()?;
@@ -73,8 +73,8 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     module.set(driver.modules().load(entries))
 }
 
-/// Takes the dynamic loader's lock, as the real driver does when it loads its compiler for a PTX
-/// image.
+/// Acquires and releases the dynamic loader's lock. The real driver does the same when it loads its
+/// compiler for a PTX image.
 fn find_compiler() {
     // SAFETY: the name ends with a zero byte, and with RTLD_NOLOAD the call loads no library.
     unsafe {
@@ -100,8 +100,8 @@ fn launch(
     driver.submit_kernel(stream, driver.stream_gpu(stream)?, Box::new(move || call.run(driver)))
 }
 
-/// Arguments of a launch: `kernelParams`, or the pairs of `extra` (1: buffer, 2: pointer to its
-/// size, 0: end).
+/// Determines where the arguments of a kernel launch are: in `kernelParams`, or in the pairs of
+/// `extra` (1: buffer, 2: pointer to its size, 0: end).
 fn arguments(parameters: In<HostAddress>, extra: In<HostAddress>) -> Outcome<Arguments> {
     if parameters.get().is_some() {
         return Ok(Arguments::Pointers(parameters.address()));

@@ -33,7 +33,7 @@ fn place_for(address: HostAddress) -> Out<c_void> {
     unsafe { std::mem::transmute::<HostAddress, Out<c_void>>(address) }
 }
 
-/// Value of an attribute, with the width that the interface defines.
+/// Value of a pointer attribute, with the width that the driver interface defines.
 #[derive(Clone, Copy)]
 enum Fact {
     Word(u32),

@@ -20,7 +20,7 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Whether, during the capture of a stream, this thread may make calls that can wait.
+/// Whether this thread may make calls that can wait, even while a stream is captured.
 pub fn is_relaxed() -> bool {
     MODE.get() == RELAXED
 }

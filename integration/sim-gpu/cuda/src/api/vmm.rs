@@ -1,5 +1,5 @@
-//! Virtual memory management: address ranges, physical memory, mappings, and exported descriptors.
-//! An allocation handle is the daemon's number of the object.
+//! Driver functions for virtual memory management: address ranges, physical memory, mappings, and
+//! exported descriptors. The handle of an allocation is the daemon's number of the object.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -112,7 +112,7 @@ cuda_api! {
     }
 }
 
-/// Properties of memory that was imported from a descriptor.
+/// Returns the properties of memory that was imported from a descriptor.
 fn exported_from(device: CUdevice) -> AllocationProp {
     AllocationProp {
         kind: ALLOCATION_PINNED,
