@@ -1,7 +1,7 @@
-//! Fetches packages from other suites of this machine's distribution into a private folder. Nothing
-//! is installed, and apt verifies every signature and checksum.
+//! Fetches packages from other suites (releases) of this machine's distribution into a private
+//! folder. Nothing is installed, and apt verifies every signature and checksum.
 //!
-//! Mirror and keyring are those of apt's configuration on this machine. Only the suite differs.
+//! The mirror and the keyring are those that apt uses on this machine. Only the suite differs.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::sh;
 
-/// A source of packages, from apt's configuration.
+/// One package source in apt's configuration: a mirror, its suites and its keyring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Source {
     uri: String,
@@ -22,12 +22,12 @@ struct Source {
     signed_by: Option<String>,
 }
 
-/// A private package index with suites of the distribution.
+/// A private package index that contains suites of the distribution.
 pub struct Suites {
     folder: PathBuf,
 }
 
-/// Identity of the distribution: `ID` and `VERSION_CODENAME` of os-release.
+/// Identity of this machine's distribution: `ID` and `VERSION_CODENAME` of os-release.
 pub struct Distribution {
     pub id: String,
     pub codename: String,
@@ -70,8 +70,8 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
 }
 
 impl Suites {
-    /// Fetches the package indexes of `suites`. They come from the mirror that this machine's
-    /// configuration of apt names for the distribution `codename`.
+    /// Fetches the package indexes of `suites` from a mirror. It is the mirror that apt's
+    /// configuration on this machine names for the distribution `codename`.
     pub fn open(folder: &Path, codename: &str, suites: &[&str]) -> Result<Self> {
         let source = serving(codename)?;
         for sub in ["lists/partial", "cache/archives/partial"] {
@@ -85,7 +85,7 @@ impl Suites {
         Ok(opened)
     }
 
-    /// Versions of a package, newest first, each with its suite.
+    /// Returns the versions of a package, newest first, each with its suite.
     pub fn versions(&self, package: &str) -> Result<Vec<(String, String)>> {
         // A line of the table: containerd | 2.1.9+ds1-5 | http://… forky/main amd64 Packages
         let table = sh::read(self.apt("apt-cache").args(["madison", package]))?;
@@ -139,12 +139,12 @@ impl Suites {
     }
 }
 
-/// The sources.list line for a suite, in the machine's own configuration.
+/// Returns the line for sources.list that serves a suite, from this machine's apt configuration.
 pub fn source_line(codename: &str) -> Result<String> {
     Ok(serving(codename)?.line(codename))
 }
 
-/// The source in apt's configuration that serves this suite.
+/// Returns the source in apt's configuration that serves this suite.
 fn serving(codename: &str) -> Result<Source> {
     machine_sources()?
         .into_iter()
@@ -184,7 +184,8 @@ fn machine_sources() -> Result<Vec<Source>> {
     Ok(sources)
 }
 
-/// Parses a line such as `deb [signed-by=/k] http://mirror/debian bookworm main contrib`.
+/// Parses a line of sources.list, such as `deb [signed-by=/k] http://mirror/debian bookworm main
+/// contrib`.
 fn parse_line(line: &str) -> Option<Source> {
     let rest = line.trim().strip_prefix("deb ")?.trim();
     let (options, rest) = match rest.strip_prefix('[') {
@@ -201,7 +202,8 @@ fn parse_line(line: &str) -> Option<Source> {
     })
 }
 
-/// Parses a stanza of the deb822 form: one `Name: value` per line, a blank line between stanzas.
+/// Parses a stanza of apt's deb822 format: one `Name: value` per line, a blank line between
+/// stanzas.
 fn parse_stanza(stanza: &str) -> Option<Source> {
     let fields: BTreeMap<&str, &str> = stanza
         .lines()

@@ -2,8 +2,8 @@
 //! Affinode in the same run.
 //!
 //! Runs with and without Affinode alternate, and a figure is the median of several runs of each
-//! side. The noise of a figure is the difference between the medians of two halves of the runs
-//! without Affinode.
+//! side. To estimate the noise of a figure, the runs without Affinode are divided into two halves.
+//! The noise is the difference between the medians of the halves.
 //!
 //! | figure | method |
 //! | --- | --- |
@@ -47,23 +47,23 @@ pub struct Options {
     strict: bool,
 }
 
-/// One figure, with and without Affinode.
+/// One measured figure, with and without Affinode.
 #[derive(Serialize)]
 pub struct Figure {
     name: &'static str,
     unit: &'static str,
     without: f64,
     with: f64,
-    /// Difference between the medians of two halves of one side's runs, in the unit of the figure.
-    /// A smaller difference between the sides is not significant.
+    /// Difference between the medians of two halves of the runs on one side, in the unit of the
+    /// figure. If the two sides differ by less, the difference is not significant.
     noise: f64,
-    /// The project's goal for the figure.
+    /// The goal that the project has set for the figure.
     goal: &'static str,
     met: bool,
     method: String,
 }
 
-/// Measures everything and prints it.
+/// Measures all figures and prints them.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the bench starts containerd and containers: run as root");

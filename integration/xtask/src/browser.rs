@@ -19,7 +19,7 @@ use crate::{
     deps, output, sh,
 };
 
-/// Configuration in which containers are offloaded only on request of the test.
+/// Configuration of the controller in which containers are offloaded only on request of the test.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -41,7 +41,7 @@ pub struct Options {
     recorded: Option<PathBuf>,
 }
 
-/// Builds, starts three containers, and runs the browser test against them.
+/// Builds the programs, starts three containers, and runs the browser test against them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
     // browser.mjs uses the same path if CHROMIUM is not set.

@@ -1,4 +1,5 @@
-//! Builds everything into one folder, under the file names that the programs expect.
+//! Builds all programs and libraries into one folder, under the file names that the programs
+//! expect.
 
 use std::{fs, path::Path, process::Command};
 
@@ -9,14 +10,14 @@ use crate::{output, sh};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// Without optimisation, which builds quickly: for tests and the demo.
+    /// A build without optimisation, which is quick. It is for tests and the demo.
     Dev,
-    /// With optimisation: for benches and GPU machines.
+    /// A build with optimisation. It is for benches and GPU machines.
     Release,
 }
 
 impl Profile {
-    /// The profile that a `--release` flag selects.
+    /// Returns the profile that a `--release` flag selects.
     pub fn from_release(release: bool) -> Self {
         if release { Profile::Release } else { Profile::Dev }
     }
@@ -35,7 +36,7 @@ impl Profile {
         }
     }
 
-    /// Folder of the built files.
+    /// Returns the folder of the built files.
     pub fn artifacts(self) -> Artifacts {
         let root = target_dir().join("affinode");
         Artifacts::at(match self {
@@ -56,8 +57,8 @@ const BINARIES: [(&str, &str); 8] = [
     ("affinode-e2e", "affinode-keeper"),
     ("affinode-e2e", "affinode-gpu-suite"),
 ];
-/// Cargo packages of the simulated driver, their files, and the names under which programs load
-/// them.
+/// Cargo packages of the simulated driver, the files that they build, and the names under which
+/// programs load these files.
 const SIMULATED: [(&str, &str, &str); 2] = [
     ("affinode-sim-cuda", "libaffinode_sim_cuda.so", "libcuda.so.1"),
     ("affinode-sim-nvml", "libaffinode_sim_nvml.so", "libnvidia-ml.so.1"),
@@ -100,8 +101,8 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
     Ok(artifacts)
 }
 
-/// Copies a file and then renames the copy to its final path. A process that has mapped the old
-/// file keeps its contents.
+/// Copies a file under a temporary name, and then renames the copy to its final path. A process
+/// that has mapped the old file keeps the old contents.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("the file's path has no folder")?;
     fs::create_dir_all(folder)?;
@@ -119,8 +120,7 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// Builds the client programs with their own build script, and the suite's programs from their
-/// parts.
+/// Builds the client programs with their own build script, and the programs of the GPU suite.
 fn clients(artifacts: &Artifacts) -> Result<()> {
     let sources = workspace_dir().join("integration/clients");
     let target = artifacts.clients_dir();

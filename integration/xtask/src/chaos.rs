@@ -1,4 +1,4 @@
-//! `cargo xtask chaos`: random kills at random steps, on the simulated GPU.
+//! `cargo xtask chaos`: kills random processes at random steps, on the simulated GPU.
 
 use affinode_e2e::{
     chaos,
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Returns a seed from the clock. The seed is printed, so that the campaign can be repeated.
+/// Returns a new seed from the clock. The seed is printed, so that the campaign can be repeated.
 fn fresh_seed() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(1, |since| since.subsec_nanos().into())

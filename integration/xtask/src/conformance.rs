@@ -1,4 +1,4 @@
-//! `cargo xtask conformance`: test suites of other projects, with the stock runtime and with
+//! `cargo xtask conformance`: runs test suites of other projects with the stock runtime and with
 //! Affinode.
 //!
 //! ```text
@@ -63,7 +63,8 @@ enum Suite {
     CritestCrio,
 }
 
-/// Runs everything and prints the tables. Fails if a test passes only with the stock runtime.
+/// Runs the chosen suites and prints the tables. Fails if a test passes only with the stock
+/// runtime.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the suites start containerd and containers: run as root");
@@ -99,7 +100,7 @@ impl Suite {
         }
     }
 
-    /// Date, machine and versions of a run.
+    /// Returns a text with the date, the machine and the versions of a run.
     fn machine(self, artifacts: &Artifacts, release: &Release) -> Result<String> {
         match self {
             Suite::Client | Suite::Critest => {

@@ -1,4 +1,4 @@
-//! CRI-O, built from source that Go's module proxy provides. CRI-O also needs programs of Podman's
+//! Builds CRI-O from source that Go's module proxy provides. CRI-O also needs programs of Podman's
 //! package, and the runc that [`deps`](crate::deps) builds.
 
 use std::{
@@ -15,13 +15,13 @@ use crate::{output, sh};
 const MODULE: &str = "github.com/cri-o/cri-o";
 /// Release of CRI-O. Go's module proxy had no newer release at the time of the last update.
 pub const VERSION: &str = "1.34.0";
-/// Parts that are left out because they need C libraries: no test uses them.
+/// Go build tags that leave out the parts of CRI-O that need C libraries. No test uses these parts.
 const TAGS: &str = "containers_image_openpgp,exclude_graphdriver_btrfs,btrfs_noversion";
 /// Source files of `pinns`, the program that makes the namespaces of a pod.
 const PINNS: [&str; 2] = ["pinns/src/pinns.c", "pinns/src/sysctl.c"];
 
-/// Builds CRI-O, unless it is built already. If it cannot be built, prints the reason. The tests
-/// that need it are then recorded as skipped.
+/// Builds CRI-O, unless it is built already. If it cannot be built, prints the reason. Tests that
+/// need CRI-O are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
         output::note(&format!("CRI-O is not available: {error:#}"));
@@ -56,7 +56,7 @@ pub fn build(artifacts: &Artifacts) -> Result<()> {
     Ok(fs::rename(fresh, crio)?)
 }
 
-/// The folder in which Go keeps the source of CRI-O.
+/// Fetches the source of CRI-O, and returns the folder in which Go stores it.
 fn source(folder: &Path) -> Result<PathBuf> {
     sh::read(go(folder).args(["mod", "download", MODULE]))?;
     let found = sh::read(go(folder).args(["list", "-m", "-f", "{{.Dir}}", MODULE]))?;

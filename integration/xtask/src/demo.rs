@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: two containers on one GPU, whose VRAM suffices for one of them.
+//! `cargo xtask demo`: runs two containers on one GPU, whose VRAM suffices for only one of them.
 //!
 //! ```text
 //!  alpha:  fills its VRAM ── idle ── OFFLOADED ─────────────── called: waits, wakes ── contents as before
@@ -35,12 +35,12 @@ use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
-/// Whether Ctrl-C was pressed. An error after Ctrl-C is a consequence of the clean-up.
+/// Whether the user has pressed Ctrl-C. An error after that is a consequence of the clean-up.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
 
-/// Installs packages, builds, runs the demo, checks its result, and cleans up.
+/// Installs missing packages, builds, runs the demo, checks its result, and cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the demo starts containerd and containers: run as root");
@@ -88,8 +88,8 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Prints the logs after an error. After Ctrl-C this function only waits, because the signal
-/// handler ends the process.
+/// Prints the logs of the demo's programs after an error. After Ctrl-C this function only waits,
+/// because the signal handler ends the process.
 fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();
@@ -97,7 +97,7 @@ fn explain(world: &Testbed) {
     world.show_logs();
 }
 
-/// On Ctrl-C, removes the testbed, then ends the demo.
+/// Installs a handler of Ctrl-C that removes the testbed and then ends the demo.
 fn clean_up_on_signal(world: &Arc<Testbed>) -> Result<()> {
     let world = Arc::downgrade(world);
     ctrlc::set_handler(move || {

@@ -1,4 +1,4 @@
-//! The containerd releases that the tests use, and an old C library.
+//! Provides the containerd releases that the tests use, and an old C library.
 //!
 //! The machine's own containerd is listed first. Other release lines come from other suites of the
 //! same distribution, and are unpacked next to it. All suites of an Ubuntu release have the same
@@ -22,14 +22,15 @@ use crate::{
 
 /// Debian's suites in which the release lines of containerd are searched.
 const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
-/// The suite whose C library represents old images.
+/// The Debian suite whose old C library is used in the tests' old images.
 const OLD_SUITE: &str = "bullseye";
-/// Packages of Debian's suite `OLD_SUITE`: the C library, and a few programs that were built for it.
+/// Packages that are taken from the suite `OLD_SUITE`: the C library, and a few programs that were
+/// built for it.
 const OLD_PACKAGES: [&str; 3] = ["libc6", "dash", "coreutils"];
-/// Folder in the cache with the old C library.
+/// Name of the folder in the cache that contains the old C library.
 pub const OLD_LIBC: &str = "libc-old";
 
-/// Installs what is missing and fills `target/affinode/cache`.
+/// Installs missing packages, and fills the folder `target/affinode/cache`.
 pub fn all() -> Result<Releases> {
     packages::install_missing()?;
     let artifacts = Artifacts::at(target_dir().join("affinode"));
@@ -54,8 +55,8 @@ pub fn all() -> Result<Releases> {
     Ok(releases)
 }
 
-/// Prepares everything that tests use, also what takes minutes to build and what single tests need.
-/// Tests whose programs are missing are recorded as skipped.
+/// Installs and builds all programs that the tests use, also those that take minutes to build or
+/// that only single tests need. Tests whose programs are missing are recorded as skipped.
 pub fn everything() -> Result<()> {
     all()?;
     crio::prepare(&Artifacts::at(target_dir().join("affinode")));
@@ -63,8 +64,8 @@ pub fn everything() -> Result<()> {
     Ok(())
 }
 
-/// The folder with `promtool`, Prometheus's own checker of metrics and rules. It is fetched if the
-/// machine has none.
+/// Returns the folder that contains `promtool`, Prometheus's own checker of metrics and rules. It
+/// is fetched if the machine has none.
 pub fn promtool() -> Result<PathBuf> {
     let unpacked = Artifacts::at(target_dir().join("affinode")).cache_dir().join("prometheus");
     let program = match sh::find("promtool") {
@@ -79,7 +80,7 @@ pub fn promtool() -> Result<PathBuf> {
     Ok(program.parent().unwrap_or(Path::new("/usr/bin")).to_owned())
 }
 
-/// The machine's own containerd, which is enough for the demo.
+/// Returns the machine's own containerd release, which is enough for the demo.
 pub fn own() -> Result<Release> {
     packages::install_missing()?;
     let program = sh::find("containerd").context("containerd is not installed")?;

@@ -1,5 +1,6 @@
-//! The dockerd of the tests. It comes from the distribution's package, which is unpacked but not
-//! installed. Debian 12 has an older version, so there dockerd comes from a later suite of Debian.
+//! Provides the dockerd that the tests use. It comes from the distribution's package, which is
+//! unpacked but not installed. Debian 12 has an older version, so there dockerd comes from a later
+//! suite of Debian.
 
 use std::{fs, path::Path, process::Command};
 
@@ -11,15 +12,15 @@ use crate::{
     output, sh,
 };
 
-/// Debian's suites with a new enough version of Docker, the oldest suite first.
+/// Debian's suites that have a sufficiently new version of Docker, the oldest suite first.
 const SUITES: [&str; 3] = ["trixie", "forky", "sid"];
-/// Packages of dockerd and of the command `docker`.
+/// Packages that contain dockerd and the command `docker`.
 const PACKAGES: [&str; 2] = ["docker.io", "docker-cli"];
-/// Oldest major version that the tests support.
+/// Oldest major version of Docker that the tests support.
 const MIN_VERSION: u32 = 26;
 
 /// Unpacks dockerd, unless it is unpacked already. If this machine cannot have dockerd, prints the
-/// reason. The tests that need it are then recorded as skipped.
+/// reason. Tests that need dockerd are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = fetch(artifacts) {
         output::note(&format!("dockerd is not available: {error:#}"));
@@ -44,8 +45,8 @@ fn fetch(artifacts: &Artifacts) -> Result<()> {
     unpacked
 }
 
-/// Unpacks the newest version that runs on this machine. A version may need a newer C library than
-/// the machine has.
+/// Unpacks the newest version of dockerd that runs on this machine. A version may need a newer C
+/// library than the machine has.
 fn newest(suites: &Suites, folder: &Path) -> Result<()> {
     let mut last = None;
     for (version, _) in suites.versions(PACKAGES[0])? {
@@ -81,7 +82,8 @@ fn examine(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the major version, for example 28 from `Docker version 28.5.2+dfsg4, build 3ef3c07`.
+/// Parses the major version from the output of docker, for example 28 from `Docker version
+/// 28.5.2+dfsg4, build 3ef3c07`.
 fn major(said: &str) -> Option<u32> {
     said.split_whitespace().nth(2)?.split('.').next()?.parse().ok()
 }

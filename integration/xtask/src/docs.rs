@@ -1,4 +1,5 @@
-//! `cargo xtask docs`: generates pages from the code, and lowers the limits of avoided words.
+//! `cargo xtask docs`: generates reference pages from the code, and lowers the limits for avoided
+//! words.
 
 mod api;
 mod chart;
@@ -31,7 +32,7 @@ pub struct Options {
     limits: bool,
 }
 
-/// Path of a page in the repository, and the page's text.
+/// A generated page: its path in the repository, and its text.
 type Page = (&'static str, String);
 
 pub fn run(options: &Options) -> Result<()> {
@@ -43,12 +44,12 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { compare(&pages) } else { write(&pages) }
 }
 
-/// Fails if a page differs from the output of the built commands.
+/// Fails if a page in the repository differs from the page that the built commands generate.
 pub fn check(affinode: &Path, plugin: &Path) -> Result<()> {
     compare(&generate(affinode, plugin)?)
 }
 
-/// Builds the commands `affinode` and `kubectl affinode`.
+/// Builds the commands `affinode` and `kubectl affinode`, and returns their paths.
 fn build() -> Result<(PathBuf, PathBuf)> {
     output::step("Building affinode and kubectl-affinode");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

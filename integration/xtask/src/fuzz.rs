@@ -1,5 +1,5 @@
-//! `cargo xtask fuzz`: runs libFuzzer, guided by coverage, on every target of `integration/fuzz`.
-//! The stable compiler is used, with LLVM's own coverage passes.
+//! `cargo xtask fuzz`: runs libFuzzer, guided by code coverage, on every target of
+//! `integration/fuzz`. The stable compiler is used, with LLVM's own coverage passes.
 //!
 //! New inputs of a run are stored in `target/fuzz/corpus`, and failing inputs in
 //! `target/fuzz/artifacts`. A failure ends the command.
@@ -16,14 +16,15 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// Compiler flags that libFuzzer needs. They count every edge and trace comparisons.
+/// Compiler flags that libFuzzer needs. They make the program count every edge and trace
+/// comparisons.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
 /// Target triple of the build. It is passed explicitly, so that build scripts and macros are built
-/// without the counters.
+/// without the coverage counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Time in seconds after which an input counts as a failure.
 const SLOW_S: u32 = 10;
@@ -43,7 +44,7 @@ pub struct Options {
     keep: bool,
 }
 
-/// Builds once, then runs each target.
+/// Builds all targets once, then runs each target.
 pub fn run(options: &Options) -> Result<()> {
     let corpora = workspace_dir().join("integration/fuzz/corpus");
     let known = names(&corpora)?;
@@ -86,7 +87,7 @@ fn fuzzer(binary: &Path, name: &str) -> Command {
     command
 }
 
-/// Replaces a corpus by the smallest set of inputs with the same coverage.
+/// Replaces a corpus (stored test inputs) by the smallest set of inputs with the same coverage.
 fn keep(binary: &Path, name: &str, from: &[&Path], corpus: &Path) -> Result<()> {
     let merged = corpus.with_extension("merged");
     fs::create_dir_all(&merged)?;

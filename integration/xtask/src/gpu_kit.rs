@@ -1,4 +1,4 @@
-//! `cargo xtask gpu-kit`: packs everything that a machine with a GPU needs to run the suite into
+//! `cargo xtask gpu-kit`: packs all files that a machine with a GPU needs to run the GPU suite into
 //! one folder. The folder contains `run.sh` and `payload.tar.gz`.
 //!
 //! ```text
@@ -20,13 +20,13 @@ use clap::Args;
 
 use crate::{build, deps, output, sh};
 
-/// Maximum size of the kit in bytes. The kit is copied to other machines.
+/// Maximum size of the kit in bytes. It is limited because the kit is copied to other machines.
 const LIMIT_BYTES: u64 = 60 << 20;
 const RUN: &str = include_str!("kit/run.sh");
-/// Affinode's binaries that the suite uses.
+/// Binaries of Affinode that the GPU suite uses.
 const BINARIES: [&str; 4] =
     ["affinode", "affinode-gpu-suite", "affinode-keeper", "containerd-shim-affinode-v1"];
-/// Binaries of containerd's package that the suite uses.
+/// Binaries of containerd's package that the GPU suite uses.
 const CONTAINERD: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
 #[derive(Args)]
@@ -36,7 +36,7 @@ pub struct Options {
     out: Option<PathBuf>,
 }
 
-/// Builds, packs, and checks the size.
+/// Builds the programs, packs the kit, and checks its size.
 pub fn pack(options: &Options) -> Result<()> {
     let releases = deps::all()?;
     // The newest release, whose ctr can run containers as any user.

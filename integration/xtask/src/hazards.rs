@@ -1,4 +1,5 @@
-//! `cargo xtask hazards`: runs each hazard without Affinode and with it.
+//! `cargo xtask hazards`: runs each hazard (a use of CUDA that makes a move unsafe) without
+//! Affinode and with it.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -25,7 +26,7 @@ pub struct Options {
     turns: usize,
 }
 
-/// Builds, runs the hazards, and prints the table.
+/// Builds the programs, runs the hazards, and prints the table.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the hazards start a private containerd with containers: run as root");

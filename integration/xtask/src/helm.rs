@@ -1,5 +1,5 @@
-//! A helm for the tests that render the chart. It is built from source that Go's module proxy
-//! provides, because few distributions have a package of helm.
+//! Provides helm for the tests that render the chart. It is built from source that Go's module
+//! proxy provides, because few distributions have a package of helm.
 
 use std::{
     fs,
@@ -13,12 +13,12 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 pub const MODULE: &str = "helm.sh/helm/v3";
-/// The newest release at the time of the last update.
+/// Version of helm to build. It was the newest release at the time of the last update.
 pub const VERSION: &str = "v3.22.0";
 
 /// Returns the folder of a `helm` program: the machine's own, or a program that is built here once.
-/// `None`: Go is missing or too old. The reason is printed, and the tests that need helm are
-/// recorded as skipped.
+/// Returns `None` if Go is missing or too old. The reason is then printed, and tests that need helm
+/// are recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) -> Option<PathBuf> {
     match folder(artifacts) {
         Ok(folder) => folder,

@@ -1,4 +1,4 @@
-//! `cargo xtask install`: from the source to an installed node by one command.
+//! `cargo xtask install`: builds Affinode from source and installs it on this machine.
 
 use std::process::Command;
 
@@ -17,7 +17,8 @@ pub struct Options {
     rest: Vec<String>,
 }
 
-/// Builds, unless `AFFINODE_ARTIFACTS` names built files, and runs `affinode install`.
+/// Builds Affinode and runs `affinode install`. If `AFFINODE_ARTIFACTS` names built files, these
+/// are installed without a build.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!(

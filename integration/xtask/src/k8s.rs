@@ -1,4 +1,4 @@
-//! `cargo xtask k8s`: tests on a real cluster, in a private network.
+//! `cargo xtask k8s`: tests Affinode on a real Kubernetes cluster, in a private network.
 //!
 //! The tests check what operators and users of a cluster do and see. The GPU is simulated, and a
 //! small device plugin assigns it. All other parts are those of real clusters. CI does not run
@@ -26,7 +26,7 @@ use nix::unistd::Uid;
 use self::{control_plane::Plane, programs::Programs};
 use crate::{build, deps, output};
 
-/// VRAM of a node's simulated GPU.
+/// VRAM of the simulated GPU of each node.
 const VRAM_BYTES: u64 = 1024 * MIB;
 
 /// How to run the checks.
@@ -54,12 +54,12 @@ pub enum Part {
     DevicePlugin,
 }
 
-/// Configures the network of a testbed's pods, with the CNI plugins of this folder.
+/// Configures the network for the pods of a testbed, with the CNI plugins in the folder `plugins`.
 pub fn pods(world: &Testbed, plugins: &Path) -> Result<()> {
     files::cni(&world.dir().join("cni"), plugins, "10.98.0.0/24")
 }
 
-/// Builds, starts the cluster, runs the checks, and cleans up.
+/// Builds the programs, starts the cluster, runs the checks, and cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("a cluster starts containers: run as root");

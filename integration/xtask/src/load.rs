@@ -26,9 +26,9 @@ use nix::unistd::Uid;
 use crate::{build, deps, output};
 use processes::LoadProcesses;
 
-/// The default configuration, without automatic offloads.
+/// Configuration of the controller: the default, but without automatic offloads.
 const CONFIG: &str = "[policy]\nmode = \"manual\"\n";
-/// Number of timed changes.
+/// Number of changes whose delay is measured.
 const CHANGES: usize = 20;
 
 /// Size of the load.
@@ -54,7 +54,7 @@ pub struct Options {
     seconds: u64,
 }
 
-/// Builds, fills a node, and prints the figures.
+/// Builds the programs, fills a node, and prints the figures.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the load starts containerd and a container: run as root");
@@ -115,7 +115,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Processor time of a process during a time span, in percent of one core.
+/// Returns the processor time that a process uses during a time span, in percent of one core.
 fn percent(pid: i32, span: Duration) -> Result<f64> {
     let before = processor_ticks(pid)?;
     std::thread::sleep(span);

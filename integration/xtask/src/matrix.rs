@@ -1,13 +1,14 @@
-//! `cargo xtask matrix`: installation, use, upgrade and removal on each containerd.
+//! `cargo xtask matrix`: tests installation, use, upgrade and removal of Affinode on each
+//! containerd release.
 //!
 //! ```text
 //!  Debian's archive ─── 1.6, 1.7, 2.1 ──┐
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! Each containerd has a node of its own, on which the steps run. The faults of an installation
-//! follow, each on a new node. Then come the steps next to NVIDIA's container toolkit, which is
-//! built as well.
+//! Each containerd release has a node of its own, on which the steps run. Then faults are injected
+//! into installations, each on a new node. Then steps run on nodes that also have NVIDIA's
+//! container toolkit, which is built as well.
 //!
 //! A step passes if its result was observed, and its cell contains the observation. The GPU is
 //! simulated. The programs are installed into the node's own folders, and a stand-in for systemctl

@@ -1,4 +1,4 @@
-//! The only module that prints.
+//! Prints to the terminal. No other module prints.
 #![expect(clippy::print_stderr, clippy::print_stdout, reason = "a tool for people")]
 
 /// Prints the name of the step that begins.
@@ -6,7 +6,7 @@ pub fn step(text: &str) {
     eprintln!("==> {text}");
 }
 
-/// Prints a remark about the step.
+/// Prints a remark about the current step.
 pub fn note(text: &str) {
     eprintln!("    {text}");
 }

@@ -1,4 +1,5 @@
-//! `cargo xtask package`: creates the files of a release, without a registry and without a daemon.
+//! `cargo xtask package`: creates the files of a release (packages and image), without a registry
+//! and without a daemon.
 //!
 //! ```text
 //!  build ──> programs ──┬──> contents of a node's package ──┬──> .deb
@@ -6,8 +7,8 @@
 //!                       └──> contents of the image ────────────> OCI archive    SBOM, SHA256SUMS
 //! ```
 //!
-//! The output depends only on the commit. Names are sorted, times are those of the commit, and root
-//! owns all files. The files are packed twice and compared.
+//! The output depends only on the commit. File names are sorted, times are those of the commit, and
+//! root owns all files. To verify this, everything is packed twice and compared.
 
 mod build;
 mod check;
@@ -58,21 +59,21 @@ pub struct About {
     pub version: String,
     /// Modification time of all files in the packages, in Unix seconds.
     pub epoch_seconds: u32,
-    /// Oldest C library that the programs run with, such as `2.31`.
+    /// Oldest version of the C library with which the programs run, such as `2.31`.
     pub glibc: String,
 }
 
 impl About {
-    /// The version in a form that .deb and .rpm sort correctly: a pre-release has a tilde.
+    /// Returns the version in a form that .deb and .rpm sort correctly: a pre-release has a tilde.
     pub fn package_version(&self) -> String {
         self.version.replacen('-', "~", 1).replace('-', ".")
     }
 }
 
-/// Packages of one build, by file name.
+/// The packages of one build, as file names and contents.
 pub type Packages = BTreeMap<String, Vec<u8>>;
 
-/// Builds, packs twice, compares, and writes the packages.
+/// Builds the programs, packs twice, compares both results, and writes the packages.
 pub fn run(options: &Options) -> Result<()> {
     let (version, epoch_seconds) = (version(options.version.as_deref())?, epoch_seconds()?);
     let built = if options.dev { build::dev()? } else { build::release()? };
@@ -104,7 +105,8 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 
-/// The container image of a build. It is for tests, and has the name of a release's image.
+/// Builds the container image of existing artifacts. It is for tests, and has the name of a
+/// release's image.
 pub fn image_of(artifacts: &Artifacts) -> Result<Vec<u8>> {
     let built = build::of(artifacts)?;
     let (version, epoch_seconds) = (version(None)?, epoch_seconds()?);
@@ -144,7 +146,8 @@ fn write(out: &Path, packages: &Packages) -> Result<()> {
     Ok(fs::write(out.join("SHA256SUMS"), sums)?)
 }
 
-/// The requested version. It must begin with the version in Cargo.toml, which the programs print.
+/// Returns the version of the packages, which may be requested. It must begin with the version in
+/// Cargo.toml, which the programs print.
 fn version(asked: Option<&str>) -> Result<String> {
     let own = env!("CARGO_PKG_VERSION");
     let asked = asked.map_or(own, |asked| asked.strip_prefix('v').unwrap_or(asked));
@@ -156,7 +159,8 @@ fn version(asked: Option<&str>) -> Result<String> {
     Ok(asked.to_owned())
 }
 
-/// Time of the commit in Unix seconds. Outside of a git checkout it is `SOURCE_DATE_EPOCH`.
+/// Returns the time of the commit in Unix seconds. Outside of a git checkout, returns
+/// `SOURCE_DATE_EPOCH`.
 fn epoch_seconds() -> Result<u32> {
     let text = match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) => text,

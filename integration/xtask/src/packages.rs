@@ -1,4 +1,4 @@
-//! Packages that must be installed on the machine.
+//! Installs packages of the distribution that the commands need on this machine.
 
 use std::{path::Path, process::Command};
 
@@ -7,7 +7,8 @@ use nix::unistd::Uid;
 
 use crate::{output, sh};
 
-/// Programs or files that exist if a package is installed, and the package's name.
+/// Packages that every command needs: a program or file that exists if the package is installed,
+/// and the package's name.
 const NEEDED: [(&str, &str); 8] = [
     ("containerd", "containerd"),
     ("runc", "runc"),
@@ -24,8 +25,8 @@ pub fn install_missing() -> Result<()> {
     install(&NEEDED)
 }
 
-/// Installs missing packages with apt. A package counts as installed if its file exists. If no
-/// package is missing, does nothing.
+/// Installs packages with apt if they are missing. A package counts as installed if its file
+/// exists. If no package is missing, does nothing.
 pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();

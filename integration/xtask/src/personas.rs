@@ -1,7 +1,8 @@
-//! `cargo xtask personas`: what users type, from nothing to a container that gave its GPU back.
+//! `cargo xtask personas`: runs what users type according to the documents, from nothing to a
+//! container that gave its GPU back.
 //!
-//! Each persona is a person with a machine or a cluster. The commands are those of the documents:
-//! they are counted and run, so a document that is wrong makes this fail. The GPU is simulated.
+//! Each persona is a kind of user with a machine or a cluster. The commands are read from the
+//! documents, counted and run, so this fails if a document is wrong. The GPU is simulated.
 
 mod cluster;
 mod containerd;
@@ -62,7 +63,7 @@ impl Persona {
         }
     }
 
-    /// Documents with the commands, in the order in which the user reads them.
+    /// Documents that contain the persona's commands, in the order in which the user reads them.
     fn documents(self) -> &'static [&'static str] {
         match self {
             Persona::Docker => &["README.md"],
@@ -72,12 +73,12 @@ impl Persona {
         }
     }
 
-    /// The persona whose commands this one types first.
+    /// The persona whose commands this persona types first, if there is one.
     fn begins_as(self) -> Option<Persona> {
         (self == Persona::Jupyterhub).then_some(Persona::Kubernetes)
     }
 
-    /// Maximum number of commands.
+    /// Maximum number of commands that the persona may have to type.
     fn limit(self) -> usize {
         match self {
             Persona::Docker | Persona::Nerdctl => 3,
@@ -86,7 +87,7 @@ impl Persona {
         }
     }
 
-    /// The lines of its documents.
+    /// Returns the command lines of the persona's documents.
     pub fn lines(self) -> Result<Vec<DocLine>> {
         let mut lines = self.begins_as().map_or(Ok(Vec::new()), Persona::lines)?;
         for document in self.documents() {
@@ -96,21 +97,21 @@ impl Persona {
     }
 }
 
-/// How the run of a persona ended.
+/// How the run of a persona's commands ended.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// The user saw this.
+    /// The commands were run. The text is what the user saw.
     Passed(String),
-    /// The commands were run up to the cluster, which is not there. This was seen.
+    /// The commands were run as far as they need no cluster. The text is what was seen.
     Checked(String),
-    /// It was not run, for this reason.
+    /// The commands were not run. The text is the reason.
     NotRun(String),
-    /// It failed, with this error.
+    /// A command failed with this error.
     Failed(String),
 }
 
-/// A persona with its commands and the outcome.
+/// A persona with its commands and their outcome.
 #[derive(Debug, Serialize)]
 struct Played {
     persona: Persona,
@@ -153,7 +154,7 @@ impl Played {
 
 type Ran = (Outcome, Vec<Substitution>);
 
-/// Counts, builds, plays, and prints.
+/// Counts the commands, builds the programs, runs the commands, and prints the outcomes.
 pub fn run(options: &Options) -> Result<()> {
     let chosen = match options.names.as_slice() {
         [] => Persona::value_variants(),
@@ -203,7 +204,7 @@ fn one(persona: Persona, artifacts: &Artifacts, release: &Release) -> Result<Pla
     })
 }
 
-/// The personas of one machine, as a part of all tests.
+/// Runs the personas that have one machine and no cluster, as a part of all tests.
 pub fn of_one_machine(artifacts: &Artifacts, release: &Release) -> Result<()> {
     for persona in [Persona::Docker, Persona::Nerdctl] {
         let played = one(persona, artifacts, release)?;
@@ -219,7 +220,7 @@ pub fn of_one_machine(artifacts: &Artifacts, release: &Release) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Fails when a document's commands are gone or have become more than the limit.
+    /// Fails when a document has lost its commands, or has more commands than the limit.
     #[test]
     fn documents_keep_within_the_limits() -> Result<()> {
         for played in count(Persona::value_variants())? {

@@ -1,6 +1,6 @@
-//! A runc that supports id-mapped mounts (1.2 and later). Pods with a user namespace need it. The
-//! distribution's runc may be older, so a newer runc is built from source that Go's module proxy
-//! provides.
+//! Builds a runc that supports id-mapped mounts (1.2 and later). Pods with a user namespace need
+//! it. The distribution's runc may be older, so a newer runc is built from source that Go's module
+//! proxy provides.
 
 use std::{fs, process::Command};
 
@@ -10,11 +10,11 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
-/// Release of runc. It was the newest release at the time of the last update.
+/// Version of runc that is built. It was the newest release at the time of the last update.
 const VERSION: &str = "1.4.3";
 
-/// Builds runc, unless it is built already. If Go is missing or too old, prints a note. The tests
-/// that need this runc are then recorded as skipped.
+/// Builds runc, unless it is built already. If Go is missing or too old, prints a note. Tests that
+/// need this runc are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
         output::note(&format!("runc for user namespaces is not available: {error:#}"));

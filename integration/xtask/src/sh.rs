@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// Runs a command on this terminal and requires success.
+/// Runs a command whose output goes to this terminal, and requires success.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot run {}", name(command)))?;
     if !status.success() {
@@ -24,7 +24,7 @@ pub fn read(command: &mut Command) -> Result<String> {
         .with_context(|| format!("{} printed bytes that are not UTF-8", name(command)))
 }
 
-/// Path of a program in PATH or in the usual folders of root's programs.
+/// Returns the path of a program in PATH or in the usual folders of root's programs.
 pub fn find(program: &str) -> Option<std::path::PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

@@ -1,4 +1,4 @@
-//! A step and its outcome. The tables of `matrix` and `systemd` have one cell for each step.
+//! A test step and its outcome. The tables of `matrix` and `systemd` have one cell for each step.
 
 use std::time::Instant;
 
@@ -13,11 +13,11 @@ use crate::output;
 enum Outcome {
     Passed,
     Failed,
-    /// The step was not run, because a step on which it depends has failed.
+    /// The step was not run, because a step on which it depends failed.
     NotTried,
 }
 
-/// Outcome of a step, with its observation.
+/// A step that was executed or skipped: its outcome, with the observation or error.
 #[derive(Serialize)]
 pub struct Tried {
     outcome: Outcome,
@@ -40,7 +40,7 @@ impl Tried {
         tried
     }
 
-    /// The outcome of a step that was skipped after a failure.
+    /// Creates the outcome of a step that is skipped after a failure.
     pub fn not_tried() -> Self {
         Self {
             outcome: Outcome::NotTried,
@@ -54,7 +54,7 @@ impl Tried {
         self.outcome == Outcome::Passed
     }
 
-    /// Symbol for the cell of a table.
+    /// Symbol for the outcome in the cell of a table.
     pub fn sign(&self) -> &'static str {
         match self.outcome {
             Outcome::Passed => "ok",
@@ -63,7 +63,7 @@ impl Tried {
         }
     }
 
-    /// The observation on one line.
+    /// The observation or the error, on one line.
     pub fn seen(&self) -> String {
         self.seen.trim().replace('\n', " / ")
     }

@@ -20,8 +20,8 @@ pub struct Options {
     rest: Vec<String>,
 }
 
-/// Builds everything, then runs the crates' tests, then the end-to-end tests. Without a filter, also
-/// runs the commands of the documents for one machine.
+/// Builds everything, then runs the tests of all crates, then the end-to-end tests. Without a
+/// filter, also runs the documents' commands for users with one machine.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the end-to-end tests start containerd and mount: run as root");
@@ -66,7 +66,8 @@ pub fn run(options: &Options) -> Result<()> {
     outcome
 }
 
-/// The summary of the tests' notes: counts, then the skipped tests with their reasons.
+/// Returns a summary of the notes that tests have written: counts, then the skipped tests with
+/// their reasons.
 fn summary(notes: &str) -> String {
     let (skipped, told): (Vec<&str>, Vec<&str>) =
         notes.lines().partition(|line| line.starts_with(SKIPPED));

@@ -1,4 +1,4 @@
-//! `cargo xtask systemd`: tests on a private node with a real systemd. They cover containerd's
+//! `cargo xtask systemd`: runs tests on a private node with a real systemd. They cover containerd's
 //! unit, the controller's unit, and jobs of systemd-run and Slurm.
 //!
 //! ```text
@@ -62,7 +62,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs all parts. A part that needs an earlier part runs only if the earlier part has passed.
+/// Runs all parts of the tests. A part that needs an earlier part runs only if the earlier part has
+/// passed.
 fn all(node: &Node, rows: &mut Rows) -> Result<()> {
     let holds = |held: bool, part: &str| match held {
         true => Ok(()),

@@ -1,7 +1,7 @@
 //! Measures how much longer a hooked driver call takes than a direct call.
 //!
-//! Runs the preload library's own benchmark. A stand-in replaces libcuda, and its function returns
-//! immediately, so only the hook is measured. No container is needed.
+//! This module runs the preload library's own benchmark. A stand-in replaces libcuda, and its
+//! function returns immediately, so only the hook is measured. No container is needed.
 
 use std::{
     io::{Read, Write},
@@ -32,7 +32,7 @@ struct Cost {
     ns_per_call_median: f64,
 }
 
-/// Measures with one thread and with eight.
+/// Measures the time of a call with one thread and with eight threads.
 pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     let folder = target_dir().join("affinode/bench");
     std::fs::create_dir_all(&folder)?;
@@ -89,12 +89,12 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Number of starts of the benchmark with and without the library. Several starts are measured
-/// because the speed differs between starts.
+/// Number of times that the benchmark is started, with and without the library each. Several starts
+/// are measured because the speed differs between starts.
 const STARTS: usize = 6;
 
-/// Runs both sides in turn, `STARTS` times each. Returns the median of each side, and the noise of
-/// the side without the library.
+/// Runs the benchmark without and with the library in turn, `STARTS` times each. Returns the median
+/// of each side, and the noise of the side without the library.
 fn in_turn(
     without: impl Fn() -> Result<f64>,
     with: impl Fn() -> Result<f64>,
@@ -107,8 +107,8 @@ fn in_turn(
     Ok((median(&stock), median(&ours), noise(&stock)))
 }
 
-/// Simulates a controller that does nothing but request a sample of the calls. Returns the path of
-/// its socket.
+/// Starts a fake controller that only requests the recording of some calls. Returns the path of its
+/// socket.
 fn watch(folder: &Path) -> Result<PathBuf> {
     let path = folder.join("agent.sock");
     let _ = std::fs::remove_file(&path);

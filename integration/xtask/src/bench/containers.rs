@@ -1,4 +1,5 @@
-//! Time from start to exit, and resident memory, compared with the stock shim.
+//! Measures a container's time from start to exit and the memory of its shims, compared with the
+//! stock shim.
 
 use std::time::Instant;
 
@@ -15,7 +16,8 @@ use super::{
     stats::{median, noise},
 };
 
-/// Number of pods for each of the two shims. The memory of their shim processes is measured.
+/// Number of pods that are started with each of the two shims. The memory of their shim processes
+/// is measured.
 const PODS: usize = 4;
 
 /// Measures the time from start to exit of `/bin/true`, and the memory of the shims of

@@ -1,5 +1,5 @@
-//! Compares the engines, and prints each figure beside its goal, in the form of the suite for GPU
-//! machines.
+//! Compares the engines (methods to move GPU memory), and prints each figure with its goal, in the
+//! same form as the suite for GPU machines.
 
 use std::process::Command;
 
@@ -12,7 +12,7 @@ use anyhow::Result;
 
 use crate::output;
 
-/// Runs the comparison on the machine's GPU, or on the simulated GPU if the machine has none. The
+/// Compares the engines on the machine's GPU, or on the simulated GPU if the machine has none. The
 /// figures of the simulated GPU depend only on this machine's memory. Returns whether every goal
 /// was met and no part failed.
 pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {

@@ -1,6 +1,6 @@
-//! Figures from samples.
+//! Computes figures (median and noise) from samples.
 
-/// The median of the samples; 0 without samples.
+/// Returns the median of the samples, or 0 if there are none.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -11,8 +11,9 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// Difference between the median of every second sample and the median of the others. The samples
-/// are in the order of time, so the conditions were the same for both halves.
+/// Returns the noise of samples: the difference between the median of every second sample and the
+/// median of the other samples. The samples are in the order of time, so the conditions were the
+/// same for both halves.
 pub fn noise(samples: &[f64]) -> f64 {
     let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();
     (median(&half(0)) - median(&half(1))).abs()

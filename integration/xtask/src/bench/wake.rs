@@ -11,8 +11,8 @@ use super::{
 /// Number of rounds. In each round, ten processes of each kind run on one GPU.
 const GOES: usize = 4;
 
-/// Measures the time of the driver's restore and unlock, and the time of a call that wakes a
-/// process.
+/// Measures the time that the driver needs for restore and unlock, and the time that a waiting call
+/// needs to wake its process.
 pub fn measure(world: &Testbed) -> Result<Vec<Figure>> {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..GOES {

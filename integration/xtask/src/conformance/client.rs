@@ -1,5 +1,5 @@
-//! containerd's own client tests. They start a containerd of their own and use it through the Go
-//! client.
+//! Runs containerd's own client tests. They start a containerd of their own and use it through the
+//! Go client.
 
 use std::{
     fs,
@@ -15,11 +15,11 @@ use crate::output;
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
 const PACKAGE: &str = "integration/client";
-/// Source file with the names of the suite's images.
+/// Source file of containerd with the names of the images that the suite uses.
 const IMAGES: &str = "integration/images/image_list.go";
-/// Folders that the tests' containerd always uses.
+/// Folders that the containerd of the tests always uses.
 const PLACES: [&str; 2] = ["/var/lib/containerd-test", "/run/containerd-test"];
-/// Test that needs an external registry, and is skipped.
+/// Name of a test that is skipped, because it needs an external registry.
 const SKIPPED: &str = "TestBindLowPort";
 
 pub struct Client {
@@ -61,8 +61,8 @@ impl Client {
         })
     }
 
-    /// Runs the suite, or the tests that match the expression. `ours`: with Affinode instead of the
-    /// stock runtime.
+    /// Runs the suite, or only the tests that match the expression. `ours` is true for a run with
+    /// Affinode, and false for a run with the stock runtime.
     pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
         for place in PLACES.map(Path::new).iter().filter(|place| place.exists()) {
             fs::remove_dir_all(place).with_context(|| {

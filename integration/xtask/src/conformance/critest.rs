@@ -1,5 +1,5 @@
-//! critest, the validation suite of the container runtime interface. It sends requests to containerd
-//! or CRI-O as a kubelet does, and names the runtime handler of each pod.
+//! Runs critest, the validation suite of the container runtime interface (CRI). It sends requests
+//! to containerd or CRI-O as a kubelet does, and names the runtime handler of each pod.
 //!
 //! Each run has its own environment: a containerd or CRI-O, a network for the pods, and a registry on
 //! the loopback of that network. The registry replaces both registries from which the suite pulls
@@ -26,11 +26,12 @@ use super::{go, mirror, outcome::Outcomes, registry};
 use crate::{apt, k8s, output};
 
 const MODULE: &str = "sigs.k8s.io/cri-tools";
-/// The release of the suite.
+/// Version of the suite.
 pub const VERSION: &str = "1.36.0";
-/// Source file with the names of the suite's images.
+/// Source file of critest with the names of the images that the suite uses.
 const IMAGES: &str = "pkg/validate/consts.go";
-/// Prefix of an image name that the suite pulls by digest. The local image has another digest.
+/// Prefix of the name of an image that the suite pulls by digest. The local image has another
+/// digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
 const PLUGINS: &str = "containernetworking-plugins";
 
@@ -70,13 +71,13 @@ impl Critest {
         })
     }
 
-    /// The same suite for CRI-O in place of containerd.
+    /// Returns the same suite, but for CRI-O in place of containerd.
     pub fn of_crio(self, programs: CrioPrograms) -> Self {
         Self { crio: Some(programs), ..self }
     }
 
-    /// Runs the suite, or the tests whose names match the expression. `ours`: with Affinode instead
-    /// of the stock runtime.
+    /// Runs the suite, or only the tests whose names match the expression. `ours` is true for a run
+    /// with Affinode, and false for a run with the stock runtime.
     pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
         let world = self.world()?;
         let crio = self.crio.as_ref().map(|programs| start_crio(&world, programs)).transpose()?;
@@ -114,7 +115,7 @@ impl Critest {
         Ok(outcomes)
     }
 
-    /// An environment with a network for pods and a registry.
+    /// Creates an environment that has a network for pods and a registry.
     fn world(&self) -> Result<Testbed> {
         let recipe = TestbedConfig::default().node().artifacts(self.artifacts.clone());
         let world = recipe.release(&self.release).world()?;
@@ -126,7 +127,7 @@ impl Critest {
         Ok(world)
     }
 
-    /// Starts containerd with Affinode's handler, as it is installed there.
+    /// Starts the environment's containerd with Affinode's handler, as it is installed there.
     fn start_containerd(&self, world: &Testbed) -> Result<()> {
         // Folders that exist where Affinode is installed and that its programs need.
         fs::create_dir_all(world.prefix().join("lib"))?;
@@ -146,7 +147,7 @@ fn start_crio<'a>(world: &'a Testbed, programs: &CrioPrograms) -> Result<Crio<'a
     Crio::start(world, programs)
 }
 
-/// The expression that matches only this test.
+/// Returns the expression that matches only the test with this name.
 pub fn alone(name: &str) -> String {
     let special = |c: char| c.is_ascii_punctuation();
     let escaped: String =
@@ -154,8 +155,8 @@ pub fn alone(name: &str) -> String {
     escaped + "$"
 }
 
-/// Replaces the digest in the suite's list of images. Only the first image that
-/// matches is changed: the Windows image has a similar, longer name and comes later in the list.
+/// Replaces the digest of an image in the suite's list of images. Only the first match is changed:
+/// the Windows image has a similar, longer name and comes later in the list.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

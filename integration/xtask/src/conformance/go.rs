@@ -1,4 +1,4 @@
-//! Builds test programs from source that Go's module proxy provides.
+//! Builds test programs from Go source, which is fetched from Go's module proxy.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::{output, sh};
 
-/// Builds the tests of a folder, unless they are built already.
+/// Builds the Go tests of a folder into one program, unless it is built already.
 pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     if program.is_file() {
         return Ok(());
@@ -22,7 +22,7 @@ pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     sh::run(build.env("GOFLAGS", "-buildvcs=false"))
 }
 
-/// Copies the source of a module, because Go's own cache is read-only.
+/// Fetches the source of a Go module, and copies it because Go's own cache is read-only.
 pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Module {

@@ -1,4 +1,5 @@
-//! Redirects all pulls from critest's registries to the local registry.
+//! Configures containerd and CRI-O to pull all images of critest's registries from the local
+//! registry.
 
 use std::{fmt::Write, fs, path::Path};
 
@@ -8,10 +9,10 @@ use anyhow::{Context, Result};
 use super::registry::ADDRESS;
 
 const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
-/// Folder from which CRI-O reads its registries. No setting of CRI-O names another folder.
+/// Folder from which CRI-O reads its registries. CRI-O cannot be configured to read another folder.
 const OF_CRIO: &str = "/etc/containers/registries.conf.d";
 
-/// Writes the files that containerd reads for each registry.
+/// Writes the configuration files by which containerd pulls from the local registry.
 pub fn of_containerd(dir: &Path) -> Result<()> {
     let hosts = dir.join("hosts");
     for name in REGISTRIES {
@@ -28,7 +29,8 @@ pub fn of_containerd(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// Writes CRI-O's file into a folder that only the testbed sees.
+/// Writes the configuration file by which CRI-O pulls from the local registry. It is mounted where
+/// only the testbed sees it.
 pub fn of_crio(world: &Testbed) -> Result<()> {
     let folder = world.dir().join("registries");
     fs::create_dir_all(&folder)?;

@@ -1,11 +1,11 @@
-//! Outcomes of tests with the stock runtime and with Affinode.
+//! Outcomes of a suite's tests, with the stock runtime and with Affinode.
 
 use std::{collections::BTreeMap, fmt::Write};
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-/// Result of a test.
+/// Outcome of one test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Pass,
@@ -14,12 +14,12 @@ pub enum Outcome {
     Skip,
 }
 
-/// Outcomes by test name. Subtests are not counted.
+/// Outcomes of a suite's tests by name. Subtests are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcomes(BTreeMap<String, Outcome>);
 
 impl Outcomes {
-    /// Parses the output of a Go test program with `-test.v`.
+    /// Parses the outcomes from the output of a Go test program with `-test.v`.
     pub fn parse(output: &str) -> Self {
         let ended = output.lines().filter_map(|line| {
             let (word, rest) = line.strip_prefix("--- ")?.split_once(": ")?;
@@ -34,7 +34,8 @@ impl Outcomes {
         Self(ended.collect())
     }
 
-    /// Parses Ginkgo's report (`-ginkgo.json-report`). A skipped test has no outcome.
+    /// Parses the outcomes from Ginkgo's report (`-ginkgo.json-report`). A skipped test has no
+    /// outcome.
     pub fn of_ginkgo(report: &str) -> Result<Self> {
         #[derive(Deserialize)]
         #[serde(rename_all = "PascalCase")]
@@ -80,17 +81,17 @@ impl Outcomes {
 pub struct Comparison {
     stock: Outcomes,
     ours: Outcomes,
-    /// Tests that were repeated because their first outcomes differed.
+    /// Names of the tests that were run again because their first outcomes differed.
     again: Vec<String>,
 }
 
 impl Comparison {
-    /// Compares two runs of one suite.
+    /// Compares two runs of one suite: with the stock runtime and with Affinode.
     pub fn new(stock: Outcomes, ours: Outcomes) -> Self {
         Self { stock, ours, again: Vec::new() }
     }
 
-    /// Tests whose outcomes differ.
+    /// Names of the tests whose outcomes differ between the two runs.
     pub fn differing(&self) -> Vec<String> {
         let names = self.stock.0.keys().chain(self.ours.0.keys());
         let mut names: Vec<String> =
@@ -107,7 +108,7 @@ impl Comparison {
         self.ours.0.extend(ours.0.clone());
     }
 
-    /// Tests that pass with the stock runtime but not with Affinode.
+    /// Names of the tests that pass with the stock runtime but not with Affinode.
     pub fn regressions(&self) -> impl Iterator<Item = &str> {
         let passes = self.stock.0.iter().filter(|(_, ended)| **ended == Outcome::Pass);
         passes

@@ -1,4 +1,4 @@
-//! The Markdown page that contains the tables of all suites.
+//! Writes the Markdown page that contains the conformance tables of all suites.
 
 use std::{fs, path::Path, process::Command};
 
@@ -17,8 +17,8 @@ the handler of `config/crio/affinode.conf`, which runs `affinode-runtime`, with 
 runc.
 ";
 
-/// Date, machine and versions of a run. `engine` is the container engine with its version, and
-/// `runc` the program that it runs.
+/// Returns a text with the date, the machine and the versions of a run. `engine` is the container
+/// engine with its version. `runc` is the path of the runc that it runs.
 pub fn machine(engine: &str, runc: &Path) -> Result<String> {
     let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
     let runc = sh::read(Command::new(runc).arg("--version"))?;
@@ -32,7 +32,7 @@ pub fn machine(engine: &str, runc: &Path) -> Result<String> {
     ))
 }
 
-/// Writes a table to the page, in place of an older table of the same suite.
+/// Writes the table of a suite to the page, in place of an older table of the same suite.
 pub fn put(file: &Path, table: &str) -> Result<()> {
     let page = if file.exists() { fs::read_to_string(file)? } else { String::new() };
     fs::write(file, with(&page, table)).with_context(|| format!("cannot write {}", file.display()))

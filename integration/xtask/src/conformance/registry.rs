@@ -1,4 +1,5 @@
-//! A registry on loopback with the images that the suites pull, built from the machine's busybox.
+//! A registry on loopback with the images that the suites pull. The images are built from the
+//! machine's busybox.
 
 use std::{
     convert::Infallible,
@@ -32,8 +33,8 @@ const OCTETS: &str = "application/octet-stream";
 /// Address of the registry. It is fixed, because the names of the images are built into the suites.
 pub const ADDRESS: &str = "127.0.0.1:5055";
 
-/// Serves the images on a thread until the program ends, on the machine's loopback or on that of
-/// another network namespace.
+/// Serves the images on a thread until the program ends. The registry listens on the machine's
+/// loopback, or on that of the network namespace `network`.
 pub fn serve(network: Option<File>) -> Result<()> {
     images()?;
     let (told, ready) = mpsc::channel();
@@ -58,16 +59,16 @@ pub fn serve(network: Option<File>) -> Result<()> {
     ready.recv()?.with_context(|| format!("cannot listen on {ADDRESS}, where suites pull from"))
 }
 
-/// The SHA-256 of an image's manifest, in hex.
+/// Returns the SHA-256 of an image's manifest, in hex.
 pub fn digest(name: &str) -> Result<String> {
     let digest = images()?.named(name).and_then(|digest| digest.strip_prefix("sha256:"));
     digest.map(ToOwned::to_owned).with_context(|| format!("there is no image {name}"))
 }
 
-/// The image that a suite pulls by its digest.
+/// Name of the image that a suite pulls by its digest.
 pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
-/// Names of images that the suites pull and that start a shell. Names with the same repository
-/// refer to the same image.
+/// Names of those images of the suites that start a shell. Names with the same repository refer to
+/// the same image.
 const NAMES: [&str; 14] = [
     "alpine:3.14.0",
     "busybox:1.36",
@@ -84,7 +85,7 @@ const NAMES: [&str; 14] = [
     "k8s-staging-cri-tools/test-image-tags:2",
     "k8s-staging-cri-tools/test-image-tags:3",
 ];
-/// Names of images whose program runs as a certain user, and the user.
+/// Names of images whose program runs as a certain user, each with the user.
 const USERS: [(&str, &str); 5] = [
     ("test-image-user-uid", "1002"),
     ("test-image-user-username", "www-data"),
@@ -92,21 +93,21 @@ const USERS: [(&str, &str); 5] = [
     ("test-image-user-username-group", "www-data:www-data"),
     ("test-image-predefined-group", "1000"),
 ];
-/// Names of images that serve a web page, and the port.
+/// Names of images that serve a web page, each with the port.
 const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/nginx:1.14-2", "80"),
     ("e2e-test-images/httpd:2.4.39-4", "80"),
     ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
 ];
-/// Script in place of nginx, which serves the page and ends at SIGTERM. Tests check its name, its first process and its
-/// file.
+/// Script that is installed in place of nginx. It serves the page and ends at SIGTERM. Tests check
+/// its name, its first process and its file.
 const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
 trap exit TERM
 httpd -f -p \"$2\" -h /srv &
 wait
 ";
-/// A script for `pgrep`, which the machine's busybox does not have.
+/// Script that is installed as `pgrep`, which the machine's busybox does not have.
 const PGREP: &[u8] = b"#!/bin/sh
 for process in /proc/[0-9]*; do
     [ \"$(cat $process/comm 2> /dev/null)\" = \"$1\" ] && echo ${process#/proc/}
@@ -117,7 +118,7 @@ const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\nwww-data:x:33:33:www-data:/
 const GROUP: &str = "root:x:0:\nwww-data:x:33:\ndefault-user:x:1000:\n\
     group-defined-in-image:x:50000:default-user\nnobody:x:65534:\n";
 
-/// The images, created once.
+/// Returns the archive of all images, which is created once.
 fn images() -> Result<&'static Archive> {
     static IMAGES: OnceLock<Archive> = OnceLock::new();
     if let Some(made) = IMAGES.get() {
@@ -149,7 +150,7 @@ fn make() -> Result<Archive> {
     Ok(images)
 }
 
-/// The layer that all images share.
+/// Builds the file system layer that all images share.
 fn layer() -> Result<Vec<u8>> {
     if !Path::new(BUSYBOX).exists() {
         let mut install = Command::new("apt-get");
@@ -190,7 +191,7 @@ async fn accept(listener: &TcpListener) {
     }
 }
 
-/// Replies to the read requests of the OCI distribution protocol, for manifests and whole blobs.
+/// Answers a read request of the OCI distribution protocol, for a manifest or a whole blob.
 fn answer(images: &Archive, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let path = request.uri().path().trim_start_matches("/v2/");
     let split = |word: &str| path.split_once(word);

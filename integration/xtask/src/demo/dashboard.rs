@@ -1,4 +1,5 @@
-//! The continuous demo: containers work, become idle and evict each other, until the user ends it.
+//! The continuous demo with the dashboard: containers work, become idle and evict each other, until
+//! the user ends it.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
@@ -9,7 +10,7 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// VRAM of each container on the machine's own GPU.
+/// VRAM in MiB of each container, if the demo runs on the machine's own GPU.
 const REAL_MIB: u64 = 1024;
 /// Pause between two rounds of calls.
 const BEAT: std::time::Duration = std::time::Duration::from_secs(4);
@@ -22,7 +23,7 @@ pub fn free_address() -> Result<SocketAddr> {
     Ok(socket.local_addr()?)
 }
 
-/// Returns the scenario's configuration, with the address of the dashboard if there is one.
+/// Returns the configuration of a scenario. Adds the address of the dashboard if there is one.
 pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     let http = address.map_or_else(String::new, |address| {
         // Any user of this machine may offload and restore the demo's containers.
@@ -32,7 +33,7 @@ pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     format!("{scene}{http}")
 }
 
-/// Runs until the process is ended.
+/// Runs the continuous demo until the user ends this process.
 pub fn live(world: &Testbed) -> Result<()> {
     let mib = match world.gpu() {
         Gpu::Simulated { vram_bytes } => vram_bytes / MIB / 10 * 3,

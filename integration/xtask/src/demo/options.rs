@@ -1,4 +1,4 @@
-//! The demo's command line.
+//! The command line options of the demo.
 
 use clap::{Args, ValueEnum};
 

@@ -1,4 +1,4 @@
-//! The result of the demo: one JSON object, or a few lines.
+//! The result of the demo, which is printed as one JSON object or as a few lines.
 
 use std::{process::Command, time::Duration};
 
@@ -102,7 +102,8 @@ impl Report {
     }
 }
 
-/// Duration in milliseconds of the first move that ended in the state `to` and moved memory.
+/// Returns the duration, in milliseconds, of the first move that ended in the state `to` and moved
+/// memory.
 fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
     let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
     let event = events.iter().find(moved);

@@ -1,4 +1,4 @@
-//! The steps of the demo.
+//! The steps of the demo: two containers fill VRAM, become idle, are offloaded and restored.
 
 use affinode_e2e::{
     cli::{EventRow, GpuRow},
@@ -22,16 +22,16 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 
-/// VRAM of each container on the machine's own GPU. It is large enough to be visible, and small
-/// enough to be moved quickly.
+/// VRAM in bytes that each container fills, if the demo runs on the machine's own GPU. It is large
+/// enough to be visible, and small enough to be moved quickly.
 const REAL_BYTES: u64 = 2048 * MIB;
 
 pub struct Seen {
-    /// The GPU as the controller reports it at the end.
+    /// The GPU's row in the controller's report at the end of the demo.
     pub gpu: GpuRow,
     /// VRAM that each container fills.
     pub each_bytes: u64,
-    /// Decrease of the device's used VRAM when the first container was offloaded.
+    /// Bytes by which the used VRAM of the GPU decreased when the first container was offloaded.
     pub freed_bytes: u64,
     /// Whether every byte in both containers was unchanged.
     pub verified: bool,
@@ -78,14 +78,14 @@ fn story(quiet: bool, text: &str) {
     }
 }
 
-/// The node's first GPU.
+/// Returns the row of the node's first GPU in the controller's report.
 fn gpu(world: &Testbed) -> Result<GpuRow> {
     let node = world.cli().ps()?;
     let error = node.gpu_error.unwrap_or_else(|| "the controller sees no GPU".into());
     node.gpus.into_iter().next().context(error)
 }
 
-/// Waits until `wanted` returns true for the VRAM in use that NVML reports.
+/// Waits until `wanted` returns true for the bytes of VRAM in use, as NVML reports them.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     until("NVML to report the expected VRAM in use", || {
         Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used)))

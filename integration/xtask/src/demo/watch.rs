@@ -19,7 +19,7 @@ use anyhow::{Context, Result, anyhow};
 
 use crate::output;
 
-/// A running `affinode events --follow`.
+/// A running `affinode events --follow`, whose events are printed as rows of a table.
 pub struct Watch {
     child: Child,
     /// Sequence number of the last event that was printed.

@@ -1,4 +1,5 @@
-//! `docs/reference/api.md`: the HTTP API from openapi.yaml, and the control API from control.proto.
+//! Generates `docs/reference/api.md`: the HTTP API from openapi.yaml, and the control API from
+//! control.proto.
 
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
@@ -78,7 +79,7 @@ fn statuses(operation: &Value) -> String {
     codes(&answers.keys().collect::<Vec<_>>())
 }
 
-/// Name of a type, such as `integer`, `array of Gpu` or `Gpu`.
+/// Returns the name of a schema's type, such as `integer`, `array of Gpu` or `Gpu`.
 fn type_name(schema: &Value) -> String {
     if let Some(named) = schema["$ref"].as_str() {
         return named.rsplit('/').next().unwrap_or(named).to_owned();
@@ -103,7 +104,8 @@ struct Call {
     comment: String,
 }
 
-/// Parses the lines `rpc Name(Request) returns (Answer);`, each with the comment above it.
+/// Parses the RPC calls of a .proto file, which have the form `rpc Name(Request) returns
+/// (Answer);`. Each is returned with the comment above it.
 fn calls(proto: &str) -> Vec<Call> {
     let (mut found, mut comment) = (Vec::new(), Vec::new());
     for line in proto.lines().map(str::trim) {

@@ -1,4 +1,5 @@
-//! `docs/reference/chart.md`: the values of the Helm chart, from values.yaml and its schema.
+//! Generates `docs/reference/chart.md`: the values of the Helm chart, from values.yaml and its
+//! schema.
 
 use std::collections::BTreeMap;
 
@@ -52,8 +53,8 @@ struct Leaf {
     description: String,
 }
 
-/// Collects the chart's values. A value to which the schema gives named fields is divided into
-/// these fields. Values at the root come first.
+/// Collects the values of the chart for the page. If the schema gives a value named fields, the
+/// fields are collected instead of the value. Values at the root come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
     let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();
@@ -98,7 +99,7 @@ fn accepted(schema: &Value) -> String {
     }
 }
 
-/// The comment above each key, by the key's path.
+/// Returns the comment above each key of a YAML text, by the key's path.
 fn comments(text: &str) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let (mut path, mut comment): (Vec<(usize, &str)>, Vec<&str>) = (Vec::new(), Vec::new());

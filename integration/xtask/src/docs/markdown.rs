@@ -1,6 +1,6 @@
-//! Markdown: headings, tables, escapes.
+//! Writes Markdown pages: headings, lists, tables and escapes.
 
-/// A page that is being written.
+/// A Markdown page that is being written.
 pub struct Markdown {
     text: String,
 }
@@ -25,7 +25,7 @@ impl Markdown {
         self.text += &format!("\n### {title}\n");
     }
 
-    /// Adds a paragraph. An empty paragraph is left out.
+    /// Adds a paragraph. An empty paragraph is not added.
     pub fn paragraph(&mut self, text: &str) {
         if !text.is_empty() {
             self.text += &format!("\n{text}\n");
@@ -45,7 +45,7 @@ impl Markdown {
         self.text += &format!("\n```\n{text}\n```\n");
     }
 
-    /// Adds a table. A table without rows is left out.
+    /// Adds a table. A table without rows is not added.
     pub fn table<const N: usize>(&mut self, head: [&str; N], rows: &[[String; N]]) {
         if rows.is_empty() {
             return;
@@ -62,12 +62,12 @@ impl Markdown {
     }
 }
 
-/// Text in code quotes; empty text stays empty.
+/// Returns the text in code quotes. An empty text stays empty.
 pub fn code(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!("`{text}`") }
 }
 
-/// Words of a list, each in code quotes.
+/// Returns a list of words, each in code quotes.
 pub fn codes<T: AsRef<str>>(words: &[T]) -> String {
     words.iter().map(|word| code(word.as_ref())).collect::<Vec<_>>().join(", ")
 }

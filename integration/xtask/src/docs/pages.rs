@@ -1,10 +1,10 @@
-//! The pages that are generated from `affinode reference`.
+//! Generates the pages that document the output of `affinode reference`.
 
 use serde::Deserialize;
 
 use super::markdown::{Markdown, code, codes, plain};
 
-/// The JSON of `affinode reference`.
+/// The parsed JSON output of `affinode reference`.
 #[derive(Deserialize)]
 pub struct Reference {
     configuration: Vec<Key>,
@@ -15,7 +15,7 @@ pub struct Reference {
     commands: Vec<Command>,
 }
 
-/// The commands of the plugin.
+/// The commands of the plugin `kubectl affinode`.
 #[derive(Deserialize)]
 pub struct Commands {
     commands: Vec<Command>,
@@ -89,7 +89,8 @@ struct Argument {
     environment: String,
 }
 
-/// Makes a sentence of a text from the code, which may lack the capital letter or the full stop.
+/// Turns a text from the code into a sentence. The text may lack the capital letter or the full
+/// stop.
 fn sentence(text: &str) -> String {
     let text = plain(text);
     let mut chars = text.chars();
@@ -217,7 +218,8 @@ pub fn troubleshooting(known: &Reference) -> String {
     page.finish()
 }
 
-/// Adds the three items of an entry. The labels are those of `meaning` and `cause`.
+/// Adds meaning, cause and remedy of an entry to the page. The labels are those of `meaning` and
+/// `cause`.
 fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, remedy: &str) {
     let [first, second] = labels;
     page.list(&[

@@ -1,6 +1,6 @@
-//! A control plane on the first node. Each node is a testbed with its own network. A bridge joins
-//! the nodes, and the API server's service address is on that bridge, so no service proxy is
-//! needed.
+//! The control plane of the test cluster, on the first node. Each node is a testbed with its own
+//! network. A bridge joins the nodes, and the API server's service address is on that bridge, so no
+//! service proxy is needed.
 //!
 //! ```text
 //!  node-1 10.97.0.1                                              node-2 10.97.0.2, …
@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{files, node::Node, programs::Programs};
 use crate::output;
 
-/// Time limit for the start on a busy machine.
+/// Time limit for the start of the cluster on a busy machine.
 pub const START_TIMEOUT: Duration = Duration::from_secs(300);
 /// Name of the first node, which runs the control plane.
 pub const NODE: &str = "node-1";
@@ -56,7 +56,7 @@ impl<'a> Plane<'a> {
         &self.nodes[0]
     }
 
-    /// The testbed of the first node.
+    /// Returns the testbed of the first node.
     pub fn world(&self) -> &'a Testbed {
         self.first().world
     }
@@ -66,17 +66,18 @@ impl<'a> Plane<'a> {
         &self.programs
     }
 
-    /// Folder of the control plane's files.
+    /// Returns the folder that contains the control plane's files.
     pub fn dir(&self) -> &PathBuf {
         &self.dir
     }
 
-    /// kubectl with the rights of an administrator.
+    /// Returns a kubectl command with the rights of an administrator.
     pub fn kubectl(&self) -> Command {
         self.client("kubectl")
     }
 
-    /// `kubectl affinode` with a kubeconfig of this folder.
+    /// Returns a `kubectl affinode` command that uses this kubeconfig of the control plane's
+    /// folder.
     pub fn plugin(&self, kubeconfig: &str) -> Result<Command> {
         let program = self.world().artifacts().bin("kubectl-affinode")?;
         let mut command = self.world().keeper().command(&program);
@@ -98,25 +99,25 @@ impl<'a> Plane<'a> {
         command
     }
 
-    /// The output of `kubectl get … -o json`.
+    /// Returns the parsed output of `kubectl get … -o json`.
     pub fn get(&self, what: &[&str]) -> Result<Value> {
         let text = containerd::run(self.kubectl().arg("get").args(what).args(["-o", "json"]))?;
         serde_json::from_str(&text).context("cannot parse the JSON that kubectl printed")
     }
 
-    /// Creates or changes an object.
+    /// Creates an object in the cluster, or changes it if it exists.
     pub fn apply(&self, object: &Value) -> Result<()> {
         let file = self.dir.join("object.json");
         fs::write(&file, serde_json::to_vec(object)?)?;
         containerd::run(self.kubectl().args(["apply", "-f"]).arg(&file)).map(|_| ())
     }
 
-    /// Waits until `probe` returns a value.
+    /// Polls `probe` until it returns a value.
     pub fn until<T>(&self, what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         until_within(START_TIMEOUT, what, probe)
     }
 
-    /// Adds routes on each node to the pods of all others.
+    /// Adds routes on each node to the pods of all other nodes.
     fn network(&self) -> Result<()> {
         let bridge =
             ["link add nodes type bridge", "link set nodes up", "address add 10.96.0.1/32 dev lo"];

@@ -1,4 +1,4 @@
-//! The resource types of the Prometheus operator that the chart uses, with their fields, so that
+//! Resource types of the Prometheus operator that the chart uses. Their fields are defined, so that
 //! the API server rejects a misspelt field.
 
 use serde_json::{Value, json};

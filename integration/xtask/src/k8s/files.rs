@@ -1,5 +1,5 @@
-//! Files that the components of a cluster read, and the components' arguments. The files are
-//! credentials, kubeconfigs, and the configuration of kubelet and CNI.
+//! Writes the files that the components of a cluster read, and builds the components' arguments.
+//! The files are credentials, kubeconfigs, and the configuration of kubelet and CNI.
 
 use std::{fs, io, os::unix::fs::symlink, path::Path};
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::node::Node;
 
-/// Identities of the control plane: file name of the kubeconfig, user, groups.
+/// Identities of the control plane's components: file name of the kubeconfig, user, groups.
 const USERS: [(&str, &str, &str); 3] = [
     (ADMIN, "admin", "system:masters"),
     ("controller-manager.json", "system:kube-controller-manager", ""),
@@ -33,12 +33,12 @@ pub const CONTROLLER_MANAGER: &str = "--kubeconfig=DIR/controller-manager.json -
 pub const SCHEDULER: &str =
     "--kubeconfig=DIR/scheduler.json --leader-elect=false --bind-address=127.0.0.1";
 
-/// The kubeconfig of a node's kubelet.
+/// Returns the file name of the kubeconfig of a node's kubelet.
 pub fn of_kubelet(node: &str) -> String {
     format!("kubelet-of-{node}.json")
 }
 
-/// Writes keys, tokens and kubeconfigs.
+/// Writes the keys, tokens and kubeconfigs of all components.
 pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
     fs::write(dir.join("sa.key"), key.serialize_pem())?;
@@ -82,8 +82,8 @@ pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
 }
 
-/// Returns the kubelet's configuration, which keeps the kubelet from changing the machine's limits
-/// and firewall.
+/// Returns the configuration of a node's kubelet. It prevents the kubelet from changing the
+/// machine's limits and firewall.
 pub fn kubelet(node: &Node<'_>) -> Value {
     let world = node.world;
     let no_eviction = json!({
@@ -104,7 +104,7 @@ pub fn kubelet(node: &Node<'_>) -> Value {
     })
 }
 
-/// Creates the cgroups below which the kubelet creates the pods' cgroups.
+/// Creates the cgroups in which the kubelet creates the pods' cgroups.
 pub fn cgroups(parent: &str) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let hierarchies = match root.join("cgroup.controllers").exists() {

@@ -1,4 +1,4 @@
-//! A node of the cluster: a testbed with a kubelet and GPUs.
+//! A node of the test cluster: a testbed with a kubelet and GPUs.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
 use crate::output;
 
-/// The resource that pods request. The next constant is the number of these resources on each node.
+/// Name of the resource by which pods request a GPU. The next constant is the number of these
+/// resources on each node.
 pub const RESOURCE: &str = "nvidia.com/gpu";
 const DEVICES: u32 = 4;
 
@@ -22,7 +23,7 @@ const DEVICES: u32 = 4;
 /// because each node has private mounts.
 pub const HOME: &str = "/run/containerd/node";
 
-/// A node. Its testbed's folder ends in its name.
+/// A node of the cluster. The path of its testbed's folder ends in the node's name.
 pub struct Node<'a> {
     pub name: String,
     number: u8,
@@ -30,7 +31,7 @@ pub struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    /// The node of this number.
+    /// Creates the node with this number in a testbed.
     pub fn new(number: u8, world: &'a Testbed) -> Self {
         Self { name: name(number), number, world }
     }
@@ -39,23 +40,23 @@ impl<'a> Node<'a> {
         format!("10.97.0.{}", self.number)
     }
 
-    /// The address range of its pods.
+    /// Returns the address range of the node's pods.
     pub fn pods(&self) -> String {
         format!("10.98.{}.0/24", self.number)
     }
 
-    /// The configuration file of its containerd.
+    /// Returns the path of the configuration file of the node's containerd.
     pub fn config_file(&self) -> PathBuf {
         self.world.containerd().config_file()
     }
 
-    /// Restarts containerd as systemd would.
+    /// Restarts the node's containerd as systemd would.
     pub fn restart_containerd(&self) -> Result<()> {
         self.world.containerd().stop(Signal::SIGTERM)?;
         self.world.start_containerd()
     }
 
-    /// Runs `ip` with each line, in the node's network.
+    /// Runs the command `ip` with each of these lines as arguments, in the node's network.
     pub fn ip(&self, lines: &[&str]) -> Result<()> {
         for line in lines {
             let mut ip = self.world.keeper().command(Path::new("ip"));
@@ -65,7 +66,7 @@ impl<'a> Node<'a> {
         Ok(())
     }
 
-    /// Connects the node to the first node's bridge.
+    /// Connects this node to the bridge of the first node.
     pub fn join(&self, first: &Node<'_>) -> Result<()> {
         let (port, keeper) = (format!("to-{}", self.name), self.world.keeper().pid());
         first.ip(&[
@@ -95,12 +96,12 @@ impl<'a> Node<'a> {
         containerd::run(mount.arg("--bind").arg(world.dir()).arg(HOME)).map(|_| ())
     }
 
-    /// The log of a component.
+    /// Returns the path of a component's log.
     pub fn log(&self, name: &str) -> PathBuf {
         self.world.dir().join(format!("{name}.log"))
     }
 
-    /// Starts a component on this node.
+    /// Starts a component of the cluster on this node.
     pub fn spawn(&self, name: &str, program: &Path, arguments: &[String]) -> Result<()> {
         let argv = [program.display().to_string()].into_iter().chain(arguments.iter().cloned());
         let env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
@@ -108,7 +109,7 @@ impl<'a> Node<'a> {
         self.world.keeper().spawn(&job).map(|_| ())
     }
 
-    /// A path of the node, as this program sees it.
+    /// Converts a path on the node to a path that this program can open.
     pub fn path(&self, of_node: &str) -> PathBuf {
         // The first process of a node is its testbed's supervisor.
         PathBuf::from(format!("/proc/{}/root{of_node}", self.world.keeper().pid()))
@@ -200,8 +201,8 @@ impl<'a> Node<'a> {
             })
     }
 
-    /// A pod for this node that requests a GPU and runs a CUDA program, driven through pipes in a
-    /// folder of the node.
+    /// Returns the manifest of a pod for this node. The pod requests a GPU and runs a CUDA program,
+    /// which the test controls through pipes in a folder of the node.
     pub fn gpu_pod(&self, name: &str, vram_mib: u32) -> Result<Value> {
         use affinode_e2e::container::{CLIENTS, PIPES, make_pipes, piped};
         let pipes = make_pipes(self.world.dir(), name)?;
@@ -232,8 +233,9 @@ impl<'a> Node<'a> {
     }
 }
 
-/// The CDI specification that NVIDIA's container toolkit would make for the node's GPU, with the
-/// simulated GPU's parts. As the toolkit does by default, it names the GPU by its index.
+/// Returns the CDI specification that NVIDIA's container toolkit would create for the node's GPU,
+/// but with the parts of the simulated GPU. As the toolkit does by default, it names the GPU by its
+/// index.
 pub fn toolkit_spec(node: &Node<'_>) -> Result<Value> {
     let world = node.world;
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
@@ -253,7 +255,7 @@ pub fn toolkit_spec(node: &Node<'_>) -> Result<Value> {
     }))
 }
 
-/// The name of the node with this number. Numbers start at 1.
+/// Returns the name of the node with this number. Numbers start at 1.
 pub fn name(number: u8) -> String {
     format!("node-{number}")
 }

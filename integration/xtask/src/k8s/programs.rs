@@ -1,5 +1,5 @@
-//! The programs of a cluster: Kubernetes and helm, built from the source of Go's module proxy; etcd
-//! and the CNI plugins from the machine's distribution. They are kept in
+//! Provides the programs of a cluster. Kubernetes and helm are built from the source of Go's module
+//! proxy. etcd and the CNI plugins come from the machine's distribution. All programs are stored in
 //! `target/affinode/cache/k8s`.
 
 use std::{
@@ -20,9 +20,10 @@ use crate::{
 };
 
 const KUBERNETES: &str = "k8s.io/kubernetes";
-/// The release of Kubernetes.
+/// Version of Kubernetes that is built.
 pub const VERSION: &str = "1.36.3";
-/// Version of the Go modules from the same repository: it has Kubernetes' minor and patch number.
+/// Version of those Go modules that have their source in Kubernetes' repository. It has Kubernetes'
+/// minor and patch number.
 const STAGING_VERSION: &str = "v0.36.3";
 /// The components that are built from Kubernetes' source.
 const COMPONENTS: [&str; 5] =
@@ -30,7 +31,7 @@ const COMPONENTS: [&str; 5] =
 const DEVICE_PLUGIN: &str = include_str!("device_plugin.go");
 /// Name of the test's own device plugin.
 pub const DEVICE_PLUGIN_NAME: &str = "device-plugin";
-/// Packages of the distribution, and a file that exists once each is unpacked.
+/// Packages of the distribution that are unpacked, each with a file that exists afterwards.
 const PACKAGES: [(&str, &str); 2] =
     [("etcd-server", "usr/bin/etcd"), ("containernetworking-plugins", "usr/lib/cni/ptp")];
 
@@ -40,7 +41,7 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// Builds and fetches missing programs.
+    /// Builds and fetches the programs that are missing.
     pub fn prepare(artifacts: &Artifacts) -> Result<Self> {
         let folder = artifacts.cache_dir().join("k8s");
         let programs = Self { folder };
@@ -55,12 +56,12 @@ impl Programs {
         Ok(programs)
     }
 
-    /// A program that was built.
+    /// Returns the path of a program that was built from source.
     pub fn built(&self, name: &str) -> PathBuf {
         self.folder.join("bin").join(name)
     }
 
-    /// The folder of the programs that were built.
+    /// Returns the folder of the programs that were built from source.
     pub fn bin_dir(&self) -> PathBuf {
         self.folder.join("bin")
     }
@@ -69,7 +70,7 @@ impl Programs {
         self.folder.join(PACKAGES[0].1)
     }
 
-    /// The folder of the CNI plugins.
+    /// Returns the folder of the CNI plugins.
     pub fn cni_dir(&self) -> PathBuf {
         self.folder.join("usr/lib/cni")
     }
@@ -133,7 +134,7 @@ fn ldflags() -> String {
     flags
 }
 
-/// The folder in which Go keeps the source of Kubernetes.
+/// Fetches the source of Kubernetes, and returns the folder in which Go stores it.
 fn source(folder: &Path) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Module {
@@ -150,8 +151,8 @@ fn source(folder: &Path) -> Result<PathBuf> {
     Ok(found.dir)
 }
 
-/// Returns a go.mod that requires all programs. The modules in Kubernetes' own repository also have
-/// releases of their own.
+/// Returns the text of a go.mod that requires all programs. It replaces the modules that are part
+/// of Kubernetes' repository by their separate releases.
 fn module(source: &Path) -> Result<String> {
     let file = source.join("go.mod");
     let text =

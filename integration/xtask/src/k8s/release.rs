@@ -1,5 +1,5 @@
-//! Affinode's release in the form in which a cluster gets it: an image with its programs, and the
-//! chart.
+//! Creates a release of Affinode in the form that a cluster uses: an image with the programs, and
+//! the chart.
 
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
@@ -16,12 +16,12 @@ use super::{
 };
 use crate::package;
 
-/// Namespace of the installation.
+/// Kubernetes namespace of the installation.
 pub const NAMESPACE: &str = "affinode-system";
 /// Name of the helm release.
 pub const RELEASE: &str = "affinode";
 
-/// Name of a link in the node's folder, which points to the node's root.
+/// Name of a symbolic link in the node's folder that points to the node's root folder.
 const ROOT: &str = "root";
 
 pub fn chart() -> PathBuf {
@@ -38,8 +38,8 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("cannot remove the image archive")
 }
 
-/// Returns a path with a variable in place of the node's name. Each agent replaces the variable and
-/// gets the path below its own node's folder.
+/// Returns a path that contains a variable in place of the node's name. Each node agent replaces
+/// the variable, so that the path is below its own node's folder.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
     let common =
@@ -47,7 +47,8 @@ fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     Ok(format!("{common}$(NODE_NAME)/{below}"))
 }
 
-/// The path to each node's root in a container of that node: a link in the node's folder.
+/// Returns the path of a node's root folder, as a container of that node sees it. The path leads
+/// through a symbolic link in the node's folder.
 fn host_root(plane: &Plane<'_>) -> Result<String> {
     for node in plane.nodes() {
         let link = node.world.dir().join(ROOT);
@@ -59,7 +60,7 @@ fn host_root(plane: &Plane<'_>) -> Result<String> {
     Ok(format!("/proc/{}/root{}", std::process::id(), of_each(plane, ROOT)?))
 }
 
-/// The chart's values for this cluster. Its nodes have no systemd.
+/// Returns the chart's values for this cluster. Its nodes have no systemd.
 fn values(plane: &Plane<'_>) -> Result<Value> {
     let place = |below: &str| format!("{HOME}/{below}");
     Ok(json!({
@@ -98,7 +99,7 @@ pub fn values_file(plane: &Plane<'_>) -> Result<PathBuf> {
     Ok(file)
 }
 
-/// Runs helm with the chart and its values.
+/// Runs helm with these arguments, on the chart with the values for this cluster.
 pub fn helm(plane: &Plane<'_>, words: &[&str]) -> Result<String> {
     let file = values_file(plane)?;
     containerd::run(plane.helm().args(words).arg(chart()).arg("--values").arg(file))

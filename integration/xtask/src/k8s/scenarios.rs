@@ -1,4 +1,4 @@
-//! The checks on a cluster, in order. Each fails if its result is not observed.
+//! The checks on a test cluster, in order. Each check fails if its expected result is not observed.
 
 mod agent;
 mod chart;
@@ -24,18 +24,19 @@ use super::{
 };
 use crate::output;
 
-/// The label of a node that serves the runtime.
+/// Label of a node on which Affinode's runtime is available.
 const LABEL: &str = "affinode.io/runtime";
 /// Label of a pod that shows whether its GPU memory is resident or offloaded.
 const GPU_STATE: &str = "affinode.io/gpu-state";
 /// Condition of a pod that is true if its GPU memory is resident.
 const RESIDENT: &str = "affinode.io/GpuResident";
-/// The annotation in which an agent reports its node's state.
+/// Annotation of a node in which the node agent reports the node's state.
 const STATE: &str = "affinode.io/state";
-/// VRAM of a small pod, which fits on any node.
+/// VRAM in MiB of a small pod, which fits on any node.
 const SMALL_MIB: u32 = 32;
 
-/// Runs the checks of one part, or all, on the first node unless a check names another.
+/// Runs the checks of one part, or of all parts. They run on the first node unless a check names
+/// another.
 pub fn run(plane: &Plane<'_>, only: Option<Part>) -> Result<()> {
     for node in plane.nodes() {
         // The label is set as GPU feature discovery would set it.
@@ -94,7 +95,7 @@ fn step(text: &str) {
     output::step(text);
 }
 
-/// Sends an HTTPS request over the pod network with an account's token.
+/// Sends an HTTPS request over the pod network. The token of an account is sent if one is given.
 fn fetch(plane: &Plane<'_>, url: &str, token: Option<&str>) -> Result<(u16, String)> {
     let mut curl = plane.world().keeper().command("curl".as_ref());
     curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", url]);
@@ -119,12 +120,12 @@ fn wait_state(plane: &Plane<'_>, node: &str, is_it: impl Fn(&str) -> bool) -> Re
         .with_context(|| format!("the output of the last attempt: {last}\n{}", agent_log(plane)))
 }
 
-/// Whether the node has the label.
+/// Whether the node has the label of a node on which the runtime is available.
 fn is_labelled(plane: &Plane<'_>, node: &str) -> Result<bool> {
     Ok(plane.get(&["node", node])?["metadata"]["labels"][LABEL] == "true")
 }
 
-/// The agent's pod on a node.
+/// Returns the pod of the node agent that runs on a node.
 fn agent_pod(plane: &Plane<'_>, node: &Node<'_>) -> Result<serde_json::Value> {
     let there = format!("spec.nodeName={}", node.name);
     let agents = ["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"];
@@ -147,7 +148,7 @@ fn agent_log(plane: &Plane<'_>) -> String {
         .collect()
 }
 
-/// Waits until the pods of all agents are up to date with the chart that was installed last.
+/// Waits until the pods of all node agents match the chart that was installed last.
 fn rolled_out(plane: &Plane<'_>) -> Result<()> {
     let ready = ["-n", NAMESPACE, "rollout", "status", "daemonset/affinode-node", "--timeout=240s"];
     containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))

@@ -1,4 +1,4 @@
-//! A full node: announced containers, and processes that connect to their sockets.
+//! Fills a node with load: announced containers, and processes that connect to their sockets.
 
 use std::{
     collections::HashMap,
@@ -19,14 +19,14 @@ use ttrpc::{r#async::Client, context::with_duration};
 /// Time limit for a reply of the controller.
 const ANSWER: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// Processes that end when this value is dropped.
+/// The CUDA processes of the load. They end when this value is dropped.
 pub struct LoadProcesses {
     keys: Vec<String>,
     children: Vec<Child>,
 }
 
 impl LoadProcesses {
-    /// Announces containers, starts their processes, and waits until all are registered.
+    /// Announces containers, starts their processes, and waits until all processes are registered.
     pub fn gather(world: &Testbed, containers: usize, processes: usize) -> Result<LoadProcesses> {
         let keys: Vec<String> = (0..containers).map(|n| format!("{n:032x}")).collect();
         announce(world, &keys)?;

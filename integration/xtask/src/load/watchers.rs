@@ -1,4 +1,4 @@
-//! Watchers, which read the node's event streams as a browser does.
+//! Watchers that read the node's event streams, as a browser with the dashboard does.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// Time limit for a change to reach a watcher.
+/// Time limit until a watcher receives a change.
 const GUARD: Duration = Duration::from_secs(10);
 
 /// A reader of one event stream. It records each line with its arrival time.
@@ -25,7 +25,7 @@ impl Drop for Watcher {
     }
 }
 
-/// Opens this many streams and waits until each has begun.
+/// Opens this many event streams, and waits until each has begun.
 pub fn open(socket: &Path, path: &str, count: usize) -> Result<Vec<Watcher>> {
     (0..count)
         .map(|_| {
@@ -48,7 +48,7 @@ pub fn open(socket: &Path, path: &str, count: usize) -> Result<Vec<Watcher>> {
 }
 
 impl Watcher {
-    /// Time at which the next line with this text arrived.
+    /// Waits for the next line that contains this text. Returns the time at which it arrived.
     fn wait_for(&self, text: &str) -> Result<Instant> {
         loop {
             let (when, line) = self.lines.recv_timeout(GUARD).with_context(|| text.to_owned())?;
@@ -59,8 +59,8 @@ impl Watcher {
     }
 }
 
-/// Pins containers one after the other. Returns the times until each watcher has received the
-/// change, in milliseconds.
+/// Pins containers one after the other. For each change, returns the times in milliseconds until
+/// each watcher has received it.
 pub fn time_changes(
     socket: &Path,
     watchers: &[Watcher],

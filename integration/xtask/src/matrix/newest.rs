@@ -1,4 +1,4 @@
-//! The newest containerd, built from the source of Go's module proxy.
+//! Builds the newest containerd from the source of Go's module proxy.
 
 use std::{fs, process::Command};
 
@@ -8,11 +8,11 @@ use anyhow::{Context, Result, bail};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
-/// The newest release at the time of the last update.
+/// Version of containerd that is built. It was the newest release at the time of the last update.
 pub const VERSION: &str = "2.4.2";
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
-/// Builds this containerd, unless it is built already.
+/// Builds the newest containerd, unless it is built already.
 pub fn release(artifacts: &Artifacts) -> Result<Release> {
     let folder = artifacts.cache_dir().join("containerd-newest");
     let bin = folder.join("bin");

@@ -1,5 +1,5 @@
-//! The steps that run on each containerd: dry run, installation, GPU pod, upgrade, uninstallation,
-//! and the check that the node is unchanged.
+//! The steps that run on each containerd release: dry run, installation, GPU pod, upgrade,
+//! uninstallation, and the check that the node is unchanged.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
@@ -21,13 +21,13 @@ use anyhow::{Context, Result, ensure};
 use super::table::Column;
 
 pub(super) const HANDLER: &str = "affinode";
-/// VRAM of a pod in MiB.
+/// VRAM in MiB that the program of a pod fills.
 const POD_MIB: u64 = 64;
 /// Configuration in which no container is offloaded without a request.
 pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
-/// Time limit for the end of the controller. The controller ends only after it has waited a minute
-/// for another container.
+/// Time limit until the controller exits. It exits only after it has waited a minute for another
+/// container.
 pub(super) const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;
@@ -45,7 +45,7 @@ const STEPS: [(&str, Step); 11] = [
     ("the node as before", as_before),
 ];
 
-/// Runs all steps on one containerd. After a failed step the remaining steps are skipped.
+/// Runs all steps on one containerd release. After a failed step the remaining steps are skipped.
 pub fn run(column: &mut Column, release: &Release, artifacts: &Artifacts, upgrade: &Path) {
     let recipe = TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
     let world = match recipe.config(CONFIG).world() {
@@ -111,19 +111,19 @@ impl<'a> Course<'a> {
         Ok(())
     }
 
-    /// Calls every program, which checks the contents of its VRAM.
+    /// Makes every pod's program check the contents of its VRAM.
     pub(super) fn all_verify(&mut self) -> Result<()> {
         self.pods.iter_mut().try_for_each(Pod::verify)
     }
 
-    /// The running shims of Affinode.
+    /// Returns the running shim processes of Affinode.
     fn shims(&self) -> Result<Vec<Process>> {
         let mut shims = self.world.shims()?;
         shims.retain(|shim| shim.command.contains(SHIM));
         Ok(shims)
     }
 
-    /// Inode of the library that a container's program has loaded.
+    /// Returns the inode of the preload library that a pod's program has loaded.
     fn loaded_library(&self, pod: &Pod) -> Result<u64> {
         let row =
             self.cli.container(&pod.id)?.context("the controller does not list the container")?;

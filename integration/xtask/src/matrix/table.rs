@@ -1,4 +1,4 @@
-//! The results of the matrix, as a table and as JSON.
+//! The results of the matrix, which are printed as a table or as JSON.
 
 use std::{
     env,
@@ -17,7 +17,7 @@ pub struct Table {
     date: String,
     runc: String,
     kernel: String,
-    /// One column for each containerd.
+    /// The columns of the table, one for each containerd release.
     pub columns: Vec<Column>,
 }
 
@@ -27,7 +27,7 @@ pub struct Column {
     cells: Vec<Cell>,
 }
 
-/// A step on one containerd.
+/// Result of one step on one containerd release.
 #[derive(Serialize)]
 struct Cell {
     step: String,
@@ -36,7 +36,7 @@ struct Cell {
 }
 
 impl Column {
-    /// A column without cells.
+    /// Creates a column without cells for a containerd release.
     pub fn new(containerd: &str) -> Self {
         let containerd = containerd.trim_start_matches('v').to_owned();
         Self { containerd, cells: Vec::new() }
@@ -50,12 +50,12 @@ impl Column {
         passed
     }
 
-    /// Records the failure of a step's preparation.
+    /// Records a step as failed because its preparation failed.
     pub fn failed(&mut self, step: &str, error: &anyhow::Error) {
         self.step(step, || bail!("{error:#}"));
     }
 
-    /// Records a step that was skipped after a failure.
+    /// Records a step that was not run because an earlier step failed.
     pub fn not_tried(&mut self, step: &str) {
         self.cells.push(Cell { step: step.into(), tried: Tried::not_tried() });
     }
@@ -97,7 +97,7 @@ impl Table {
     }
 }
 
-/// Replaces the folders of the test's nodes, which differ from run to run.
+/// Replaces the folders of the test's nodes in a text, because they differ from run to run.
 fn without_folders(text: &str) -> String {
     let begin = env::temp_dir().join("afn-").display().to_string();
     let mut parts = text.split(&begin);

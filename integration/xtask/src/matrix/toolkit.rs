@@ -1,5 +1,5 @@
-//! NVIDIA's container toolkit, built from source that Go's module proxy provides. Its program
-//! rewrites containerd's files, as GPU Operator does at each start.
+//! Builds NVIDIA's container toolkit from source that Go's module proxy provides. Its program
+//! rewrites containerd's configuration files, as GPU Operator does at each start.
 
 use std::{
     fmt, fs,
@@ -14,19 +14,19 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/NVIDIA/nvidia-container-toolkit";
-/// Versions of the toolkit, and whether each version writes a separate file. The first version is
-/// the newest release at the time of the last update. The second version is the last release that
-/// writes no separate file.
+/// Versions of the toolkit that are tested, and whether each version writes a separate file. The
+/// first version is the newest release at the time of the last update. The second version is the
+/// last release that writes no separate file.
 const VERSIONS: [(&str, bool); 2] = [("1.20.1", true), ("1.17.8", false)];
-/// Name of the toolkit's file in the folder that containerd imports.
+/// Name of the toolkit's separate file, in the folder whose files containerd imports.
 const DROP_IN: &str = "99-nvidia.toml";
 
-/// Source of the configuration that the toolkit copies into its file.
+/// Source from which the toolkit copies containerd's configuration into its own file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Only the file that containerd reads first.
+    /// Only the configuration file that containerd reads first.
     File,
-    /// All files, as `containerd config dump` prints them.
+    /// All configuration files, as `containerd config dump` prints them.
     Command,
 }
 
@@ -34,11 +34,11 @@ pub enum Source {
 pub struct Toolkit {
     program: PathBuf,
     version: &'static str,
-    /// Whether the toolkit writes a separate file.
+    /// Whether this release writes a separate file.
     pub drops_in: bool,
 }
 
-/// Returns the toolkit's releases. Builds them if they are not built yet.
+/// Returns the tested releases of the toolkit, and builds each unless it is built already.
 pub fn releases(artifacts: &Artifacts) -> Result<Vec<Toolkit>> {
     let build = |(version, drops_in): (&'static str, bool)| {
         let folder = artifacts.cache_dir().join(format!("nvidia-ctk-{version}"));
@@ -72,7 +72,8 @@ fn make(folder: &Path, program: &Path, version: &str) -> Result<()> {
 }
 
 impl Toolkit {
-    /// Runs the toolkit and restarts containerd, as the toolkit's container does at its start.
+    /// Runs the toolkit, and then restarts containerd, as the toolkit's container does at its
+    /// start.
     pub fn start(&self, world: &Testbed, source: Source, default: bool) -> Result<()> {
         let file = world.containerd().config_file();
         let folder = world.dir().join("tools");
@@ -106,7 +107,8 @@ impl Toolkit {
     }
 }
 
-/// Returns a link to runc in place of NVIDIA's runtime, which would call runc.
+/// Creates a link to runc in place of NVIDIA's runtime, which would call runc. Returns the link's
+/// path.
 pub fn runtime(world: &Testbed) -> Result<PathBuf> {
     let link = world.dir().join("tools/nvidia-container-runtime");
     if !link.exists() {

@@ -19,9 +19,9 @@ use super::{
     toolkit::{self, Source, Toolkit},
 };
 
-/// Number of starts of the toolkit in a row.
+/// Number of consecutive starts of the toolkit.
 const STARTS: usize = 10;
-/// Whether the toolkit was installed on the node before Affinode.
+/// Order of installation: whether the toolkit is installed on the node before or after Affinode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     OursFirst,
@@ -33,12 +33,12 @@ struct Scene<'a> {
     course: Course<'a>,
     toolkit: &'a Toolkit,
     source: Source,
-    /// Number of restarts of containerd that Affinode requested.
+    /// Number of restarts of containerd that Affinode has requested.
     restarts: usize,
 }
 
-/// Adds one cell to this containerd's column for each combination of toolkit, source, configuration
-/// version and order.
+/// Runs the steps for each combination of toolkit, source, configuration version and order, and
+/// adds one cell for each to this containerd's column.
 pub fn run(
     column: &mut Column,
     release: &Release,
@@ -85,7 +85,7 @@ fn versions(release: &Release) -> &'static [u32] {
     }
 }
 
-/// Writes the node's configuration in this version.
+/// Writes the node's containerd configuration in this version of the format.
 fn prepare(world: &Testbed, version: u32) -> Result<()> {
     let file = world.containerd().config_file();
     let text = fs::read_to_string(&file)?;
@@ -177,7 +177,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Returns the folder of the build that is installed.
+    /// Returns the folder of the build from which Affinode is installed.
     fn from(&self) -> String {
         let installation = &self.course.installation;
         let new = self.course.upgrade.join("affinode");
@@ -186,7 +186,7 @@ impl Scene<'_> {
         built.display().to_string()
     }
 
-    /// Starts the toolkit several times. After each start, the node agent's check runs.
+    /// Starts the toolkit several times. After each start, runs the node agent's check.
     fn start(&mut self, times: usize) -> Result<()> {
         for _ in 0..times {
             self.toolkit.start(self.course.world, self.source, false)?;
@@ -195,7 +195,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Runs the same check as the node agent.
+    /// Runs the check that the node agent runs. If it fails, installs Affinode again.
     fn look(&mut self) -> Result<()> {
         if !self.course.installation.run("status", &[])?.status.success() {
             let from = self.from();
@@ -204,8 +204,8 @@ impl Scene<'_> {
         self.is_served()
     }
 
-    /// Changes the default handler. Affinode's handler must follow, with one restart for each
-    /// change.
+    /// Makes the toolkit change containerd's default handler several times. Affinode's handler must
+    /// follow each change, with one restart for each.
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();
@@ -278,7 +278,7 @@ impl Scene<'_> {
     }
 }
 
-/// Returns containerd's files with their content.
+/// Returns containerd's configuration files with their content.
 fn files(world: &Testbed) -> Result<Vec<(String, String)>> {
     let root = world.containerd().config_file();
     let folder = root.with_file_name("conf.d");

@@ -1,6 +1,6 @@
 //! Builds the programs of a release. Programs that load NVML are linked against an old C library,
-//! so that they run on old nodes. The programs of the cluster are static. No program contains a path
-//! of this machine.
+//! so that they run on old nodes. The programs of the cluster are linked statically. No program
+//! contains a path of this machine.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ const OLD_SUITE: &str = "bullseye";
 /// Version of the C library in [`OLD_SUITE`]. If a program needs a newer version, it was linked
 /// against another C library by mistake.
 const OLD_GLIBC: (u32, u32) = (2, 31);
-/// Packages that are needed to compile and link against that library.
+/// Packages that are needed to compile and link against the old C library.
 const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];
 
 pub struct Built {
@@ -38,7 +38,7 @@ pub struct Built {
 }
 
 impl Built {
-    /// The newest version of the C library that a program needs, such as `2.31`.
+    /// Returns the newest version of the C library that a program needs, such as `2.31`.
     pub fn glibc(&self) -> Result<String> {
         let (major, minor) = self.newest_glibc()?;
         Ok(format!("{major}.{minor}"))
@@ -54,7 +54,7 @@ impl Built {
     }
 }
 
-/// The version in a line such as `2.34  Flags: none …`.
+/// Parses the version of the C library in a line such as `2.34  Flags: none …`.
 fn version(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split_whitespace().next()?.split('.').map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -64,7 +64,7 @@ pub fn dev() -> Result<Built> {
     of(&build::all(Profile::Dev)?)
 }
 
-/// The files of an existing build, as if they were built for a release.
+/// Returns the files of an existing build in the form of a release's files.
 pub fn of(artifacts: &Artifacts) -> Result<Built> {
     Ok(Built {
         command: artifacts.bin("affinode")?,
@@ -77,7 +77,7 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
 }
 
 /// The programs of the packages: target, crate and program. They are built one at a time, because
-/// cargo refuses linker arguments for several.
+/// cargo refuses linker arguments for several programs.
 const PROGRAMS: [(&str, &str, &str); 5] = [
     (GNU, "affinode-cli", "affinode"),
     (GNU, "affinode-shim", "containerd-shim-affinode-v1"),
@@ -113,8 +113,8 @@ pub fn release() -> Result<Built> {
     Ok(built)
 }
 
-/// Folder of the packages' build. It is not the usual target folder: this build has other compiler
-/// flags, and cargo would rebuild everything at each change of the flags.
+/// Returns the target folder of the packages' build. It is not the usual target folder: this build
+/// has other compiler flags, and cargo would rebuild everything at each change of the flags.
 fn folder() -> PathBuf {
     target_dir().join("package")
 }
@@ -171,7 +171,7 @@ fn add_musl() -> Result<()> {
         .with_context(|| format!("install Rust's standard library for {MUSL}"))
 }
 
-/// The folder with the old C library. `None` on a distribution other than Debian.
+/// Returns the folder with the old C library. Returns `None` on a distribution other than Debian.
 fn sysroot() -> Result<Option<PathBuf>> {
     let here = Distribution::here()?;
     if here.id != "debian" {
@@ -198,7 +198,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Changes links with absolute targets, so that the targets are below `root`.
+/// Changes symbolic links with absolute targets, so that the targets are below `root`.
 fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// Fails if one of these crates gets a program that the packages do not build.
+    /// The crates of the packages must contain no program that the packages do not build.
     #[test]
     fn every_program_of_the_crates_is_built() -> Result<()> {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

@@ -1,6 +1,6 @@
-//! Tests the packages. dpkg and rpm install them in private roots and remove them again. A private
-//! containerd runs the image. The only change to this machine is the installation of `rpm`, if it
-//! is missing.
+//! Tests the packages. dpkg and rpm install them in private root folders and remove them again. A
+//! private containerd runs the image. The only change to this machine is the installation of `rpm`,
+//! if it is missing.
 
 use std::{
     collections::BTreeSet,
@@ -19,7 +19,7 @@ use crate::{
     deps, output, sh,
 };
 
-/// Path of the record of `affinode install`, below a root.
+/// Path of the file in which `affinode install` records the installation, below a root folder.
 const RECORD: &str = "var/lib/affinode/install.json";
 
 pub fn all(out: &Path, about: &About) -> Result<()> {
@@ -112,7 +112,7 @@ fn red_hat(package: &Path) -> Result<()> {
     left_nothing(root, &["var", "usr/bin", "usr/lib/.build-id"])
 }
 
-/// Requires that the programs installed below a root run.
+/// Checks that the programs installed below a root folder run.
 fn runs(root: &Path) -> Result<()> {
     for program in ["affinode", "kubectl-affinode"] {
         let path = root.join("usr/bin").join(program);
@@ -123,7 +123,7 @@ fn runs(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Requires that no files are left below a root, except in the folders `but`.
+/// Checks that no files are left below a root folder, except in the folders `but`.
 fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     let mut left = BTreeSet::new();
     let mut folders = vec![root.to_owned()];
@@ -144,7 +144,7 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Requires that the image's programs run, and that `affinode install` of the package finds its
+/// Checks that the image's programs run, and that `affinode install` of the package finds its
 /// files.
 fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     output::step("Running the image");

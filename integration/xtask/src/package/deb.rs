@@ -1,4 +1,4 @@
-//! The .deb. dpkg-deb builds it, and sets all times from `SOURCE_DATE_EPOCH`.
+//! Builds the .deb package with dpkg-deb. All times are set from `SOURCE_DATE_EPOCH`.
 
 use std::{
     fs,
@@ -21,10 +21,10 @@ lets containers share GPUs by offloading idle GPU memory
  memory and restores it at the next CUDA call. The package does not change the
  node's configuration: affinode install registers the runtime, affinode uninstall
  removes it.";
-/// Script that dpkg runs after unpacking. It only prints the next steps and does not install
-/// Affinode, because an installation may restart containerd.
+/// Script that dpkg runs after it has unpacked the package. It only prints the next steps and does
+/// not install Affinode, because an installation may restart containerd.
 pub const AFTER: &str = include_str!("after.sh");
-/// Script that runs before removal. It prints what remains on the node.
+/// Script that dpkg runs before it removes the package. It prints what remains on the node.
 pub const BEFORE_REMOVAL: &str = include_str!("before-removal.sh");
 
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
@@ -67,7 +67,7 @@ fn control_file(about: &About, files: &Tree) -> String {
     )
 }
 
-/// Writes a tree of files below a folder, independent of the umask.
+/// Writes a tree of files into a folder, independent of the umask.
 pub fn lay_out(files: &Tree, root: &Path) -> Result<()> {
     make(root)?;
     for folder in files.folders() {

@@ -1,6 +1,6 @@
-//! The contents of a node's package. `affinode install` copies programs and library from the
-//! package. The node's runtime changes only when `affinode install` is run, not when the package is
-//! installed.
+//! Collects the contents of the package for a node. The installation of the package changes no
+//! runtime. Only `affinode install` does: it copies the programs and the library from the package,
+//! and changes the node's runtime.
 
 use std::{
     collections::BTreeMap,
@@ -17,15 +17,16 @@ use flate2::{Compression, GzBuilder};
 use super::{build::Built, tree::Tree};
 use crate::sh;
 
-/// Folder of programs and library in the package.
+/// Folder of the package that contains the programs and the library.
 pub const HOME: &str = "/usr/lib/affinode";
-/// Shells, their names for `affinode completion`, and the folders of their completions.
+/// Shells with completion: the name of each for `affinode completion`, and the folder of its
+/// completions.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "/usr/share/bash-completion/completions/affinode"),
     ("zsh", "/usr/share/zsh/site-functions/_affinode"),
     ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
 ];
-/// Folders of `config` that are packed unchanged.
+/// Folders of `config` that are packed without changes.
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
 /// Documents outside of the folder `docs`: path in the repository, and path in the package.
@@ -43,7 +44,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
     ("config/config.toml", "config.toml"),
 ];
 
-/// The library, and the stripped programs.
+/// Contents of the preload library, and of the programs without symbols.
 pub struct Programs {
     pub command: Vec<u8>,
     pub shim: Vec<u8>,
@@ -101,8 +102,8 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The documents by their path in the package. Pages below `docs` keep their relative path, because
-/// README.md and ARCHITECTURE.md link to them.
+/// Returns the documents by their path in the package. Pages below `docs` keep their relative path,
+/// because README.md and ARCHITECTURE.md link to them.
 pub fn documents() -> Result<BTreeMap<String, Vec<u8>>> {
     let root = workspace_dir();
     let mut documents = BTreeMap::new();
@@ -124,7 +125,7 @@ pub fn documents() -> Result<BTreeMap<String, Vec<u8>>> {
     Ok(documents)
 }
 
-/// The manual pages, compressed as in packages.
+/// Adds the manual pages to the tree, compressed as packages require.
 fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     let folder = tempfile::tempdir()?;
     sh::read(Command::new(command).arg("man").arg(folder.path()))?;
@@ -140,7 +141,7 @@ fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The contents of a program without its symbols.
+/// Returns the contents of a program without its symbols.
 fn stripped(program: &Path) -> Result<Vec<u8>> {
     let file = tempfile::NamedTempFile::new()?;
     sh::run(Command::new("strip").arg("--strip-all").arg("-o").arg(file.path()).arg(program))?;

@@ -1,5 +1,5 @@
-//! The container image. It contains all programs, the library, and the C library that the programs
-//! need on a node. It has neither a shell nor a package manager.
+//! Builds the container image. It contains all programs, the library, and the C library that the
+//! programs need on a node. It has neither a shell nor a package manager.
 
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -18,16 +18,17 @@ use super::{
     tree::{Node, Tree},
 };
 
-/// Uid and gid of programs that need no root.
+/// User id and group id of programs that do not need root.
 const UNPRIVILEGED: u32 = 65532;
 
-/// Prefix of the programs, which the chart expects. `affinode install` finds the shim below this
-/// prefix.
+/// Folder in which the image has the programs, as the chart expects. `affinode install` finds the
+/// shim in this folder.
 const PREFIX: &str = "/usr/local";
-/// The image's PATH. The installer also uses it after it has entered the node's root.
+/// The variable PATH of the image. The installer also uses it after it has entered the node's root
+/// folder.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// The files of the image.
+/// Returns the files of the image as a tree.
 pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     let mut tree = Tree::default();
     for (name, program) in [
@@ -53,7 +54,7 @@ pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The shared libraries that the image's programs need, including the loader.
+/// Returns the shared libraries that the image's programs need, including the loader.
 pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     let mut all = BTreeSet::new();
     for program in [&built.command, &built.shim, &built.cluster] {
@@ -62,7 +63,7 @@ pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     Ok(all)
 }
 
-/// The image's name, as `ctr images import` and the kubelet use it.
+/// Returns the image's name, in the form that `ctr images import` and the kubelet use.
 pub fn name(about: &About) -> String {
     format!("docker.io/affinode/affinode:{}", about.version)
 }

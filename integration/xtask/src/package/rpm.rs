@@ -1,4 +1,4 @@
-//! The .rpm, built without rpm's tools.
+//! Builds the .rpm package without rpm's own tools.
 
 use anyhow::Result;
 use rpm::{BuildConfig, CompressionWithLevel, Dependency, FileOptions, PackageBuilder};
@@ -10,7 +10,7 @@ use super::{
     tree::{Node, Tree},
 };
 
-/// Folders that belong to Affinode only.
+/// Folders that belong only to Affinode, so the package owns them.
 const OWN: [&str; 3] = [HOME, "/usr/share/affinode", "/usr/share/doc/affinode"];
 
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {

@@ -1,6 +1,6 @@
-//! The bill of materials in the format CycloneDX 1.5. It lists the system libraries in the image,
-//! and every crate that is linked into a program of a release, with licence, checksum and
-//! dependencies.
+//! Creates the bill of materials (SBOM) in the format CycloneDX 1.5. It lists the system libraries
+//! in the image, and every crate that is linked into a program of a release, with licence, checksum
+//! and dependencies.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 use super::About;
 use crate::sh;
 
-/// Crates of the released programs. Their dependencies are listed.
+/// Crates of the released programs. The bill of materials begins with them and follows their
+/// dependencies.
 const ROOTS: [&str; 4] = ["affinode-cli", "affinode-cluster", "affinode-preload", "affinode-shim"];
 
 /// Creates the bill of materials of a release with these system libraries.
@@ -85,7 +86,8 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     }))
 }
 
-/// The crates that are linked into a crate. Dependencies of tests and build scripts are omitted.
+/// Returns the crates that are linked into a crate. Dependencies of tests and build scripts are
+/// omitted.
 fn linked(node: &Value) -> Vec<&str> {
     let is_linked =
         |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());
@@ -114,7 +116,7 @@ fn url(package: &Value) -> String {
     format!("pkg:cargo/{}@{}", text("name"), text("version"))
 }
 
-/// SHA-256 of each crate's archive from Cargo.lock, by the crate's package URL.
+/// Returns the SHA-256 of each crate's archive from Cargo.lock, by the crate's package URL.
 fn checksums(lock: &str) -> BTreeMap<String, String> {
     let entry = |entry: &str| {
         let field = |key: &str| {
@@ -127,7 +129,8 @@ fn checksums(lock: &str) -> BTreeMap<String, String> {
     lock.split("[[package]]").filter_map(entry).collect()
 }
 
-/// The Debian packages of this machine that contain the libraries, as far as dpkg knows them.
+/// Returns the Debian packages of this machine that contain the libraries, as far as dpkg knows
+/// them.
 fn debian(libraries: &BTreeSet<PathBuf>) -> Result<Vec<Value>> {
     let mut owners = BTreeSet::new();
     for library in libraries {

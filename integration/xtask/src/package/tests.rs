@@ -1,4 +1,5 @@
-//! Tests of the packing step on a small tree: reproducible bytes, and the contents.
+//! Tests of the packing step on a small tree: the bytes are reproducible, and the contents are
+//! complete.
 
 use std::{
     collections::BTreeMap,

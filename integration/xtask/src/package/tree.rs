@@ -1,11 +1,11 @@
-//! Files with their paths and modes, from which all packages are built.
+//! A tree of files with paths and modes, from which all packages are built.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
 };
 
-/// A file or a link.
+/// An entry of the tree: a file or a symbolic link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Node {
     /// A file owned by root.
@@ -16,7 +16,7 @@ pub enum Node {
     Link(PathBuf),
 }
 
-/// Entries by absolute path, sorted.
+/// The tree: entries by absolute path, sorted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tree(BTreeMap<PathBuf, Node>);
 
@@ -41,7 +41,7 @@ impl Tree {
         self.0.iter().map(|(path, node)| (path.as_path(), node))
     }
 
-    /// The folders of all entries, outer ones first.
+    /// The folders that contain the entries. An outer folder is before its inner folders.
     pub fn folders(&self) -> BTreeSet<&Path> {
         let above = self.0.keys().flat_map(|path| path.ancestors().skip(1));
         above.filter(|folder| folder.parent().is_some()).collect()

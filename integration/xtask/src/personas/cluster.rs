@@ -1,5 +1,5 @@
-//! A platform engineer with a Kubernetes cluster, as far as no cluster is needed: the image is built
-//! and copied, and the chart is rendered. `cargo xtask k8s` installs the chart.
+//! Plays a platform engineer with a Kubernetes cluster, as far as no cluster is needed: the image
+//! is built and copied, and the chart is rendered. `cargo xtask k8s` installs the chart.
 
 use std::{fs, path::Path};
 
@@ -17,7 +17,7 @@ use crate::{helm, packages};
 const SKOPEO: [(&str, &str); 1] = [("skopeo", "skopeo")];
 const NO_CLUSTER: &str = "there is no cluster here: the chart is rendered";
 
-/// Runs the steps; the commands that look need a cluster.
+/// Runs the commands that need no cluster. Commands that only show the result are left out.
 pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Result<Ran> {
     let Some(helm) = helm::prepare(artifacts) else {
         return Ok((Outcome::NotRun("this machine can have no helm".into()), Vec::new()));
@@ -31,8 +31,8 @@ pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Resul
     Ok((Outcome::Checked(seen), shell.substitutions().to_vec()))
 }
 
-/// Runs the commands without a registry and without a cluster. The rendered agents must run the
-/// image that was copied.
+/// Runs the commands without a registry and without a cluster. The node agents in the rendered
+/// chart must use the image that was copied.
 fn render(
     world: &Testbed,
     shell: &mut Shell<'_>,

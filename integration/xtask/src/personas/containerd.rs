@@ -1,5 +1,5 @@
-//! An engineer with one machine, one GPU, containerd and nerdctl. No package of Debian has nerdctl,
-//! so `ctr` starts the container, from the same containerd and with the same runtime.
+//! Plays an engineer with one machine, one GPU, containerd and nerdctl. No package of Debian has
+//! nerdctl, so `ctr` starts the container, from the same containerd and with the same runtime.
 
 use std::fs;
 
@@ -13,14 +13,14 @@ use serde_json::json;
 use super::{Outcome, Ran, document::DocLine, machine, plays, shell::Shell};
 
 const IMAGE: &str = "docker.io/pytorch/pytorch:latest";
-/// The line of nerdctl without its runtime, in parts, and the parts for `ctr`.
+/// Parts of the document's nerdctl command, and the parts of the `ctr` command that replace them.
 const STAND_INS: [(&str, &str); 3] = [
     ("nerdctl run", "ctr run"),
     ("--gpus all --name notebook -it", "--gpus 0 --tty"),
     (" pytorch/pytorch ", " docker.io/pytorch/pytorch:latest notebook "),
 ];
 
-/// Runs the lines. The last step is the container, on a terminal.
+/// Runs the command lines. The last step starts the container on a terminal.
 pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Result<Ran> {
     let world = machine::start(artifacts, release, machine::Engine::Containerd)?;
     let outcome = prepare(&world).and_then(|installation| {
@@ -37,8 +37,8 @@ pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Resul
     outcome.inspect_err(|_| world.show_logs())
 }
 
-/// Imports an image with the name of PyTorch's, and places a program that does the work of NVIDIA's
-/// `nvidia-container-cli`. A test program in place of systemctl restarts containerd.
+/// Imports an image under the name of PyTorch's image, and installs a program that replaces
+/// NVIDIA's `nvidia-container-cli`. A test program in place of systemctl restarts containerd.
 fn prepare(world: &Testbed) -> Result<Installation<'_>> {
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
     let env: Vec<String> =

@@ -1,4 +1,4 @@
-//! An engineer with one machine, one GPU and Docker.
+//! Plays an engineer with one machine, one GPU and Docker.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 
 use super::{Outcome, Ran, document::DocLine, machine, plays, shell::Shell};
 
-/// Runs the lines. The last step is the container, on a terminal.
+/// Runs the command lines. The last step starts the container on a terminal.
 pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Result<Ran> {
     let Some(programs) = DockerPrograms::find(artifacts) else {
         return Ok((Outcome::NotRun("this machine can have no dockerd".into()), Vec::new()));
@@ -28,7 +28,7 @@ pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Resul
     outcome.inspect_err(|_| world.show_logs())
 }
 
-/// Starts dockerd with NVIDIA's hook, and gives it an image with the name of PyTorch's.
+/// Starts dockerd with NVIDIA's hook, and imports an image under the name of PyTorch's image.
 fn start(world: &Testbed, programs: DockerPrograms) -> Result<Docker<'_>> {
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
     nvidia_hook::place(&world.dir().join("hooks"), world.dir(), &parts.mounts)?;

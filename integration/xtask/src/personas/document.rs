@@ -1,5 +1,5 @@
-//! Commands in the code blocks of the documents. A comment before a block says for which persona it
-//! is, so that the documents contain the only copy of each command.
+//! Reads commands from the code blocks of the documents. A comment before a block names the persona
+//! (kind of user) that types the commands. So the documents contain the only copy of each command.
 //!
 //! ```text
 //! <!-- persona docker -->         commands that the user types, counted and run
@@ -12,36 +12,37 @@ use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 
-/// What a block of commands is for.
+/// Purpose of the commands in a code block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Purpose {
-    /// The commands lead to the result.
+    /// The commands lead to the result. They are counted.
     Step,
-    /// The commands show the result.
+    /// The commands only show the result. They are not counted.
     Look,
 }
 
-/// A line of a code block, as a shell takes it.
+/// A line of a code block, as a shell reads it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DocLine {
     pub document: String,
-    /// Number of the line in the document, from 1.
+    /// Number of the line in the document, counted from 1.
     pub line: usize,
     pub purpose: Purpose,
-    /// The line, without its comment.
+    /// The text of the line, without its comment.
     pub text: String,
 }
 
 impl DocLine {
-    /// Number of commands in the line. `cd` is not one: it changes only the shell's own folder.
+    /// Number of commands in the line. `cd` is not counted, because it changes only the shell's own
+    /// folder.
     pub fn commands(&self) -> usize {
         let parts = self.text.split("&&").flat_map(|part| part.split([';', '|']));
         parts.filter(|part| !part.trim().is_empty() && !part.trim().starts_with("cd ")).count()
     }
 }
 
-/// Lines of a persona in a document of the repository.
+/// Reads the command lines of a persona from a document of the repository.
 pub fn read(document: &str, persona: &str) -> Result<Vec<DocLine>> {
     let text = fs::read_to_string(workspace_dir().join(document))
         .with_context(|| format!("cannot read {document}"))?;

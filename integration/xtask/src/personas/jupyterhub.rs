@@ -1,5 +1,5 @@
-//! An administrator of JupyterHub, as far as no cluster is needed: KubeSpawner makes the pods of the
-//! values that the documents name.
+//! Plays an administrator of JupyterHub, as far as no cluster is needed: KubeSpawner creates pods
+//! from the values that the documents name.
 
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
 
@@ -11,13 +11,14 @@ use super::{Outcome, document::DocLine};
 use crate::{output, sh};
 
 const PAGE: &str = "docs/jupyterhub.md";
-/// The release that makes the pods, from Python's package index.
+/// Release of KubeSpawner, which creates the pods. It is fetched from Python's package index.
 const SPAWNER: &str = "jupyterhub-kubespawner==7.1.0";
 const PROGRAM: &str = "integration/jupyterhub/pods.py";
-/// The parameter of the command that names the values.
+/// Option of the helm command that names the file of values.
 const VALUES: &str = "--values ";
 
-/// Makes the pods of the values that the last command names, and of those on the page.
+/// Creates pods with KubeSpawner and checks them: from the values that the command names, and from
+/// the values on the documents' page.
 pub fn check(upgrade: &DocLine, artifacts: &Artifacts) -> Result<Outcome> {
     let named = upgrade.text.split(VALUES).nth(1).context("the command names no values")?;
     let python = python(artifacts)?;
@@ -48,7 +49,7 @@ pub fn check(upgrade: &DocLine, artifacts: &Artifacts) -> Result<Outcome> {
     Ok(Outcome::Checked(format!("{SPAWNER} makes the pods of {} profiles", pods.len())))
 }
 
-/// The first block of values on the page, for a hub without profiles.
+/// Returns the first block of values on the page, which is for a hub without profiles.
 fn values_of_the_page() -> Result<String> {
     let text = fs::read_to_string(workspace_dir().join(PAGE))?;
     let block = text.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next());
@@ -70,7 +71,7 @@ fn is_managed(pod: &Value) -> Result<()> {
     Ok(())
 }
 
-/// The pods that KubeSpawner makes of the repository's values, by profile.
+/// Returns the pods that KubeSpawner creates from the repository's values, by profile.
 pub fn pods_of_the_repository(artifacts: &Artifacts) -> Result<BTreeMap<String, Value>> {
     pods(&python(artifacts)?, &workspace_dir().join("config/jupyterhub/values.yaml"))
 }
@@ -82,7 +83,7 @@ fn pods(python: &PathBuf, values: &PathBuf) -> Result<BTreeMap<String, Value>> {
     serde_json::from_str(&said).context("cannot parse the pods")
 }
 
-/// A Python with KubeSpawner, in an environment of its own.
+/// Returns the path of a Python that has KubeSpawner, in an environment of its own.
 fn python(artifacts: &Artifacts) -> Result<PathBuf> {
     let folder = artifacts.cache_dir().join("kubespawner");
     let python = folder.join("bin/python");

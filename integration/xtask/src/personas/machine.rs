@@ -1,5 +1,5 @@
-//! A machine with one GPU on which nothing of Affinode is installed, with the folders and sockets
-//! that programs expect. They are private to the testbed.
+//! A testbed that looks like a machine with one GPU on which Affinode was never installed. The
+//! folders and sockets that programs expect are private to the testbed.
 
 use std::{fs, path::Path};
 
@@ -13,14 +13,14 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// VRAM that the program of the image fills, in MiB.
+/// VRAM in MiB that the program of the image fills.
 pub const VRAM_MIB: u64 = 64;
-/// Idle timeout of the node, in place of five minutes.
+/// Configuration of Affinode on the node. The idle timeout is short, in place of five minutes.
 pub const CONFIG: &str = "[policy]\nidle_timeout = \"1s\"\n";
-/// Folder of the CUDA programs in the image.
+/// Folder of the image that contains the CUDA programs.
 const CLIENTS: &str = "/opt/clients";
 
-/// The program that runs containers on a machine.
+/// The container engine of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
     /// dockerd, with a containerd without CRI.
@@ -29,7 +29,8 @@ pub enum Engine {
     Containerd,
 }
 
-/// Starts a machine. Its containerd finds Affinode where an installation places it.
+/// Starts a machine. Its containerd finds Affinode in the folders to which an installation copies
+/// it.
 pub fn start(artifacts: &Artifacts, release: &Release, engine: Engine) -> Result<Testbed> {
     let recipe = TestbedConfig::default();
     let recipe = match engine {
@@ -49,8 +50,8 @@ pub fn start(artifacts: &Artifacts, release: &Release, engine: Engine) -> Result
     Ok(world)
 }
 
-/// Makes empty or private folders over those that an installation reads and changes. systemd is
-/// not seen, so that no unit of the real machine is touched.
+/// Mounts empty or private folders over those that an installation reads and changes. systemd is
+/// hidden, so that no unit of the real machine is changed.
 fn places(world: &Testbed) -> Result<()> {
     let script = r#"
         set -e
@@ -70,8 +71,8 @@ fn places(world: &Testbed) -> Result<()> {
     containerd::run(command.args(["-c", script, "sh"]).arg(world.dir())).map(|_| ())
 }
 
-/// The file system of an image in which `python3` is a CUDA program. It takes commands from its
-/// terminal.
+/// Builds the file system of an image in which `python3` is a CUDA program. The program reads
+/// commands from its terminal.
 pub fn layer(world: &Testbed) -> Result<Vec<u8>> {
     let mut layer = image::usual_layer()?;
     let program = affinode_e2e::worker::USUAL;
@@ -82,7 +83,7 @@ pub fn layer(world: &Testbed) -> Result<Vec<u8>> {
     layer.finish()
 }
 
-/// Writes the image's file system to a file for `import`.
+/// Writes the image's file system to a file that `import` can read.
 pub fn write_layer(world: &Testbed) -> Result<std::path::PathBuf> {
     let file = world.dir().join("persona-image.tar");
     fs::write(&file, layer(world)?)?;

@@ -1,4 +1,4 @@
-//! What a user of one machine does, whatever runs the container.
+//! Plays a user of one machine, with any container engine.
 
 use affinode_e2e::testbed::{MIB, Testbed};
 use anyhow::{Context, Result, ensure};
@@ -9,7 +9,9 @@ use super::{
     shell::Shell,
 };
 
-/// Types the steps, of which the last is the container, leaves its program idle, looks, and lets the program call CUDA again.
+/// Runs the commands of a user with one machine. The last step starts a container with a CUDA
+/// program on a terminal. Checks that the idle program is offloaded and the document's commands
+/// show it. Then makes the program call CUDA again, and checks its memory.
 pub fn on_a_terminal(world: &Testbed, shell: &mut Shell<'_>, lines: &[DocLine]) -> Result<String> {
     let (steps, looks): (Vec<_>, Vec<_>) =
         lines.iter().partition(|line| line.purpose == Purpose::Step);

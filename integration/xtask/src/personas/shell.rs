@@ -18,12 +18,12 @@ use serde::Serialize;
 
 use super::document::DocLine;
 
-/// A text of the documents in place of which the shell runs another one.
+/// A text in the documents' commands, and the text that the shell runs in its place.
 #[derive(Clone, Debug, Serialize)]
 pub struct Substitution {
     pub from: String,
     pub to: String,
-    /// Why the original cannot be run in a testbed.
+    /// Reason why the original text cannot be run in a testbed.
     pub why: &'static str,
 }
 
@@ -31,15 +31,15 @@ pub struct Shell<'a> {
     world: &'a Testbed,
     folder: PathBuf,
     path: String,
-    /// Further variables, each as NAME=VALUE.
+    /// Additional environment variables, each as NAME=VALUE.
     variables: Vec<String>,
     substitutions: Vec<Substitution>,
 }
 
 impl<'a> Shell<'a> {
-    /// A shell in a new folder of the testbed. Programs are searched in `tools` first, then where
-    /// an installation places them. `cargo xtask` is this program, and installs the files of this
-    /// build.
+    /// Creates a shell in a new folder of the testbed. Programs are searched in `tools` first, then
+    /// in the folders of an installation. `cargo xtask` runs this program, and installs the files
+    /// of this build.
     pub fn new(world: &'a Testbed, tools: &[&Path]) -> Result<Self> {
         let folder = world.dir().join("user");
         let own = world.dir().join("user-tools");
@@ -64,12 +64,12 @@ impl<'a> Shell<'a> {
         Ok(shell)
     }
 
-    /// Runs `to` wherever a document has `from`.
+    /// Makes the shell run the text `to` wherever a document has the text `from`.
     pub fn substitute(&mut self, from: &str, to: &str, why: &'static str) {
         self.substitutions.push(Substitution { from: from.into(), to: to.into(), why });
     }
 
-    /// Sets a variable for all lines.
+    /// Sets an environment variable for all command lines.
     pub fn set(&mut self, name: &str, value: &Path) {
         self.variables.push(format!("{name}={}", value.display()));
     }
@@ -91,7 +91,7 @@ impl<'a> Shell<'a> {
         command
     }
 
-    /// Runs a line, requires success, and returns its output.
+    /// Runs a command line, requires success, and returns its output.
     pub fn run(&mut self, line: &DocLine) -> Result<String> {
         let place = self.world.dir().join("user-folder");
         let script = format!("{}\npwd > {}", self.text(line), place.display());
@@ -102,7 +102,7 @@ impl<'a> Shell<'a> {
         Ok(said)
     }
 
-    /// Starts a line on a terminal.
+    /// Starts a command line on a terminal.
     pub fn start(&self, line: &DocLine) -> Result<Terminal> {
         let mut command = self.command("script");
         command.args(["--quiet", "--flush", "--return", "--command", &self.text(line)]);
@@ -120,14 +120,15 @@ impl<'a> Shell<'a> {
     }
 }
 
-/// Writes a script that can be run.
+/// Writes a script and makes it executable.
 pub fn script(path: &Path, text: &str) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     fs::write(path, format!("#!/bin/sh\n{text}"))?;
     Ok(fs::set_permissions(path, fs::Permissions::from_mode(0o755))?)
 }
 
-/// A terminal on which a CUDA program runs. Dropping it ends the program that shows it.
+/// A terminal on which a CUDA program runs. When this value is dropped, the program that provides
+/// the terminal is ended.
 pub struct Terminal {
     child: Child,
     keys: ChildStdin,
@@ -141,7 +142,7 @@ impl Terminal {
         Ok(writeln!(self.keys, "{text}")?)
     }
 
-    /// Waits for the reply to a command of the CUDA program, which must be a success.
+    /// Waits for the CUDA program's reply to a command. The reply must report success.
     pub fn expect(&mut self, command: &str) -> Result<Answer> {
         loop {
             let line = self.lines.recv_timeout(WAIT_TIMEOUT).with_context(|| {
@@ -156,7 +157,7 @@ impl Terminal {
         }
     }
 
-    /// Waits until the program has ended, with success.
+    /// Waits until the CUDA program has ended. It must have succeeded.
     pub fn end(mut self) -> Result<()> {
         // Its lines end when the program that shows it ends.
         while self.lines.recv_timeout(WAIT_TIMEOUT).context("the program does not end").is_ok() {}

@@ -1,5 +1,5 @@
-//! Steps with the controller as a systemd unit: the controller is killed, restarted or stopped
-//! while containers are offloaded.
+//! Steps in which the controller runs as a systemd unit. It is killed, restarted or stopped while
+//! containers are offloaded.
 
 use std::{fs, time::Instant};
 
@@ -14,7 +14,7 @@ use super::{
     units::gone,
 };
 
-/// The steps, in order.
+/// The steps of this part, in order.
 pub fn steps<'a>() -> [Step<Controller<'a>>; 12] {
     [
         ("the unit that `install` wrote", written),
@@ -32,16 +32,16 @@ pub fn steps<'a>() -> [Step<Controller<'a>>; 12] {
     ]
 }
 pub const UNIT: &str = "affinode-controller";
-/// Shell command that makes another build of the same version.
+/// Shell command that creates another build of the same version.
 const NEXT: &str = "mkdir /opt/next && cd /opt/affinode && \
                     cp bin/affinode bin/containerd-shim-affinode-v1 lib/libaffinode_preload.so /opt/next \
                     && echo another build | tee -a /opt/next/* >/dev/null";
-/// Number of kills in a step.
+/// Number of times that the controller is killed in one step.
 const KILLS: usize = 3;
-/// Number of the controller's own sockets in the descriptor store.
+/// Number of sockets in systemd's descriptor store that belong to the controller itself.
 const OWN_SOCKETS: usize = 2;
 
-/// A node with the controller's unit, a container, and a job in a unit of its own.
+/// A node with the controller's unit, a container, and a job in its own unit.
 pub struct Controller<'a> {
     node: &'a Node,
     container: Program,
@@ -49,7 +49,7 @@ pub struct Controller<'a> {
 }
 
 impl<'a> Controller<'a> {
-    /// Prepares both programs on a node where Affinode is installed.
+    /// Prepares a container and a job on a node where Affinode is installed.
     pub fn new(node: &'a Node) -> Result<Self> {
         let prepare = |name| Program::prepare(node, name);
         Ok(Self { node, container: prepare("box")?, job: prepare("serve")? })
@@ -67,7 +67,7 @@ impl<'a> Controller<'a> {
         self.job.verify()
     }
 
-    /// Waits until a controller with another pid than `old` replies. Returns this controller's pid.
+    /// Waits until a controller with another pid than `old` replies. Returns its pid.
     fn another_than(&self, old: i32) -> Result<i32> {
         until("another controller", || {
             let pid = self.node.cli().ps_now().map(|node| node.controller_pid).ok();
@@ -76,7 +76,7 @@ impl<'a> Controller<'a> {
     }
 }
 
-/// The command line that runs a job in a transient unit of systemd, with a memory limit.
+/// Returns the command line that runs a job in a transient unit of systemd, with a memory limit.
 pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     let name = program.name;
     format!(
@@ -86,13 +86,13 @@ pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     )
 }
 
-/// Pid of the serving controller, and main pid of the unit.
+/// Returns the pid of the controller that replies, and the main pid of the systemd unit.
 fn serving(node: &Node) -> Result<(i32, i32)> {
     let unit = node.property(UNIT, "MainPID")?;
     Ok((node.cli().ps()?.controller_pid, unit.parse()?))
 }
 
-/// Requires that the unit's controller replies to the command `affinode`. Returns its pid.
+/// Checks that the unit's controller replies to the command `affinode`. Returns its pid.
 fn unit_serves(node: &Node) -> Result<i32> {
     until("the unit's controller to serve", || {
         let (serving, unit) = serving(node)?;
@@ -111,8 +111,8 @@ fn written(controller: &mut Controller<'_>) -> Result<String> {
     Ok("active, enabled, its process serves".into())
 }
 
-/// Several times, kills the controller while a program is offloaded, and then calls that program.
-/// Returns how long each call waited.
+/// Repeatedly kills the controller while a program is offloaded, and then makes a CUDA call in that
+/// program. Returns how long each call waited.
 fn killed(node: &Node, program: &mut Program) -> Result<String> {
     let mut waited = Vec::new();
     for _ in 0..KILLS {
@@ -155,7 +155,7 @@ fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
     Ok(format!("{seen}; a job that begins meanwhile: {:?} {said}", output.status.code()))
 }
 
-/// Waits until systemd stores this number of sockets.
+/// Waits until systemd's descriptor store has this number of sockets.
 fn stored_are(node: &Node, number: usize) -> Result<()> {
     let mut stored = String::new();
     until(&format!("{number} sockets in the store"), || {

@@ -1,4 +1,4 @@
-//! An installation that restarts containerd through systemd, and the removal of that installation.
+//! Steps that install Affinode, with restarts of containerd through systemd, and remove it.
 
 use affinode_e2e::snapshot::Snapshot;
 use anyhow::{Context, Result, ensure};
@@ -10,7 +10,7 @@ use super::{
     rows::Step,
 };
 
-/// The steps, in order.
+/// The steps of this part, in order.
 pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
     [
         ("systemd has booted", booted),
@@ -24,12 +24,12 @@ pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
         ("`install` again", reinstall),
     ]
 }
-/// Shell command that installs the built files.
+/// Shell command that installs Affinode from the built files.
 pub const INSTALL: &str = "/opt/affinode/bin/affinode install --from /opt/affinode \
                        --restart-mode systemd";
-/// Path of a drop-in that prevents containerd's start.
+/// Path of a drop-in (an additional unit file) that prevents containerd's start.
 const DROP_IN: &str = "/etc/systemd/system/containerd.service.d/fault.conf";
-/// Shell command that checks whether the handler is in containerd's file.
+/// Shell command that checks whether Affinode's handler is in containerd's configuration file.
 const HAS_HANDLER: &str = "grep -q affinode /etc/containerd/config.toml";
 
 /// A node, and a snapshot of its files before the installation.
@@ -51,7 +51,7 @@ impl<'a> Install<'a> {
         Ok(now.iter().map(Snapshot::count).sum())
     }
 
-    /// Process id of containerd's unit.
+    /// Returns the main process id of containerd's unit.
     fn containerd(&self) -> Result<String> {
         self.node.property("containerd", "MainPID")
     }
@@ -61,12 +61,12 @@ impl<'a> Install<'a> {
     }
 }
 
-/// Snapshots of all folders that an installation may change.
+/// Takes snapshots of all folders that an installation may change.
 fn files(node: &Node) -> Result<Vec<Snapshot>> {
     ["/etc", "/usr/local"].iter().map(|folder| Snapshot::of(&node.file(folder))).collect()
 }
 
-/// The command that runs a GPU container with a program in it.
+/// Returns the command that runs a program in a GPU container.
 pub fn ctr_run(program: &Program) -> String {
     let mounts: String = [
         ("/run/affinode-sim", "ro"),
@@ -178,8 +178,8 @@ fn uninstall(install: &mut Install<'_>) -> Result<String> {
     Ok(format!("{} files and folders unchanged, byte for byte", install.same_as_before()?))
 }
 
-/// Installs with a drop-in that runs `check` before containerd's start, so that the installation
-/// must fail.
+/// Installs Affinode while containerd cannot start, so that the installation must fail. A drop-in
+/// runs `check` before containerd's start, and makes the start fail.
 fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     let node = install.node;
     let file = node.file(DROP_IN);

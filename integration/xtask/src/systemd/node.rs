@@ -1,5 +1,6 @@
-//! A private node. systemd is process 1 in namespaces and cgroups of its own, and the only network
-//! is loopback. A supervisor owns the node, so nothing remains when the command ends or is killed.
+//! A private node with systemd. systemd is process 1 in namespaces and cgroups of its own, and the
+//! only network is loopback. A supervisor process owns the node, so nothing remains when the
+//! command ends or is killed.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +25,7 @@ use crate::sh;
 
 /// Time limit for a node's boot.
 const BOOT: Duration = Duration::from_secs(180);
-/// Time limit of a command on the node, in seconds.
+/// Time limit of each command on the node, in seconds.
 const LIMIT: &str = "180";
 /// Name of the unprivileged user on the node.
 pub const USER: &str = "alice";
@@ -91,23 +92,23 @@ impl Node {
         Ok(node)
     }
 
-    /// Path on this machine of a file in the node's root.
+    /// Returns the path on this machine of a file in the node's root folder.
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.join("root").join(path.trim_start_matches('/'))
     }
 
-    /// The command `affinode`, for the node's controller.
+    /// Returns the command `affinode`, which is connected to the node's controller.
     pub fn cli(&self) -> &Cli {
         &self.cli
     }
 
-    /// The row of a container or job with this name.
+    /// Returns the controller's row of the container or job with this name.
     pub fn row(&self, name: &str) -> Result<Option<ContainerRow>> {
         let rows = self.cli.ps()?.containers;
         Ok(rows.into_iter().find(|row| [&row.container, &row.id].contains(&&name.to_owned())))
     }
 
-    /// Waits until a container or job is in that state, and returns its row.
+    /// Waits until a container or job has this state, and returns its row.
     pub fn wait_for(&self, name: &str, state: &str) -> Result<ContainerRow> {
         let mut last = None;
         until(&format!("{name} to be {state}"), || {
@@ -141,7 +142,7 @@ impl Node {
         Ok(command.output()?)
     }
 
-    /// Runs a shell script, requires success, and returns its stdout.
+    /// Runs a shell script on the node, requires success, and returns its stdout.
     pub fn sh(&self, script: &str) -> Result<String> {
         let output = self.output(script)?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -155,12 +156,12 @@ impl Node {
         Ok(said)
     }
 
-    /// A property of a unit, from systemctl.
+    /// Returns a property of a unit on the node, as systemctl shows it.
     pub fn property(&self, unit: &str, name: &str) -> Result<String> {
         self.sh(&format!("systemctl show --value --property {name} {unit}"))
     }
 
-    /// Powers the node off, and requires that no process or file of the node is left.
+    /// Powers the node off, and checks that no process or file of the node is left.
     pub fn end(self) -> Result<String> {
         // The connection to systemd may end before the reply.
         let _ = self.output("systemctl poweroff");
@@ -177,7 +178,7 @@ impl Node {
         Ok("the node powered off; no process, cgroup, mount or file is left".into())
     }
 
-    /// The logs of the node's programs, for a failed step.
+    /// Returns the logs of the node's programs, to explain a failed step.
     pub fn log(&self) -> String {
         let script = "journalctl --no-pager --lines 60 --output short-precise; \
                       tail --lines 30 /run/affinode/controller.log";
@@ -205,7 +206,8 @@ fn first_process(parent: u32) -> Option<u32> {
     })
 }
 
-/// Creates the files of a GPU node without Affinode: a driver, a configuration, users, and images.
+/// Creates the files of a GPU node on which Affinode is not installed: a driver, a configuration,
+/// users, and images.
 fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     let put = |path: &str, text: &str| -> Result<PathBuf> {
         let path = root.join(path);

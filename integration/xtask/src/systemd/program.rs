@@ -1,4 +1,4 @@
-//! A CUDA program on the node, driven through two pipes.
+//! A CUDA program on the node, which the test controls through two pipes.
 
 use affinode_e2e::{
     container::make_pipes,
@@ -8,11 +8,11 @@ use anyhow::{Context, Result, ensure};
 
 use super::node::Node;
 
-/// VRAM that each program fills, in MiB.
+/// VRAM in MiB that each program fills.
 pub const MIB: u64 = 64;
 
 pub struct Program {
-    /// Name of the program and of its pipes' folder.
+    /// Name of the program, and of the folder with its pipes.
     pub name: &'static str,
     lines: Lines,
 }
@@ -39,18 +39,18 @@ impl Program {
         self.expect("fill").map(drop)
     }
 
-    /// Calls the program, and requires that every word of its VRAM is unchanged.
+    /// Makes the program check its VRAM. Every word must be unchanged.
     pub fn verify(&mut self) -> Result<()> {
         self.call("verify")?;
         self.verified()
     }
 
-    /// Sends a command without waiting for the reply.
+    /// Sends a command to the program without waiting for the reply.
     pub fn call(&mut self, command: &str) -> Result<()> {
         self.lines.send(command)
     }
 
-    /// Waits for the reply to `verify`.
+    /// Waits for the program's reply to the command `verify`, which must report success.
     pub fn verified(&mut self) -> Result<()> {
         let answer = self.expect("verify")?;
         ensure!(answer.ok == Some(true), "{}: the memory has changed: {answer:?}", self.name);

@@ -1,4 +1,4 @@
-//! The results of all steps, as a table and as JSON.
+//! The results of all steps, which are printed as a table or as JSON.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::{output, step::Tried};
 
-/// A step: its name, and its function, which returns the observation.
+/// A test step: its name, and the function that runs it and returns the observation.
 pub type Step<T> = (&'static str, fn(&mut T) -> Result<String>);
 
 /// Results of all steps so far.
@@ -33,7 +33,7 @@ impl Rows {
     }
 
     /// Runs the steps of a part in order. Steps after a failed step are not run. Returns whether
-    /// all passed.
+    /// all steps passed.
     pub fn part<T>(&mut self, part: &'static str, steps: &[Step<T>], state: &mut T) -> bool {
         output::step(part);
         let mut holds = true;

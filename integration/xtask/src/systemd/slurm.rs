@@ -1,4 +1,4 @@
-//! Slurm jobs that use config/slurm/job.sh and are submitted by a user of the node.
+//! Steps with Slurm jobs, which a user of the node submits with config/slurm/job.sh.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ use super::{
     units::gone,
 };
 
-/// The steps, in order.
+/// The steps of this part, in order.
 pub fn steps<'a>() -> [Step<Slurm<'a>>; 6] {
     [
         ("slurmctld and slurmd serve", serves),
@@ -33,17 +33,17 @@ pub struct Slurm<'a> {
 }
 
 impl<'a> Slurm<'a> {
-    /// Prepares a node whose controller accepts jobs of [`USER`].
+    /// Prepares a node whose controller accepts jobs of the user [`USER`].
     pub fn new(node: &'a Node) -> Result<Self> {
         Ok(Self { node, program: Program::prepare(node, "step")?, job: String::new() })
     }
 
-    /// Name of the job in Affinode.
+    /// Name by which Affinode shows the job.
     fn name(&self) -> String {
         format!("slurm-{}", self.job)
     }
 
-    /// Submits the script of config/slurm with this program as its command.
+    /// Submits the job script of config/slurm, with this program as the job's command.
     fn submit(&mut self) -> Result<()> {
         let mut script = fs::read_to_string(workspace_dir().join("config/slurm/job.sh"))?;
         for (theirs, ours) in [
@@ -61,7 +61,7 @@ impl<'a> Slurm<'a> {
         Ok(())
     }
 
-    /// The job's output up to now.
+    /// Returns the output that the job has written so far.
     fn output(&self) -> String {
         let file = self.node.file(&format!("/home/{USER}/slurm-{}.out", self.job));
         fs::read_to_string(file).unwrap_or_default()
@@ -116,7 +116,7 @@ fn idle(slurm: &mut Slurm<'_>) -> Result<String> {
 }
 
 impl Slurm<'_> {
-    /// Memory use of a cgroup in bytes, with either cgroup version.
+    /// Returns the memory use of a cgroup in bytes, with either cgroup version.
     fn memory_of(&self, cgroup: &str) -> Result<u64> {
         let files = [
             format!("/sys/fs/cgroup/memory{cgroup}/memory.usage_in_bytes"),

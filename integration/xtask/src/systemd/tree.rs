@@ -1,4 +1,4 @@
-//! The node's root: Debian's packages, unpacked once and copied for each run.
+//! The root folder of a node: Debian's packages, unpacked once and copied for each run.
 
 use std::{
     fs,
@@ -11,17 +11,17 @@ use anyhow::{Context, Result, bail};
 
 use crate::{apt, output, packages, sh};
 
-/// Programs that create and boot the tree, and their packages.
+/// Programs that create and boot a root folder, and their packages.
 const TOOLS: [(&str, &str); 2] =
     [("mmdebstrap", "mmdebstrap"), ("systemd-nspawn", "systemd-container")];
-/// Packages of the tree in addition to Debian's essential packages.
+/// Packages that are unpacked in addition to Debian's essential packages.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
                         slurmctld,slurmd,slurm-client";
-/// File that is written last when the tree is created, so it shows that the tree is complete. It
-/// lists the packages in the tree.
+/// File that is written last when the root folder is created, so it shows that the folder is
+/// complete. It lists the packages that were unpacked.
 const MADE: &str = "etc/affinode-node";
 
-/// The folder of the tree. The tree is created if it does not exist.
+/// Returns the root folder that is copied for each run. It is created if it does not exist.
 pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     packages::install(&TOOLS)?;
     let here = apt::Distribution::here()?;
@@ -49,7 +49,7 @@ pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// Creates a copy of the tree, which a node may change.
+/// Copies the root folder. A node may change the copy.
 pub fn copy(tree: &Path, to: &Path) -> Result<()> {
     sh::read(Command::new("cp").args(["--archive", "--reflink=auto"]).arg(tree).arg(to)).map(drop)
 }

@@ -1,4 +1,4 @@
-//! Jobs as transient units: `systemd-run -p MemoryMax=... affinode run -- program`.
+//! Steps with jobs in transient units: `systemd-run -p MemoryMax=... affinode run -- program`.
 
 use anyhow::{Context, Result, ensure};
 
@@ -11,7 +11,7 @@ use super::{
     rows::Step,
 };
 
-/// The steps, in order.
+/// The steps of this part, in order.
 pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
     [
         ("offload, host memory counts for the unit", offload),
@@ -22,7 +22,7 @@ pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
     ]
 }
 
-/// A node, and a program in a unit.
+/// A node, and a program that runs in a transient unit.
 pub struct Units<'a> {
     node: &'a Node,
     program: Program,
@@ -81,7 +81,7 @@ fn stop(units: &mut Units<'_>) -> Result<String> {
     Ok("no longer listed; no VRAM, process or folder of it is left".into())
 }
 
-/// Waits until no trace of a job is left.
+/// Waits until nothing of a job is left: its row in the controller, its folder and its GPU memory.
 pub fn gone(node: &Node, name: &str) -> Result<()> {
     until(&format!("{name} to be no longer listed"), || {
         Ok(node.row(name)?.is_none().then_some(()))

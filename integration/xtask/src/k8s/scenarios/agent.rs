@@ -1,4 +1,4 @@
-//! The rights of an agent, and the data that it serves.
+//! Checks of a node agent: its rights in the cluster, and the metrics that it serves.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::{k8s::control_plane::Plane, output};
 
 const PORT: u16 = 9411;
 
-/// Checks that with an agent's token, only Affinode's labels of the agent's own node can be
-/// changed.
+/// Checks that an agent's token permits changes to Affinode's labels of the agent's own node, and
+/// to nothing else.
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     step("An agent's token changes only Affinode's labels and annotations");
     let pod = agent_pod(plane, plane.first())?;
@@ -56,8 +56,8 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Tests that the token may change one label and one condition of its own node's pods, and nothing
-/// else.
+/// Checks that an agent's token permits changes to one label and one condition of its own node's
+/// pods, and to nothing else.
 fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     let pod = |name: &str, node: &str| {
         plane.apply(&json!({
@@ -109,7 +109,8 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     Ok(())
 }
 
-/// Fetches metrics as Prometheus does: over the pod network, with an account's token.
+/// Checks that metrics can be fetched as Prometheus does: over the pod network, with an account's
+/// token.
 pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     step("Metrics through the agent");
     let pod = agent_pod(plane, plane.first())?;
@@ -166,8 +167,8 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that metrics can be scraped on a node on which no container has run yet and which
-/// therefore has no controller.
+/// Checks that metrics can be fetched from a node without a controller. A node has none until the
+/// first container has run.
 fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     let pod = agent_pod(plane, node)?;

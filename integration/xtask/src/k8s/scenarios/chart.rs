@@ -1,4 +1,4 @@
-//! Checks of the chart itself, before anything is installed.
+//! Checks of the Helm chart itself, before anything is installed.
 
 use std::fs;
 
@@ -11,8 +11,8 @@ use crate::{
     output,
 };
 
-/// Settings that enable all options of the chart. The webhook and the policy exclude each other:
-/// the webhook is enabled instead of the default, the policy.
+/// Settings that enable all options of the chart. Webhook and admission policy exclude each other.
+/// The webhook is enabled here, because the policy is the default.
 const ALL_ON: &str = "inject.by=webhook,node.tlsSecret=papers,networkPolicy.enabled=true,\
     serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
     dashboards.enabled=true,serviceAccount.name=agents,image.tag=x,inject.optIn=true,\

@@ -1,4 +1,4 @@
-//! Checks of the device plugin: pods take seats on a GPU.
+//! Checks of the device plugin, by which each pod gets a seat (a right to use a GPU).
 
 use std::{
     collections::BTreeSet,
@@ -22,17 +22,18 @@ use crate::{
     output,
 };
 
-/// The resource of a seat.
+/// Name of the resource by which a pod requests a seat.
 const RESOURCE: &str = "affinode.io/gpu";
-/// Number of seats of each GPU. The host memory of a machine that builds this holds two more GPUs.
+/// Number of seats of each GPU. The host memory of a machine that runs this check suffices for the
+/// contents of two further GPUs.
 const SEATS: usize = 3;
-/// VRAM that the program of a pod fills. Two programs do not fit on the GPU of 1,024 MiB.
+/// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU of 1,024 MiB.
 const FILLED_MIB: u32 = 580;
-/// Folder of the kubelet's sockets, with its record of the devices of pods.
+/// Folder on a node with the kubelet's sockets, and with its record of the devices of pods.
 const SOCKETS: &str = "/var/lib/kubelet/device-plugins";
 const ENDPOINT: &str = "gpu.affinode.io.sock";
 
-/// Installs with the device plugin, and runs three pods on one GPU.
+/// Installs Affinode with the device plugin, and runs three pods on one GPU.
 pub fn pods_take_seats(plane: &Plane<'_>) -> Result<()> {
     step("helm install --set devicePlugin.enabled=true");
     dra::install_sharing(plane, &format!("devicePlugin.enabled=true,devicePlugin.seats={SEATS}"))?;
@@ -58,13 +59,14 @@ fn endpoint(node: &Node<'_>) -> PathBuf {
     node.path(&format!("{SOCKETS}/{ENDPOINT}"))
 }
 
-/// Identity of a socket's file. `None`: it does not exist.
+/// Returns the identity of a socket's file. Returns `None` if it does not exist.
 fn identity(path: &Path) -> Option<(u64, i64, i64)> {
     let data = fs::symlink_metadata(path).ok()?;
     Some((data.ino(), data.mtime(), data.mtime_nsec()))
 }
 
-/// Waits until the node offers its seats. `earlier`: the socket that the plugin must have replaced.
+/// Waits until the node offers its seats. If `earlier` is given, the plugin must also have replaced
+/// the socket with that identity.
 fn offers_seats(
     plane: &Plane<'_>,
     node: &Node<'_>,
@@ -81,7 +83,7 @@ fn offers_seats(
     Ok(())
 }
 
-/// A pod that takes a seat, and names no runtime class.
+/// Returns the manifest of a pod that requests a seat and names no runtime class.
 fn seated(node: &Node<'_>, name: &str) -> Result<Value> {
     let mut pod = node.gpu_pod(name, FILLED_MIB)?;
     pod["metadata"]["annotations"]["affinode.io/keep-alive"] = "fixed".into();
@@ -89,7 +91,7 @@ fn seated(node: &Node<'_>, name: &str) -> Result<Value> {
     Ok(pod)
 }
 
-/// The seats of pods in the kubelet's record, which it reads when it starts.
+/// Returns the seats of pods in the kubelet's record. The kubelet reads the record when it starts.
 fn recorded(node: &Node<'_>) -> Result<BTreeSet<String>> {
     let file = node.path(&format!("{SOCKETS}/kubelet_internal_checkpoint"));
     let record: Value = serde_json::from_slice(&fs::read(file)?)?;
@@ -129,7 +131,8 @@ fn one_finds_no_seat<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Val
     Ok(pod)
 }
 
-/// A kubelet removes the sockets of all plugins when it starts.
+/// Restarts the kubelet, and checks that pods keep their seats. A kubelet removes the sockets of
+/// all plugins when it starts, so the plugin must register again.
 fn kubelet_restarts(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The kubelet is killed and starts again");
     let (before, socket) = (recorded(node)?, identity(&endpoint(node)));
@@ -154,7 +157,7 @@ fn agent_is_killed(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> 
     Ok(())
 }
 
-/// Checks that pods have the same seats as before, and that there is none for one more.
+/// Checks that pods have the same seats as before, and that one more pod gets no seat.
 fn still_full(plane: &Plane<'_>, node: &Node<'_>, before: &BTreeSet<String>) -> Result<()> {
     let now = recorded(node)?;
     ensure!(now == *before, "the seats of pods changed from {before:?} to {now:?}");
@@ -177,7 +180,7 @@ fn seat_is_given_back<'a>(
     Ok(next)
 }
 
-/// After `helm uninstall` the node offers no seat, and has no socket of the plugin.
+/// Checks that after `helm uninstall` no node offers a seat, and no socket of the plugin is left.
 fn nothing_is_left(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         let socket = endpoint(node);

@@ -1,4 +1,4 @@
-//! Checks of the DRA driver: pods share a GPU by claims for an amount of its memory.
+//! Checks of the DRA driver, by which pods share a GPU: each claims an amount of its memory.
 
 mod slices;
 
@@ -26,22 +26,23 @@ use crate::{
     output,
 };
 
-/// Name of the driver and of the device class.
+/// Name of the DRA driver and of its device class.
 const DRIVER: &str = "gpu.affinode.io";
-/// The extended resource of the device class.
+/// Name of the extended resource that stands for the device class.
 const RESOURCE: &str = "example.com/gpu";
-/// Folder of CDI specifications on a node, and the beginning of a claim's file.
+/// Folder of CDI specifications on a node. The next constant is the beginning of the name of a
+/// claim's file.
 const CDI_DIR: &str = "/run/cdi";
 const CLAIM_FILE: &str = "gpu.affinode.io-claim_";
-/// Memory that each claim requests: 60 % of the VRAM of 1,024 MiB. Of an oversubscription of 2,
+/// Memory that each claim requests: 60 % of the VRAM of 1,024 MiB. With an oversubscription of 2,
 /// three claims fit, and a fourth does not.
 const CLAIM_MEMORY: &str = "615Mi";
-/// VRAM that the program of a pod fills. Two programs do not fit on the GPU.
+/// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU.
 const FILLED_MIB: u32 = 580;
-/// Idle timeout of the policy in the claims. It differs from that of the chart's values.
+/// Idle timeout in the policy of the claims. It differs from the timeout in the chart's values.
 const IDLE_TIMEOUT_MS: u64 = 3_000;
 
-/// Installs with the driver, and runs three pods on one GPU.
+/// Installs Affinode with the DRA driver, and runs three pods on one GPU.
 pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     step("helm install --set dra.enabled=true");
     install_driver(plane)?;
@@ -76,8 +77,8 @@ fn install_driver(plane: &Plane<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))
 }
 
-/// Installs from the chart with these values. The agents find the simulated driver as on a node whose
-/// loader finds it.
+/// Installs the chart with these values. The node agents find the simulated driver in the same way
+/// as on a node whose loader finds the real driver.
 pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
     for node in plane.nodes() {
         fs::write(node.path("/etc/cdi/nvidia.json"), toolkit_spec(node)?.to_string())?;
@@ -94,7 +95,7 @@ pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
     rolled_out(plane)
 }
 
-/// Creates the templates of claims: one with a valid policy, and one with an invalid policy.
+/// Creates two templates of claims: one with a valid policy, and one with an invalid policy.
 fn templates(plane: &Plane<'_>) -> Result<()> {
     let valid = json!({"offload": "eager", "keep-alive": "fixed", "idle-timeout": "3s"});
     let bad = json!({"offload": "sometimes"});
@@ -117,7 +118,8 @@ fn templates(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A pod that requests memory of a GPU by a claim, and has no annotation of Affinode.
+/// Returns the manifest of a pod that requests GPU memory by a claim, and has no annotation of
+/// Affinode.
 fn claiming(node: &Node<'_>, name: &str, template: &str) -> Result<Value> {
     let mut pod = node.gpu_pod(name, FILLED_MIB)?;
     pod["metadata"]["annotations"] = json!({});
@@ -147,20 +149,21 @@ fn three_share<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Vec<Pod<'
     Ok(pods)
 }
 
-/// The containers that the node's controller knows, by their pods.
+/// Returns the containers that the node's controller knows, by the names of their pods.
 fn rows(node: &Node<'_>) -> Result<BTreeMap<String, ContainerRow>> {
     let known = node.world.cli().ps()?.containers;
     Ok(known.into_iter().map(|row| (row.pod.clone(), row)).collect())
 }
 
-/// Names of the files of prepared claims.
+/// Returns the names of the CDI files of prepared claims on a node.
 fn claim_files(node: &Node<'_>) -> Result<BTreeSet<String>> {
     let entries = fs::read_dir(node.path(CDI_DIR)).context("cannot read the CDI folder")?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     Ok(names.filter(|name| name.starts_with(CLAIM_FILE)).collect())
 }
 
-/// A fourth claim exceeds the capacity of the GPU.
+/// Checks that a pod with a fourth claim is not scheduled, because the claim exceeds the capacity
+/// of the GPU. Returns the manifest of the pod.
 fn one_finds_no_room<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Value> {
     let pod = claiming(node, "share-4", "share")?;
     plane.apply(&pod)?;
@@ -174,7 +177,8 @@ fn one_finds_no_room<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Val
     Ok(pod)
 }
 
-/// Calls each pod in turn. The others must be offloaded while its memory is on the GPU.
+/// Makes a CUDA call in each pod in turn. While the memory of one pod is on the GPU, the memory of
+/// the other pods must be offloaded.
 pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The pods take turns on the GPU");
     for _ in 0..3 {
@@ -200,8 +204,8 @@ pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// A kubelet deletes the slices of its node when it starts. The claims of running pods stay
-/// prepared.
+/// Restarts the kubelet, and checks that the claims of running pods stay prepared. A kubelet
+/// deletes the ResourceSlices of its node when it starts.
 fn kubelet_restarts(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The kubelet is killed and starts again");
     let before = claim_files(node)?;
@@ -235,7 +239,7 @@ fn agent_is_killed(plane: &Plane<'_>, node: &Node<'_>, pods: &mut [Pod<'_>]) -> 
     Ok(())
 }
 
-/// Deletes a pod. Its share goes to the pod that waits.
+/// Deletes a pod, and checks that the waiting pod gets its share of the GPU.
 fn room_is_given_back<'a>(
     plane: &'a Plane<'a>,
     node: &'a Node<'a>,
@@ -278,7 +282,7 @@ fn force_delete(plane: &Plane<'_>, node: &Node<'_>, pod: &Pod<'_>) -> Result<()>
     })
 }
 
-/// A pod that requests the extended resource has a share of the size of the VRAM.
+/// Checks a pod that requests the extended resource. It must get a share of the size of the VRAM.
 fn by_extended_resource(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step(&format!("A pod that requests {RESOURCE}: 1, without a claim"));
     let mut pod = node.gpu_pod("extended", SMALL_MIB)?;

@@ -1,4 +1,5 @@
-//! GPU pods get the runtime class, from the policy or from the webhook.
+//! Checks that GPU pods get the runtime class automatically, from the admission policy or from the
+//! webhook.
 
 use std::fs;
 
@@ -52,7 +53,7 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks which pods get the class: exactly those that request a GPU and do not opt out.
+/// Checks which pods get the runtime class: exactly the pods that request a GPU and do not opt out.
 fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
     let class = |pod: &Value| -> Result<Value> {
         let file = plane.world().dir().join("pod.json");

@@ -1,5 +1,5 @@
-//! Checks of `helm install`. A node that serves the runtime gets the label. Any other node reports
-//! the reason.
+//! Checks of `helm install`. A node on which the runtime is available gets a label. Any other node
+//! must report the reason.
 
 use std::fs;
 
@@ -15,16 +15,17 @@ use crate::{
     output,
 };
 
-/// Text of the broken configuration. The error about it contains this text.
+/// Text in the broken configuration of a node. The error about the configuration contains this
+/// text.
 const BROKEN: &str = "missing.toml";
 
-/// Returns the last node if there are several. Its containerd would not start with its present
-/// configuration.
+/// Returns the node with the broken configuration, with which its containerd would not start. It is
+/// the last node, or none if the cluster has only one node.
 fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
     plane.nodes()[1..].last()
 }
 
-/// Installs on all nodes; one of several has a broken configuration.
+/// Installs Affinode on all nodes. If there are several nodes, one has a broken configuration.
 pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
     step("helm install");
     release::load_image(plane, plane.world().artifacts())?;
@@ -65,7 +66,7 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the node gets its label, and not before the runtime is served.
+/// Checks that the node gets its label, but not before the runtime is available on it.
 pub fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let name = &node.name;
     let state = wait_state(plane, name, |state| state.starts_with("installed"))?;
@@ -94,8 +95,8 @@ fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "pod", "early"])).map(|_| ())
 }
 
-/// Checks that the agent reports the reason at the node object, and that `kubectl affinode status`
-/// shows it.
+/// Checks that the node agent reports in the node object why it cannot install, and that `kubectl
+/// affinode status` shows the reason.
 fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step("A node whose containerd would not start again with its configuration");
     let name = &node.name;
@@ -118,7 +119,7 @@ fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the agent tries again after the repair.
+/// Repairs the broken configuration, and checks that the node agent tries the installation again.
 pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = broken(plane) else { return rolled_out(plane) };
     step("The node's configuration is repaired");
@@ -128,7 +129,7 @@ pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     rolled_out(plane)
 }
 
-/// Checks that an invalid policy is not used: a controller does not start with it.
+/// Checks that nodes do not use an invalid policy, with which a controller would not start.
 pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set policy.mode=sometimes");
     release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;

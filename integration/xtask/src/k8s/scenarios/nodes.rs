@@ -1,4 +1,4 @@
-//! Checks that need several nodes.
+//! Checks that need a cluster of several nodes.
 
 use std::{fs, path::Path, process::Command};
 
@@ -19,12 +19,13 @@ use crate::{
     output,
 };
 
-/// Text that marks the files of the other build.
+/// Text that marks the files of a second build, to which the nodes are upgraded.
 const SIGN: &str = "another build, for a test";
-/// Tag of the other build's image.
+/// Tag of the image of the second build.
 const NEXT: &str = "next";
 
-/// Runs a pod on each further node. It is offloaded and restored, like the pod of the first node.
+/// Runs a pod on each node except the first. Each must be offloaded and restored, like the pod of
+/// the first node.
 pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
     let others = plane.nodes()[1..].iter();
     others
@@ -76,8 +77,8 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     Ok(())
 }
 
-/// Creates the programs and library of another build in a separate folder. Each file has an
-/// additional section, which remains when it is stripped for the image.
+/// Creates the programs and the library of the second build in a separate folder. Each file has an
+/// additional section, which remains when the file is stripped for the image.
 fn another(plane: &Plane<'_>) -> Result<Artifacts> {
     let ours = plane.world().artifacts();
     let fresh = Artifacts::at(plane.world().dir().join("another"));
@@ -95,7 +96,7 @@ fn another(plane: &Plane<'_>) -> Result<Artifacts> {
     Ok(fresh)
 }
 
-/// Whether an installed file belongs to the other build.
+/// Whether an installed file belongs to the second build.
 fn is_another(file: &Path) -> Result<bool> {
     let mut grep = Command::new("grep");
     Ok(grep.args(["--quiet", "--text", "--fixed-strings", SIGN]).arg(file).status()?.success())
@@ -105,7 +106,7 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// Stops, then kills, the node agent of one node. Pods must still run there with Affinode.
+/// Suspends the node agent of one node, and then kills it. Pods must still run there with Affinode.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) =

@@ -1,5 +1,6 @@
-//! A platform engineer types the commands of the documents on this cluster, from nothing to a pod
-//! that gave its GPU back. Then a user of JupyterHub starts a server there.
+//! Plays users of the documents on this cluster. A platform engineer runs the commands of the
+//! Kubernetes page, until a pod has given its GPU back. Then a user of JupyterHub starts a server
+//! there.
 
 use std::time::Instant;
 
@@ -19,7 +20,8 @@ const SKOPEO: [(&str, &str); 1] = [("skopeo", "skopeo")];
 /// Name of the image on the nodes.
 const IMAGE: &str = "affinode/affinode";
 
-/// Runs the commands of the Kubernetes page, then a GPU pod whose manifest does not name Affinode.
+/// Runs the commands of the Kubernetes page, and then a GPU pod whose manifest does not name
+/// Affinode.
 pub fn platform_engineer(plane: &Plane<'_>) -> Result<()> {
     step("The commands of the Kubernetes page");
     packages::install(&SKOPEO)?;
@@ -76,8 +78,9 @@ pub fn platform_engineer(plane: &Plane<'_>) -> Result<()> {
     systemd::uninstall(plane)
 }
 
-/// Starts the pod that KubeSpawner makes of the repository's values for the profile with a shared GPU.
-/// Three parts of the pod are replaced: the program, its node, and the idle timeout of five minutes.
+/// Starts a pod for the JupyterHub profile with a shared GPU. KubeSpawner creates the pod's
+/// manifest from the repository's values. Three parts of the pod are replaced: the program, its
+/// node, and the idle timeout of five minutes.
 fn notebook(plane: &Plane<'_>) -> Result<()> {
     const NAME: &str = "jupyter-ana";
     step("A user of JupyterHub starts a server with the profile GPU");
@@ -91,7 +94,7 @@ fn notebook(plane: &Plane<'_>) -> Result<()> {
     pods::gives_back(plane, plane.first(), NAME, &pod)?.delete()
 }
 
-/// `helm install` with the values of this cluster.
+/// Returns the `helm install` command with the values for this cluster.
 fn install(plane: &Plane<'_>) -> Result<String> {
     let values = release::values_file(plane)?;
     let options = systemd::options().map(|option| format!("'{option}'")).join(" ");

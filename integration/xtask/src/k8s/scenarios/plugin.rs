@@ -1,4 +1,4 @@
-//! Checks of `kubectl affinode`, by an account with the chart's roles alone.
+//! Checks of `kubectl affinode`, run by an account that has only the chart's roles.
 
 use std::{fs, time::Duration};
 
@@ -12,21 +12,22 @@ use crate::{
     output,
 };
 
-/// Time limit for a right to count. The agents keep a denial for 10 s.
+/// Time limit until a new right of the account takes effect. The node agents cache a denial for 10
+/// s.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit until the row of a node shows an expected state.
 const ROW_TIMEOUT: Duration = Duration::from_secs(90);
-/// Name of the account, and of its bindings.
+/// Name of the account, and of its role bindings.
 const ACCOUNT: &str = "plugin";
-/// Kubeconfig of the account, in the cluster's folder.
+/// File name of the account's kubeconfig, in the cluster's folder.
 const KUBECONFIG: &str = "plugin.json";
-/// The account as subject of a binding.
+/// Option of kubectl that names the account as the subject of a role binding.
 const SUBJECT: &str = "--serviceaccount=default:plugin";
 
-/// Exit status, standard output and standard error.
+/// Output of a command: exit status, standard output and standard error.
 type Printed = (i32, String, String);
 
-/// An account sees and moves what its roles allow, and no more.
+/// Checks that the account can see and move what its roles allow, and no more.
 pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
     step("kubectl affinode, by an account with the chart's roles");
     account(plane)?;
@@ -68,7 +69,7 @@ pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "serviceaccount", ACCOUNT])).map(|_| ())
 }
 
-/// Creates the account and its kubeconfig.
+/// Creates the account, and a kubeconfig for it.
 fn account(plane: &Plane<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["create", "serviceaccount", ACCOUNT]))?;
     let token = containerd::run(plane.kubectl().args(["create", "token", ACCOUNT]))?;
@@ -94,7 +95,7 @@ fn run_as(plane: &Plane<'_>, kubeconfig: &str, words: &[&str]) -> Result<Printed
     Ok((output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr)))
 }
 
-/// Repeats a command until it ends with this exit status. Returns its output.
+/// Repeats a `kubectl affinode` command until it ends with this exit status. Returns its output.
 fn until(plane: &Plane<'_>, words: &[&str], wanted: i32) -> Result<String> {
     let mut last = String::new();
     let what = format!("kubectl affinode {} to end with {wanted}", words.join(" "));
@@ -106,8 +107,8 @@ fn until(plane: &Plane<'_>, words: &[&str], wanted: i32) -> Result<String> {
     said.with_context(|| last)
 }
 
-/// The row of a node in the output of `status`, by an administrator. Waits until the row satisfies
-/// `is_it`.
+/// Returns the row of a node in the output of `kubectl affinode status`, run by an administrator.
+/// Waits until the row satisfies `is_it`.
 pub fn row(plane: &Plane<'_>, node: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
     let mut last = String::new();
     let what = format!("kubectl affinode status to show the expected state of {node}");
@@ -122,7 +123,7 @@ pub fn row(plane: &Plane<'_>, node: &str, is_it: impl Fn(&Value) -> bool) -> Res
     row.with_context(|| format!("the last output was {last}"))
 }
 
-/// Each node serves with its own simulated GPU and one container.
+/// Checks that Affinode works on each node, with the node's own simulated GPU and one container.
 fn every_node_serves(plane: &Plane<'_>) -> Result<()> {
     let (_, out, said) = run(plane, &["status", "-o", "json"])?;
     let status: Value = serde_json::from_str(&out).with_context(|| said)?;
@@ -145,7 +146,8 @@ fn containers(list: &Value) -> impl Iterator<Item = &Value> {
     list["containers"].as_array().into_iter().flatten()
 }
 
-/// The report of all nodes has every pod, with GPU hours that its offload freed, and on its node.
+/// Checks that the report of all nodes lists every pod with its node, and with the GPU hours that
+/// its offload freed.
 fn every_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     let report: Value = serde_json::from_str(&until(plane, &["report", "-A", "-o", "json"], 0)?)?;
     let pods = plane.get(&["pods", "-l", GPU_STATE])?;
@@ -164,7 +166,8 @@ fn every_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Compares the list with the pods of the cluster. Returns the name of one.
+/// Checks that the list of `kubectl affinode ps` has the pods of the cluster. Returns the name of
+/// one pod.
 fn every_pod_is_listed(plane: &Plane<'_>, list: &Value) -> Result<String> {
     let pods = plane.get(&["pods", "-l", GPU_STATE])?;
     let pods = pods["items"].as_array().context("a list of pods")?;

@@ -1,4 +1,4 @@
-//! Pods with a CUDA program: offload, restore, wait, refusal, and their events.
+//! Checks of pods with a CUDA program: offload, restore, wait, refusal, and their events.
 
 use affinode_e2e::{cli::ContainerRow, containerd, image, worker::Lines};
 use anyhow::{Context, Result, ensure};
@@ -10,19 +10,19 @@ use crate::{
     output,
 };
 
-/// Name of the pod that has ended.
+/// Name of the pod that is ended while no node agent runs.
 const ENDED: &str = "ended";
 /// VRAM of a large pod in MiB. Two such pods do not fit on a GPU.
 const LARGE_MIB: u32 = 600;
 
-/// Creates a pod that names no runtime class. The pod must be offloaded, and a call through
-/// `kubectl exec` must restore it.
+/// Runs a pod that names no runtime class. The pod must be offloaded, and a call through `kubectl
+/// exec` must restore it.
 pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
     step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
     gives_back(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)
 }
 
-/// Creates a pod. The pod must be offloaded, and a call through `kubectl exec` must restore it.
+/// Runs a pod. The pod must be offloaded, and a call through `kubectl exec` must restore it.
 pub fn gives_back<'a>(
     plane: &'a Plane<'a>,
     node: &'a Node<'a>,
@@ -42,8 +42,8 @@ pub fn gives_back<'a>(
     Ok(pod)
 }
 
-/// Makes a call in a pod while its VRAM is not free. The call must wait, and the pod's condition
-/// must show that.
+/// Makes a CUDA call in an offloaded pod while VRAM for it is not free. The call must wait, and the
+/// pod's condition must show that it waits.
 pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("Two pods that together want more VRAM than there is");
     let node = plane.first();
@@ -78,7 +78,7 @@ pub fn staying_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     tight.delete()
 }
 
-/// Ends a pod while no agent runs. The pod's label and condition then keep their last state.
+/// Ends a pod while no node agent runs. The pod's label and condition then keep their last state.
 pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     plane.apply(&json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},
@@ -99,11 +99,12 @@ pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     Ok(Ended(plane))
 }
 
-/// A pod that has ended.
+/// A pod that was ended while no node agent ran.
 pub struct Ended<'a>(&'a Plane<'a>);
 
 impl Ended<'_> {
-    /// Checks that Affinode's label and condition are removed from the pod, and nothing else.
+    /// Checks that Affinode's label and condition are removed from the pod, and nothing else
+    /// changes.
     pub fn says_nothing(self) -> Result<()> {
         let pod = self.0.get(&["pod", ENDED])?;
         ensure!(
@@ -180,7 +181,7 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    /// Waits until the program has filled its memory, and the memory is offloaded.
+    /// Waits until the pod's program has filled its GPU memory, and the memory is offloaded.
     pub fn is_moved_out(&mut self) -> Result<()> {
         self.receive("open")?;
         self.receive("fill")?;
@@ -193,7 +194,7 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    /// Waits until a kubelet that has just started knows the pod.
+    /// Waits until a kubelet that has just started accepts commands for the pod.
     pub fn accepts_commands(&self) -> Result<()> {
         self.plane.until(&format!("the kubelet to know pod {}", self.name), || {
             let said = self.plane.kubectl().args(["exec", &self.name, "--", "true"]).output()?;
@@ -201,7 +202,7 @@ impl<'a> Pod<'a> {
         })
     }
 
-    /// Sends the program a command through `kubectl exec`.
+    /// Makes the pod's program call CUDA, by a command through `kubectl exec`.
     fn call(&self) -> Result<()> {
         let pipe = affinode_e2e::container::PIPES;
         let script = format!("echo verify > {pipe}/in");
@@ -211,8 +212,8 @@ impl<'a> Pod<'a> {
         .map(|_| ())
     }
 
-    /// Waits until the pod's memory is offloaded after its idle time. Queries the node's
-    /// controller, because the agent may be down.
+    /// Waits until the pod's GPU memory is offloaded after its idle time. Queries the node's
+    /// controller, because the node agent may be down.
     pub fn is_offloaded(&self) -> Result<()> {
         self.plane.until(&format!("the memory of {} to be offloaded", self.name), || {
             let known = self.node.world.cli().ps()?.containers;
@@ -221,7 +222,8 @@ impl<'a> Pod<'a> {
         })
     }
 
-    /// Makes a call, and checks the contents and that the container was not restarted.
+    /// Makes the pod's program call CUDA. Checks that the contents of its GPU memory are unchanged,
+    /// and that the container was not restarted.
     pub fn comes_back(&mut self) -> Result<()> {
         self.call()?;
         self.receive("verify")?;
@@ -231,14 +233,14 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    /// Checks the reply and the pod's event.
+    /// Checks the reply of the pod's program to a call, and the event of the pod's restore.
     fn is_back(&mut self) -> Result<()> {
         self.receive("verify")?;
         output::note("contents of its GPU memory: as before");
         self.tells("GPURestored")
     }
 
-    /// Waits until label and condition of the pod have these values.
+    /// Waits until the pod's label and condition have these values.
     fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
         self.plane
             .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {
@@ -273,7 +275,7 @@ impl<'a> Pod<'a> {
     }
 }
 
-/// The output of `kubectl describe` about a pod.
+/// Returns the output of `kubectl describe` about a pod.
 pub fn describe(plane: &Plane<'_>, name: &str) -> String {
     let told = plane.kubectl().args(["describe", "pod", name]).output();
     told.map(|told| String::from_utf8_lossy(&told.stdout).into_owned()).unwrap_or_default()

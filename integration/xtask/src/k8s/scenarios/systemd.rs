@@ -1,5 +1,5 @@
-//! Checks of the chart's default, with which the agent restarts containerd through systemd. Each
-//! node has a `systemctl` that sends the request to this program.
+//! Checks of the chart's default, by which the node agent restarts containerd through systemd. Each
+//! node has a fake `systemctl` that sends the request to this program.
 
 use std::{
     fs, os::unix::fs::PermissionsExt, path::PathBuf, process::Command, thread, time::Duration,
@@ -18,11 +18,13 @@ use crate::{
     output,
 };
 
-/// Part of the state of a node that waits for other nodes' installations.
+/// Part of the reported state of a node whose installation waits until the installations on other
+/// nodes are complete.
 const TURN: &str = "waits for its turn";
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Installs one node after the other and uninstalls, with exactly two restarts on each node.
+/// Installs Affinode on one node after the other, and uninstalls it. containerd must be restarted
+/// exactly twice on each node.
 pub fn restarts(plane: &Plane<'_>) -> Result<()> {
     step("helm install, one node at a time, with restarts of containerd through systemctl");
     plane.nodes().iter().try_for_each(systemctl)?;
@@ -39,7 +41,7 @@ pub fn restarts(plane: &Plane<'_>) -> Result<()> {
     uninstall(plane)
 }
 
-/// Options of helm with which the agents call the `systemctl` of these checks.
+/// Returns the options of helm with which the node agents call the fake `systemctl`.
 pub fn options() -> [String; 2] {
     let path = format!("{HOME}/tools:/usr/local/bin:/usr/bin:/bin");
     [
@@ -48,7 +50,7 @@ pub fn options() -> [String; 2] {
     ]
 }
 
-/// Uninstalls, with one restart on each node.
+/// Uninstalls Affinode. containerd must be restarted once on each node.
 pub fn uninstall(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, with restarts of containerd through systemctl");
     let mut helm = plane.helm();
@@ -69,7 +71,8 @@ fn signs(node: &Node<'_>) -> [PathBuf; 2] {
     ["asked", "done"].map(|name| node.world.dir().join("tools").join(name))
 }
 
-/// Writes the script in place of `systemctl`. It sends a request and waits for the reply.
+/// Writes the script that is used in place of `systemctl`. It sends a request to this program and
+/// waits for the reply.
 pub fn systemctl(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
     for left in [&asked, &done].into_iter().filter(|file| file.exists()) {
@@ -88,8 +91,9 @@ pub fn systemctl(node: &Node<'_>) -> Result<()> {
     Ok(fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?)
 }
 
-/// Executes one restart of containerd for each node. Before each, all nodes that are not installed
-/// yet must report that they wait, and only one node may have requested a restart.
+/// Executes one restart of containerd on each node. Before each restart, all nodes on which
+/// Affinode is not installed yet must report that they wait, and only one node may have requested a
+/// restart.
 fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
     let mut waiting: Vec<&Node<'_>> = plane.nodes().iter().collect();
     while !waiting.is_empty() {
@@ -115,7 +119,7 @@ fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
     none_asks(plane)
 }
 
-/// Checks that no agent calls `systemctl` once more, although its node is served.
+/// Checks that no node agent requests a further restart through `systemctl`.
 pub fn none_asks(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         ensure!(!signs(node)[0].exists(), "containerd of {} would be restarted again", node.name);
@@ -123,7 +127,7 @@ pub fn none_asks(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Executes the restart that a node's agent requested.
+/// Executes the restart of containerd that a node's agent has requested.
 fn restart(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
     node.restart_containerd()?;

@@ -1,4 +1,4 @@
-//! Checks of `helm uninstall`. It removes Affinode completely, from all nodes or from none.
+//! Checks of `helm uninstall`. It must remove Affinode completely, from all nodes or from none.
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
@@ -18,7 +18,7 @@ const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterro
     mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
     validatingadmissionpolicies,validatingadmissionpolicybindings,\
     poddisruptionbudgets,networkpolicies,leases,resourcequotas,deviceclasses";
-/// Affinode's files in a node's folder.
+/// Paths of Affinode's files, relative to a node's folder.
 const FILES: [&str; 4] = [
     "prefix/bin/affinode",
     "prefix/lib/affinode",
@@ -26,7 +26,7 @@ const FILES: [&str; 4] = [
     "state-affinode/install.json",
 ];
 
-/// State of the nodes before the installation.
+/// State of the nodes before Affinode was installed.
 pub struct Before(Vec<NodeBefore>);
 
 struct NodeBefore {
@@ -53,7 +53,8 @@ fn keys(object: &Value) -> Vec<String> {
     object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
 }
 
-/// Uninstalls while a shim runs that the uninstallation would end. Nothing may change on any node.
+/// Runs `helm uninstall` while a pod runs whose shim would be ended by it. It must fail, and
+/// nothing may change on any node.
 pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, while a pod of the class runs on one node");
     for node in &plane.nodes()[1..] {
@@ -90,7 +91,7 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Affinode's files, with inode and time of the last write.
+/// Returns Affinode's files on a node, each with its inode and the time of the last write.
 fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
     let files = FILES.iter().map(|file| node.world.dir().join(file)).chain([node.config_file()]);
     files
@@ -102,8 +103,8 @@ fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
         .collect()
 }
 
-/// Removes Affinode from one node with a label, then removes the label. Affinode must be installed
-/// on the node again.
+/// Removes Affinode from one node by a label, then removes the label. Affinode must then be
+/// installed on the node again.
 pub fn one(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     step("kubectl label node affinode.io/exclude=true");
@@ -136,7 +137,7 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
         .with_context(|| agent_log(plane))
 }
 
-/// Checks that nothing is left on any node, or in any object of the cluster.
+/// Checks that `helm uninstall` has left nothing on any node, and in no object of the cluster.
 pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
     for (node, before) in plane.nodes().iter().zip(&before.0) {
         left_nothing_on(plane, node, before)

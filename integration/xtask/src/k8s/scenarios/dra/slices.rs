@@ -1,4 +1,4 @@
-//! Checks of the ResourceSlices, in which the agents publish the GPUs of their nodes.
+//! Checks of the ResourceSlices, in which the node agents publish the GPUs of their nodes.
 
 use std::fs;
 
@@ -18,7 +18,8 @@ use crate::{
     output,
 };
 
-/// Waits for the slice of a node. It must have another UID than `earlier`.
+/// Waits until the ResourceSlice of a node is published, and returns it. If `earlier` is given, the
+/// slice must have another UID.
 pub fn published(plane: &Plane<'_>, node: &Node<'_>, earlier: Option<&Value>) -> Result<Value> {
     let uid = |slice: &Value| slice["metadata"]["uid"].clone();
     let selector = format!("spec.driver={DRIVER},spec.nodeName={}", node.name);
@@ -54,7 +55,7 @@ pub fn gpus_are_published(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// With an agent's token, no slice of another node or driver can be created.
+/// Checks that an agent's token permits no ResourceSlice of another node or driver.
 pub fn foreign_slices_are_refused(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let pod = agent_pod(plane, node)?;
     let pod = pod["metadata"]["name"].as_str().context("the agent's pod has no name")?;
@@ -85,7 +86,7 @@ pub fn foreign_slices_are_refused(plane: &Plane<'_>, node: &Node<'_>) -> Result<
     Ok(())
 }
 
-/// After `helm uninstall` no slice, socket or file of the driver is left.
+/// Checks that after `helm uninstall` no slice, socket or file of the driver is left.
 pub fn nothing_is_left(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         let left = claim_files(node)?;
