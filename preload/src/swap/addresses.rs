@@ -1,6 +1,7 @@
-//! Reserved addresses of freed allocations. The next allocation of the same size reuses them, as
-//! the driver's own allocator does. To reserve new addresses with their page tables takes a quarter
-//! of the time of one `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
+//! Keeps the reserved address ranges of freed allocations for reuse. The next allocation of the
+//! same size gets such a range, as in the driver's own allocator. To reserve a new range with its
+//! page tables takes a quarter of the time of a pair of `cuMemAlloc` and `cuMemFree` of 2 MiB
+//! (H200, driver 580.159).
 
 use affinode_cuda_sys::result;
 
@@ -17,8 +18,8 @@ struct AddressRange {
     bytes: u64,
 }
 
-/// The kept ranges. They are freed when a context ends, because it is undocumented whether
-/// reservations outlive a context. An all-zero value is empty.
+/// Reserved address ranges that are kept for reuse. They are freed when a context ends, because it
+/// is undocumented whether reservations outlive a context. An all-zero value is an empty list.
 #[repr(C)]
 pub struct AddressReservations {
     kept: [AddressRange; MAX_RANGES],
@@ -39,7 +40,8 @@ impl AddressReservations {
         self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
     }
 
-    /// Keeps a range. If this range replaces another range, returns that other range.
+    /// Stores a range for reuse. If the list is full, the range replaces a stored range, which is
+    /// returned.
     fn keep(&mut self, range: AddressRange) -> Option<AddressRange> {
         if let Some(free) = self.kept.iter_mut().find(|range| range.bytes == 0) {
             *free = range;
@@ -51,7 +53,8 @@ impl AddressReservations {
     }
 }
 
-/// Returns a range of addresses without a mapping. `None`: the driver could not reserve one.
+/// Returns a reserved address range of this size, to which no memory is mapped. `None`: the driver
+/// could not reserve a range.
 pub fn reserve(bytes: usize) -> Option<u64> {
     if let Some(address) = tables(|tables| tables.addresses.take(bytes as u64)) {
         return Some(address);
@@ -61,15 +64,15 @@ pub fn reserve(bytes: usize) -> Option<u64> {
     (code == result::SUCCESS).then_some(address)
 }
 
-/// Keeps a range that is no longer mapped. If this range replaces another range, frees that other
-/// range.
+/// Stores an unmapped address range for reuse. If the list is full, the range replaces a stored
+/// range, which is freed in the driver.
 pub fn free(address: u64, bytes: u64) {
     if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
         call!(mem_address_free(oldest.address, oldest.bytes as usize));
     }
 }
 
-/// Frees all kept addresses.
+/// Frees all address ranges that are stored for reuse.
 pub fn let_go() {
     while let Some(range) = tables(|tables| tables.addresses.take_any()) {
         call!(mem_address_free(range.address, range.bytes as usize));

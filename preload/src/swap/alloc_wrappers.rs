@@ -12,8 +12,8 @@ use super::driver::call;
 use super::{GRANULE_BYTES, SWAP, addresses, count, ipc, locked, stream_pools, tables, vmm};
 use crate::fds::TrackedFd;
 
-/// Minimum size of a swappable allocation. Smaller allocations are left to the driver, which puts
-/// several of them into one piece of this size.
+/// Minimum size of an allocation that this library can copy to host memory itself. The driver makes
+/// smaller allocations, because it puts several of them into one block of this size.
 pub(super) const MIN_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
@@ -49,8 +49,9 @@ pub unsafe extern "C" fn mem_alloc_pitch(
     call!(mem_alloc_pitch(address, pitch, width, height, element))
 }
 
-/// The pitch that the driver uses for rows of this width. The driver reports it for an allocation
-/// of one row.
+/// Returns the pitch (distance between two rows, in bytes) that the driver uses for rows of this
+/// width. The function gets it by allocating one row in the driver and freeing it again. `None`:
+/// the driver failed or returned an invalid pitch.
 fn pitch_of(width: usize, element: u32) -> Option<usize> {
     let (mut row, mut pitch) = (0, 0);
     if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
@@ -60,7 +61,8 @@ fn pitch_of(width: usize, element: u32) -> Option<usize> {
     (freed == result::SUCCESS && pitch >= width).then_some(pitch)
 }
 
-/// Allocates swappable memory. `None`: the caller must let the driver allocate.
+/// Allocates memory that this library can copy to host memory itself, and returns its address.
+/// `None`: the caller must use the driver's own allocation.
 fn allocate(asked_bytes: usize) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 {
         return None;
@@ -85,7 +87,8 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     None
 }
 
-/// Reserves addresses and maps physical memory there.
+/// Reserves an address range, creates physical memory and maps it at that range. `None`: a step
+/// failed.
 pub(super) fn make(
     asked_bytes: usize,
     property: MemAllocationProp,
@@ -108,13 +111,14 @@ pub(super) fn make(
     None
 }
 
-/// Unmaps and frees the memory and the addresses that [`make`] has created.
+/// Unmaps and frees the physical memory and the address range that [`make`] has created.
 pub(super) fn unmake(piece: &AllocationPiece) {
     unback(piece);
     call!(mem_address_free(piece.address, piece.bytes as usize));
 }
 
-/// Same as [`back`], but frees unused memory of stream pools if device memory is short.
+/// Creates and maps physical memory for a piece, as [`back`] does. If device memory is short, frees
+/// unused memory of the application's memory pools and tries again.
 fn back_with_room(piece: &AllocationPiece) -> Result<u64, u32> {
     loop {
         match back(piece) {
@@ -150,7 +154,7 @@ pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
     }
 }
 
-/// Frees the memory and addresses of an allocation that has left the table.
+/// Frees the memory and the addresses of an allocation that was removed from its table.
 pub(super) fn release(piece: &AllocationPiece) {
     if piece.may_stray() {
         strays();
@@ -173,7 +177,8 @@ pub(super) fn release(piece: &AllocationPiece) {
     }
 }
 
-/// The allocation or the opened memory of another process that contains an address.
+/// Returns the allocation that contains an address. It is an allocation of this process, or memory
+/// of another process that this process has opened.
 fn known_at(address: u64) -> Option<Allocation> {
     tables(|tables| {
         let swappable = tables.allocations.around(address).copied();
@@ -254,8 +259,8 @@ pub unsafe extern "C" fn pointer_get_attributes(
     code
 }
 
-/// Marks an allocation to stay on the device, because something other than its mapping refers to
-/// its physical memory.
+/// Marks the allocation at an address to stay on the device in offloads. Callers do so if anything
+/// besides the mapping refers to the physical memory, for example an exported handle.
 pub(super) fn stays(address: u64) {
     let found = locked(|table| {
         let piece = &mut table.around(address)?.piece;
@@ -294,8 +299,8 @@ pub unsafe extern "C" fn mem_get_handle_for_range(
     code
 }
 
-/// Wrapper of `cuCtxFromGreenCtx`. From now on no new memory is swappable, because no hook sees the
-/// end of such a context.
+/// Wrapper of `cuCtxFromGreenCtx`. If the call succeeds, the library makes no new allocation
+/// swappable from then on, because no hook sees the end of a green context.
 pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {

@@ -1,4 +1,5 @@
-//! Swappable memory: pieces of physical memory, each with its address and the place of its content.
+//! Tables of swappable memory, which is device memory that this library can copy to host memory.
+//! Each piece of physical memory has an entry with its address and the location of its content.
 
 use affinode_cuda_sys::MemAllocationProp;
 
@@ -9,61 +10,70 @@ use super::stream_pools::{CompletionMark, PoolCache};
 use super::vmm_handles::VmmHandleTable;
 use crate::fds::TrackedFd;
 
-/// One piece of physical memory.
+/// One piece of physical device memory: the memory of one call of `cuMemCreate`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AllocationPiece {
-    /// Address at which the whole piece is mapped; 0: it is not swappable now.
+    /// Address at which the whole piece is mapped. 0: no such mapping is known, so the library
+    /// cannot copy the piece now.
     pub address: u64,
-    /// Size of the memory and of its mapping.
+    /// Size of the memory and of its mapping, in bytes.
     pub bytes: u64,
     /// Properties with which the memory is created, at first and at each restore.
     pub property: MemAllocationProp,
-    /// The driver's handle of the memory. It is invalid while the content is in the pool.
+    /// The driver's handle of the physical memory. It is invalid while the content is in the
+    /// staging pool, because no physical memory exists then.
     pub handle: u64,
-    /// Context that was current when the piece was created; 0: unknown.
+    /// CUDA context in which the piece is copied. It is the context that was current when the piece
+    /// was created or, for a block, when `cuMemSetAccess` was called. 0: no context is known, so
+    /// the piece is not copied.
     pub context: usize,
-    /// True if the piece must stay on the device, because something else refers to its physical
-    /// memory.
+    /// True if offloads must leave the piece on the device, because anything besides its mapping
+    /// refers to the physical memory, for example an exported handle.
     pub stays: bool,
-    /// True if a copier created the physical memory. The driver cannot restore a process that held
-    /// such memory at its checkpoint.
+    /// True if this process imported the physical memory, for example from a copier (a process that
+    /// fills the memory of other processes). The driver cannot restore a process that held such
+    /// memory at its checkpoint.
     pub imported: bool,
-    /// Where the content is now.
+    /// Location of the piece's content: in VRAM, in the staging pool, or in exported memory.
     pub place: MemoryPlace,
     /// True if the last copy out included the piece.
     pub has_left: bool,
     /// Offset of the content in the staging pool, while the content is in the pool.
     pub offset: u64,
-    /// Descriptor of the exported memory, while the content is only in that memory.
+    /// File descriptor of the exported physical memory, while the content exists only in that
+    /// memory.
     pub shared: Option<TrackedFd>,
-    /// Time at which the piece was created. The driver can give a new context the handle of an ended
-    /// one. The time shows to which of the two contexts the piece belongs.
+    /// Logical time at which the piece was created. The driver can give a new context the handle
+    /// value of an ended context. The time shows to which of the two contexts the piece belongs.
     pub since: u64,
 }
 
-/// Where the content of a piece is.
+/// Location of the content of a piece of device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum MemoryPlace {
     /// In VRAM, mapped at its address.
     #[default]
     Device = 0,
-    /// In the pool; nothing is mapped.
+    /// In the staging pool in host memory. Nothing is mapped at the piece's address.
     Pool = 1,
-    /// In the pool. Physical memory is mapped again, but the content is not copied to it yet.
+    /// In the staging pool in host memory. New physical memory is mapped at the piece's address,
+    /// but the content is not copied to it yet.
     Mapped = 2,
-    /// In device memory that is not mapped in this process. A copier copies it to the pool.
+    /// In exported device memory that is not mapped in this process. A copier process copies the
+    /// content to the staging pool.
     Handed = 3,
 }
 
 impl AllocationPiece {
-    /// Whether the piece can be copied out.
+    /// Whether the library can copy the piece to host memory.
     pub fn is_swappable(&self) -> bool {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether another reference can keep the memory after the piece has left the tables. That is
-    /// the case if a copier created the memory and the piece was marked to stay.
+    /// Whether the memory may stay allocated after the piece is removed from the tables, because
+    /// another reference exists. This is possible if the memory was imported, is on the device, and
+    /// was marked to stay there.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays
@@ -83,10 +93,11 @@ pub struct Allocation {
     pub piece: AllocationPiece,
     /// The size that the application requested, in bytes.
     pub asked_bytes: u64,
-    /// Number of the memory pool from which the application allocated it; 0: none.
+    /// This library's number of the CUDA memory pool from which the application allocated the
+    /// memory. 0: it was not allocated from a pool.
     pub pool: u64,
-    /// Point in a stream's work after which the memory is unused. An event that this library has
-    /// recorded in the stream marks the point.
+    /// Event of the last `cuMemFreeAsync` of this memory, if the memory is used again after that
+    /// call. The next such call reuses the event. An empty mark: there is no event to reuse.
     pub mark: CompletionMark,
 }
 
@@ -96,7 +107,7 @@ impl HasKey for Allocation {
     }
 }
 
-/// All allocations by address.
+/// All allocations of the process, ordered by address.
 pub type Allocations = ChunkedMap<Allocation>;
 
 impl Allocations {
@@ -107,7 +118,8 @@ impl Allocations {
     }
 }
 
-/// Identifies a piece. Allocations come before the application's own blocks.
+/// Id of a piece of device memory in the tables. In the order of ids, allocations come before
+/// blocks, which are memory that the application created with `cuMemCreate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AllocationId {
     /// The allocation at this address.
@@ -117,10 +129,10 @@ pub enum AllocationId {
 }
 
 impl AllocationId {
-    /// The lowest id of all.
+    /// The lowest possible id, at which a search through all pieces begins.
     pub const FIRST: AllocationId = AllocationId::Allocation(0);
 
-    /// The lowest id after this one.
+    /// Returns the lowest id that is higher than this one.
     pub fn next(self) -> AllocationId {
         match self {
             AllocationId::Allocation(address) => {
@@ -131,20 +143,22 @@ impl AllocationId {
     }
 }
 
-/// The tables of all swappable memory. An all-zero value is empty.
+/// Tables of the device memory that this library has created or opened for the application. An
+/// all-zero value is a set of empty tables.
 #[repr(C)]
 pub struct AllocationTables {
     /// Allocations of `cuMemAlloc` and similar functions.
     pub allocations: Allocations,
-    /// Physical memory of `cuMemCreate`.
+    /// Blocks: physical memory that the application created with `cuMemCreate`.
     pub blocks: VmmHandleTable,
     /// Memory of other processes, opened by `cuIpcOpenMemHandle`. It is not swappable.
     pub opened: OpenedOnes,
-    /// Identity of this process for other processes that open its memory.
+    /// Identity of this process, which it puts into handles so that other processes can request its
+    /// memory.
     pub identity: ExportIdentity,
-    /// Reserved addresses of freed allocations.
+    /// Reserved addresses of freed allocations, kept for reuse.
     pub addresses: AddressReservations,
-    /// Unused memory of stream pools.
+    /// Freed stream-ordered memory that is kept for reuse, and the memory pools of the application.
     pub cache: PoolCache,
     noted: u64,
 }
@@ -162,7 +176,7 @@ impl AllocationTables {
         }
     }
 
-    /// Returns a number that is higher than all numbers returned before.
+    /// Returns the logical time: a number that is higher than all numbers returned before.
     pub fn now(&mut self) -> u64 {
         self.noted += 1;
         self.noted
@@ -174,7 +188,7 @@ impl AllocationTables {
         self.allocations.insert(allocation)
     }
 
-    /// The first piece at or after `from` for which `which` is true.
+    /// Returns the first piece whose id is at least `from` and for which `which` is true.
     pub fn next(
         &mut self,
         from: AllocationId,

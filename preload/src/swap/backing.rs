@@ -1,4 +1,4 @@
-//! Physical memory for reserved addresses, and its access rights.
+//! Creates physical device memory, maps it at reserved addresses, and sets its access rights.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -112,7 +112,8 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     }
 }
 
-/// Undoes [`back`]. Returns false if the memory is still mapped.
+/// Unmaps and releases the physical memory of a piece, as the reverse of [`back`]. Returns false if
+/// the memory is still mapped.
 pub(super) fn unback(piece: &AllocationPiece) -> bool {
     let unmapped = call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS;
     let released = unmapped && call!(mem_release(piece.handle)) == result::SUCCESS;
@@ -122,12 +123,14 @@ pub(super) fn unback(piece: &AllocationPiece) -> bool {
     unmapped
 }
 
-/// Records that references outside the tables may keep memory that was imported from a copier.
+/// Records that memory imported from a copier (a process that fills the memory of other processes)
+/// may still be allocated, because of references that are in no table of this library.
 pub(super) fn strays() {
     SWAP.strayed.store(1, Ordering::Release);
 }
 
-/// Gives access to a piece to its own device and to the peers that the application has enabled.
+/// Lets a piece's own device, and the peer devices that the application has enabled, read and write
+/// the piece. Returns the driver's code.
 pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     match give(piece, piece.property.location_id) {
         result::SUCCESS => {}
@@ -142,8 +145,9 @@ pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     result::SUCCESS
 }
 
-/// Same as [`give_access`] for memory of another process, which may be opened on another device
-/// than its own. Peers of the device on which it is opened get access if the driver allows it.
+/// Gives access as [`give_access`] does, but to memory that another process has shared. This
+/// process may open such memory on a device other than the one that contains it. Peers of the
+/// opening device get access if the driver allows it.
 pub(super) fn give_access_to_opened(piece: &AllocationPiece) -> u32 {
     let code = give(piece, piece.property.location_id);
     if code == result::SUCCESS {

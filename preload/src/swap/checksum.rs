@@ -1,5 +1,6 @@
-//! Checks that restored content equals the content that was copied out. If the controller has
-//! ordered the check, the digests are computed again on the device.
+//! Checks after a restore that the content of memory equals the content that was copied out. If the
+//! controller has ordered the check, the device computes the digests (128-bit checksums) of the
+//! restored content, and the agent compares them with the digests of the copy out.
 //!
 //! ```text
 //! restored ──the digests of the copy-out?──> intact
@@ -9,9 +10,10 @@
 //!         └──> damaged: every call returns an error from then on
 //! ```
 //!
-//! Content can change for two reasons: the pool is memory of the application's own process, so a
-//! stray write can change it, and the content crosses the bus twice. A difference is reported as an
-//! uncorrectable error, as faulty device memory would be, so that no result is computed from it.
+//! Content can change for two reasons. The staging pool is memory of the application's own process,
+//! so a stray write can change it. The content also crosses the bus twice. A difference is reported
+//! as an uncorrectable error, as faulty device memory would be, so that no result is computed from
+//! it.
 
 use core::sync::atomic::Ordering;
 
@@ -29,7 +31,8 @@ pub(super) fn set(on: bool) {
     SWAP.checks.store(u32::from(on), Ordering::Relaxed);
 }
 
-/// Compares restored content with its digests. If it differs, adds a hazard to the counters.
+/// Verifies the restored content if the controller has ordered the check. If content differs, adds
+/// the hazard `DAMAGED_MEMORY` to the process's counters.
 pub(super) fn look() {
     if SWAP.checks.load(Ordering::Relaxed) == 1
         && !is_intact()
@@ -39,7 +42,8 @@ pub(super) fn look() {
     }
 }
 
-/// Whether restored content equals the content that was copied out. Content without a known digest
+/// Compares the restored content with the digests of the copy out, and copies differing content
+/// once more. Returns whether the content is equal afterwards. Content without a known digest
 /// counts as equal.
 fn is_intact() -> bool {
     with_pool(|pool| match compare(pool) {
@@ -55,11 +59,11 @@ fn is_intact() -> bool {
 
 /// Result of the comparison of restored content.
 enum ChecksumResult {
-    /// Same content as copied out, in all slots with a known digest.
+    /// The content is the same as at the copy out, in all slots with a known digest.
     Same,
     /// Unknown, because the device cannot compute digests now.
     Unknown,
-    /// Different content in the slots that have a digest in this table.
+    /// The content differs in those slots for which this table has a digest.
     Other(DigestTable),
 }
 
@@ -90,7 +94,8 @@ fn is_other(known: Digest, found: Digest) -> bool {
     are_known && known != found && !(is_zero(known) && is_zero(found))
 }
 
-/// Copies the differing pieces again. If that fails, the next comparison finds them.
+/// Copies the pieces with differing content again from the staging pool. Errors are ignored,
+/// because the next comparison detects them.
 fn copy_again(pool: &mut StagingPool, wrong: &[Digest]) {
     let is_wrong = |piece: &AllocationPiece| {
         let first = piece.offset as usize / SLOT_BYTES;

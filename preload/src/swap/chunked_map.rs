@@ -57,7 +57,8 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.all().partition_point(begins_before).saturating_sub(1)
     }
 
-    /// A key's group and its position there. `Err`: the position at which it would be inserted.
+    /// Returns the index of a key's group and the key's position in that group. `Err`: the map does
+    /// not contain the key, and the value is the position at which it would be inserted.
     fn place(&self, key: u64) -> (usize, Result<usize, usize>) {
         let group = self.group(key);
         let ones = self.groups.all().get(group).map_or(&[][..], MmapVec::all);
@@ -81,13 +82,13 @@ impl<T: HasKey> ChunkedMap<T> {
         self.get_mut(group, place)
     }
 
-    /// All entries from this key on.
+    /// Returns all entries whose key is at least `key`, in the order of their keys.
     pub fn from(&self, key: u64) -> impl Iterator<Item = &T> {
         let groups = self.groups.all().get(self.group(key)..).unwrap_or_default();
         groups.iter().flat_map(MmapVec::all).skip_while(move |one| one.key() < key)
     }
 
-    /// The first entry from this key on for which `which` is true.
+    /// Returns the first entry whose key is at least `key` and for which `which` is true.
     pub fn find_from(&mut self, key: u64, which: impl Fn(&T) -> bool) -> Option<&mut T> {
         let group = self.group(key);
         let groups = self.groups.all_mut().get_mut(group..).unwrap_or_default();
@@ -128,8 +129,9 @@ impl<T: HasKey> ChunkedMap<T> {
         }
     }
 
-    /// Adds a group. If `after` is an existing group, the new group follows it and takes its
-    /// entries from position `keeps` on. Otherwise the new group is the first group.
+    /// Adds a group to the map. If a group with the index `after` exists, the new group is placed
+    /// behind it, and the entries of that group from position `keeps` on move to the new group.
+    /// Otherwise the new group becomes the first group. False: out of memory.
     fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
         let mut fresh = core::mem::replace(&mut self.spare, MmapVec::empty());
         // All steps that can fail come before any entry moves.
@@ -228,8 +230,8 @@ mod tests {
         assert_eq!(all(&sorted), [1, 5]);
     }
 
-    /// The entries are large, so that a group has few of them, and groups are created and removed
-    /// often.
+    /// Compares random operations with the same operations on a `BTreeMap`. The entries are large,
+    /// so that a group has few of them, and groups are created and removed often.
     #[test]
     fn it_is_as_a_tree_whatever_comes_and_goes() {
         let mut seed = 1_u64;
@@ -268,8 +270,8 @@ mod tests {
         assert!(sorted.is_empty());
     }
 
-    /// An entry that is removed for a short time is not lost, even if there is no memory for a new
-    /// group.
+    /// An entry that was removed can be inserted again without a new group, so it is not lost even
+    /// if no memory for a group is left.
     #[test]
     fn removed_entry_fits_again_without_a_new_group() {
         let mut sorted = ChunkedMap::empty();

@@ -1,4 +1,5 @@
-//! CUDA contexts: the current one, calls in another one, and the memory that ends with a context.
+//! Handles CUDA contexts: finds the current context, makes calls in another context, and frees the
+//! memory of a context that ends.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,9 +18,10 @@ pub(super) fn current_context() -> Option<usize> {
     (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
 }
 
-/// Waits for work as `cuMemFree` does, by freeing a small allocation of the same context. The wait
-/// fails where `cuMemFree` fails: during the capture of a stream or after an error. `context` is 0
-/// for memory that has outlived its context. Then the function waits in the current context.
+/// Waits for the GPU's work as `cuMemFree` does, by freeing a small allocation of the same context.
+/// The wait fails where `cuMemFree` fails: during the capture of a stream or after an error. A
+/// `context` of 0 stands for memory that has outlived its context. Then the function waits in the
+/// current context.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
@@ -42,8 +44,8 @@ pub(super) fn wait_for_work(context: usize) -> u32 {
     })
 }
 
-/// Records that a small allocation stays in this context. False: the context has one already, or
-/// the list is full.
+/// Records that the library keeps one small allocation in this context. False: the context is
+/// recorded already, or the list is full.
 fn keeps_first(context: usize) -> bool {
     let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
     let take = |place: &AtomicUsize| {
@@ -67,8 +69,9 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Ends a context and its allocations. `which` returns the context, and is called while no other
-/// context can end.
+/// Ends a context by calling `end`, and frees the context's allocations if `has_ended` then returns
+/// true. `which` returns the context, and is called while no other context can end. Returns the
+/// code of `end`.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
     end: impl FnOnce() -> u32,
@@ -121,10 +124,10 @@ fn ends(
     code
 }
 
-/// Removes an ended context from one allocation of a memory pool that was made in this context, and
-/// marks the allocation to stay on the device. Pool memory outlives its context (measured, H200,
-/// driver 580.159), but there is no longer a context in which it could be copied in. Returns the
-/// bytes that are no longer swappable, or `None` if no such allocation is left.
+/// Marks one pool allocation of an ended context to stay on the device, and removes the context
+/// from its entry. Memory of a pool outlives its context (measured, H200, driver 580.159), but no
+/// context is left in which the library could copy the memory in. Returns the number of bytes that
+/// are no longer swappable. `None`: the context has no such allocation left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
@@ -142,9 +145,9 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// The device's primary context, if it exists now. No context may end during the call, because the
-/// function takes a reference for a short time. If another thread released its own reference in
-/// this time, this reference would be the last one.
+/// Returns the device's primary context, if it exists now. No context may end during the call,
+/// because the function holds a reference to the context for a short time. If another thread
+/// released its own reference in this time, this function's reference would be the last one.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)

@@ -1,5 +1,6 @@
-//! Offload through a copier: the process exports its memory and is checkpointed, while the copier
-//! copies the content to the staging pool, which it has registered before.
+//! Offload through a copier (a separate process that copies VRAM for others). This process exports
+//! its memory and is checkpointed by the driver. Meanwhile the copier copies the content to the
+//! staging pool, which it has registered before.
 //!
 //! ```text
 //! Device ──copied to new memory, if it cannot be exported──> exported, sent, unmapped, released
@@ -25,10 +26,11 @@ use super::{copier_restore, is_in_use, tables, with_pool};
 use crate::fds::TrackedFd;
 use crate::sys::{self, Descriptor, datagram};
 
-/// Time limit for the copier to read the exported descriptors.
+/// Time limit, in microseconds, for the copier to receive the exported descriptors.
 const WITHIN_US: u64 = 4_000_000;
 
-/// Number of bytes whose content is only in exported memory.
+/// Number of bytes that were exported to the copier and are not copied yet. Their content is only
+/// in the exported memory.
 pub fn bytes() -> u64 {
     if is_in_use() { tables(|tables| tables.bytes(is_exported)) } else { 0 }
 }
@@ -37,12 +39,12 @@ fn is_exported(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Handed
 }
 
-/// Exports all memory that leaves the device. False: nothing was exported, and all memory is on the
-/// device as before.
+/// Exports to the copier all memory that this offload removes from the device. False: the export
+/// failed, and all memory is on the device as before.
 ///
 /// # Errors
-/// The driver's code. Some of the memory stays exported, and the connection to the copier is
-/// closed.
+/// Returns the driver's code if exported memory could not be mapped again. Some of the memory then
+/// stays exported, and the connection to the copier is closed.
 pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
     // The copier needs all pages of the pool: end the prefault.
     pool.end();
@@ -103,8 +105,9 @@ fn export(handle: u64) -> Option<Descriptor> {
     datagram::made(fd).filter(|_| code == result::SUCCESS).map(Descriptor::lifted)
 }
 
-/// Copies a piece to new, exportable memory on the device, and returns the new handle. The driver
-/// cannot export memory that was imported, or that was created without a handle type for it.
+/// Copies a piece to new, exportable memory on the device, and returns the handle of the new
+/// memory. The copy is needed because the driver cannot export memory that was imported, or that
+/// was created without a handle type for exports.
 fn copy(piece: &AllocationPiece) -> Option<u64> {
     let bytes = piece.bytes as usize;
     let mut property = piece.property;
@@ -143,7 +146,8 @@ fn copy_across(to: u64, piece: &AllocationPiece) -> u32 {
     })
 }
 
-/// Waits until the copier has copied everything. False: the copier has failed or was too slow.
+/// Waits until the copier has copied all exported memory to the staging pool. False: the copier has
+/// failed or was too slow.
 pub fn settle() -> bool {
     let bytes = bytes();
     if bytes == 0 {
@@ -162,7 +166,8 @@ pub fn settle() -> bool {
     true
 }
 
-/// Closes the connection to the copier and marks the pool, to which the copier may still write.
+/// Closes the connection to the copier, and marks the staging pool as unusable, because the copier
+/// may still write to it.
 fn leave() {
     copier_restore::hang_up();
     with_pool(StagingPool::taint);

@@ -1,5 +1,6 @@
-//! Restore through a copier: the copier creates and fills the memory while the driver restores the
-//! context of this process. This process only imports and maps the memory.
+//! Restore through a copier (a separate process that copies VRAM for others). The copier creates
+//! and fills the memory while the driver restores the context of this process. Then this process
+//! only imports and maps the memory.
 //!
 //! ```text
 //! offer: copied out, about to be checkpointed ──> the pool's file and the list of pieces, to the copier
@@ -35,20 +36,23 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// Maximum wait for the copier's Begin after the driver's restore. The message has usually arrived
-/// by then: a copier that fills memory sends it during the restore, and any other copier closes the
-/// connection. Only a stopped copier does neither.
+/// Maximum wait for the copier's message Begin after the driver's restore, in milliseconds. Usually
+/// the message has arrived by then, because a copier that fills memory sends it during the restore.
+/// A copier that fills no memory closes the connection. Only a stopped copier does neither.
 const BEGIN_WITHIN_MS: u64 = 500;
-/// Time limit for the next block, in addition to the time for its bytes.
+/// Time limit in milliseconds for the next block of memory from the copier. The time for copying
+/// the block's bytes is added.
 const BLOCK_WITHIN_MS: u64 = 2_000;
-/// Bytes per millisecond of the slowest copier that is worth a wait. With a slower copier, a copy
-/// by the process is faster.
+/// Minimum speed of a copier that is worth a wait, in bytes per millisecond. If the copier is
+/// slower, a copy by the process itself is faster.
 const BYTES_A_MS: u64 = 2_000_000;
 
-/// 1: this process has offered its copied-out content to the copier on the current socket.
+/// 1 if this process has offered its copied-out content to the copier on the current socket, else
+/// 0.
 static OFFERED: AtomicU32 = AtomicU32::new(0);
 
-/// Stores the copier's socket, which the controller has sent.
+/// Closes the connection to the previous copier, and stores the copier's socket that the controller
+/// has sent.
 pub fn meet(socket: Option<Descriptor>) {
     hang_up();
     if let Some(socket) = socket {
@@ -62,9 +66,9 @@ pub fn meet(socket: Option<Descriptor>) {
     }
 }
 
-/// Closes the connection; the copier then frees everything for this process. Also closes
-/// descriptors that are still in the socket, because a shareable handle keeps its memory while the
-/// handle exists.
+/// Closes the connection to the copier, which then frees everything that it holds for this process.
+/// Also closes the descriptors that are still queued in the socket, because an exported handle
+/// keeps its memory allocated while the handle exists.
 pub fn hang_up() {
     if let Some(copier) = fds::COPIER.get() {
         // A forked child may have the socket too, so it is shut down and not only closed.
@@ -76,8 +80,9 @@ pub fn hang_up() {
     prefault_ahead::is_over();
 }
 
-/// Offers the copied-out content to the copier, if the copier can restore it faster. Otherwise
-/// closes the connection, and records in the counters that another copier would not help.
+/// Offers the copied-out content to the copier, so that the copier restores it. If the copier
+/// cannot restore this content, closes the connection. Also records in the counters whether a
+/// copier would help at all.
 pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     let summary = summary(MemoryPlace::Pool);
     if let Some(page) = process::page() {
@@ -93,8 +98,8 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     }
 }
 
-/// Reports to the copier that the process is checkpointed. From now on a message of the copier
-/// wakes the agent.
+/// Reports to the copier that the driver has checkpointed the process. From now on each message of
+/// the copier wakes the agent (the thread of this library that handles such messages).
 pub fn announce_offloaded() {
     if let Some(copier) = fds::COPIER.get() {
         let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
@@ -102,13 +107,15 @@ pub fn announce_offloaded() {
     send(ToCopier::Checkpointed, None);
 }
 
-/// Whether a caller waits at the gate, or a message of the controller has arrived.
+/// Whether anything more urgent than the copier's messages waits: a caller at the gate, or a
+/// message of the controller.
 fn is_wanted() -> bool {
     process::page().is_some_and(CounterPage::has_waiters)
         || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
 }
 
-/// Handles the next message of the copier while the process is offloaded. True: there may be more.
+/// Handles the next message of the copier while the process is offloaded. True: a message was
+/// handled, and there may be more.
 pub fn recv() -> bool {
     let Some((message, file)) = receive(0) else {
         return false;
@@ -136,12 +143,14 @@ pub fn announce_restore() {
     send(ToCopier::Restoring, None);
 }
 
-/// Whether the copier has sent Ready, which means that it can copy out.
+/// Receives the copier's next message, if one has arrived. Returns whether it is Ready, which means
+/// that the copier can copy out.
 pub(super) fn has_said_ready() -> bool {
     matches!(receive(0), Some((FromCopier::Ready, None)))
 }
 
-/// Sends the descriptor of the next piece. Waits while the socket is full, until `end_us`.
+/// Sends the descriptor of the next exported piece to the copier. While the socket is full, waits
+/// until `end_us` at most. `None`: the descriptor was not sent.
 pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     const PAUSE_US: u64 = 200;
     loop {
@@ -155,9 +164,9 @@ pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     }
 }
 
-/// Waits until the copier has copied everything that was exported. False: the copier has failed or
-/// is too slow, or a caller waits. For a caller it is faster to map the memory again than to wait
-/// for the copy.
+/// Waits until the copier has copied all exported memory. False: the copier has failed or is too
+/// slow, or a caller waits at the gate. For the caller it is faster to map the memory again than to
+/// wait for the copy.
 pub(super) fn has_copied(bytes: u64) -> bool {
     const SLICE_MS: u64 = 10;
     const ALMOST_MS: u64 = 500;
@@ -176,12 +185,14 @@ pub(super) fn has_copied(bytes: u64) -> bool {
     copied
 }
 
-/// Sends a message. Checks before each send that the descriptor is still the copier's socket.
+/// Sends a message to the copier. First checks that the stored descriptor is still the copier's
+/// socket.
 fn send(message: ToCopier, descriptor: Option<i32>) -> Option<()> {
     sys::send(fds::COPIER.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-/// Requests that the copier registers the pool, which is still empty.
+/// Asks the copier to register the staging pool, which has no content yet. `None`: the message was
+/// not sent.
 pub(super) fn announce_prefault(pool: &StagingPool, bytes: u64) -> Option<()> {
     let (.., device) = summary(MemoryPlace::Device)?;
     send(ToCopier::Prefaulted { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
@@ -192,7 +203,8 @@ fn uuid_of(device: i32) -> Option<[u8; 16]> {
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(uuid)
 }
 
-/// Sends the list of pieces for which `which` is true. Their content is in the pool, or will be soon.
+/// Sends the copier the list of pieces for which `which` is true. Their content is in the staging
+/// pool, or will be there soon. `None`: a message was not sent.
 pub(super) fn announce_copied_out(
     pool: &StagingPool,
     (pieces, bytes, device): Summary,
@@ -225,15 +237,17 @@ fn is_off(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Pool
 }
 
-/// Summary of the copied-out pieces: number, bytes and device.
+/// Summary of the pieces that a copier is to copy: their number, their total bytes, and their
+/// device.
 pub(super) type Summary = (u32, u64, i32);
 
-/// The summary of the pieces, or `None` if a copier cannot create such memory. The memory must be
-/// contiguous in the pool, on one device and without special properties, and its pieces must have a
-/// minimum size on average. The application must not be able to export it: the process imports the
-/// memory that a copier creates, and the driver does not export imported memory. Memory of
-/// `cuMemAlloc` is allowed even if it was created as exportable: the application cannot export it,
-/// and what this library has exported stays on the device.
+/// Returns the summary of the pieces whose content is at `place`. `None`: a copier cannot create
+/// such memory. The memory must be contiguous in the staging pool, on one device and without
+/// special properties, and its pieces must have a minimum size on average. The application must not
+/// be able to export the memory, because the process imports what a copier creates, and the driver
+/// does not export imported memory. Memory of `cuMemAlloc` is allowed even if this library created
+/// it as exportable. The application cannot export it, and memory that this library has exported
+/// stays on the device.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
@@ -271,8 +285,8 @@ pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     (large && many as usize <= MAX_PIECES).then_some((many, end, device?))
 }
 
-/// Imports all memory that the copier has filled. False: nothing was imported, and everything is
-/// copied out as before.
+/// Imports all memory that the copier has filled. False: the import failed, and the content is
+/// still in the staging pool.
 pub fn import_from_copier() -> bool {
     if OFFERED.load(Ordering::Relaxed) == 0 {
         // A process whose offload was cancelled before its checkpoint has offered nothing, so there

@@ -1,4 +1,5 @@
-//! Copy out and copy in, by the agent, with the gate closed and no work on the GPU.
+//! Copies device memory to host memory (copy out) and back (copy in). The agent does this while the
+//! gate is closed and the GPU has no work of the process.
 //!
 //! ```text
 //! copy out: begin the pool ──> copy pieces that are neither zero nor in the pool ────────> all copied?
@@ -40,7 +41,8 @@ pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
 /// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Whether any content is in the staging pool, or local memory is released.
+/// Whether the process lacks a part of its device memory: content is in the staging pool or
+/// exported, or the local memory of a context is released.
 pub fn is_copied_out() -> bool {
     let in_pool = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
     is_in_use()
@@ -50,12 +52,14 @@ pub fn is_copied_out() -> bool {
 
 /// Copies all swappable memory to host memory and frees it on the device.
 ///
-/// `keep`: retain the copy after the restore. Content that is unchanged since the last copy is not
-/// copied again. `check`: the restore verifies checksums. `handed`: `Some` if a checkpoint follows,
-/// during which a copier may copy the memory. The value is the process's VRAM in bytes.
+/// With `keep`, the copy is retained after the restore, and content that is unchanged since the
+/// last copy is not copied again. With `check`, the restore verifies checksums. `handed` is `Some`
+/// if a checkpoint by the driver follows, during which a copier may copy the memory. Its value is
+/// the process's VRAM in bytes.
 ///
 /// # Errors
-/// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as before.
+/// Returns the driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. All memory is on the device as
+/// before, except for memory that was exported to a copier and could not be mapped again.
 pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -135,22 +139,23 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
     })
 }
 
-/// Whether the pool has less than half of the content, as the known digests show.
+/// Whether less than half of the content is in the staging pool already, as far as digests are
+/// known.
 fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
     found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
 }
 
-/// Allows the agent's thread to make calls that would otherwise invalidate another thread's capture
-/// of a stream.
+/// Sets the calling thread to the relaxed capture mode. Its later calls then do not invalidate
+/// another thread's capture of a stream.
 pub(super) fn relax_captures() {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Assigns an offset in the pool to each piece that leaves the device. Returns the total bytes of
-/// these pieces and a context. `None`: there is no memory for the list in which the pieces are
-/// sorted.
+/// Assigns an offset in the staging pool to each piece that leaves the device. Returns the total
+/// bytes of these pieces and one of their contexts. `None`: there is no memory for the list by
+/// which the pieces are sorted.
 pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
         let mut from = AllocationId::FIRST;
@@ -170,8 +175,9 @@ pub(super) fn assign() -> Option<(usize, usize)> {
     })
 }
 
-/// Calls `body` for each piece for which `which` is true. It looks the pieces up one by one, so
-/// that no lock is held during a call into the driver.
+/// Calls `body` for each piece for which `which` is true, until a call fails. Returns the code of
+/// the failed call, or success. Looks up the pieces one by one, so that no lock is held during a
+/// call into the driver.
 pub(super) fn each(
     which: impl Fn(&AllocationPiece) -> bool,
     mut body: impl FnMut(AllocationId, &AllocationPiece) -> u32,
@@ -195,7 +201,7 @@ pub(super) fn record_progress(id: AllocationId, handle: u64, place: MemoryPlace)
     });
 }
 
-/// Whether any memory on the device was imported from a copier.
+/// Whether the process may hold device memory that it imported, for example from a copier.
 pub fn holds_imported() -> bool {
     let on_device =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Device | MemoryPlace::Mapped);
@@ -217,7 +223,8 @@ struct CopyOutProgress<'a> {
 }
 
 impl CopyOutProgress<'_> {
-    /// Starts to copy the content of a piece that the pool does not have.
+    /// Starts to copy a piece to the staging pool, without the parts that are zero or that the pool
+    /// contains already. Returns the driver's code or [`NO_HOST_MEMORY`].
     fn copy(&mut self, piece: &AllocationPiece) -> u32 {
         let mut done = 0;
         while done < piece.bytes {
@@ -245,8 +252,8 @@ impl CopyOutProgress<'_> {
     }
 }
 
-/// Starts to fill a piece of device memory with the content that the staging pool in host memory has
-/// for it. Parts that the pool leaves out are zero.
+/// Starts to fill a piece of device memory with its content from the staging pool, which is in host
+/// memory. Parts that were skipped as zero are cleared on the device.
 pub(super) fn fill_from_host(
     pool: &mut StagingPool,
     copies: &mut CopyStreams,
@@ -276,7 +283,8 @@ pub(super) fn as_result(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
-/// Frees the device memory of all copied-out content. A piece that cannot be unmapped stays.
+/// Frees the device memory of all pieces whose content was copied out. A piece that cannot be
+/// unmapped stays on the device.
 fn give_back() {
     each(AllocationPiece::leaves, |id, piece| {
         if unback(piece) {
@@ -287,7 +295,8 @@ fn give_back() {
     update_counters();
 }
 
-/// Updates the counters: the copied-out bytes, and whether memory on the device was imported.
+/// Updates the process's counters: the copied-out bytes, and whether memory is imported from a
+/// copier or exported to it.
 pub(super) fn update_counters() {
     let in_pool =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Pool | MemoryPlace::Mapped);
@@ -358,8 +367,8 @@ fn copy_to_device() -> Result<(), u32> {
     })
 }
 
-/// Whether the driver returns this code when the context of the copied-out memory is synchronised.
-/// Nothing runs on the GPU, so the driver returns at once.
+/// Whether the context of the copied-out memory is lost, which means that its synchronisation
+/// returns this error code. Nothing runs on the GPU, so the driver returns at once.
 pub fn is_broken(code: u32) -> bool {
     if !is_copied_out() {
         return false;
@@ -372,9 +381,9 @@ pub fn is_broken(code: u32) -> bool {
     context.is_some_and(|context| in_context(context, || call!(ctx_synchronize())) == code)
 }
 
-/// Unregisters the pool before a checkpoint. Each byte of host memory that is registered with the
-/// driver makes checkpoint and restore slower. The copy-in registers it again while its copies run,
-/// or a copier registers it earlier.
+/// Unregisters the staging pool from the driver before a checkpoint, and offers its content to the
+/// copier. Each registered byte of host memory makes checkpoint and restore slower. The copy in
+/// registers the pool again while its copies run, or a copier registers the pool earlier.
 pub fn release_copied_out(vram_bytes: u64) {
     if is_copied_out() {
         with_pool(|pool| {
@@ -386,8 +395,8 @@ pub fn release_copied_out(vram_bytes: u64) {
     }
 }
 
-/// Maps new memory at a piece's addresses and starts to fill it: one piece is copied
-/// while the next is mapped.
+/// Maps new physical memory at a piece's addresses and starts to copy the content into it. Does not
+/// wait for the copy, so that the caller can map the next piece meanwhile.
 fn fill(
     pool: &mut StagingPool,
     copies: &mut CopyStreams,
@@ -407,8 +416,8 @@ fn fill(
     }
 }
 
-/// Frees a part of the unused pool while the application runs, unless the pool is retained and host
-/// memory is sufficient.
+/// Frees a part of the staging pool, if the application runs and the pool is not in use. Frees no
+/// memory if the pool is retained and host memory is sufficient.
 pub fn tidy() -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
@@ -462,7 +471,7 @@ impl CopyStreams {
         })
     }
 
-    /// Waits for all copies.
+    /// Waits until all copies have ended, and destroys their streams. Returns the first error.
     pub(super) fn finish(self) -> Result<(), u32> {
         let mut ended = Ok(());
         for (context, stream) in self.streams.into_iter().take(self.many) {

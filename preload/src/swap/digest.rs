@@ -1,5 +1,6 @@
-//! Digests of device memory, which show what content the pool already has. The device computes them
-//! at the speed of its memory, about a hundred times faster than a copy to the host.
+//! Computes digests of device memory, which show what content the staging pool already contains.
+//! The device computes them at the speed of its memory, about a hundred times faster than a copy to
+//! the host.
 //!
 //! ```text
 //! slot of the pool (2 MiB):  not known ──copied, with its digest──> known
@@ -39,18 +40,19 @@ impl Digest {
     pub const UNKNOWN: Digest = Digest { low: 0, high: 0 };
     /// The digest of memory that is all zero; no other content has it.
     pub const ZERO: Digest = Digest { low: 0, high: u64::MAX };
-    /// Marks a slot that is zero and not stored, in place of [`Self::ZERO`]: see `zeros`.
+    /// Marks a slot whose content is zero and is not stored. The mark replaces [`Self::ZERO`]. See
+    /// the module `zeros`.
     pub const LEFT_OUT: Digest = Digest { low: 0, high: u64::MAX - 1 };
 
-    /// Makes an input of the kernel: the memory's address, in the place where the kernel writes its
-    /// digest.
+    /// Returns an input entry of the digest kernel, which contains the address of the memory. The
+    /// kernel replaces the entry by the digest.
     pub(super) fn of_address(address: u64) -> Digest {
         Digest { low: address, high: 0 }
     }
 }
 
-/// One digest for each slot of a pool, in memory that a forked child does not have. An all-zero
-/// value is empty.
+/// Table with one digest for each slot of a staging pool. A forked child does not have the table's
+/// memory. An all-zero value is an empty table.
 #[repr(C)]
 pub struct DigestTable {
     start: usize,
@@ -95,9 +97,9 @@ impl Drop for DigestTable {
     }
 }
 
-/// Returns a table for a pool of `bytes` bytes, with the digests of the pieces on the device for
-/// which `which` is true. `None`: the device cannot compute digests. Single pieces may stay
-/// unknown.
+/// Computes the digests of the pieces for which `which` is true. Returns them in a table for a
+/// staging pool of `bytes` bytes. `None`: the device cannot compute digests now. Digests of single
+/// pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
     if !libc::are_stacks_large() || !loader_lock::is_loaded() {
         return None;
@@ -116,7 +118,8 @@ pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTab
     Some(found)
 }
 
-/// The next context with a piece on the device for which `which` is true.
+/// Returns the lowest context above `context` that has a piece for which `which` is true. `None`:
+/// there is no such context.
 fn context_after(context: usize, which: fn(&AllocationPiece) -> bool) -> Option<usize> {
     let (mut from, mut least) = (AllocationId::FIRST, None);
     let later = |piece: &AllocationPiece| which(piece) && piece.context > context;
@@ -161,7 +164,7 @@ fn of_context(
     Some(())
 }
 
-/// Loads the kernel without running it. Returns the driver's code.
+/// Loads and unloads the digest kernel once, without running it. Returns the driver's code.
 pub fn load_once(context: usize) -> u32 {
     if !libc::are_stacks_large() {
         return result::NOT_SUPPORTED;
@@ -169,9 +172,10 @@ pub fn load_once(context: usize) -> u32 {
     in_context(context, || with_kernel(|_| result::SUCCESS))
 }
 
-/// Loads the kernel, calls `run` with it, and unloads it. The driver compiles it on this thread,
-/// which needs a large stack. This takes 0.25 ms, but longer for the first time in a process.
-/// Nothing of the kernel is left when the driver moves the context.
+/// Loads the digest kernel, calls `run` with it, and unloads it, so that the context contains
+/// nothing of the kernel when the driver moves it. The driver compiles the kernel on the calling
+/// thread, which needs a large stack. This takes 0.25 ms, but longer for the first time in a
+/// process.
 fn with_kernel(run: impl FnOnce(usize) -> u32) -> u32 {
     let (mut module, mut kernel) = (0, 0);
     match call!(module_load_data(&raw mut module, IMAGE.as_ptr().cast::<c_void>())) {

@@ -1,4 +1,4 @@
-//! The driver's functions that swapping needs, each looked up once.
+//! The functions of the CUDA driver that swapping needs, looked up by their names in libcuda.
 
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// Whether libcuda has everything that swapping needs.
+    /// Whether libcuda has all functions that swapping needs.
     is_complete;
     mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
     mem_alloc_pitch = "cuMemAllocPitch_v2" (*mut u64, *mut usize, usize, usize, u32);
@@ -83,7 +83,8 @@ functions! {
 }
 
 functions! {
-    /// Whether libcuda has everything that stream-ordered memory needs, as of CUDA 12.0.
+    /// Whether libcuda has all functions that stream-ordered memory needs. Drivers have them as of
+    /// CUDA 12.0.
     has_pools;
     event_create = "cuEventCreate" (*mut usize, u32);
     event_destroy = "cuEventDestroy_v2" (usize);
@@ -107,7 +108,8 @@ functions! {
     stream_is_capturing = "cuStreamIsCapturing" (*mut c_void, *mut u32);
 }
 
-/// `cuThreadExchangeStreamCaptureMode`; does nothing if the driver does not have it.
+/// Exchanges the calling thread's stream capture mode with `mode`, by
+/// `cuThreadExchangeStreamCaptureMode`. Does nothing if the driver does not have this function.
 pub fn exchange_capture_mode(mode: &mut u32) {
     if let Some(exchange) = exchange_mode() {
         // SAFETY: the function's signature since it exists.
@@ -127,34 +129,34 @@ macro_rules! later_functions {
 }
 
 later_functions! {
-    /// Available as of CUDA 12.5.
+    /// `cuCtxRecordEvent`, available as of CUDA 12.5.
     ctx_record_event = b"cuCtxRecordEvent" (usize, usize);
-    /// Available as of CUDA 3.1.
+    /// `cuCtxGetLimit`, available as of CUDA 3.1.
     ctx_get_limit = b"cuCtxGetLimit" (*mut usize, u32);
-    /// Available as of CUDA 3.1.
+    /// `cuCtxSetLimit`, available as of CUDA 3.1.
     ctx_set_limit = b"cuCtxSetLimit" (u32, usize);
-    /// Available as of CUDA 3.2.
+    /// `cuMemcpyDtoDAsync`, available as of CUDA 3.2.
     copy_across = b"cuMemcpyDtoDAsync_v2" (u64, u64, usize, *mut c_void);
-    /// Available as of CUDA 11.7.
+    /// `cuMemGetHandleForAddressRange`, available as of CUDA 11.7.
     mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
-    /// Available as of CUDA 11.1.
+    /// `cuMemMapArrayAsync`, available as of CUDA 11.1.
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
     /// Same as `mem_map_array`, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// Available as of CUDA 11.0. Its handle's format differs from that of the function without
-    /// `_v2`.
+    /// `cuIpcOpenMemHandle_v2`, available as of CUDA 11.0. Its handle's format differs from that of
+    /// the function without `_v2`.
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
-    /// The form of the function before CUDA 11.0.
+    /// `cuIpcOpenMemHandle` as it was before CUDA 11.0.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
-    /// Available as of CUDA 11.2, for per-thread default streams.
+    /// `cuMemAllocAsync` for per-thread default streams, available as of CUDA 11.2.
     mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
     /// Same as `mem_alloc_async_ptsz`, but allocates from an explicitly given pool.
     mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
-    /// Available as of CUDA 11.2, for per-thread default streams.
+    /// `cuMemFreeAsync` for per-thread default streams, available as of CUDA 11.2.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
-    /// Available as of CUDA 13.0.
+    /// `cuCtxSynchronize_v2`, available as of CUDA 13.0.
     ctx_synchronize_v2 = b"cuCtxSynchronize_v2" (usize);
-    /// Available as of CUDA 12.4.
+    /// `cuCtxFromGreenCtx`, available as of CUDA 12.4.
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }
 

@@ -22,7 +22,7 @@ use nix::unistd::pipe2;
 pub const CONTEXT: usize = 0x77;
 /// The default pool of the device.
 pub const DEFAULT_POOL: usize = 0x900;
-/// A device that no other test uses.
+/// Ordinal of the fake device. No other test uses this number.
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
 const SLOT_BYTES: u64 = 2 << 20;
@@ -54,8 +54,8 @@ struct Handle {
     exportable: bool,
 }
 
-/// Exported memory. Its descriptor is one end of a pipe, so the other end shows when the last copy
-/// is closed.
+/// Exported memory. Its descriptor is one end of a pipe. The other end shows when the last copy of
+/// the descriptor is closed.
 struct Export {
     object: u64,
     inode: u64,
@@ -73,29 +73,30 @@ impl Export {
 struct Device {
     next: u64,
     handles: BTreeMap<u64, Handle>,
-    /// Mapped objects by address.
+    /// Number of the physical memory object that is mapped at each address.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
-    /// Content of each written slot, by object and slot.
+    /// Content of each slot that was written. The key is a physical memory object and the slot's
+    /// index in it.
     contents: BTreeMap<(u64, u64), u64>,
-    /// Memory that the driver itself allocated, by address.
+    /// Contents of the memory that the driver allocated by itself, by address.
     own: BTreeMap<u64, Vec<u64>>,
     exports: Vec<Export>,
     /// Sizes of registered host memory, by address.
     registered: BTreeMap<usize, usize>,
     streams: usize,
     events: BTreeSet<usize>,
-    /// Pools that exist now.
+    /// Handles of the memory pools that exist now.
     pools: BTreeSet<usize>,
     /// All contexts other than [`CONTEXT`] that were pushed so far.
     pushed: Vec<usize>,
     /// Contexts for which an event was recorded, in order.
     awaited: Vec<usize>,
-    /// Contexts that are pushed now, above [`CONTEXT`].
+    /// Stack of the contexts that are pushed now, above [`CONTEXT`].
     current: Vec<usize>,
-    /// Stack limits that are not [`STACK_LIMIT`], by context.
+    /// Stack limits of contexts, in bytes. A context that is not in the map has [`STACK_LIMIT`].
     limits: BTreeMap<usize, usize>,
-    /// Number of event queries that still return that the work is running.
+    /// Number of further event queries that report running work.
     runs: usize,
     /// Number of allocations in the driver's own pools.
     pooled: usize,
@@ -154,12 +155,12 @@ impl Fake {
         device(|device| device.fails.clear());
     }
 
-    /// Whether a failure that was set has not happened yet.
+    /// Whether a failure that a test has requested has not happened yet.
     pub fn is_still_to_fail(&self) -> bool {
         device(|device| !device.fails.is_empty())
     }
 
-    /// What the device holds now.
+    /// Returns the number of objects of each kind that exist on the device now.
     pub fn held(&self) -> Held {
         device(|device| Held {
             handles: device.handles.len(),
@@ -170,7 +171,7 @@ impl Fake {
         })
     }
 
-    /// Whether a descriptor is an export of this driver.
+    /// Whether a descriptor refers to memory that this driver has exported.
     pub fn has_exported(&self, descriptor: BorrowedFd<'_>) -> bool {
         device(|device| device.exported(descriptor)).is_some()
     }
@@ -190,7 +191,7 @@ impl Fake {
         device(|device| device.registered.keys().copied().collect())
     }
 
-    /// The other contexts that were made current so far.
+    /// Contexts other than [`CONTEXT`] that were made current so far.
     pub fn pushed(&self) -> Vec<usize> {
         device(|device| device.pushed.clone())
     }
@@ -230,7 +231,8 @@ impl Device {
         self.exports.iter().find(|export| export.inode == inode).map(|export| export.object)
     }
 
-    /// Object and slot that are mapped at an address, which must be the beginning of a slot.
+    /// Returns the physical memory object that is mapped at an address, and the index of the slot
+    /// in it. The address must be the beginning of a slot.
     fn slot(&self, address: u64) -> Option<(u64, u64)> {
         let (start, object) = self.mappings.range(..=address).next_back()?;
         let inside = ((address - start) as usize) < *self.ranges.get(start)?;
@@ -245,7 +247,8 @@ impl Device {
             .collect()
     }
 
-    /// Refuses a copy that crosses the end of a registration of host memory.
+    /// Checks that a copy does not cross the end of a range of registered host memory. `None`: it
+    /// does.
     fn may_copy(&self, host: usize, bytes: usize) -> Option<()> {
         let end = host + bytes;
         let last = self.registered.range(..end).next_back();
@@ -319,7 +322,8 @@ macro_rules! functions {
             }
         })*
 
-        /// The address of one of the driver's functions, while a fake driver exists.
+        /// Returns the address of a function of the fake driver. `None`: no fake driver exists, or
+        /// it does not have the function.
         pub fn function(name: &[u8]) -> Option<usize> {
             DEVICE_STATE.lock().ok()?.as_ref()?;
             $(if name == $symbol.as_bytes() {
@@ -330,7 +334,7 @@ macro_rules! functions {
     };
 }
 
-/// Writes a result, as the driver does.
+/// Writes a result to the place that the caller has passed, as the driver does.
 fn set<T>(place: *mut T, value: T) -> Option<()> {
     // SAFETY: the code under test passes a place for the result.
     unsafe { place.write(value) };

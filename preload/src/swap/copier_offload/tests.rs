@@ -95,8 +95,8 @@ impl World {
         crate::sys::send(self.copier.as_raw_fd(), &message.encode(), None).unwrap();
     }
 
-    /// Receives all messages at the copier, and closes their descriptors. Returns the number of
-    /// exported pieces.
+    /// Plays the part of the copier: receives all messages and closes their descriptors. Returns
+    /// the number of exported pieces.
     fn hears(&self) -> usize {
         let (mut taken, mut frame) = (0, [0; FRAME_BYTES]);
         while let Ok((FRAME_BYTES, descriptor)) =
@@ -122,8 +122,8 @@ impl World {
         self.pieces().iter().map(|piece| piece.place).collect()
     }
 
-    /// Whether all memory is on the device, at the same addresses with the same contents, and no
-    /// other object of the device is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and the
+    /// process holds no other object of the driver.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -149,12 +149,13 @@ impl Drop for World {
     }
 }
 
-/// Objects on the device with this number of mapped pieces.
+/// Returns the expected counts of driver objects while this number of pieces is mapped.
 fn usual(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: many, descriptors: 0, streams: 0 }
 }
 
-/// Objects on the device of pieces whose content is elsewhere: only their addresses.
+/// Returns the expected counts of driver objects while all pieces are offloaded: only reserved
+/// addresses, and this number of descriptors.
 fn offloaded(descriptors: usize) -> Held {
     Held { handles: 0, mappings: 0, ranges: PIECES, descriptors, streams: 0 }
 }
@@ -175,7 +176,8 @@ fn export_is_held_by_descriptors_until_copied() {
     }
 }
 
-/// The pool's file has holes in place of shared chunks, so another copier would restore zeros.
+/// A pool with shared chunks must not be offered to another copier. Its file has holes in place of
+/// these chunks, so that copier would restore zeros.
 #[test]
 fn shared_chunks_are_offered_to_no_other_copier() {
     for shared in [false, true] {
@@ -197,8 +199,8 @@ fn shared_chunks_are_offered_to_no_other_copier() {
     }
 }
 
-/// If the copier closes the connection without reporting the end of its copy, with or without
-/// another message before, the memory must be restored from the device.
+/// If the copier closes the connection before it reports the end of its copy, the memory must be
+/// restored from the device. This also applies if the copier has sent another message before.
 #[test]
 fn uncopied_export_is_restored_from_the_device() {
     for (made, said) in
@@ -231,8 +233,8 @@ fn abandoned_offload_taints_the_pool() {
     assert!(world.is_resident() && holds_imported());
 }
 
-/// Lets each of these driver calls fail at each piece. No memory may be lost, and no object may be
-/// left over.
+/// Makes each driver call of the export fail at each piece. No memory may be lost, and no object
+/// may be left over.
 #[test]
 fn failed_export_leaves_all_on_the_device() {
     let always = ["cuMemExportToShareableHandle"];
@@ -288,7 +290,8 @@ fn failed_take_back_is_repeated() {
     }
 }
 
-/// The driver could not restore a process that was checkpointed with imported memory.
+/// If imported memory could not be released, the process must report that it holds imported memory.
+/// The driver could not restore a process that was checkpointed with such memory.
 #[test]
 fn unreleased_import_is_reported() {
     let world = World::new(1, Exportable);
@@ -331,7 +334,8 @@ fn unread_socket_is_awaited_until_deadline() {
     assert!(copier_restore::send_piece(world.copier.as_raw_fd(), sys::now_us()).is_none());
 }
 
-/// Three quarters of the process's descriptors are left to the application.
+/// An export may use at most a quarter of the descriptors that the process may open. The other
+/// three quarters are left to the application.
 #[test]
 fn export_uses_a_quarter_of_the_descriptors() {
     const MANY: usize = 300;

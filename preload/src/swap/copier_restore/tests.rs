@@ -61,7 +61,7 @@ impl World {
         sys::send(self.copier.as_raw_fd(), &message.encode(), memory).unwrap();
     }
 
-    /// Fills the memory of a piece, and sends it to the process.
+    /// Plays the part of the copier: fills the memory of a piece, and sends it to the process.
     fn fills(&self, index: usize) {
         let piece = World::piece();
         let handle = back(&piece).unwrap();
@@ -79,8 +79,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// Whether all memory is on the device, at the same addresses with the same contents, and no
-    /// other object of the device is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and the
+    /// process holds no other object of the driver.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -112,8 +112,8 @@ fn filled_memory_is_imported_without_a_copy() {
     assert!(world.fake.is_still_to_fail(), "nothing was copied");
 }
 
-/// If one of these driver calls fails for one piece, the content of that piece must be copied from
-/// the pool. This must also succeed if memory cannot be unmapped.
+/// If a driver call of the import fails for one piece, the content must be copied from the staging
+/// pool. This must also succeed if memory cannot be unmapped.
 #[test]
 fn failed_import_is_copied_from_the_pool() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {

@@ -49,8 +49,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// Whether all memory is on the device, at the same addresses with the same contents, and no
-    /// other object of the device is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and the
+    /// process holds no other object of the driver.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -71,7 +71,7 @@ impl Drop for World {
     }
 }
 
-/// Objects on the device with this number of mapped pieces.
+/// Returns the expected counts of driver objects while this number of pieces is mapped.
 fn held(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: PIECES, descriptors: 0, streams: 0 }
 }
@@ -83,8 +83,8 @@ fn copied_out_content_is_restored() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// Each of these calls creates another reference to the physical memory of one allocation, which
-/// must therefore stay on the device.
+/// An allocation must stay on the device if a driver call has created another reference to its
+/// physical memory.
 #[test]
 fn allocation_with_other_holders_stays() {
     use super::super::alloc_wrappers::mem_get_handle_for_range;
@@ -181,7 +181,7 @@ fn exported_block_stays() {
     }
 }
 
-/// Only the context of the copied-out memory may be queried.
+/// Only the context of the copied-out memory may be queried to decide whether it is broken.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
@@ -193,8 +193,8 @@ fn context_is_broken_where_driver_confirms_code() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// No memory may have left the device, the host memory must be free again, and the next attempt
-/// must succeed.
+/// If other processes use up host memory during a copy out, no memory may have left the device, the
+/// host memory must be free again, and the next attempt must succeed.
 #[test]
 fn copy_stops_where_others_took_host_memory() {
     use super::super::host_pressure::tests::TAKEN_BY_OTHERS;
@@ -208,8 +208,8 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The controller cancels the copy, because it sees the limit of the pod. The cancellation must
-/// apply only to this copy.
+/// The controller, which sees the memory limit of the pod, cancels a copy out. The cancellation
+/// must apply only to this copy.
 #[test]
 fn copy_turned_back_by_controller_leaves_all() {
     use affinode_proto::wire::Phase;
@@ -226,7 +226,7 @@ fn copy_turned_back_by_controller_leaves_all() {
     });
 }
 
-/// Lets each of these driver calls fail at each piece.
+/// Makes driver calls of a copy out fail, each at each piece. All memory must stay on the device.
 #[test]
 fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
@@ -257,7 +257,7 @@ fn failed_copy_in_is_repeated_from_the_pool() {
     }
 }
 
-/// A restore that failed must leave nothing on the device, because the next attempt may be much
+/// A failed restore must leave no local memory on the device, because the next attempt may be much
 /// later.
 #[test]
 fn local_memory_leaves_with_the_copy() {
@@ -277,7 +277,8 @@ fn local_memory_leaves_with_the_copy() {
     );
 }
 
-/// Lets each call fail at each piece, also in a case where mapped memory cannot be unmapped.
+/// Makes driver calls of a copy in fail, also if mapped memory then cannot be unmapped. The next
+/// attempt must fill memory that is still mapped.
 #[test]
 fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
@@ -293,7 +294,8 @@ fn piece_that_stays_mapped_is_filled_next_time() {
     }
 }
 
-/// The end of a context waits for its work, for any length of time.
+/// `tidy` must not wait for a context that is ending, because the end of a context waits for the
+/// context's work, for any length of time.
 #[test]
 fn tidy_does_not_wait_for_an_ending_context() {
     let _world = World::new();
