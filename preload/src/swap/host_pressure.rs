@@ -26,11 +26,11 @@ pub fn would_be_near(bytes: u64) -> bool {
 }
 
 /// Whether the use of `bytes` more would leave less than a 64th of the node's memory, or less than
-/// a 128th of the container's limit (at most 32 MiB). The kernel's out-of-memory killer may then
-/// act.
+/// a 128th of the container's limit (at most 32 MiB). With less memory, the kernel's out-of-memory
+/// killer may act.
 ///
-/// The controller granted this memory from slightly earlier readings. This check sees what other
-/// processes have used since then. A value that cannot be read does not count here.
+/// The controller granted this memory on the basis of slightly earlier readings. This check detects
+/// memory that other processes have used since then. A value that cannot be read is ignored.
 pub fn is_critical(bytes: u64) -> bool {
     const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
     #[cfg(test)]
@@ -50,8 +50,8 @@ fn node() -> Option<(u64, u64)> {
     Some((bytes(b"MemAvailable:")?, bytes(b"MemTotal:")?))
 }
 
-/// Bytes that are left below the container's limit, and the limit. Cached files count as free,
-/// because the kernel drops them when their memory is needed.
+/// Returns the bytes that are free below the container's memory limit, and the limit. Cached files
+/// count as free, because the kernel drops them when their memory is needed.
 fn group() -> Option<(u64, u64)> {
     const UNIFIED: [&[u8]; 3] = [b"memory.max", b"memory.current", b"memory.stat"];
     const FIRST: [&CStr; 3] = [
@@ -86,7 +86,8 @@ fn group() -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(cached)), limit))
 }
 
-/// The path of this process's cgroup, from `/proc/self/cgroup` with a single hierarchy.
+/// Finds the path of this process's cgroup in the content of `/proc/self/cgroup`. `None`: the
+/// process has no cgroup of version 2 (the unified hierarchy).
 fn path_of(text: &[u8]) -> Option<&[u8]> {
     text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"0::"))
 }
@@ -95,7 +96,7 @@ fn exists(group: &[u8], name: &[u8]) -> bool {
     path(group, name, &mut [0; PATH_BYTES]).is_some_and(sys::exists)
 }
 
-/// The path of a file of a cgroup.
+/// Builds the path of a file in a cgroup's folder. `None`: the path is too long.
 fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Option<&'a CStr> {
     let parts = [b"/sys/fs/cgroup", group, b"/", name, b"\0"];
     let whole = place.get_mut(..parts.iter().map(|part| part.len()).sum())?;
@@ -104,8 +105,8 @@ fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Optio
     CStr::from_bytes_with_nul(whole).ok()
 }
 
-/// Parses a memory limit. `max`, and the numbers that version 1 uses for it, become [`NO_LIMIT`]:
-/// then only the node's memory counts.
+/// Parses the memory limit of a cgroup. The word `max`, and the large numbers that version 1 uses
+/// instead, become [`NO_LIMIT`]. Then only the node's memory counts.
 fn limit_of(text: &[u8]) -> Option<u64> {
     match text.trim_ascii() {
         b"max" => Some(NO_LIMIT),
@@ -113,10 +114,11 @@ fn limit_of(text: &[u8]) -> Option<u64> {
     }
 }
 
-/// Limits from here on count as no limit: a pebibyte is more than any node has.
+/// Memory limits from this value on, in bytes, count as no limit. A pebibyte is more memory than
+/// any node has.
 const NO_LIMIT: u64 = 1 << 50;
 
-/// The number that follows a name at the beginning of a line.
+/// Finds the line that begins with a name, and returns the number that follows the name.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     let mut lines = text.split(|byte| *byte == b'\n');
     let rest = lines.find_map(|line| {

@@ -1,17 +1,19 @@
-//! The order of swappable memory in the pool: by age, the oldest first. Memory that a program
-//! allocates at its start, such as the weights of a model, then keeps its offset when newer memory
-//! is allocated or freed.
+//! Determines the order of content in the staging pool: by age of the memory, the oldest first.
+//! Memory that a program allocates at its start, such as the weights of a model, then keeps its
+//! offset when newer memory is allocated or freed.
 //!
-//! Allocations come before the application's own blocks. The ids of blocks are ascending numbers.
+//! Allocations come before blocks, which are memory that the application created with
+//! `cuMemCreate`. The ids of blocks are ascending numbers.
 
 use super::allocations::{AllocationId, AllocationPiece, AllocationTables};
 use super::chunked_map::{ChunkedMap, HasKey};
 use super::tables;
 
-/// Maximum number of allocations that are ordered by age. With more, the order is by address,
-/// because each insert by age shifts other entries.
+/// Maximum number of allocations that are ordered by age. If there are more, they are ordered by
+/// address, because each insert by age shifts other entries.
 const MAX_BY_AGE: usize = 8_192;
-/// Added to the keys of blocks. It is above the creation time of every allocation.
+/// Bit that is set in the keys of blocks, so that they come after all allocations. It is above the
+/// creation time of every allocation.
 const BLOCKS: u64 = 1 << 63;
 
 #[derive(Clone, Copy)]
@@ -26,7 +28,7 @@ impl HasKey for LayoutEntry {
     }
 }
 
-/// The ids of some pieces, in the order of their content in the pool.
+/// List of the ids of selected pieces of memory, in the order of their content in the staging pool.
 pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
 
 impl AllocationLayout {
@@ -65,13 +67,13 @@ impl AllocationLayout {
         Some(order)
     }
 
-    /// The id at a position.
+    /// Returns the id of the piece at a position in the layout.
     pub fn id(&mut self, place: usize) -> Option<AllocationId> {
         self.0.nth(place).map(|entry| entry.id)
     }
 
-    /// The piece at a position. `None`: the position is behind the last piece, or the piece has
-    /// left the tables.
+    /// Returns the piece at a position in the layout. `None`: the position is behind the last
+    /// piece, or the piece was removed from the tables.
     pub fn piece(&mut self, place: usize) -> Option<(AllocationId, AllocationPiece)> {
         let id = self.id(place)?;
         tables(|tables| tables.piece(id).map(|piece| (id, *piece)))

@@ -1,10 +1,11 @@
-//! Avoids a deadlock on the dynamic loader's lock. The first load of a module takes that lock,
-//! because the driver loads its compiler. A thread that loads a library holds the lock while the
-//! library's constructor runs. If the constructor makes a CUDA call while the gate is closed, it
-//! waits for the agent, and the agent would wait for the lock.
+//! Avoids a deadlock on the dynamic loader's lock. The first load of a CUDA module takes this lock,
+//! because the driver then loads its compiler. A thread that loads a library holds the lock while
+//! the library's constructor runs. If the constructor makes a CUDA call while the gate is closed,
+//! the call waits for the agent. If the agent loaded the first module itself, it would wait for the
+//! lock.
 //!
-//! So a separate thread takes the lock and loads the module once. The agent waits only a limited
-//! time for that thread:
+//! Therefore a separate thread takes the lock and loads the module once. The agent waits only a
+//! limited time for that thread:
 //!
 //! ```text
 //!         copy out              lock taken          module loaded
@@ -29,8 +30,9 @@ use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
-/// Maximum wait of the agent for the thread. To take the lock needs microseconds. To compile the
-/// kernel for the first time needs about 100 ms.
+/// Maximum time, in milliseconds, that the agent waits for the thread that loads the module. The
+/// thread takes the lock within microseconds. To compile the kernel for the first time takes about
+/// 100 ms.
 const PATIENCE_MS: u64 = 2_000;
 
 const IDLE: u32 = 0;
@@ -38,14 +40,15 @@ const WAITING: u32 = 1;
 const LOADING: u32 = 2;
 const GIVEN_UP: u32 = 3;
 
-/// State of the first load of the module. All zero in a forked child, like all of [`PROCESS`],
-/// because the loading thread is not in the child.
+/// State of the first load of the CUDA module. In a forked child it is all zero, like all of
+/// [`PROCESS`], because the loading thread is not in the child.
 pub struct ModuleLoad {
-    /// Futex, with one of the states above.
+    /// Futex that contains the state: IDLE, WAITING, LOADING or GIVEN_UP.
     state: AtomicU32,
     /// 1 once the module was loaded successfully.
     is_loaded: AtomicU32,
-    /// A context that must exist while the state is WAITING or LOADING.
+    /// Context in which the thread loads the module. It must exist while the state is WAITING or
+    /// LOADING.
     context: AtomicUsize,
 }
 
@@ -72,7 +75,8 @@ impl ModuleLoad {
         sys::futex_wake_all(&self.state);
     }
 
-    /// Sleeps while the state is `state`, until `end_us` at most. False: that time has passed.
+    /// Sleeps while the state is `state`, until `end_us` at most. Returns false without a sleep if
+    /// that time has passed.
     fn wait_while(&self, state: u32, end_us: u64) -> bool {
         let now_us = sys::now_us();
         if now_us < end_us {
@@ -82,12 +86,12 @@ impl ModuleLoad {
     }
 }
 
-/// Whether the thread waits for the lock or loads the module.
+/// Whether the loading thread still waits for the loader's lock or loads the module.
 pub fn is_awaited() -> bool {
     PROCESS.module_load.state() != IDLE
 }
 
-/// Whether the module was loaded once. Later loads then do not take the loader's lock.
+/// Whether the module was loaded successfully once. Later loads then do not take the loader's lock.
 pub fn is_loaded() -> bool {
     PROCESS.module_load.is_loaded.load(Ordering::SeqCst) == 1
 }
@@ -118,8 +122,9 @@ fn load_ahead_within(context: usize, patience_ms: u64) -> bool {
     }
 }
 
-/// Waits for a load in progress, whose context must not end. The wait is limited, because a longer
-/// load may be waiting for the calling thread.
+/// Waits until a module load in progress has ended. Callers wait before they end a context, because
+/// the load may use it. The wait is limited, because a longer load may be waiting for the calling
+/// thread.
 pub fn wait_for_load() {
     const LIMIT_MS: u64 = 10_000;
     let load = &PROCESS.module_load;

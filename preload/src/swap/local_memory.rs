@@ -1,4 +1,5 @@
-//! Local memory of contexts: stacks and spilled registers of the GPU's threads.
+//! Frees and restores the local memory of contexts: stacks and spilled registers of the GPU's
+//! threads.
 //!
 //! ```text
 //! multiprocessors x threads of each x stack limit: 264 MiB of an idle context (H200, 1 KiB)
@@ -6,11 +7,12 @@
 //! copy in, before others: the former limit   ──> allocated again; no VRAM: tried again later
 //! ```
 //!
-//! The memory has no content while no kernel runs. A kernel that needs more than the limit raises
-//! it, to 4 KiB for example, which takes 1056 MiB. Measured on an H200 with driver 580.159: the
-//! change of the limit takes 0.2 to 1.1 ms. Graphs that were uploaded before a change run correctly
-//! after it. On a full device the change fails with `OUT_OF_MEMORY`, and the limit stays as it was.
-//! The driver's checkpoint of a context without this memory takes 0.24 s instead of 0.39 s.
+//! Local memory has no content while no kernel runs. A kernel that needs more than the limit raises
+//! the limit. A limit of 4 KiB, for example, takes 1056 MiB. Measured on an H200 with driver
+//! 580.159: the change of the limit takes 0.2 to 1.1 ms. Graphs that were uploaded before a change
+//! run correctly after it. On a full device the change fails with `OUT_OF_MEMORY`, and the limit
+//! stays as it was. The driver's checkpoint of a context without local memory takes 0.24 s instead
+//! of 0.39 s.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -25,21 +27,21 @@ use crate::process;
 
 /// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
 const STACK_SIZE: u32 = 0;
-/// Hazards with which tools or other parts of the driver use the context, so that its limit is not
-/// changed.
+/// Hazards of processes in which tools or other parts of the driver use the contexts. The library
+/// does not change the stack limits of such processes.
 const LEFT_ALONE: Hazards = Hazards::KEEPS_CONTEXT.without(Hazards::KEEPS_MEMORY);
 
-/// A context whose local memory is released. All fields are 0 in a free slot.
+/// Slot for a context whose local memory is released. In a free slot the context is 0.
 struct ReleasedLimit {
     context: AtomicUsize,
-    /// The limit before the release, in bytes for each thread.
+    /// Stack limit of the context before the release, in bytes for each GPU thread.
     limit: AtomicUsize,
-    /// VRAM that the release freed.
+    /// VRAM that the release has freed, in bytes.
     bytes: AtomicUsize,
 }
 
-/// The contexts whose local memory is released. Only the agent adds contexts, under the lock of
-/// contexts.
+/// List of the contexts whose local memory is released. Only the agent adds contexts, while it
+/// holds the lock of contexts.
 pub(super) struct ReleasedLimits([ReleasedLimit; 2 * SLOTS]);
 
 impl ReleasedLimits {
@@ -73,26 +75,26 @@ impl ReleasedLimit {
     }
 }
 
-/// Whether any context lacks its local memory.
+/// Whether the local memory of any context is released.
 pub(super) fn is_released() -> bool {
     SWAP.limits.released().next().is_some()
 }
 
-/// VRAM that the contexts need again at their restore, in bytes.
+/// Bytes of VRAM that the contexts need again for their local memory at the restore.
 pub fn released_bytes() -> u64 {
     SWAP.limits.released().map(|slot| slot.bytes.load(Ordering::Relaxed) as u64).sum()
 }
 
-/// Forgets a context that has ended.
+/// Removes a context that has ended from the list of released contexts.
 pub(super) fn context_ends(context: usize) {
     if let Some(slot) = SWAP.limits.of(context) {
         slot.clear();
     }
 }
 
-/// Releases the local memory of all contexts. The gate is closed, no work is on the GPU, and no
-/// context may end during the call. If the driver refuses to change the limit of a context, this
-/// context keeps its local memory.
+/// Frees the local memory of all contexts, by reducing their stack limits to 0. During the call the
+/// gate must be closed, no work may be on the GPU, and no context may end. If the driver refuses to
+/// change the limit of a context, this context keeps its local memory.
 pub(super) fn release() {
     let alone = process::page().is_some_and(|page| page.hazards().intersects(LEFT_ALONE));
     if alone || !pending_work::are_contexts_known() || driver::ctx_set_limit().is_none() {
@@ -119,7 +121,7 @@ fn release_current(context: usize) -> u32 {
     code
 }
 
-/// The current context's stack limit; 0: unknown.
+/// Stack limit of the current context, in bytes for each thread. 0: unknown.
 fn current_limit() -> usize {
     let mut limit = 0;
     match call!(ctx_get_limit(&raw mut limit, STACK_SIZE)) {
@@ -143,11 +145,11 @@ fn threads_of_device() -> usize {
         .saturating_mul(attribute(device_attribute::MAX_THREADS_PER_MULTIPROCESSOR))
 }
 
-/// Allocates the local memory of all contexts again. No context may end during the call.
+/// Allocates the released local memory of all contexts again. No context may end during the call.
 ///
 /// # Errors
-/// The driver's code; `OUT_OF_MEMORY` if VRAM is short. The rest stays released, and the call can be
-/// repeated.
+/// Returns the driver's code, which is `OUT_OF_MEMORY` if VRAM is short. The local memory of the
+/// remaining contexts stays released, and the call can be repeated.
 pub(super) fn restore() -> Result<(), u32> {
     for slot in SWAP.limits.released() {
         let context = slot.context.load(Ordering::Acquire);

@@ -1,12 +1,13 @@
-//! A vector in mapped memory of its own: pages that a forked child does not have.
+//! A vector whose elements are in mapped pages of its own. A forked child does not have these
+//! pages.
 
 use crate::sys;
 
-/// Bytes of the first mapping.
+/// Size of the first mapping of a vector, in bytes.
 pub const PAGE_BYTES: usize = 4096;
 
-/// A vector in mapped memory. An all-zero value is an empty one. It keeps its memory until it is
-/// [discarded](MmapVec::discard).
+/// A vector in mapped memory. The memory stays mapped until the vector is
+/// [discarded](MmapVec::discard). An all-zero value is an empty vector.
 #[repr(C)]
 pub struct MmapVec<T> {
     first: *mut T,
@@ -40,7 +41,8 @@ impl<T> MmapVec<T> {
         self.len < self.capacity || self.grow()
     }
 
-    /// Inserts an element at a position. If memory runs out, the element is returned.
+    /// Inserts an element at a position. `Err`: the position is behind the end or memory ran out,
+    /// and the element is returned.
     pub fn insert(&mut self, place: usize, one: T) -> Result<(), T> {
         if place > self.len || !self.reserve_one() {
             return Err(one);

@@ -1,5 +1,6 @@
-//! Device memory that the agent can copy to host memory by itself, if the controller has set an
-//! engine that does so.
+//! Swapping of device memory. If the controller has set an engine (the method of moving memory)
+//! that copies, this library allocates the application's memory itself, and the agent copies it to
+//! host memory and back.
 //!
 //! ```text
 //! cuMemAlloc of 2 MiB and more ──> addresses reserved, physical memory created and mapped
@@ -15,24 +16,26 @@
 //!
 //! | module | content |
 //! | --- | --- |
-//! | `wrappers`, `alloc_wrappers` | the functions that replace the driver's; those about allocations |
-//! | `stream_pools` | stream-ordered memory |
+//! | `wrappers`, `alloc_wrappers` | the table of wrappers; wrappers of the driver's functions for allocations |
+//! | `stream_pools` | stream-ordered memory (`cuMemAllocAsync`) |
 //! | `vmm`, `vmm_handles` | wrappers for physical memory that the application maps itself; its handles |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `addresses` | reserved addresses of freed allocations |
 //! | `peer_devices` | whether other devices can reach the process's device memory |
 //! | `pending_work` | the wait for the GPU's work before a copy |
-//! | `local_memory` | the stacks of the GPU's threads, which leave with the copy |
-//! | `allocations`, `chunked_map`, `mmap_vec`, `layout` | swappable memory by key; its order in the pool |
-//! | `copy`, `staging`, `prefault` | copy out and copy in; the host memory for it, and its pages |
+//! | `local_memory` | the stacks of the GPU's threads, which a copy out frees |
+//! | `allocations`, `chunked_map`, `mmap_vec` | the tables of swappable memory, and their containers |
+//! | `layout` | the order of the content in the staging pool |
+//! | `copy` | copy out and copy in |
+//! | `staging`, `prefault` | the staging pool, which is the host memory for the copy; its pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
-//! | `numa` | processors near the GPU, whose memory the pool takes |
+//! | `numa` | the processors nearest to the GPU, which touch the staging pool's pages |
 //! | `digest`, `host_pressure` | which content is unchanged; whether host memory is short |
 //! | `zeros` | zero pages, which are not stored |
 //! | `checksum` | whether the content after a restore is what was copied out |
-//! | `copier_restore` | restore with the copier, which fills memory while the driver restores the rest |
-//! | `prefault_ahead`, `copier_offload` | host memory made ready before; offload with the copier |
-//! | `ipc` | legacy IPC, which the driver does not support for such memory |
+//! | `copier_restore` | restore with the copier, which fills memory while the driver restores the context |
+//! | `prefault_ahead`, `copier_offload` | host memory prepared before an offload; offload with the copier |
+//! | `ipc` | legacy IPC, which the driver does not support for swappable memory |
 //! | `driver` | the driver's functions |
 
 mod addresses;
@@ -97,52 +100,57 @@ pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
 use crate::{libc, libcuda, process, sys};
 
-/// Granularity of physical memory. On devices with another granularity, no memory is swappable.
+/// Granularity of physical memory, in bytes. On devices whose granularity does not divide this
+/// size, no memory is swappable.
 const GRANULE_BYTES: usize = 2 << 20;
 /// Maximum number of devices of a process that this module supports.
 const DEVICES: usize = 64;
 
-/// The module's state. The kernel zeroes its pages in a forked child, because the child has neither
-/// the parent's driver state nor its device memory.
+/// State of the swap module. The kernel zeroes its pages in a forked child, because the child has
+/// neither the parent's driver state nor its device memory.
 #[repr(C, align(4096))]
 struct SwapState {
-    /// 1 as soon as the process may have swappable memory. From then on calls are inspected.
+    /// 1 as soon as the process may have swappable memory, which the library can copy to host
+    /// memory. From then on the wrappers inspect the application's calls.
     in_use: AtomicU32,
-    /// 1 while new allocations are made swappable.
+    /// 1 while the library makes new allocations swappable.
     wanted: AtomicU32,
     /// 1 once the process has created a green context, a context with only a part of a device.
     green: AtomicU32,
-    /// 1 once memory imported from a copier may be held by something outside the tables.
+    /// 1 once a reference that is in no table may keep memory of a copier (a process that fills the
+    /// memory of other processes) allocated.
     strayed: AtomicU32,
     table_lock: FutexLock,
     tables: UnsafeCell<AllocationTables>,
-    /// Held while the application's own physical memory changes, in the driver and here.
+    /// Lock that is held while memory of `cuMemCreate` changes in the driver and in the tables.
     vmm_lock: FutexLock,
-    /// Held while the listener for processes that open this one's memory is set up.
+    /// Lock for the setup of the socket on which other processes request memory of this process.
     reach_lock: FutexLock,
-    /// Held while unused memory of stream pools is checked and freed.
+    /// Lock that is held while unused memory of stream pools is checked and freed.
     unused_lock: FutexLock,
-    /// 1 while unused memory of stream pools may exist that was not checked yet.
+    /// 1 while stream pools may have unused memory that must be checked and possibly freed.
     unsettled: AtomicU32,
-    /// Held while a context ends, and while the agent uses a context of the application.
+    /// Lock that is held while a context ends, and while the agent uses a context of the
+    /// application.
     contexts_lock: FutexLock,
-    /// Used by the agent only, except for [`StagingPool::context_ends`], under the lock of contexts.
+    /// The staging pool, which is host memory for copied content. Only the agent uses it, except
+    /// for [`StagingPool::context_ends`]. Each use holds the lock of contexts.
     pool: UnsafeCell<StagingPool>,
-    /// Other devices that may reach the memory of each device, as a bit set.
+    /// For each device, the other devices that may access its memory, as a bit set.
     peers: [AtomicU64; DEVICES],
-    /// Bytes that the last copy-out did not copy, because the pool had them.
+    /// Bytes that the last copy out did not copy, because the staging pool contained them already.
     unchanged_bytes: AtomicU64,
-    /// Bytes that the last copy-out did not store, because they are zero.
+    /// Bytes that the last copy out did not store, because they are zero.
     zero_bytes: AtomicU64,
-    /// 1: the next restore verifies the checksums.
+    /// 1 if the next restore verifies the checksums of the content.
     checks: AtomicU32,
-    /// State and size of the prefault.
+    /// State and size of the prefault, which prepares host memory before an offload.
     ahead: PrefaultJob,
     /// Contexts in which the library keeps one small allocation permanently.
     anchored: [AtomicUsize; 16],
-    /// Contexts that the application has created; primary contexts are not in it.
+    /// Contexts that the application has created, without primary contexts.
     contexts: ValueList,
-    /// Streams whose calls are captured in a graph now.
+    /// Streams that are being captured into a graph now.
     captures: ValueList,
     /// Contexts whose local memory is released.
     limits: ReleasedLimits,
@@ -175,8 +183,8 @@ static SWAP: SwapState = SwapState {
     limits: ReleasedLimits::none(),
 };
 
-/// A lock; threads sleep while they wait for it. Its holder has signals blocked, so no signal
-/// handler can wait for a lock that its own thread holds.
+/// A lock on a futex: threads sleep while they wait for it. Its holder has signals blocked, so that
+/// no signal handler waits for a lock that its own thread holds.
 struct FutexLock(AtomicU32);
 
 impl FutexLock {
@@ -232,32 +240,35 @@ impl FutexLock {
     }
 }
 
-/// Runs `body` on the tables. `body` must not call the driver.
+/// Runs `body` on the tables of device memory while their lock is held. `body` must not call the
+/// driver.
 fn tables<R>(body: impl FnOnce(&mut AllocationTables) -> R) -> R {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.table_lock.hold(|| body(unsafe { &mut *SWAP.tables.get() }))
 }
 
-/// Runs `body` on the allocations.
+/// Runs `body` on the table of allocations while its lock is held.
 fn locked<R>(body: impl FnOnce(&mut Allocations) -> R) -> R {
     tables(|tables| body(&mut tables.allocations))
 }
 
-/// Runs `body` on the staging pool; no context ends meanwhile.
+/// Runs `body` on the staging pool while the lock of contexts is held, so that no context ends
+/// meanwhile.
 fn with_pool<R>(body: impl FnOnce(&mut StagingPool) -> R) -> R {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.contexts_lock.hold(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// Same as [`with_pool`], but returns `None` if a context is ending now. Its end may take as long as
-/// the work in it, and the agent must continue to receive messages.
+/// Same as [`with_pool`], but returns `None` at once if the lock of contexts is held, for example
+/// because a context is ending. The end of a context takes up to the time of the work in it, and
+/// the agent must continue to receive messages meanwhile.
 fn with_pool_if_free<R>(body: impl FnOnce(&mut StagingPool) -> R) -> Option<R> {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.contexts_lock.hold_if_free(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// Sets the engine from the file that the shim or the controller has written. It applies until a
-/// controller sends an engine.
+/// Sets the engine (the method of moving memory) that is named in a file of the shim or the
+/// controller. It applies until a controller sends an engine.
 pub fn set_engine_by_file(file: &CStr) {
     let mut buffer = [0; 16];
     if let Some(engine) = sys::read_file(file, &mut buffer).and_then(Engine::parse) {
@@ -265,7 +276,8 @@ pub fn set_engine_by_file(file: &CStr) {
     }
 }
 
-/// Sets the engine for new allocations. Existing allocations stay as they are.
+/// Sets the engine, which decides whether new allocations become swappable (copyable to host memory
+/// by this library). Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
     // If a tool is in the process from its start, all memory is left to the driver, because the
     // tool examines that memory.
@@ -277,7 +289,8 @@ pub fn set_engine(engine: Engine) {
     SWAP.wanted.store(u32::from(wanted), Ordering::Release);
 }
 
-/// Finds the driver's functions. False: one is missing. Several threads may call it at once.
+/// Looks up the driver's functions that swapping needs. False: a function is missing. Several
+/// threads may call this at once.
 fn find_all() -> bool {
     if SWAP.in_use.load(Ordering::Acquire) == 1 {
         return true;
@@ -295,16 +308,17 @@ fn find_all() -> bool {
     true
 }
 
-/// The driver's functions that have a wrapper, in the order of [`FUNCTIONS`].
+/// Addresses of the driver's functions that have a wrapper, in the order of [`FUNCTIONS`].
 static REAL: [AtomicUsize; FUNCTIONS.len()] = [const { AtomicUsize::new(0) }; FUNCTIONS.len()];
 
-/// Whether memory of this process is swappable, or was at some time.
+/// Whether the process may have swappable memory, which this library can copy to host memory, or
+/// may have had it.
 pub fn is_in_use() -> bool {
     SWAP.in_use.load(Ordering::Acquire) == 1
 }
 
-/// The wrapper to call instead of a driver's function, if there is one. `number` is the number of
-/// the hook.
+/// Returns the wrapper that is called instead of the driver's function at the address `real`, if
+/// there is one. `number` is the number of the function's hook.
 pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     if !is_in_use() {
         pending_work::note_unseen(number);
@@ -320,17 +334,17 @@ pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     FUNCTIONS.get(index).copied().and_then(wrappers::stand_in)
 }
 
-/// Bytes that the last copy-out did not store, because they are zero.
+/// Bytes that the last copy out did not store, because they are zero.
 pub fn zero_bytes() -> u64 {
     SWAP.zero_bytes.load(Ordering::Relaxed)
 }
 
-/// Bytes that the last copy-out did not copy, because the pool had them already.
+/// Bytes that the last copy out did not copy, because the staging pool contained them already.
 pub fn unchanged_bytes() -> u64 {
     SWAP.unchanged_bytes.load(Ordering::Relaxed)
 }
 
-/// Changes the counter of swappable bytes.
+/// Adds `bytes`, which may be negative, to the process's counter of swappable bytes.
 fn count(bytes: i64) {
     if let Some(page) = process::page() {
         page.swappable_bytes.fetch_add(bytes.cast_unsigned(), Ordering::Relaxed);

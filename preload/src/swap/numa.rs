@@ -1,7 +1,9 @@
-//! Processors near a GPU. A page of host memory comes from the NUMA node whose processor touches it
-//! first, and copies to the GPU are slower the farther that node is from the GPU.
+//! Finds the processors nearest to a GPU. A page of host memory comes from the NUMA node whose
+//! processor touches the page first. The farther that node is from the GPU, the slower are copies
+//! to the GPU.
 //!
-//! No memory policy is set, because the usual seccomp filter of a container refuses the call.
+//! The library sets no memory policy, because the usual seccomp filter of a container refuses the
+//! call.
 
 use affinode_cuda_sys::{device_attribute, result};
 
@@ -9,8 +11,8 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// Maximum length of the kernel's list. A list in which 4096 processors alternate between two nodes
-/// is longer. In this case processors of any node are used.
+/// Maximum length, in bytes, of the kernel's list of the processors of a node. A list in which 4096
+/// processors alternate between two nodes is longer. Then processors of any node are used.
 const MAX_BYTES: usize = 4096;
 
 /// The processors nearest to the device of a context. `None`: no node is nearer than others, or it
@@ -24,8 +26,8 @@ pub fn processors(context: usize) -> Option<CpuSet> {
     processors_of(node)
 }
 
-/// Limits the calling thread to the processors in `near` that it may already use. If there are
-/// none, nothing changes.
+/// Limits the calling thread to those of its permitted processors that are also in `near`. If there
+/// are none, nothing changes.
 pub fn stay(near: &CpuSet) {
     let mut both = sys::processors_allowed().unwrap_or([0; 128]);
     both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);

@@ -1,8 +1,9 @@
-//! Whether other devices on the bus could reach device memory: network cards, capture cards, drives.
+//! Detects other devices on the bus that could access device memory: network cards, capture cards,
+//! drives.
 //!
-//! Memory that they may reach takes 12 us more to map and unmap (H200, driver 580.159), about a seventh
-//! of a pair of `cuMemAlloc` and `cuMemFree`. A container without such a device in `/dev` cannot
-//! use one.
+//! To map and unmap memory that such devices may access takes 12 us longer (H200, driver 580.159).
+//! This is about a seventh of the time of a pair of `cuMemAlloc` and `cuMemFree`. A container
+//! without such a device in `/dev` cannot use one.
 
 use core::ffi::CStr;
 
@@ -26,16 +27,17 @@ const OF_GPU: [&[u8]; 6] = [
     b"termination-log",
 ];
 
-/// Whether `/dev` has a device that is in neither of these two lists. True also if `/dev` cannot be
-/// read.
+/// Whether `/dev` contains a device that is neither usual in a container nor part of a GPU. True
+/// also if `/dev` cannot be read.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
 }
 
 /// Whether another device may access memory of this process without a call into the driver. The
-/// file of such a device is open in this process, and the kernel gives the device the pages behind
-/// GPU addresses (`nvidia_p2p_get_pages`). The gate does not hold the device's writes, and no lock
-/// waits for them. The writes go to the memory that was mapped when the device requested the pages.
+/// process then has the file of such a device open, and the kernel gives the device the pages
+/// behind GPU addresses (`nvidia_p2p_get_pages`). The gate does not stop the device's writes, and
+/// no lock waits for them. The writes go to the memory that was mapped when the device requested
+/// the pages.
 pub fn is_reached() -> bool {
     has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
 }
@@ -49,9 +51,9 @@ fn is_reached_by(descriptors: &CStr, peer_memory: bool) -> bool {
     folder::has_link(descriptors, reaches).unwrap_or(true)
 }
 
-/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if the answer
-/// cannot be read. Other network cards accept only descriptors, which come from a call into the
-/// driver.
+/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`), because a kernel module for
+/// this is loaded. True also if this cannot be determined. Without such a module, network cards
+/// accept only descriptors, which come from a call into the driver.
 fn has_peer_memory() -> bool {
     const MODULES: [&CStr; 2] = [c"/sys/module/nvidia_peermem", c"/sys/module/nv_peer_mem"];
     !sys::exists(c"/sys/module") || MODULES.into_iter().any(sys::exists)

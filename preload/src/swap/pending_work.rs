@@ -6,9 +6,10 @@
 //!                  └─> Unseen: the caller takes the driver's lock, which waits too
 //! ```
 //!
-//! An event of a context would invalidate the capture of a stream in it (measured, H200, driver
-//! 580.159: `cuCtxRecordEvent` and `cuCtxSynchronize` do, in each capture mode). So wrappers record
-//! which streams are captured, and which contexts the application has created.
+//! To record an event for a context invalidates a capture of the context's streams (measured, H200,
+//! driver 580.159: `cuCtxRecordEvent` and `cuCtxSynchronize` do so in each capture mode). Therefore
+//! wrappers record which streams are being captured, and which contexts the application has
+//! created.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -49,16 +50,17 @@ pub enum GpuWork {
     Done,
     /// Some work still ran at the end of the wait.
     Running,
-    /// Events cannot show whether work runs.
+    /// Unknown, because events cannot be used now, for example while a stream is captured.
     Unseen,
     /// The driver returned this code.
     Failed(u32),
 }
 
-/// A list of values other than 0, in no order. It may contain a value several times.
+/// A list of values other than 0, with a fixed number of slots and in no order. It may contain a
+/// value several times.
 pub(super) struct ValueList {
     slots: [AtomicUsize; SLOTS],
-    /// Number of values that found no slot.
+    /// Number of values that could not be added, because no slot was free.
     missed: AtomicUsize,
 }
 
@@ -88,14 +90,15 @@ impl ValueList {
         self.slots.iter().map(|slot| slot.load(Ordering::Acquire)).filter(|value| *value != 0)
     }
 
-    /// Whether every value that was added had a slot.
+    /// Whether the list contains every value that was to be added.
     fn is_complete(&self) -> bool {
         self.missed.load(Ordering::Acquire) == 0
     }
 }
 
-/// Waits until the work in every context is done. Stops earlier if `gives_up` returns true, which
-/// is called between two queries. The gate must be closed, so that no work is added.
+/// Waits until the GPU has done the work of every context. Stops earlier if `gives_up` returns
+/// true. The function calls `gives_up` between two queries of an event. The gate must be closed, so
+/// that no work is added.
 pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     if !are_contexts_known() || driver::ctx_record_event().is_none() {
         return GpuWork::Unseen;
@@ -113,8 +116,8 @@ pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     })
 }
 
-/// Whether all contexts are known and none of their streams is being captured. A call would
-/// invalidate a capture.
+/// Whether all contexts are known and none of their streams is being captured. Only then may the
+/// agent make calls in all contexts, because such a call would invalidate a capture.
 pub(super) fn are_contexts_known() -> bool {
     let captured = SWAP.captures.values().next().is_some() || !SWAP.captures.is_complete();
     let is_green = SWAP.green.load(Ordering::Acquire) == 1;
@@ -126,21 +129,21 @@ pub(super) fn contexts() -> impl Iterator<Item = usize> {
     primary_contexts().chain(SWAP.contexts.values())
 }
 
-/// Records that a call reaches the driver without a wrapper, because memory is not swappable yet or
-/// the program uses a later version of the function. If the call creates a context or begins a
-/// capture, the result of [`wait`] is `Unseen` from then on.
+/// Records a call that reaches the driver without a wrapper. This is possible if memory is not
+/// swappable yet, or if the program uses a later version of the function. If the call creates a
+/// context or begins a capture, [`wait`] returns `Unseen` from then on.
 pub(super) fn note_unseen(number: u32) {
     if BEGINNINGS.iter().any(|function| *function as u32 + 1 == number) {
         SWAP.contexts.missed.fetch_add(1, Ordering::AcqRel);
     }
 }
 
-/// Forgets a context that has ended.
+/// Removes a context that has ended from the list of contexts.
 pub(super) fn context_ends(context: usize) {
     SWAP.contexts.remove(context);
 }
 
-/// Events, each with its context.
+/// Events that were recorded for contexts, each with its context.
 struct ContextEvents {
     known: [(usize, usize); 2 * SLOTS],
     count: usize,
@@ -196,8 +199,8 @@ impl ContextEvents {
     }
 }
 
-/// A function of the driver with at most six arguments, all of them integers or pointers. A call
-/// may pass more registers than the function has arguments.
+/// Type of a driver function with at most six arguments, all of them integers or pointers. A call
+/// passes six registers, even if the function has fewer arguments.
 type SixArguments = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
 
 fn real(function: Function) -> Option<SixArguments> {
@@ -246,8 +249,8 @@ forwards! {
     stream_destroy_v2 cuStreamDestroy_v2 destroyed;
 }
 
-/// Handle of the calling thread's own default stream. In a `_ptsz` function, handle 0 has this
-/// meaning too.
+/// Stream handle that means the calling thread's own default stream. In a function with the suffix
+/// `_ptsz`, handle 0 has the same meaning.
 const PER_THREAD: usize = 2;
 
 fn created(context: usize, code: u32) {
@@ -267,8 +270,8 @@ fn begun_ptsz(stream: usize, code: u32) {
     begun(if stream == 0 { PER_THREAD } else { stream }, code);
 }
 
-/// Records the end of a capture. An invalid capture ends too, although the call then returns an
-/// error.
+/// Removes a stream from the list of captures when its capture ends. An invalid capture ends too,
+/// although the call then returns an error.
 fn ended(stream: usize, code: u32) {
     const STREAM_CAPTURE_WRONG_THREAD: u32 = 908;
     if code != STREAM_CAPTURE_WRONG_THREAD {

@@ -1,5 +1,5 @@
-//! Helper threads that fault in the pool's chunks. Several are needed, because a single one is
-//! slower than the bus.
+//! Helper threads that touch the pages of the staging pool, so that the pages exist before content
+//! is copied to them. Several threads are needed, because a single one is slower than the bus.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -10,7 +10,8 @@ use crate::libc::StackSize;
 use crate::sys::CpuSet;
 use crate::{libc, process, sys};
 
-/// Size of a chunk in bytes: a chunk is registered as a whole, and a copy is at most this large.
+/// Size of a chunk of the staging pool, in bytes. A chunk is registered with the driver as a whole,
+/// and one copy covers one chunk at most.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
 /// Maximum number of chunks of a pool.
 pub const MAX_CHUNKS: usize = 64 * WORDS;
@@ -53,8 +54,8 @@ impl ChunkQueue {
     }
 }
 
-/// State that the prefault helpers share. It is not in the pool's pages, so a forked child inherits
-/// its values, although no helper runs in the child.
+/// State that the prefault helpers (threads that touch pages) share. It is not in the staging
+/// pool's pages, so a forked child inherits its values, although no helper runs in the child.
 pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,
@@ -66,11 +67,12 @@ pub struct Prefault {
     touching: AtomicU64,
     /// Number of bytes that are not touched yet.
     missing_bytes: AtomicU64,
-    /// 1: host memory became short, so some chunks are not resident.
+    /// 1 if the helpers have stopped because host memory was short or the copy out was cancelled.
+    /// Some chunks then have no pages.
     short: AtomicU32,
     /// Chunks whose pages are present.
     pub resident: ChunkQueue,
-    /// Chunks in which no content will be stored. They are skipped.
+    /// Chunks in which no content will be stored. The helpers skip them.
     pub empty: ChunkQueue,
     /// Futex. It changes each time a chunk becomes resident.
     progress: AtomicU32,
@@ -94,8 +96,8 @@ pub static PREFAULT: Prefault = Prefault {
 };
 
 impl Prefault {
-    /// Resets the counts of helpers, before the first pool of this process. The values of a parent
-    /// process do not apply: its helpers do not run here.
+    /// Resets the counts of helpers before this process creates its first staging pool. After a
+    /// fork, the counts are those of the parent process, whose helpers do not run here.
     pub fn begins_in_this_process(&self) {
         self.helpers.store(0, Ordering::Release);
         self.touching.store(0, Ordering::Release);
@@ -111,13 +113,13 @@ impl Prefault {
         self.helpers.load(Ordering::Acquire) > 0
     }
 
-    /// Stops the helpers. Each ends after its current chunk.
+    /// Tells the helpers to stop. Each helper ends after its current chunk.
     pub fn stop(&self) {
         self.next.store(MAX_CHUNKS, Ordering::Release);
     }
 
-    /// Starts helpers that fault in the missing chunks of a pool. With `near`, they run only on
-    /// these processors. [`Self::end`] must be called before and after.
+    /// Starts helper threads that touch the pages of a pool's missing chunks. With `near`, they run
+    /// only on these processors. [`Self::end`] must be called before and after.
     pub fn begin(&self, start: usize, bytes: usize, of_file: usize, near: Option<CpuSet>) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
@@ -137,7 +139,8 @@ impl Prefault {
         }
     }
 
-    /// Makes the next chunk resident. False: no chunk is left, or host memory is short.
+    /// Touches the pages of the next chunk, unless this is unnecessary. False: no chunk is left,
+    /// host memory is short, or the copy out was cancelled.
     fn fill_next(&self) -> bool {
         let chunk = self.next.fetch_add(1, Ordering::AcqRel);
         let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
@@ -166,8 +169,8 @@ impl Prefault {
         true
     }
 
-    /// Faults in the pages of a chunk. False: the copy out was cancelled, and the chunk has no
-    /// pages.
+    /// Touches all pages of a chunk. False: the copy out was cancelled, and the pages of the chunk
+    /// were freed again.
     fn touch(&self, chunk: usize, bytes: usize) -> bool {
         let start = (self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES) as *mut u8;
         let of_file = self.of_file.load(Ordering::Relaxed) == 1;
@@ -187,7 +190,8 @@ impl Prefault {
         true
     }
 
-    /// Sets the number of bytes that are still to be touched, here and in the counters.
+    /// Sets the number of bytes that are still to be touched, in this state and in the process's
+    /// counters.
     fn set_missing(&self, bytes: u64) {
         self.missing_bytes.store(bytes, Ordering::Release);
         if let Some(page) = process::page() {
@@ -195,7 +199,7 @@ impl Prefault {
         }
     }
 
-    /// Subtracts bytes that were touched from the number that is left.
+    /// Subtracts touched bytes from the number of bytes that are still to be touched.
     fn count_touched(&self, bytes: u64) {
         let less = |missing: u64| Some(missing.saturating_sub(bytes));
         let before = self.missing_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
@@ -205,10 +209,10 @@ impl Prefault {
         }
     }
 
-    /// Counts `bytes` as being touched. False: host memory would become short, or the copy out was
-    /// cancelled. While little memory is left, helpers run one after the other, because the bytes
-    /// that other helpers touch at the same time are counted twice: in the reading of free memory,
-    /// and here.
+    /// Counts `bytes` as memory that a helper is touching. False: host memory would become short,
+    /// or the copy out was cancelled. While little memory is left, helpers touch memory one after
+    /// the other. Otherwise the bytes that other helpers touch at the same time would be counted
+    /// twice: in the reading of free memory, and here.
     fn may_touch(&self, bytes: u64) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -234,7 +238,8 @@ impl Prefault {
         }
     }
 
-    /// Waits until a chunk is resident. False: host memory became short first.
+    /// Waits until the pages of a chunk are present. False: before that, host memory became short
+    /// or the copy out was cancelled.
     pub fn wait(&self, chunk: usize) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -255,7 +260,7 @@ impl Prefault {
         }
     }
 
-    /// Waits until no helper touches the pool.
+    /// Stops the helpers, and waits until no helper touches the pool.
     pub fn end(&self) {
         self.stop();
         while self.helpers.load(Ordering::Acquire) > 0 {
@@ -303,7 +308,8 @@ pub mod tests {
     /// Lock for tests that use [`PREFAULT`], which exists once per process.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
-    /// Resets the state: nothing is swappable, and there is no pool.
+    /// Resets the state of the swap module for the next test: no memory is swappable, and there is
+    /// no staging pool.
     pub fn forget_all() {
         locked(|allocations| *allocations = Allocations::empty());
         addresses::let_go();
@@ -336,8 +342,8 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Host memory is short at a limit that only the controller sees. The controller then orders
-    /// the process to stop the fill.
+    /// The helpers must stop if the controller cancels the copy out. The controller does so when
+    /// host memory is short at a limit that only the controller sees.
     #[test]
     fn fill_stops_when_copy_is_turned_back() {
         use affinode_proto::wire::Phase;
@@ -371,7 +377,7 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// The counters tell the controller how many bytes are still to be touched.
+    /// The counters must tell the controller how many bytes are still to be touched.
     #[test]
     fn bytes_left_to_touch_are_published() {
         let _own = SHARED.lock();
@@ -386,7 +392,8 @@ pub mod tests {
         });
     }
 
-    /// Another process uses the promised host memory before this process touches it.
+    /// The helpers must not touch memory if another process has used the promised host memory
+    /// before.
     #[test]
     fn memory_that_others_took_is_not_touched() {
         let _own = SHARED.lock();

@@ -1,5 +1,6 @@
-//! Host memory that is prefaulted while the process is resident: its pages are present, and a copier has
-//! registered them, so that the copier can copy out as soon as an offload is ordered.
+//! Prefaults host memory for the next offload while the process is resident. The pages of the
+//! staging pool are made present, and a copier (a process that copies VRAM for others) registers
+//! them. The copier can then copy out as soon as an offload is ordered.
 //!
 //! ```text
 //! NOTHING ──prepare──> FILLING_PAGES ──all pages are present──> TOLD ──the copier sends Ready──> READY
@@ -7,8 +8,8 @@
 //! └──── ended, out of memory, connection to the copier closed, pages were freed ──────────────────┘
 //! ```
 //!
-//! No offload waits for the prefault. Before READY, the process copies by itself, to the pages that
-//! are present.
+//! No offload waits for the prefault. If an offload begins before READY, the process copies the
+//! memory itself, and uses the pages that are present.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -26,7 +27,8 @@ const FILLING_PAGES: u32 = 1;
 const TOLD: u32 = 2;
 const READY: u32 = 3;
 
-/// State and size of the prefault. An all-zero value is NOTHING. Only the agent uses it.
+/// State and size of the prefault for the next offload. An all-zero value is the state NOTHING.
+/// Only the agent uses it.
 #[repr(C)]
 pub struct PrefaultJob {
     state: AtomicU32,
@@ -47,7 +49,8 @@ impl PrefaultJob {
     }
 }
 
-/// Starts or ends the prefault. It can only start if there is a copier's socket.
+/// Starts or ends the prefault of host memory for the next offload. It can start only if the agent
+/// has a copier's socket.
 pub fn prepare(on: bool) {
     if !is_in_use() {
         return;
@@ -85,7 +88,7 @@ fn begin() -> Option<()> {
     Some(())
 }
 
-/// Takes the next step of the prefault. True: call again soon.
+/// Executes the next step of the prefault. True: the caller must call this function again soon.
 pub fn go_on() -> bool {
     if !SWAP.ahead.is(FILLING_PAGES) {
         return false;
@@ -120,7 +123,7 @@ pub fn is_on() -> bool {
     !SWAP.ahead.is(NOTHING)
 }
 
-/// Whether the copier already has the file of the pool.
+/// Whether the copier already has the file of the staging pool.
 pub fn is_told() -> bool {
     SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
 }
@@ -133,7 +136,7 @@ pub fn stop(pool: &mut StagingPool) {
     }
 }
 
-/// Whether the copier can now copy out this many bytes.
+/// Whether the copier is ready to copy out, and the prefaulted memory suffices for this many bytes.
 pub fn is_ready(bytes: u64) -> bool {
     if SWAP.ahead.is(TOLD) && copier_restore::has_said_ready() {
         SWAP.ahead.set(READY);
@@ -141,15 +144,16 @@ pub fn is_ready(bytes: u64) -> bool {
     SWAP.ahead.is(READY) && bytes <= SWAP.ahead.bytes.load(Ordering::Relaxed)
 }
 
-/// Ends the prefault, because the connection to the copier was closed.
+/// Records that the prefault has ended, because the connection to the copier was closed.
 pub fn is_over() {
     if is_in_use() {
         SWAP.ahead.set(NOTHING);
     }
 }
 
-/// Closes the connection to a copier that has the pool's file. The caller is about to free pages,
-/// so the memory that the copier registered is no longer the pool.
+/// Closes the connection to a copier that has the file of the staging pool. Callers do so before
+/// they free pages of the pool, because the memory that the copier has registered is then no longer
+/// the pool's.
 pub fn is_spoilt() {
     if is_told() {
         copier_restore::hang_up();
@@ -160,19 +164,19 @@ pub fn is_spoilt() {
 pub mod tests {
     use super::*;
 
-    /// Sets the state as if this size had been announced to a copier.
+    /// Sets the state as if a prefault of this size had been announced to a copier.
     pub fn told(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(TOLD);
     }
 
-    /// Sets the state as if this size were being faulted in.
+    /// Sets the state as if a prefault of this size were in progress.
     pub fn filling(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(FILLING_PAGES);
     }
 
-    /// Sets the state as if nothing had been announced.
+    /// Sets the state as if no prefault had been announced.
     pub fn told_nothing() {
         SWAP.ahead.set(NOTHING);
     }

@@ -1,7 +1,8 @@
-//! Avoids the driver's stall after device memory was freed. The device scrubs freed memory. The
-//! driver notices only in the next allocation that the scrub has ended: after 60 GiB, that call
-//! takes 13 to 20 ms longer (H200, driver 580.159). So that this does not slow down a restore, the
-//! agent makes a small allocation before the restore, and frees it at once.
+//! Avoids a stall of the driver after device memory was freed. The device scrubs (clears) freed
+//! memory. The driver notices the end of the scrub only at the next allocation, and this allocation
+//! is slow: after a release of 60 GiB it takes 13 to 20 ms longer (H200, driver 580.159). To keep
+//! this delay out of a restore, the agent makes a small allocation before the restore, and frees it
+//! at once.
 //!
 //! ```text
 //! None ──copied out──> Scrubbing ──SCRUBBED_AFTER_US, allocations are not held──> Done
@@ -15,10 +16,10 @@ use super::allocations::{AllocationId, MemoryPlace};
 use super::driver::call;
 use super::{GRANULE_BYTES, tables};
 
-/// Time after which the scrub of 60 GiB has ended.
+/// Time after which the device has scrubbed (cleared) 60 GiB of freed memory, in microseconds.
 const SCRUBBED_AFTER_US: u64 = 200_000;
 
-/// State of the small allocation.
+/// State of the small allocation that the agent makes after device memory was freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScrubState {
     /// No memory was freed, or the process is resident again.
@@ -30,9 +31,9 @@ pub enum ScrubState {
 }
 
 impl ScrubState {
-    /// Whether the small allocation is due now. `parked`: memory is copied out, and the driver can
-    /// be called. `held`: allocations are paused, because VRAM is granted to another process,
-    /// possibly all free VRAM.
+    /// Updates the state, and returns whether the agent must make the small allocation now.
+    /// `parked`: memory is copied out, and the driver can be called. `held`: allocations are
+    /// paused, because VRAM is granted to another process, possibly all free VRAM.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::None,
@@ -46,8 +47,8 @@ impl ScrubState {
         false
     }
 
-    /// Time until the agent has to make the small allocation, in milliseconds. `u64::MAX`: it has
-    /// none to make, or waits for the end of a pause of allocations, which wakes it.
+    /// Time in milliseconds until the agent must make the small allocation. `u64::MAX`: no
+    /// allocation is due, or the agent waits for the end of a pause of allocations, which wakes it.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Scrubbing(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),

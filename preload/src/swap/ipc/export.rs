@@ -1,4 +1,4 @@
-//! Handles of this process's memory, and the replies to processes that open them.
+//! Creates handles for this process's memory, and replies to the processes that open these handles.
 
 use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
 use affinode_proto::wire::ProcessFlags;
@@ -14,8 +14,8 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, datagram};
 
-/// The identity of this process for other processes. An all-zero value: this process has no
-/// identity yet.
+/// Identity of this process for the processes that open its memory. Each of its handles contains
+/// the identity. An all-zero value: this process has no identity yet.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ExportIdentity {
@@ -44,7 +44,7 @@ impl ExportIdentity {
         IpcHandle { socket, word, proof, address, since }
     }
 
-    /// Whether this process has made a handle.
+    /// Whether this process has created the given handle.
     pub(super) fn made(&self, handle: &IpcHandle) -> bool {
         self.is_made && self.socket == handle.socket && self.word == handle.word
     }
@@ -77,7 +77,8 @@ pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], add
     code
 }
 
-/// Binds the socket on which the agent receives requests, and returns the identity for handles.
+/// Makes this process reachable for the processes that open its memory: binds the socket on which
+/// the agent receives their requests. Returns the identity for handles. `None`: a step failed.
 fn be_reachable() -> Option<ExportIdentity> {
     SWAP.reach_lock.hold(|| {
         let known = tables(|tables| tables.identity);
@@ -97,8 +98,8 @@ fn be_reachable() -> Option<ExportIdentity> {
     })
 }
 
-/// Replies to requests. Only the agent calls it, while the driver runs. True: there may be more
-/// requests.
+/// Replies to processes that request to open memory of this process. Only the agent calls this
+/// function, while the driver runs. True: there may be more requests.
 pub fn answer() -> bool {
     /// Maximum number of requests per call. The agent then reads the controller's messages, even if
     /// more requests wait.
@@ -155,7 +156,7 @@ fn serve(ask: &IpcRequest, identity: &ExportIdentity, way: &Descriptor) -> Optio
     sys::send(way.number(), &answer.encode(), Some(shared?.number())).ok().map(drop)
 }
 
-/// Compares two words in constant time.
+/// Whether two secret words are equal. The comparison takes constant time.
 fn is_same(one: &[u8; 16], other: &[u8; 16]) -> bool {
     one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other)) == 0
 }

@@ -1,4 +1,4 @@
-//! Memory of other processes that this process has opened.
+//! Memory of other processes that this process has opened by legacy IPC handles.
 
 use affinode_cuda_sys::hook::Function;
 use affinode_cuda_sys::{MemAllocationProp, POSIX_DESCRIPTOR, result};
@@ -15,15 +15,16 @@ use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
-/// Time limit for an exporter's reply. If the exporter ends, this process notices it at once. The
-/// limit is long because an exporter that is copying its other memory replies only after the copy.
+/// Time limit in microseconds for the reply of an exporter, the process that shares its memory. The
+/// limit is long, because an exporter that is copying its other memory replies only after the copy.
+/// If the exporter ends, this process notices it at once.
 const WITHIN_US: u64 = 60_000_000;
 
 /// One opened allocation of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImportedHandle {
-    /// The mapping of the allocation in this process. It stays on the device, because the memory
-    /// belongs to another process.
+    /// The mapping of the allocation in this process. Offloads leave it on the device, because the
+    /// memory belongs to another process.
     pub allocation: Allocation,
     handle: IpcHandle,
     times: u32,
@@ -35,7 +36,7 @@ impl HasKey for ImportedHandle {
     }
 }
 
-/// All opened allocations by address.
+/// Allocations of other processes that this process has open, by address.
 pub type OpenedOnes = ChunkedMap<ImportedHandle>;
 
 impl OpenedOnes {
@@ -48,8 +49,8 @@ impl OpenedOnes {
         self.up_to(address).filter(inside)
     }
 
-    /// Counts one more open of memory that is already open in this context, and returns its
-    /// address.
+    /// Opens memory once more that is already open in this context: counts the open, and returns
+    /// the address. `None`: the memory is not open in this context.
     fn again(&mut self, handle: &IpcHandle, context: usize) -> Option<u64> {
         let same = |opened: &&mut ImportedHandle| {
             opened.handle == *handle && opened.allocation.piece.context == context
@@ -59,8 +60,8 @@ impl OpenedOnes {
         Some(known.allocation.piece.address)
     }
 
-    /// Closes the memory at an address once. `None`: it was not open. If this was the last close,
-    /// returns the piece to release.
+    /// Closes the memory at an address once. `None`: no memory is open there. If this was the last
+    /// close, the inner value is the piece that the caller must release.
     fn let_go(&mut self, address: u64) -> Option<Option<AllocationPiece>> {
         let known = self.at(address)?;
         known.times -= 1;
@@ -71,12 +72,13 @@ impl OpenedOnes {
     }
 }
 
-/// The handle's 64 bytes, passed by value on the stack, as C does.
+/// An IPC handle of 64 bytes, which is passed by value on the stack as in C.
 #[repr(C)]
 pub struct ByValue([u8; HANDLE_BYTES]);
 
-/// Returns the wrapper of a function that opens handles. It is needed even if no memory is
-/// swappable, because only the bytes of a handle tell whether this library has made it.
+/// Returns this library's wrapper of a driver function that opens IPC handles. `None`: the function
+/// opens no handles. The wrapper is needed even if no memory of this process is swappable, because
+/// only the bytes of a handle show whether this library has made it.
 pub fn opening(number: u32, real: usize) -> Option<usize> {
     let is = |function: Function| number == function as u32 + 1;
     if !is(Function::cuIpcOpenMemHandle_v2) && !is(Function::cuIpcOpenMemHandle) {
@@ -159,7 +161,8 @@ fn done(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
-/// Requests the memory, and maps it for the device of the current context.
+/// Requests the memory of a handle from the process that shares it, and maps the memory for the
+/// device of the current context.
 fn import(handle: &IpcHandle, context: usize) -> Result<ImportedHandle, u32> {
     let mut device = -1;
     done(call!(ctx_get_device(&raw mut device)))?;
@@ -192,7 +195,8 @@ fn map_anywhere(piece: AllocationPiece) -> Result<AllocationPiece, u32> {
     Ok(AllocationPiece { address, ..piece })
 }
 
-/// Requests the memory from the exporter.
+/// Requests the memory of a handle from the exporter, the process that shares it. Returns the reply
+/// and the descriptor of the memory. `None`: no valid reply has arrived in time.
 fn ask(handle: &IpcHandle) -> Option<(IpcReply, Descriptor)> {
     let IpcHandle { word, address, since, .. } = *handle;
     let question = IpcRequest { word, address, since }.encode();
@@ -284,8 +288,8 @@ mod tests {
         assert!(table.around(260).is_none());
     }
 
-    /// Lets a server with the handle's socket name send a reply. Returns the result on the
-    /// importer's side.
+    /// Starts a server on the handle's socket that sends the reply of `make`. Returns the reply
+    /// that the importer accepts.
     fn answered(make: impl Fn(&IpcHandle) -> IpcReply, with_memory: bool) -> Option<IpcReply> {
         let mut socket = [0; 16];
         datagram::random(&mut socket).unwrap();
@@ -326,8 +330,8 @@ mod tests {
         assert_eq!(ask(&IpcHandle::default()).map(|(answer, _)| answer), None, "no such socket");
     }
 
-    /// Integers are passed in registers, and the 64 bytes as eight words on the stack, as the thunk
-    /// passes them on.
+    /// A handle must be passed as C passes it and as the thunk forwards it: integers in registers,
+    /// and the 64 bytes of the handle as eight words on the stack.
     #[test]
     fn a_handle_is_passed_as_c_passes_it() {
         type InWords =

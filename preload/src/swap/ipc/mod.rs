@@ -1,5 +1,6 @@
-//! Legacy IPC (`cuIpcGetMemHandle` and related functions) for swappable memory, which the driver does
-//! not support. The handle is made by this library, and the memory passes as a shareable descriptor.
+//! Legacy IPC (`cuIpcGetMemHandle` and related functions) for memory that this library can copy to
+//! host memory. The driver does not support legacy IPC for such memory. Therefore this library
+//! makes the handle, and the exporter sends the memory as a shareable descriptor.
 //!
 //! ```text
 //! exporter                                               importer
@@ -23,8 +24,8 @@ pub(super) use self::import::{ipc_open_mem_handle, ipc_open_mem_handle_v2};
 
 use super::allocations::{Allocation, MemoryPlace};
 
-/// Whether this library supports legacy IPC for an allocation, which the driver must be able to
-/// export.
+/// Whether this library can share an allocation by legacy IPC. The driver must be able to export
+/// the allocation's memory.
 pub(super) fn is_shareable(allocation: &Allocation) -> bool {
     let piece = &allocation.piece;
     let exportable = piece.property.handle_types & affinode_cuda_sys::POSIX_DESCRIPTOR != 0;

@@ -6,7 +6,7 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::SHARED;
 use super::*;
 
-/// Stands for the loader's lock.
+/// Lock that stands for the dynamic loader's lock in tests.
 pub static LOCK: Mutex<()> = Mutex::new(());
 
 const OTHER_CONTEXT: usize = 0x99;
@@ -22,7 +22,8 @@ fn wait_for_end() {
     }
 }
 
-/// The application may have destroyed the context before the thread gets the lock.
+/// A load that was given up must not call the driver, because the application may have destroyed
+/// the context before the thread gets the lock.
 #[test]
 fn load_that_was_given_up_calls_no_driver() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -37,7 +38,8 @@ fn load_that_was_given_up_calls_no_driver() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT]);
 }
 
-/// The second call waits for the thread that the first call has started.
+/// After a load that was given up, the next call must wait for the thread that the first call has
+/// started.
 #[test]
 fn load_that_was_given_up_is_taken_up_again() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -89,7 +89,8 @@ fn error_of_a_context_is_returned() {
     }
 }
 
-/// An event would invalidate a capture, in each way that a stream can be captured.
+/// No event may be recorded while a stream is captured, whether the stream has a handle or is the
+/// thread's default stream. The event would invalidate the capture.
 #[test]
 fn captured_stream_is_not_disturbed() {
     let process = Process::new();
@@ -120,7 +121,8 @@ fn work_is_unseen_if_a_list_is_full() {
     drop(process);
 }
 
-/// A context was created before memory became swappable, or by a function of a later driver.
+/// If a context was created before memory became swappable, or by a function of a later driver, the
+/// wait must return `Unseen`.
 #[test]
 fn work_is_unseen_after_an_unseen_beginning() {
     let process = Process::new();

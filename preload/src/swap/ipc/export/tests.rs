@@ -1,4 +1,5 @@
-//! Requests to an exporter. Any process in its network namespace may send them.
+//! Tests the requests to an exporter, a process that shares its memory. Any process in its network
+//! namespace may send such requests.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::MutexGuard;
@@ -69,8 +70,8 @@ impl Exporter {
         IpcRequest { word: self.identity.word, address: self.address, since: self.since }
     }
 
-    /// Sends a datagram with a socket for the reply, or with another descriptor. Returns the reply,
-    /// and whether the socket was closed.
+    /// Sends a datagram to the exporter, with a socket for the reply or with another descriptor.
+    /// Returns the reply, and whether the exporter closed the socket.
     fn ask(&self, bytes: &[u8], other: Option<BorrowedFd<'_>>) -> (Option<IpcReply>, bool) {
         let [own, theirs] = datagram::pair().unwrap();
         let handle = IpcHandle { socket: self.identity.socket, ..IpcHandle::default() };
@@ -179,7 +180,7 @@ fn request_that_differs_gets_nothing() {
     assert!(exporter.ask(&good, None).0.is_some(), "the exporter still replies");
 }
 
-/// The agent must read its controller's messages again, even if requests never end.
+/// Requests that never end must not prevent the agent from reading the controller's messages.
 #[test]
 fn flood_of_requests_is_answered_in_portions() {
     let exporter = Exporter::new();
@@ -197,8 +198,9 @@ fn flood_of_requests_is_answered_in_portions() {
     assert!(exporter.is_quiet());
 }
 
-/// The first handle marks the allocation before the program has the handle. A copy out then leaves
-/// this allocation on the device, and the memory of the handle can be opened meanwhile.
+/// An exporter that is copied out must still reply to requests for the memory of its handle. The
+/// library marks the memory to stay on the device before the program gets the handle, so a copy out
+/// does not remove it.
 #[test]
 fn copied_out_exporter_still_serves_its_handle() {
     let exporter = Exporter::new();
