@@ -1,6 +1,6 @@
-//! Host memory for copied-out content. It is anonymous memory of the process, on huge pages where
-//! the kernel gives them. The process's container is charged for it, as for the driver's own
-//! checkpoint.
+//! The staging pool: host memory for content that is copied out of VRAM. It is anonymous memory of
+//! the process, on huge pages where the kernel gives them. The process's container is charged for
+//! it, as for the driver's own checkpoint.
 //!
 //! ```text
 //! chunk:  empty ──helper threads──> resident ──agent──> registered ──> copied to or from
@@ -31,29 +31,31 @@ use super::{numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::sys;
 
-/// Number of chunks that are always kept. If nothing is retained, the other chunks are freed once
-/// the process is resident.
+/// Number of chunks that the pool always keeps. If the content is not retained, the other chunks
+/// are freed once the process is resident.
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The staging buffer. An all-zero value is an empty one.
+/// The staging buffer, to which the process's device memory is copied. An all-zero value is an
+/// empty buffer.
 #[repr(C)]
 pub struct StagingPool {
     start: usize,
     bytes: usize,
-    /// The context in which chunks are registered.
+    /// The context in which chunks are registered with the driver. 0: none yet.
     context: usize,
-    /// 1: the memory is a memory file, [`fds::POOL`]; 0: anonymous memory.
+    /// 1 if the memory is a memory file, [`fds::POOL`]. 0 if it is anonymous memory.
     of_file: usize,
-    /// 1: the whole content is retained after a restore, if host memory suffices.
+    /// 1 if the whole content is retained after a restore while host memory suffices.
     keeps: usize,
-    /// 1: a large part was skipped as zero, so a copier would not help.
+    /// 1 if a large part of the content was skipped as zero, so that a copier would not help.
     sparse: usize,
-    /// 1: a copier may still be writing to the memory, so it is replaced before its next use.
+    /// 1 if a copier may still be writing to the memory. The memory is then replaced before its
+    /// next use.
     tainted: usize,
     registered: ChunkQueue,
-    /// Chunks in whose place a sealed file is mapped. Other processes map the same file.
+    /// Chunks that are replaced by a mapping of a sealed file, which other processes map too.
     shared: ChunkQueue,
     /// The digest of each slot's content, where it is known.
     known: DigestTable,
@@ -81,9 +83,9 @@ pub enum TrimResult {
     Kept,
 }
 
-/// Returns the size of the address range for a pool of `bytes` bytes. An eighth is added, so that a
-/// process that grows a little keeps its pool. A small pool gets no addition, because one more
-/// chunk would be a large part of it.
+/// Returns the size of the address range for a pool of `bytes` bytes. The size includes an
+/// additional eighth, so that a process whose memory grows a little can use the same pool again. A
+/// small pool gets no addition, because one more chunk would be a large part of it.
 fn with_room_to_grow(bytes: usize) -> usize {
     if bytes < KEPT_CHUNKS * CHUNK_BYTES {
         return bytes;
@@ -107,10 +109,11 @@ impl StagingPool {
         }
     }
 
-    /// Starts to prefault `bytes`. [`Self::ready`] waits for each chunk, and [`Self::end`] must be
-    /// called afterwards. False: the address space is exhausted.
+    /// Prepares the pool for a copy out of `bytes` bytes, and starts to prefault its pages.
+    /// [`Self::ready`] waits for each chunk, and [`Self::end`] must be called afterwards. False:
+    /// the address space is exhausted.
     ///
-    /// The pool must be empty. `context` must exist.
+    /// No memory may be copied out to the pool at the time of the call. `context` must exist.
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = fds::COPIER.get().is_some();
@@ -130,19 +133,20 @@ impl StagingPool {
         true
     }
 
-    /// Whether the pages of the first `bytes` are present.
+    /// Whether the pages of the pool's first `bytes` bytes are present.
     pub fn is_resident(&self, bytes: usize) -> bool {
         bytes <= self.bytes
             && (0..bytes.div_ceil(CHUNK_BYTES)).all(|chunk| PREFAULT.resident.has(chunk))
     }
 
-    /// Whether the memory must be replaced before its next use.
+    /// Whether the pool's memory must be replaced before its next use, for example because a copier
+    /// may still write to it.
     pub fn is_tainted(&self) -> bool {
         self.tainted == 1
     }
 
-    /// Marks the memory to be replaced, because a copier was told to write to it and has not
-    /// confirmed the end of its writes.
+    /// Marks the pool's memory to be replaced before its next use, for example because a copier was
+    /// told to write to it and has not confirmed the end of its writes.
     pub fn taint(&mut self) {
         self.tainted = 1;
     }
@@ -207,7 +211,8 @@ impl StagingPool {
         true
     }
 
-    /// Creates a file for the memory and seals its size.
+    /// Creates the memory file of the pool and seals its size. Returns its descriptor. `None`: a
+    /// step failed.
     fn make_file(&self) -> Option<i32> {
         let fd = sys::lift(sys::memory_file(c"affinode-copied-out", self.bytes).ok()?);
         let owned = TrackedFd::note(fd).filter(|_| sys::seal_size(fd).is_ok());
@@ -222,14 +227,16 @@ impl StagingPool {
         self.bytes.div_ceil(CHUNK_BYTES)
     }
 
-    /// Waits until an offset can be copied to, and returns its host address. `None`: other
-    /// processes have taken the host memory.
+    /// Waits until the pages at an offset are present, and returns the host address to which
+    /// content can be copied. `None`: other processes have taken the host memory, or the copy out
+    /// was cancelled.
     pub fn ready(&mut self, offset: usize) -> Option<*mut c_void> {
         // Also wait if the chunk is still registered, because the prefault writes to its pages.
         PREFAULT.wait(offset / CHUNK_BYTES).then(|| self.held(offset))
     }
 
-    /// Frees the pages that were faulted in for a failed copy-out.
+    /// Frees the pages that were touched for a failed copy out, except for the chunks that the pool
+    /// always keeps.
     pub fn give_back_unused(&mut self) {
         self.keeps = 0;
         while self.shrink() {}
@@ -250,7 +257,8 @@ impl StagingPool {
         (self.start + offset) as *mut c_void
     }
 
-    /// Stops the prefault and waits for its helpers. Helpers of a parent process do not run here.
+    /// Stops the prefault and waits until its helpers have ended. Does nothing if this process has
+    /// no pool yet, because the helpers of a parent process do not run here.
     pub fn end(&mut self) {
         if self.start != 0 {
             PREFAULT.end();
@@ -286,7 +294,8 @@ impl StagingPool {
         });
     }
 
-    /// Records that a context has ended, and with it the registrations in it.
+    /// Records that a context has ended. If the chunks were registered in this context, their
+    /// registrations have ended too.
     pub fn context_ends(&mut self, context: usize) {
         if self.context == context {
             self.context = 0;
@@ -299,8 +308,9 @@ impl StagingPool {
         self.keeps = usize::from(keeps);
     }
 
-    /// Where the content at `offset` is stored, and for how many bytes from there on the same is
-    /// true. All these bytes are in one chunk, and they are at most `most`.
+    /// Returns where the content at `offset` is stored after this copy out, and the number of bytes
+    /// from `offset` on for which this is true. All these bytes are in one chunk, and they are at
+    /// most `most`.
     pub fn stored(
         &self,
         offset: usize,
@@ -323,7 +333,7 @@ impl StagingPool {
         (all, most.min(slots.count() * SLOT_BYTES))
     }
 
-    /// Marks the content that a copy-out need not store. Returns the number of these bytes.
+    /// Marks the zero content that a copy out skips. Returns the number of skipped bytes.
     pub fn leave_out(&mut self, found: &mut DigestTable) -> u64 {
         let bytes = zeros::skip_zero_pages(found.all_mut(), fds::COPIER.get().is_some());
         self.sparse = usize::from(zeros::is_worth_a_copier(bytes, found.all().len()));
@@ -347,8 +357,8 @@ impl StagingPool {
         self.known.all().contains(&Digest::LEFT_OUT)
     }
 
-    /// Whether the content at `offset` was skipped, and for how many bytes from there on the same
-    /// is true.
+    /// Returns whether the content at `offset` was skipped as zero, and the number of bytes from
+    /// `offset` on for which the same is true.
     pub fn left_out(&self, offset: usize, most: usize) -> (bool, usize) {
         zeros::run_at(self.known.all(), offset, most)
     }
@@ -361,7 +371,7 @@ impl StagingPool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
-    /// Number of bytes of the found content that the pool already has.
+    /// Returns the number of bytes that the pool already contains, as the digests in `found` show.
     pub fn unchanged(&self, found: &DigestTable) -> u64 {
         let known = self.known.all().iter().zip(found.all());
         let same = known.filter(|(known, found)| known == found && **known != Digest::UNKNOWN);
@@ -369,7 +379,8 @@ impl StagingPool {
         (slots * SLOT_BYTES) as u64
     }
 
-    /// Stores the digests of the copied content. Frees chunks of which everything was skipped.
+    /// Stores the digests of the content that was copied out. Frees the pages of chunks whose whole
+    /// content was skipped.
     pub fn learn(&mut self, found: DigestTable) {
         self.known = found;
         for chunk in 0..self.chunks() {
@@ -385,8 +396,9 @@ impl StagingPool {
         resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
     }
 
-    /// Frees or unregisters a part of an unused pool. `prepared`: the pool is prefaulted for the
-    /// next offload. `short` returns whether host memory is short. If it is, nothing is retained.
+    /// Frees or unregisters a part of a pool that is not in use. `prepared` is true if the pool is
+    /// prefaulted for the next offload. `short` returns whether host memory is short. In this case
+    /// nothing is retained.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;

@@ -1,5 +1,6 @@
-//! Wrappers of the calls with which an application manages physical memory itself (VMM).
-//! The wrappers run one at a time, so that the driver's state and the tables change together.
+//! Wrappers of the driver functions with which an application manages physical memory itself (VMM,
+//! virtual memory management). The wrappers run one at a time, so that the driver's state and the
+//! tables change together.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -15,7 +16,8 @@ use super::driver::call;
 use super::vmm_handles::{Handle, HandleRelease, MappingPart, VmmHandleTable, is_name};
 use super::{SWAP, count, is_in_use, tables};
 
-/// Runs `body` on the blocks, and updates the counter of swappable bytes.
+/// Runs `body` on the table of blocks (memory that the application created with `cuMemCreate`), and
+/// updates the counter of swappable bytes.
 pub(super) fn blocks<R>(body: impl FnOnce(&mut VmmHandleTable) -> R) -> R {
     let (result, before, after) = tables(|tables| {
         let before = tables.blocks.swappable_bytes();
@@ -30,8 +32,9 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
     SWAP.vmm_lock.hold(body)
 }
 
-/// Runs `body` with the driver's handle for the application's handle. The second argument of `body`
-/// is true if the application's handle is a name, which this library has given out.
+/// Runs `body` with the driver's handle that belongs to a handle of the application. The second
+/// argument of `body` is true if the application's handle is a name, which this library has given
+/// out in place of the driver's handle.
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -40,8 +43,9 @@ fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     }
 }
 
-/// Replaces names of blocks in the arguments of a function without a wrapper. An argument that
-/// looks like a name is treated as a name. The block stays on the device, because the function's
+/// Replaces names by the driver's handles in the arguments of a function without a wrapper. A name
+/// is a handle that this library has given to the application. An argument that looks like a name
+/// is treated as a name. The block of the name then stays on the device, because the function's
 /// effect is unknown.
 pub fn translate(arguments: &mut [u64; 6]) {
     if !is_in_use() {
@@ -235,7 +239,8 @@ pub(super) unsafe extern "C" fn mem_map_array_ptsz(
     unsafe { each_array(list, many, map) }
 }
 
-/// Maps parts of sparse arrays one by one, each with the driver's handle.
+/// Maps memory to parts of sparse arrays, one part at a time. Passes the driver's handle in place
+/// of the application's handle to each call.
 ///
 /// # Safety
 /// `list` must point to `many` entries, or be null.

@@ -1,9 +1,9 @@
 //! Physical memory that the application created itself (`cuMemCreate`), and its mappings.
 //!
-//! The application knows a block by a name of this library, which stays the same when the driver's
-//! handle changes. A block is swappable while all of it is mapped exactly once, and only its own
-//! device may read and write it at that address. Frameworks with growing segments map blocks in
-//! this way. Any other block is left to the driver.
+//! A block is the physical memory of one `cuMemCreate`. The application knows a block by a name of
+//! this library, which stays the same when the driver's handle changes. A block is swappable while
+//! all of it is mapped exactly once, and only its own device may read and write it at that address.
+//! Frameworks with growing segments map blocks in this way. Any other block is left to the driver.
 //!
 //! ```text
 //! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> swappable
@@ -21,18 +21,19 @@ use super::chunked_map::{ChunkedMap, HasKey};
 const NAMES: u64 = 0xAFF1_0000_0000_0000;
 const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
 
-/// Whether a value of the application is a name.
+/// Whether a handle that the application passed is a name, which this library has given out in
+/// place of the driver's handle.
 pub fn is_name(number: u64) -> bool {
     number & NAMES_MASK == NAMES
 }
 
-/// One block of physical memory.
+/// A block: physical memory that the application created with `cuMemCreate`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmmHandle {
-    /// The application's handle of the block.
+    /// Name of the block, which the application uses as its handle.
     pub name: u64,
     pub piece: AllocationPiece,
-    /// Number of the application's references by name.
+    /// Number of references to the block that the application holds by its name.
     references: u32,
     mappings: u32,
 }
@@ -43,7 +44,7 @@ impl HasKey for VmmHandle {
     }
 }
 
-/// A part of a block, or all of it, at an address.
+/// A mapping of a block, or of a part of it, at an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct VmmMapping {
     address: u64,
@@ -58,7 +59,7 @@ impl HasKey for VmmMapping {
     }
 }
 
-/// The circumstances of a call: the current context, its device, and the time.
+/// Circumstances of a driver call: the current context, its device, and the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappingPart {
     /// The current context; 0: no context is current.
@@ -77,11 +78,11 @@ pub enum Handle {
     /// The value is a name that the library gave the application. It stands for this handle of the
     /// driver.
     Named(u64),
-    /// The library gave the application this value. The memory for which it stands no longer exists.
+    /// The value is a name of this library, but the memory for which it stands no longer exists.
     Stale,
 }
 
-/// What the caller must do after a release.
+/// What the caller must do after a reference to a block was released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandleRelease {
     /// Nothing, because the block is still referenced.
@@ -93,7 +94,8 @@ pub enum HandleRelease {
     Strays(u64),
 }
 
-/// All blocks and mappings. An all-zero value is empty.
+/// Table of all blocks (memory that the application created with `cuMemCreate`) and their mappings.
+/// An all-zero value is empty.
 #[repr(C)]
 pub struct VmmHandleTable {
     blocks: ChunkedMap<VmmHandle>,
@@ -122,12 +124,12 @@ impl VmmHandleTable {
         self.blocks.at(name)
     }
 
-    /// All blocks from this name on, in the order of their names.
+    /// Returns all blocks whose name is at least `name`, in the order of their names.
     pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
         self.blocks.from(name)
     }
 
-    /// The first block from this name on for which `which` is true.
+    /// Returns the first block whose name is at least `name` and for which `which` is true.
     pub fn find_from(
         &mut self,
         name: u64,
@@ -136,7 +138,8 @@ impl VmmHandleTable {
         self.blocks.find_from(name, which)
     }
 
-    /// Changes a block, and updates the sum of swappable bytes.
+    /// Runs `body` on a block, and updates the sum of swappable bytes. `None`: no block has this
+    /// name.
     fn change<R>(&mut self, name: u64, body: impl FnOnce(&mut VmmHandle) -> R) -> Option<R> {
         let block = self.blocks.at(name)?;
         let swappable =
@@ -159,7 +162,7 @@ impl VmmHandleTable {
         Some(name)
     }
 
-    /// Resolves a handle of the application.
+    /// Resolves a handle that the application passed, which may be the driver's handle or a name.
     pub fn handle(&mut self, given: u64) -> Handle {
         if !is_name(given) {
             return Handle::Drivers;
@@ -170,13 +173,15 @@ impl VmmHandleTable {
         }
     }
 
-    /// Removes one reference of the application to a name that has a [handle](Self::handle).
+    /// Releases one reference of the application to a block. Its name must have a
+    /// [handle](Self::handle).
     pub fn release(&mut self, name: u64) -> HandleRelease {
         self.change(name, |block| block.references = block.references.saturating_sub(1));
         self.bury(name)
     }
 
-    /// Removes a block if it has no references and no mappings.
+    /// Removes a block if it has no references and no mappings. Returns what the caller must do
+    /// with its handle.
     fn bury(&mut self, name: u64) -> HandleRelease {
         let dead = |block: &&mut VmmHandle| block.references == 0 && block.mappings == 0;
         match self.blocks.at(name).filter(dead).map(|block| block.piece) {
@@ -228,7 +233,7 @@ impl VmmHandleTable {
         self.mappings.from(address).next().copied().filter(|mapping| mapping.address < end)
     }
 
-    /// Records a mapping of a part of a block.
+    /// Records that a block, or a part of it, was mapped at an address.
     pub fn map(&mut self, name: u64, address: u64, bytes: u64, offset: u64) {
         let noted =
             bytes > 0 && self.mappings.insert(VmmMapping { address, bytes, offset, block: name });
@@ -241,8 +246,9 @@ impl VmmHandleTable {
         });
     }
 
-    /// Removes one mapping of a range that was unmapped. Returns what the caller must do for this
-    /// mapping; `None`: no mapping is left. Call it until it returns `None`.
+    /// Removes one mapping of a range that was unmapped, and returns what the caller must do for
+    /// the mapping's block. `None`: the range has no mapping left. The caller repeats the call
+    /// until then.
     pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<HandleRelease> {
         let end = address.saturating_add(bytes);
         let first = self.mappings.from(address).next().copied();
@@ -255,7 +261,8 @@ impl VmmHandleTable {
         Some(self.bury(mapping.block))
     }
 
-    /// Records which devices may access a range.
+    /// Records which devices may access a range. A block can become swappable by this, or lose this
+    /// property.
     pub fn set_access(
         &mut self,
         address: u64,
@@ -291,8 +298,8 @@ impl VmmHandleTable {
         }
     }
 
-    /// Records the end of a context that was current before the time `before`. Its blocks stay on
-    /// the device, because no context is left that could copy them.
+    /// Records that a context ended at the time `before`. Its blocks stay on the device, because no
+    /// context is left in which they could be copied.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         let mut next = 0;
         while let Some(name) = self.name_from(next, context, before) {
@@ -404,8 +411,8 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
-    /// A reference that another call has taken must stay valid after the block's name and mapping
-    /// are released.
+    /// If the last reference to a block is released, memory that was imported and marked to stay
+    /// must be reported, because other references may keep it allocated.
     #[test]
     fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {

@@ -1,6 +1,6 @@
-//! The table of the driver's functions and their wrappers. A wrapper has the signature of its
-//! function and is called while the call is counted. It passes on every call that does not concern
-//! swappable memory.
+//! Table of the driver's functions that have a wrapper in this library. A wrapper has the signature
+//! of its function, and runs while the hook counts the call as being in progress. It passes on
+//! every call that does not concern swappable memory.
 
 use affinode_cuda_sys::hook::Function;
 
@@ -13,7 +13,7 @@ macro_rules! stand_ins {
         pub const FUNCTIONS: [Function; [$(Function::$function,)*].len()] =
             [$(Function::$function,)*];
 
-        /// The wrapper of a function; `None`: the function has none.
+        /// Returns the address of the wrapper of a function. `None`: the function has no wrapper.
         pub fn stand_in(function: Function) -> Option<usize> {
             match function {
                 $(Function::$function => Some($stand_in as *const () as usize),)*

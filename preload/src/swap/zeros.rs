@@ -18,12 +18,13 @@ use super::prefault::CHUNK_BYTES;
 /// copy into many small copies.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
-/// Number of skipped bytes that save more time than a copier. A copier saves the time of restoring
-/// a context, about a quarter of a second. In that time the bus copies 16 GiB.
+/// Number of zero bytes from which on it saves more time to skip them than to use a copier. A
+/// copier saves the time of restoring a context, about a quarter of a second. In that time the bus
+/// copies 16 GiB.
 const WORTH_BYTES: usize = 16 << 30;
 
-/// Marks the runs of zeros to skip, and returns their number of bytes. `with_copier`: true if a
-/// copier could restore the process.
+/// Marks the runs of zeros that a copy out skips, and returns their total number of bytes.
+/// `with_copier` is true if a copier could restore the process.
 pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     let (mut zeros, mut at) = (0, 0);
     while let Some((begin, end)) = next_run(found, at) {
@@ -42,13 +43,14 @@ pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     bytes
 }
 
-/// Whether skipping `bytes` of these slots saves more than a restore by a copier.
+/// Whether it saves more time to skip `bytes` of zeros than to restore by a copier. `slots` is the
+/// number of slots of the whole content.
 pub fn is_worth_a_copier(bytes: usize, slots: usize) -> bool {
     bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)
 }
 
-/// The begin and end of the next run of zeros from a slot on that is long enough. Slots that are
-/// already marked do not count.
+/// Returns the begin and the end of the next run of zeros, from the slot `from` on, that is long
+/// enough to be skipped. Slots that are already marked as skipped do not count.
 fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     let mut begin = from;
     loop {
@@ -61,14 +63,14 @@ fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     }
 }
 
-/// The chunks of a pool in which no content is stored.
+/// Returns the numbers of the chunks whose whole content is skipped, so that they store nothing.
 pub fn empty_chunks(known: &[Digest]) -> impl Iterator<Item = usize> + '_ {
     let is_out = |slot: &Digest| *slot == Digest::LEFT_OUT;
     known.chunks(CHUNK_SLOTS).enumerate().filter(move |(_, c)| c.iter().all(is_out)).map(|c| c.0)
 }
 
-/// Whether the content at `offset` is skipped, and for how many bytes from there on the same is
-/// true. All these bytes are in one chunk, and they are at most `most`.
+/// Returns whether the content at `offset` is skipped, and the number of bytes from `offset` on for
+/// which the same is true. All these bytes are in one chunk, and they are at most `most`.
 pub fn run_at(known: &[Digest], offset: usize, most: usize) -> (bool, usize) {
     let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
     let first = offset / SLOT_BYTES;

@@ -1,5 +1,6 @@
-//! Shares chunks of the staging buffer between processes of a dedup domain. Chunks with the same
-//! content are replaced by mappings of one sealed file.
+//! Shares chunks of the staging buffer between processes of a dedup domain, the namespace in which
+//! identical content is stored once. Chunks with the same content are replaced by mappings of one
+//! sealed file.
 //!
 //! ```text
 //! own ──sealed file of the copier, same bytes──> shared ──resident, or before next use──> own, empty
@@ -70,7 +71,7 @@ impl StagingPool {
         true
     }
 
-    /// Maps the chunk's part of the pool's file again.
+    /// Maps the pool's own file at the chunk's addresses again. False: the mapping failed.
     fn is_put_back(&self, chunk: usize) -> bool {
         let at = self.chunk_at(chunk);
         let put_back = self.file().is_some_and(|file| {
@@ -83,9 +84,9 @@ impl StagingPool {
         put_back
     }
 
-    /// Maps the file after the kernel has unmapped a chunk but had no memory to map its
-    /// replacement. The content is then only in the file. Without that content the agent cannot
-    /// continue.
+    /// Repairs a chunk after the kernel has unmapped it but had no memory to map its replacement:
+    /// maps the pool's own file there again. The content is then only in that file, and the agent
+    /// cannot continue without it. Therefore the function tries again until it succeeds.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {
@@ -100,7 +101,7 @@ impl StagingPool {
 
 #[cfg(test)]
 impl StagingPool {
-    /// Marks a chunk as shared or not, without a file.
+    /// Marks a chunk as shared or as not shared, without mapping a file.
     pub fn say_shared(&self, chunk: usize, shared: bool) {
         self.shared.set(chunk, shared);
     }
@@ -137,7 +138,7 @@ mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Fills a chunk with `byte`, except for its last byte.
+    /// Fills a chunk with `byte`, except for its last byte, which becomes `last`.
     fn write(pool: &StagingPool, chunk: usize, byte: u8, last: u8) {
         // SAFETY: a chunk of the pool that is not shared.
         unsafe {
@@ -151,7 +152,7 @@ mod tests {
         unsafe { (pool.chunk_at(chunk).read(), pool.chunk_at(chunk).add(CHUNK_BYTES - 1).read()) }
     }
 
-    /// Makes a file with a chunk's content and these seals.
+    /// Makes a file with the content of a chunk, and adds the given seals.
     fn sealed(pool: &StagingPool, chunk: usize, seals: &[SealFlag]) -> OwnedFd {
         let fd = sys::memory_file(c"sealed", CHUNK_BYTES).unwrap();
         // SAFETY: the descriptor was just created and has no other owner.
@@ -206,8 +207,9 @@ mod tests {
         end(&pool);
     }
 
-    /// Also applies if the process is offloaded again before `tidy`, and if a chunk cannot be
-    /// unshared.
+    /// Before its next use, a pool must have only memory of its own again, without shared chunks.
+    /// This also applies if the process is offloaded again before `tidy`, and if the pool's file is
+    /// gone.
     #[test]
     fn pool_is_unshared_before_its_next_use() {
         let _own = SHARED.lock();

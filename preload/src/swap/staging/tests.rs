@@ -6,7 +6,7 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::{SHARED, forked};
 use super::*;
 
-/// A pool of ten chunks, all of which are marked as resident.
+/// Returns a pool of ten chunks, all of which are marked as resident.
 fn kept() -> StagingPool {
     const CHUNKS: usize = 10;
     let bytes = CHUNKS * CHUNK_BYTES;
@@ -142,7 +142,8 @@ fn its_pages_are_brought_in_near_the_device() {
     PREFAULT.resident.clear();
 }
 
-/// A copier may be writing to a tainted pool while it has the pool's file.
+/// A tainted pool must not be used again, because a copier that has the pool's file may still be
+/// writing to it.
 #[test]
 fn tainted_pool_is_not_used_again() {
     let _own = SHARED.lock();
@@ -189,7 +190,8 @@ fn copier_is_left_before_its_pages_are_freed() {
     }
 }
 
-/// A piece whose size is not a multiple of a slot shifts all content behind it.
+/// A copy that covers only a part of a slot must remove the slot's digest. Such copies occur behind
+/// a piece whose size is not a multiple of a slot.
 #[test]
 fn partial_copy_forgets_the_digests_it_touches() {
     let _own = SHARED.lock();
@@ -243,7 +245,8 @@ fn registered_addresses_stay_mapped() {
     }
 }
 
-/// A helper that faults pages in writes zeros, which could destroy content that was copied there.
+/// A copy must wait for the pages of its chunk. A helper that touches pages writes zeros, which
+/// could destroy content that was copied there.
 #[test]
 fn copy_waits_for_the_pages_of_a_chunk() {
     let _own = SHARED.lock();

@@ -1,6 +1,6 @@
-//! Memory that the application has freed in a stream, and its pools. This module decides which
-//! piece an allocation gets, which work a piece waits for, and which piece is freed next. It makes
-//! no call into the driver.
+//! Manages the memory that the application has freed in a stream, and the application's memory
+//! pools. This module decides which piece an allocation gets, which work a piece waits for, and
+//! which piece is freed next. It makes no call into the driver.
 //!
 //! ```text
 //!         cuMemAllocAsync                        cuMemFreeAsync
@@ -15,7 +15,7 @@
 use super::super::allocations::{Allocation, AllocationPiece};
 use super::super::chunked_map::{ChunkedMap, HasKey};
 
-/// A point in a stream's work.
+/// A point in a stream's work, at which this library has recorded an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompletionMark {
     /// The driver's event; 0: no event.
@@ -30,11 +30,12 @@ pub struct FreePiece {
     /// Time of the free, from `AllocationTables::now`.
     pub since: u64,
     pub piece: AllocationPiece,
-    /// The number of the piece's pool; 0: no pool, so the piece is freed as soon as possible.
+    /// Library's number of the pool from which the piece was allocated. 0: no pool, so the piece is
+    /// freed as soon as possible.
     pub pool: u64,
     /// Id of the stream in which the piece was freed.
     pub stream: u64,
-    /// The point in that stream's work after which the piece is unused.
+    /// Point in that stream's work after which the GPU no longer uses the piece.
     pub mark: CompletionMark,
     /// True once all work before the mark has ended.
     pub ended: bool,
@@ -46,20 +47,21 @@ impl HasKey for FreePiece {
     }
 }
 
-/// A pool whose allocations are swappable.
+/// A memory pool of the application. This library makes or has made allocations of the pool itself,
+/// so that it can copy them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamPool {
     /// The application's handle of the pool.
     pub handle: usize,
     /// This library's number of the pool. It stays unique if the handle is reused.
     pub number: u64,
-    /// The device of its memory.
+    /// Ordinal of the device that contains the pool's memory.
     pub device: i32,
     /// True if new allocations of the pool are left to the driver.
     pub left: bool,
-    /// Bytes in use, as requested.
+    /// Bytes that are in use, counted as the application requested them.
     pub used: SizeClass,
-    /// Bytes of physical memory that the pool holds.
+    /// Bytes of physical memory that this library holds for the pool.
     pub reserved: SizeClass,
 }
 
@@ -69,7 +71,7 @@ impl HasKey for StreamPool {
     }
 }
 
-/// Current number of bytes, and the highest number since the last reset.
+/// Byte counter of a pool: the current number, and the highest number since the last reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SizeClass {
     pub bytes: u64,
@@ -87,15 +89,15 @@ impl SizeClass {
     }
 }
 
-/// The requirements of an allocation.
+/// Requirements that an unused piece must meet to serve an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceRequest {
     pub pool: u64,
     /// The id of the allocation's stream.
     pub stream: u64,
-    /// The stream's context, as streams of two contexts may have the same id.
+    /// The stream's context, because streams of two contexts may have the same id.
     pub context: usize,
-    /// Size in whole granules.
+    /// Size in bytes, rounded up to whole granules.
     pub bytes: u64,
     /// True if pieces of other streams are allowed, once their work has ended.
     pub of_others: bool,
@@ -111,11 +113,11 @@ impl PieceRequest {
     }
 }
 
-/// Id that stands for a stream without an id; no real stream has this value. A thread's default
-/// stream has no id, so two pieces with this value may belong to different streams.
+/// Value that replaces the id of a stream without an id, such as a thread's default stream. No real
+/// stream has this id. Two pieces with this value may belong to different streams.
 pub const NO_STREAM: u64 = u64::MAX;
 
-/// Streams that were found to be busy, each with its context.
+/// Streams whose work has not ended, as a query has shown, each with its context.
 #[derive(Default)]
 pub struct PendingFree {
     streams: [(u64, usize); 8],
@@ -140,8 +142,8 @@ impl PendingFree {
     }
 }
 
-/// All unused pieces, in the order in which they were freed, and all pools. An all-zero value is
-/// empty.
+/// All unused pieces, in the order in which they were freed, and all memory pools of the
+/// application. An all-zero value is empty.
 #[repr(C)]
 pub struct PoolCache {
     unused: ChunkedMap<FreePiece>,
@@ -179,13 +181,14 @@ impl PoolCache {
         self.numbered(number).is_some_and(|pool| !pool.left)
     }
 
-    /// Forgets a pool. Its new allocations are the driver's from now on.
+    /// Removes a pool from the table and returns it. From now on the driver makes the pool's new
+    /// allocations.
     pub fn remove_pool(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.remove_at(handle as u64)
     }
 
-    /// Leaves new allocations of a pool to the driver from now on. Returns the pool's number, which
-    /// is `number` if it had none yet. `None`: out of memory.
+    /// Lets the driver make new allocations of a pool from now on. Returns the pool's number. A
+    /// pool that was not in the table gets the number `number`. `None`: out of memory.
     pub fn leave(&mut self, handle: usize, number: u64) -> Option<u64> {
         if let Some(pool) = self.pools.at(handle as u64) {
             pool.left = true;
@@ -195,7 +198,8 @@ impl PoolCache {
         self.pools.insert(pool).then_some(number)
     }
 
-    /// Resets a highest value of a pool to the current value.
+    /// Resets the highest number of one of a pool's byte counters to its current number. `of`
+    /// selects the counter.
     pub fn forget_highs(&mut self, handle: usize, of: impl Fn(&mut StreamPool) -> &mut SizeClass) {
         if let Some(pool) = self.pools.at(handle as u64) {
             let level = of(pool);
@@ -212,7 +216,7 @@ impl PoolCache {
         self.numbered(number).map_or(0, |pool| pool.handle)
     }
 
-    /// Counts a new piece of a pool as in use.
+    /// Adds a new piece to the byte counters of its pool, as in use.
     pub fn made(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.rise(allocation.asked_bytes);
@@ -220,7 +224,7 @@ impl PoolCache {
         }
     }
 
-    /// Subtracts an ended piece and its memory from the counts of its pool.
+    /// Subtracts an allocation and its physical memory from the byte counters of its pool.
     fn ends(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.fall(allocation.asked_bytes);
@@ -228,7 +232,7 @@ impl PoolCache {
         }
     }
 
-    /// Stores a piece that was in use until now. False: out of memory.
+    /// Stores a piece that the application has freed. False: out of memory.
     pub fn put(&mut self, allocation: &Allocation, unused: FreePiece) -> bool {
         if !self.unused.insert(unused) {
             self.ends(allocation);
@@ -241,7 +245,8 @@ impl PoolCache {
         true
     }
 
-    /// Takes out the piece that fits best, for an allocation of `asked_bytes`.
+    /// Removes and returns the unused piece that fits a request best. `asked_bytes` is the size
+    /// that the application requested. `None`: no piece fits.
     pub fn take(&mut self, want: &PieceRequest, asked_bytes: u64) -> Option<FreePiece> {
         if !self.can_copy(want.pool) {
             return None;
@@ -270,9 +275,9 @@ impl PoolCache {
         self.unused.iter().any(|one| one.pool == number)
     }
 
-    /// The first piece, from a time on, whose stream is not in the list of busy streams and whose
-    /// work has not ended. Pieces of a busy stream are skipped, because later work in that stream
-    /// has not ended either.
+    /// Returns the first piece, of those freed at `from` or later, whose work has not ended. Skips
+    /// the streams in `busy`: their earlier work has not ended, so their later work has not ended
+    /// either.
     pub fn waiting(&mut self, from: u64, busy: &PendingFree) -> Option<FreePiece> {
         let waits = |one: &&FreePiece| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
@@ -288,39 +293,40 @@ impl PoolCache {
         self.unused.is_empty()
     }
 
-    /// Marks a piece as ended, unless the piece has been taken out meanwhile.
+    /// Records that the work of a piece has ended. Does nothing if the piece was removed meanwhile.
     pub fn has_ended(&mut self, since: u64) {
         if let Some(one) = self.unused.at(since) {
             one.ended = true;
         }
     }
 
-    /// Takes out the oldest piece whose work has ended.
+    /// Removes and returns the oldest piece whose work has ended.
     pub fn take_ended(&mut self) -> Option<FreePiece> {
         self.take_out(|one| one.ended)
     }
 
-    /// Same as [`Self::take_ended`], among pieces without a pool or of a destroyed pool.
+    /// Same as [`Self::take_ended`], but only for pieces that have no pool or whose pool is
+    /// destroyed.
     pub fn take_loose(&mut self) -> Option<FreePiece> {
         let pools = &self.pools;
         let loose = |one: &FreePiece| one.ended && !pools.iter().any(|p| p.number == one.pool);
         self.unused.remove(loose)
     }
 
-    /// Same as [`Self::take_ended`], from a pool that holds more than `keep_bytes` of physical
-    /// memory.
+    /// Same as [`Self::take_ended`], but only for pieces of a pool that holds more than
+    /// `keep_bytes` of physical memory.
     pub fn take_surplus(&mut self, number: u64, keep_bytes: u64) -> Option<FreePiece> {
         self.numbered(number).filter(|pool| pool.reserved.bytes > keep_bytes)?;
         self.take_out(|one| one.ended && one.pool == number)
     }
 
-    /// Takes out the oldest piece, also if its work has not ended.
+    /// Removes and returns the oldest piece, even if its work has not ended.
     pub fn take_any(&mut self) -> Option<FreePiece> {
         self.take_out(|_| true)
     }
 
-    /// Records that a context has ended. All work that was given to it before `before` has ended, and
-    /// its events no longer exist.
+    /// Records that a context has ended. The work that the context received before `before` has
+    /// ended, and its events no longer exist.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
@@ -329,18 +335,19 @@ impl PoolCache {
         }
     }
 
-    /// Takes out the oldest piece of a context that ended at `before`. Skips a piece that waits for
-    /// work of another context, because that work may still use the piece.
+    /// Removes and returns the oldest piece of a context that ended at `before`. Skips a piece that
+    /// waits for work of another context, because that work may still use the piece.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<FreePiece> {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }
 
-    /// Whether a copier created any piece.
+    /// Whether any unused piece was imported, for example from a copier.
     pub fn holds_imported(&mut self) -> bool {
         self.unused.iter().any(|one| one.piece.imported)
     }
 
-    /// Takes out a piece permanently. Its bytes are subtracted from the pool's counts.
+    /// Removes and returns the first piece for which `which` is true. The caller frees it, so its
+    /// bytes are subtracted from the pool's counter.
     fn take_out(&mut self, which: impl Fn(&FreePiece) -> bool) -> Option<FreePiece> {
         let taken = self.unused.remove(which)?;
         if let Some(pool) = self.numbered(taken.pool) {

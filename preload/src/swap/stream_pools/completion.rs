@@ -1,9 +1,9 @@
-//! Finds work that has ended, and then frees the memory that the work used. Makes the driver calls
-//! for the decisions of [`super::cache`].
+//! Finds GPU work that has ended, and frees the memory that was waiting for it. Makes the driver
+//! calls for the decisions of [`super::cache`].
 //!
-//! One thread at a time queries and destroys events. The call that frees memory records the event,
-//! in the stream that this call names. At any other time another thread may be capturing that
-//! stream.
+//! A call that frees memory records the event in the stream that it names. At any other time
+//! another thread may be capturing that stream. Only one thread at a time queries and destroys
+//! events.
 
 use core::sync::atomic::Ordering;
 
@@ -18,8 +18,8 @@ use super::cache::{CompletionMark, FreePiece, PendingFree, StreamPool};
 use super::stream::Stream;
 use crate::sys;
 
-/// Runs `body` in a capture mode in which its calls invalidate no capture, of this thread or
-/// another.
+/// Runs `body` in the relaxed capture mode. Its driver calls then invalidate no capture of a
+/// stream, in this thread or another.
 pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
@@ -29,7 +29,8 @@ pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Records the stream's current work in an event. Reuses the event of `before` if it has one.
+/// Records the stream's current work in an event, and returns the mark of this point. Reuses the
+/// event of `before` if it has one. `None`: a driver call failed.
 pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     let context = stream.context()?;
     let mut mark = before;
@@ -62,7 +63,8 @@ fn has_happened(mark: CompletionMark) -> bool {
         || in_context(mark.context, || call!(event_query(mark.event))) == result::SUCCESS
 }
 
-/// Waits for the mark of a piece for which the cache had no memory, then frees the piece.
+/// Waits until the GPU no longer uses a freed piece, then frees its memory. Used if the cache had
+/// no memory to store the piece.
 pub fn give_back_after(one: &FreePiece) {
     relaxed(|| {
         in_context(one.mark.context, || call!(event_synchronize(one.mark.event)));
@@ -70,7 +72,8 @@ pub fn give_back_after(one: &FreePiece) {
     });
 }
 
-/// Frees an unused piece. `unused_lock` must be held.
+/// Unmaps and frees the memory of an unused piece, and destroys its event. The caller must hold
+/// `unused_lock`.
 fn give_back(one: &FreePiece) {
     if one.piece.may_stray() {
         strays();
@@ -79,7 +82,8 @@ fn give_back(one: &FreePiece) {
     forget(one.mark);
 }
 
-/// Finds the pieces whose work has ended. `unused_lock` must be held.
+/// Queries the events of unused pieces, and marks the pieces whose work has ended. The caller must
+/// hold `unused_lock`.
 fn look() {
     let mut busy = PendingFree::default();
     let mut from = 0;
@@ -93,8 +97,9 @@ fn look() {
     }
 }
 
-/// Frees the pieces without a pool. With `pools`, also frees what each pool holds above its
-/// threshold. Returns whether the next wait has more to do. `unused_lock` must be held.
+/// Frees the unused pieces that have no pool. With `pools`, also frees what each pool holds above
+/// its threshold. Returns whether a later wait for work may free more. The caller must hold
+/// `unused_lock`.
 fn give_back_surplus(pools: bool) -> bool {
     while let Some(one) = tables(|tables| tables.cache.take_loose()) {
         give_back(&one);
@@ -110,8 +115,8 @@ fn give_back_surplus(pools: bool) -> bool {
     tables(|tables| tables.cache.waits() || (!pools && !tables.cache.is_empty()))
 }
 
-/// Frees what a pool holds above `keep_bytes`, counting the driver's part of the pool as well.
-/// `unused_lock` must be held.
+/// Frees unused memory of a pool until the pool holds at most `keep_bytes`, including the driver's
+/// part of the pool. The caller must hold `unused_lock`.
 fn trim(pool: &StreamPool, keep_bytes: u64) {
     let drivers = attribute(pool.handle, pool_attribute::RESERVED).unwrap_or(0);
     let keep = keep_bytes.saturating_sub(drivers);
@@ -127,7 +132,7 @@ pub fn attribute(pool: usize, which: u32) -> Option<u64> {
     (code == result::SUCCESS).then_some(value)
 }
 
-/// Frees the unused memory that a pool has above `keep_bytes`.
+/// Finds ended work, and frees the unused memory that a pool holds above `keep_bytes`.
 pub fn trim_to(pool: &StreamPool, keep_bytes: u64) {
     relaxed(|| {
         SWAP.unused_lock.hold(|| {
@@ -137,15 +142,16 @@ pub fn trim_to(pool: &StreamPool, keep_bytes: u64) {
     });
 }
 
-/// Makes the next calls check for ended work, after something was freed.
+/// Records that memory was freed, so that the next calls check for ended work.
 pub fn unsettle() {
     SWAP.unsettled.store(1, Ordering::Release);
 }
 
-/// Frees the pieces that are due, if any was freed since the last check or still waits. With
-/// `waited`, the call has waited for work, and pieces of pools are freed too, as the driver does.
-/// If another thread is freeing pieces now, this call frees nothing and leaves the pieces to the
-/// next call. The other thread may be ending a context whose work needs this thread to continue.
+/// Frees the unused pieces that need not be kept, if any piece was freed since the last check or
+/// still waits for work. With `waited`, the calling function has waited for work, and pieces of
+/// pools are freed too, as the driver does. If another thread is freeing pieces now, this call
+/// frees nothing and leaves the pieces to the next call. The other thread may be ending a context
+/// whose work needs this thread to continue.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;
@@ -163,7 +169,8 @@ pub fn settle(waited: bool) {
 }
 
 /// Frees all unused pieces whose work has ended, because device memory ran out. If there are none,
-/// waits until the work of one has ended. True: the allocation is worth another attempt.
+/// waits until the work of a piece has ended. True: memory was freed, so the allocation can be
+/// tried again.
 pub fn make_room() -> bool {
     /// Time limit of the wait. Work that takes longer may be waiting for this thread.
     const MAX_US: u64 = 10_000_000;
@@ -191,7 +198,8 @@ pub fn make_room() -> bool {
     }
 }
 
-/// Frees all pieces. To be called only when all work has ended and no call is in the driver.
+/// Frees all unused pieces. May be called only when all work has ended and no call is in the
+/// driver.
 pub fn clear() {
     SWAP.unused_lock.hold(|| {
         while let Some(one) = tables(|tables| tables.cache.take_any()) {
@@ -200,7 +208,7 @@ pub fn clear() {
     });
 }
 
-/// Frees the pieces of a context that ended at `before`. `unused_lock` must be held.
+/// Frees the unused pieces of a context that ended at `before`. The caller must hold `unused_lock`.
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);

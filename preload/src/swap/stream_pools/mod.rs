@@ -1,5 +1,5 @@
-//! Stream-ordered memory: `cuMemAllocAsync`, its memory pools, and `cuMemFreeAsync`,
-//! which takes memory of `cuMemAlloc` as well.
+//! Stream-ordered memory: `cuMemAllocAsync`, its memory pools, and `cuMemFreeAsync`, which also
+//! frees memory of `cuMemAlloc`.
 //!
 //! ```text
 //! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or whose stream has finished
@@ -11,12 +11,13 @@
 //! copy out ────────────────────────── frees all that is unused; so does the end of its context
 //! ```
 //!
-//! The driver has the pool itself, with its settings, and the small allocations. This library adds
-//! its own bytes to the sizes that the driver reports. A pool is swappable if it is on one device,
-//! cannot be exported and has no size limit. It is no longer swappable once another device gets
-//! access to it. Memory in a thread's default stream is left to the driver, because no unique id is
-//! known for that stream. The driver may give memory of one stream to a second stream before the
-//! work of the first has ended, and let the second stream wait. This library does not.
+//! The driver keeps the pool itself and its settings, and makes the small allocations. This library
+//! adds its own bytes to the sizes that the driver reports. A pool is swappable (its memory can be
+//! copied by this library) if it is on one device, cannot be exported and has no size limit. It is
+//! no longer swappable once another device gets access to it. Memory in a thread's default stream
+//! is left to the driver, because no unique id is known for that stream. Before the work of a
+//! stream has ended, the driver may give the stream's freed memory to a second stream, and let the
+//! second stream wait. This library does not.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -99,8 +100,8 @@ pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
     unsafe { serve(address, ours, driver) }
 }
 
-/// Writes the address that `ours` returns to `address`. If `ours` returns none, or `address` is
-/// null, calls the driver.
+/// Serves an allocation call of the application. Writes the address that `ours` returns to
+/// `address`. If `ours` returns none, or `address` is null, calls the driver.
 ///
 /// # Safety
 /// `address` must be null, or a place for an address.
@@ -158,7 +159,8 @@ fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u
     Some(piece.address)
 }
 
-/// Serves an allocation with an unused piece that fits.
+/// Serves an allocation with an unused piece that fits. `None`: no piece fits, or the table of
+/// allocations has no memory.
 fn reuse(
     tables: &mut AllocationTables,
     want: &PieceRequest,
@@ -184,8 +186,8 @@ fn reuse(
     None
 }
 
-/// Same as [`reuse`], with pieces of other streams whose work has ended, if the pool's attributes
-/// allow it.
+/// Same as [`reuse`], but with pieces that were freed in other streams and whose work has ended.
+/// `None` also if the pool's attributes do not allow this.
 fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option<Allocation> {
     let may = tables(|tables| tables.cache.has_of(want.pool))
         && attribute(pool, pool_attribute::REUSE_OPPORTUNISTIC).is_some_and(|may| may != 0);
@@ -196,7 +198,7 @@ fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option
     tables(|tables| reuse(tables, &PieceRequest { of_others: true, ..want }, asked))
 }
 
-/// Serves an allocation with new memory.
+/// Serves an allocation with new memory. `None`: a step failed, or the pool is no longer swappable.
 fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
     // The driver does not let other devices on the bus reach memory of a pool.
     let property = MemAllocationProp { gpu_direct_rdma: 0, ..property_on(device) };
@@ -226,10 +228,10 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Takes an allocation that is being freed out of the table, so that no other thread can free it.
-/// `context` is that of the stream in which it is freed. If the mark of the allocation is of
-/// another context, the mark is destroyed, because the library would miss the end of that context
-/// once the mark is outside the table.
+/// Removes an allocation that is being freed from the table, so that no other thread can free it.
+/// `context` is the context of the stream in which it is freed. If the allocation's mark belongs to
+/// another context, the mark's event is destroyed. Otherwise the library would miss the end of that
+/// context while the mark is outside the table.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
@@ -247,8 +249,8 @@ fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     })
 }
 
-/// Frees swappable memory once the stream's earlier work has ended. `None`: the memory is the
-/// driver's.
+/// Frees swappable memory once the stream's earlier work has ended. `None`: the driver must free
+/// the memory, because it is not swappable or the stream is being captured.
 fn free(address: u64, stream: Stream) -> Option<u32> {
     if stream.is_capturing() {
         return None;
@@ -277,8 +279,9 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     Some(result::SUCCESS)
 }
 
-/// Puts an allocation that has just left the table into the cache. It counts as in use until its
-/// mark in the stream with the id `after` has happened. `None`: it is unused at once.
+/// Stores an allocation, which was just removed from the table, in the cache of unused pieces. It
+/// counts as in use until the work before its mark, in the stream with the id `after`, has ended.
+/// If `after` is `None`, it is unused at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
     // A piece to which something else refers must not be reused for another allocation.
@@ -295,8 +298,8 @@ fn take_back(allocation: &Allocation, after: Option<u64>) {
     }
 }
 
-/// Frees memory of a pool in a call that has already waited for all work, so that the memory is
-/// unused at once.
+/// Frees an allocation of a pool at once. The caller has already waited for all work, so that the
+/// GPU no longer uses the memory.
 pub fn free_at_once(allocation: &Allocation) {
     if !allocation.piece.stays {
         count(-(allocation.piece.bytes as i64));
@@ -330,7 +333,8 @@ pub unsafe extern "C" fn ctx_synchronize_v2(context: usize) -> u32 {
     waited(call!(ctx_synchronize_v2(context)))
 }
 
-/// Frees unused memory after a successful wait for work, as the driver does.
+/// Frees unused memory if a wait for work was successful, as the driver does. Returns the code of
+/// the wait.
 fn waited(code: u32) -> u32 {
     if code == result::SUCCESS {
         settle(true);

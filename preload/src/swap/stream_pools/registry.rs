@@ -1,4 +1,5 @@
-//! The functions about pools, and the pools whose allocations are swappable.
+//! Wrappers of the driver's functions for memory pools, and the search for pools whose allocations
+//! are swappable.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -14,8 +15,8 @@ use super::super::{SWAP, locked, tables};
 use super::cache::{SizeClass, StreamPool};
 use super::completion::{settle, trim_to, unsettle};
 
-/// Runs `body` with the number of a swappable pool of this device. `None`: the pool is not
-/// swappable.
+/// Runs `body` with this library's number of a memory pool. `None`: the pool is not swappable, or
+/// not on this device.
 pub fn with_swappable<R>(
     handle: usize,
     device: i32,
@@ -149,8 +150,8 @@ pub unsafe extern "C" fn pool_trim_to(handle: usize, keep_bytes: usize) -> u32 {
     code
 }
 
-/// Wrapper of `cuMemPoolSetAccess`. Gives other devices access to existing allocations. New
-/// allocations are left to the driver.
+/// Wrapper of `cuMemPoolSetAccess`. Gives other devices access to the pool's existing allocations,
+/// which then stay on the device. From then on the driver makes new allocations of the pool.
 pub unsafe extern "C" fn pool_set_access(
     handle: usize,
     access: *const MemAccessDesc,

@@ -16,8 +16,8 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl Stream {
-    /// A stream argument of a function with per-thread default streams. Null means the default
-    /// stream of the thread.
+    /// Returns the stream that an argument of a function with per-thread default streams means.
+    /// Null means the default stream of the thread.
     pub fn per_thread(handle: *mut c_void) -> Stream {
         let is_default = handle as usize == NONE;
         Stream(if is_default { PER_THREAD as *mut c_void } else { handle })
@@ -41,9 +41,9 @@ impl Stream {
         (code == result::SUCCESS && context != 0).then_some(context)
     }
 
-    /// An id that no other stream of its context has or will have, whereas a handle may be reused
-    /// after the stream's end. `None`: the stream is a thread's default stream, for which no unique
-    /// id is known.
+    /// Id of the stream, which no other stream of its context has or will have. A handle, in
+    /// contrast, may be reused after the stream's end. `None`: the query failed, or the stream is a
+    /// thread's default stream, for which no unique id is known.
     pub fn id(self) -> Option<u64> {
         const OF_LEGACY: u64 = 1 << 63;
         match self.0 as usize {

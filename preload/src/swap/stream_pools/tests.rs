@@ -15,7 +15,7 @@ const BYTES: usize = 4 << 20;
 /// Time after which a test assumes that an event will not occur.
 const LONG: Duration = Duration::from_secs(5);
 
-/// A device all of whose memory is swappable while this value exists.
+/// A fake device. All of its memory is swappable while this value exists.
 struct SwapDevice {
     fake: Fake,
     _own: MutexGuard<'static, ()>,
@@ -70,7 +70,8 @@ fn stream() -> *mut c_void {
     core::ptr::without_provenance_mut(0x50)
 }
 
-/// Waits until the thread waits for a lock that this thread holds, or has ended.
+/// Waits until `thread` is waiting for `lock`, which the calling thread holds, or until `thread`
+/// has ended.
 fn until_it_waits<R>(thread: &JoinHandle<R>, lock: &FutexLock) {
     while !lock.is_awaited() && !thread.is_finished() {
         thread::yield_now();
@@ -91,7 +92,8 @@ fn memory_of_the_devices_pool_is_carried() {
     assert_eq!(swappable.fake.held().mappings, 0);
 }
 
-/// Programs for several devices enable peer access before all other calls.
+/// If the application gives another device access to a pool before all other calls, the driver must
+/// make the pool's allocations. Programs for several devices make such calls first.
 #[test]
 fn pool_with_peer_access_is_the_drivers() {
     let swappable = SwapDevice::new();
@@ -107,7 +109,8 @@ fn pool_with_peer_access_is_the_drivers() {
     assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (0, 1));
 }
 
-/// The check queries the driver about each pool, also about pools that other threads use.
+/// No pool may be destroyed while another thread frees unused memory. That thread queries the
+/// driver about each pool, also about pools that other threads use.
 #[test]
 fn no_pool_ends_while_pools_are_looked_at() {
     let swappable = SwapDevice::new();
@@ -122,8 +125,8 @@ fn no_pool_ends_while_pools_are_looked_at() {
     assert_eq!(swappable.fake.pools(), 0);
 }
 
-/// The end of a context waits for the context's work. That work may need an action of another
-/// thread, which must not be blocked.
+/// A thread that has waited for work must not be blocked by a thread that is ending a context. The
+/// end of a context waits for the context's work, which may need an action of the first thread.
 #[test]
 fn wait_for_work_ignores_an_ending_context() {
     let _carried = SwapDevice::new();
@@ -160,8 +163,8 @@ fn context_end_frees_its_earlier_memory() {
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
-/// If another thread released its reference meanwhile, the reference that is taken to find the
-/// context would be the last reference.
+/// While one thread takes a reference to find the primary context, no other thread may release its
+/// reference. Otherwise the reference of the first thread would be the last one.
 #[test]
 fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
@@ -191,8 +194,8 @@ fn primary_context_is_not_held_during_release() {
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
 
-/// The memory was freed after work in another context. When that context ends, no call may be made
-/// in it.
+/// If memory was freed after work in another context, and that context ends, the next free must
+/// make no call in it.
 #[test]
 fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;
@@ -212,7 +215,8 @@ fn free_ignores_mark_of_ending_context() {
     assert_eq!(swappable.fake.pushed(), []);
 }
 
-/// All fields of the table entry must stay the same, including its creation time and its mark.
+/// A failed free must leave all fields of the table entry unchanged, including its creation time
+/// and its mark.
 #[test]
 fn failed_free_changes_nothing() {
     let swappable = SwapDevice::new();

@@ -22,8 +22,8 @@ fn unused(since: u64, stream: u64, of: &Allocation) -> FreePiece {
     FreePiece { since, piece: of.piece, pool: of.pool, stream, mark, ended: false }
 }
 
-/// A cache with pieces of these sizes in MiB and streams. The pieces are made and freed in this
-/// order, at the times 1, 2 and so on.
+/// Returns a cache with unused pieces. Each argument is a piece's size in MiB and its stream. The
+/// pieces are made and freed in this order, at the times 1, 2 and so on.
 fn cache(freed: &[(u64, u64)]) -> PoolCache {
     let mut cache = PoolCache::empty();
     assert!(cache.add_pool(POOL));
@@ -110,7 +110,8 @@ fn pool_left_to_the_driver_gives_nothing() {
     assert!(cache.learn_pool(StreamPool { handle: 90, number: 10, ..POOL }) && !cache.can_copy(9));
 }
 
-/// Streams of two contexts may have the same id. The default streams of threads have no id.
+/// A busy stream must not count as busy for other streams. Streams of two contexts may have the
+/// same id, and the default streams of threads have no id.
 #[test]
 fn a_busy_stream_says_nothing_about_others() {
     let mut cache = cache(&[(2, 10), (2, NO_STREAM), (2, NO_STREAM)]);
@@ -205,15 +206,16 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert!(cache.is_empty() && !cache.waits());
 }
 
-/// State of a piece in the model: in use, or freed in a stream after this part of its work.
+/// State of a piece in the model: in use, or freed. A freed piece becomes unused after the part
+/// `after` of its stream's work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
     Used,
     Freed { stream: u64, after: u64, told: bool },
 }
 
-/// Runs random programs on streams whose work ends at any time, and compares with a list of all
-/// pieces.
+/// Compares the cache with a list of all pieces, while random programs run on streams whose work
+/// ends at any time.
 #[test]
 fn pieces_are_reused_once_after_their_work() {
     for seed in 1..200_u64 {
