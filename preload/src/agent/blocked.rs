@@ -1,8 +1,10 @@
-//! Threads that block inside the driver while the process is offloaded, in calls without a hook.
+//! Detects threads that block inside the driver while the process is offloaded, because their calls
+//! bypassed the hooks.
 //!
 //! A call that reaches a driver library without a hook waits there until the process is resident.
-//! No Wake is sent for such a call, so it would wait permanently. The agent therefore samples the
-//! threads of its process:
+//! The hooks do not see the call, so they do not make the agent send a Wake (the request for a
+//! restore), and the call would wait permanently. The agent therefore samples the threads of its
+//! process:
 //!
 //! ```text
 //! before the driver's lock: where each thread is
@@ -26,21 +28,25 @@ use core::ffi::CStr;
 
 use crate::sys;
 
-/// Maximum number of watched threads. In a process with more, the oldest are watched.
+/// Maximum number of threads that the agent watches. In a process with more threads, the oldest are
+/// watched.
 const MAX_THREADS: usize = 256;
 /// Maximum number of places at which a thread is known to wait for something other than the
-/// restore. A new place replaces the oldest.
+/// restore. A place is a system call, a stack pointer and a program counter. A new place replaces
+/// the oldest.
 const MAX_EXCUSED: usize = 16;
-/// Number of unnecessary restores after which the process is no longer watched.
+/// Number of restores without effect on the suspect thread after which the process is no longer
+/// watched.
 const MAX_FALSE_ALARMS: u32 = 3;
 const INTERVAL_US: u64 = 900_000;
-/// Maximum time within which a blocked thread continues after the restore. A thread that takes
-/// longer waits for something else.
+/// Maximum time in microseconds within which a blocked thread continues after the restore. A thread
+/// that takes longer waits for something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
 /// Number of stack words that are searched for the first return address outside libc.
 const STACK_WORDS: usize = 128;
 
-/// The place of a thread that sleeps in the kernel.
+/// Place at which a thread sleeps in the kernel: its system call, stack pointer and program
+/// counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ThreadLocation {
     call: u64,
@@ -55,20 +61,22 @@ struct ThreadSample {
     /// Number of the thread's voluntary context switches when it was last found at an unchanged
     /// place. `None`: it was found at this place only once.
     switches: Option<u64>,
-    /// The thread's place before the lock. `None`: the thread did not exist, or it was running.
+    /// Place of the thread before the driver locked the process. `None`: the thread did not exist,
+    /// or it was running.
     before: Option<ThreadLocation>,
     /// True once it is decided whether the thread blocks inside the driver at this place.
     is_judged: bool,
 }
 
-/// The samples of the threads of this process.
+/// Samples of the threads of this process, by which the agent finds threads that block inside the
+/// driver.
 pub struct BlockedThreadWatch {
     threads: [ThreadSample; MAX_THREADS],
     count: usize,
     excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
-    /// The thread for which the process is restored, its place, and the time of the first check at
-    /// which the process was resident again.
+    /// The suspect, which is the thread for which the process is restored: its id, its place, and
+    /// the time of the first check at which the process was resident again.
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
@@ -101,12 +109,13 @@ impl BlockedThreadWatch {
         matches!(self.suspect, Some((_, _, None)))
     }
 
-    /// Whether [`BlockedThreadWatch::settle`] has a suspect to check.
+    /// Whether [`BlockedThreadWatch::settle`] must still check a thread that seemed to block inside
+    /// the driver.
     pub fn is_settling(&self) -> bool {
         self.suspect.is_some()
     }
 
-    /// Samples all threads while the gate is closed and the driver has not locked the process yet.
+    /// Samples all threads before the driver locks the process, while the gate is closed.
     pub fn note(&mut self) {
         self.count = 0;
         (self.due_us, self.quiet_looks) = (0, 0);
@@ -149,7 +158,8 @@ impl BlockedThreadWatch {
         self.has_blocked()
     }
 
-    /// Checks the suspect once the process is resident. True: the blocked thread has continued.
+    /// Checks, once the process is resident, whether the suspect thread has continued. True: it
+    /// has, so it was blocked inside the driver.
     pub fn settle(&mut self, now_us: u64) -> bool {
         let Some((tid, place, resident_us)) = self.suspect else { return false };
         if place_of(tid) != Some(place) {
@@ -221,7 +231,7 @@ impl BlockedThreadWatch {
     }
 }
 
-/// A path below `/proc/self/task`.
+/// A path below `/proc/self/task`, with a terminating zero.
 struct ProcPath([u8; 48]);
 
 impl ProcPath {
@@ -271,7 +281,7 @@ fn hexadecimal(text: &[u8]) -> Option<usize> {
     number(text.strip_prefix(b"0x").unwrap_or(text), 16).map(|value| value as usize)
 }
 
-/// The place where a thread sleeps. `None`: it runs, has ended or cannot be read.
+/// Returns the place at which a thread sleeps. `None`: it runs, has ended or cannot be read.
 fn place_of(tid: u32) -> Option<ThreadLocation> {
     let mut buffer = [0; 256];
     place_in(ProcPath::of(tid, b"syscall").read(&mut buffer)?)
@@ -311,7 +321,7 @@ enum Code {
 }
 
 impl Code {
-    /// The owner of code, found by the path of the mapped file.
+    /// Determines the owner of code by the path of the mapped file.
     fn of(path: &[u8]) -> Code {
         // Each list is one string, because a table of references would cost every process a
         // relocation per name.
@@ -331,8 +341,8 @@ impl Code {
     }
 }
 
-/// Addresses, each with the owner of the code at the address; `None`: there is no code at the
-/// address.
+/// Stack words and the program counter, each with the owner of the code at this address. `None`:
+/// there is no code at the address.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
 /// Whether a thread that sleeps at this place was called from the code of a driver library.
@@ -396,7 +406,8 @@ fn attribute(words: &mut Words) -> bool {
     }
 }
 
-/// Parses one line of the form `begin-end rwxp offset device inode path`.
+/// Sets the owner of the addresses in one line of `/proc/self/maps`, which has the form `begin-end
+/// rwxp offset device inode path`.
 fn attribute_line(line: &[u8], words: &mut Words) {
     let mut fields = line.trim_ascii_end().split(|byte| *byte == b' ');
     let Some(range) = fields.next() else { return };
@@ -411,7 +422,8 @@ fn attribute_line(line: &[u8], words: &mut Words) {
     }
 }
 
-/// Whether a call instruction ends before this address.
+/// Whether a call instruction ends directly before this address, so that it may be a return
+/// address.
 fn follows_a_call(address: usize) -> bool {
     let mut before = [0_usize; 2];
     if !sys::read_own_memory(address.wrapping_sub(16), &mut before) {

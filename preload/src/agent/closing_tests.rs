@@ -1,12 +1,12 @@
-//! Runs the close of the gate and one calling thread in all interleavings. The calling thread runs
-//! on another processor, which has a store buffer (x86). A signal can interrupt this thread, and
-//! the signal's handler makes a call as well.
+//! Tests the closing of the gate against one calling thread, in all interleavings of their steps.
+//! The calling thread runs on another processor, which has a store buffer (x86). A signal can
+//! interrupt this thread, and the signal's handler makes a call as well.
 //!
 //! The real [`OrderMachine`] closes the gate of a real counter page. At each access of the machine
 //! to the page, the caller may continue, and stores of the caller may become visible. The caller
 //! reads the gate in the same way as the thunk's slow path. So these tests depend on the machine's
 //! steps and their order. Without the fence, the seal, or the second check of the counts, these
-//! tests find an interleaving in which the driver is touched during a call.
+//! tests find an interleaving in which the process is locked while a call is inside the driver.
 
 use core::sync::atomic::Ordering;
 
@@ -22,8 +22,8 @@ use crate::counters::{CounterPage, ThreadSlot};
 use crate::gate::{GateCheck, look};
 use crate::swap::pending_work::GpuWork;
 
-/// The decisions of one run: one at each fork, where the run can go on in several ways. All runs
-/// together take every decision.
+/// Decisions of one run, one for each fork. A fork is a point at which the run can go on in several
+/// ways. All runs together take every decision.
 #[derive(Default)]
 struct Choices {
     /// For each fork, the choice taken and the number of choices.
@@ -58,7 +58,7 @@ impl Choices {
     }
 }
 
-/// Step of a call that the thread has reached.
+/// Step that a call of the thread has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Outside,
@@ -78,7 +78,7 @@ enum Without {
     Seal,
 }
 
-/// One calling thread, and the process that the machine closes.
+/// State of a run: one calling thread, and the process whose gate the machine closes.
 struct World<'a> {
     page: &'a CounterPage,
     choices: &'a mut Choices,
@@ -118,7 +118,7 @@ impl World<'_> {
         }
     }
 
-    /// Adds to a count for the nested call, with a locked instruction.
+    /// Adds `one` to the counts for the nested call, with locked instructions.
     fn add(&mut self, one: u32) {
         self.make_visible(self.buffered.len());
         let slot = self.slot();
@@ -128,8 +128,8 @@ impl World<'_> {
         slot.inflight.fetch_add(one, Ordering::SeqCst);
     }
 
-    /// Repeats one of these, as often as chosen: the caller takes a step, the signal arrives, or a
-    /// store becomes visible.
+    /// Lets the run go on between two accesses of the machine. Repeats one of these steps, as often
+    /// as chosen: the caller takes a step, the signal arrives, or a store becomes visible.
     fn go_on(&mut self) {
         loop {
             self.violated |=
@@ -166,7 +166,7 @@ impl World<'_> {
         }
     }
 
-    /// A step of the thunk's fast path, with plain stores.
+    /// Executes the next step of the outer call, on the thunk's fast path, with plain stores.
     fn step_outer(&mut self) {
         self.outer = match self.outer {
             Step::Outside => {
@@ -181,7 +181,8 @@ impl World<'_> {
         };
     }
 
-    /// A step of the slow path, with locked instructions and a check of the seal.
+    /// Executes the next step of the nested call, on the slow path, with locked instructions and a
+    /// check of the seal.
     fn step_nested(&mut self, step: Step) {
         let is_nested = self.own_count() > u32::from(step != Step::Outside);
         let next = match step {
@@ -298,7 +299,7 @@ impl Host for World<'_> {
 /// Results of all runs together.
 #[derive(Debug, Default, PartialEq)]
 struct Found {
-    /// A call was inside the driver while the driver was touched, or while the machine reported
+    /// A call was inside the driver while the process was locked, or while the machine reported
     /// that allocations are paused.
     violated: bool,
     /// Whether the gate was closed in some run. The next field says whether a call, outer or

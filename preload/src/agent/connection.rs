@@ -10,19 +10,20 @@ use crate::{libc, sys};
 
 const FIRST_BACKOFF_MS: u64 = 100;
 const MAX_BACKOFF_MS: u64 = 5_000;
-/// Maximum time from the Hello to the Welcome.
+/// Maximum time in microseconds between the agent's Hello and the controller's Welcome.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
 
-/// Value of the environment variable that names another socket; null if the variable is not set.
-/// Must be called on the application's thread, because the application may change its environment
-/// later.
+/// Value of the environment variable that names a socket other than the default one. Null: the
+/// variable is not set or is ignored. Must be called on the application's thread, because the
+/// application may change its environment later.
 pub fn named_socket() -> *mut c_void {
     // The caller of a setuid program controls the program's environment, so it is ignored.
     let value = libc::environment(AGENT_SOCKET_ENV.as_bytes()).filter(|_| !libc::is_secure());
     value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
 }
 
-/// The path of the socket to which the agent connects. `named` is the result of [`named_socket`].
+/// Returns the path of the socket to which the agent connects. `named` is the result of
+/// [`named_socket`].
 fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     if named.is_null() {
         CONTAINER_AGENT_SOCKET.as_bytes()
@@ -32,8 +33,8 @@ fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     }
 }
 
-/// The path of the file with the engine's name, in the folder of the socket. `named` is the result
-/// of [`named_socket`].
+/// Returns the path of the file that contains the engine's name, in the folder of the socket.
+/// `named` is the result of [`named_socket`]. `None`: the path is too long.
 pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
     let socket = socket_path(named);
     let slash = socket.iter().rposition(|byte| *byte == b'/')?;
@@ -57,7 +58,8 @@ pub struct ControllerConnection {
     page_file: TrackedFd,
     socket: Option<TrackedFd>,
     welcomed: bool,
-    /// While connected: time limit of the Welcome. Otherwise: time of the next attempt.
+    /// While connected: time by which the Welcome must arrive. Otherwise: time of the next attempt
+    /// to connect. In microseconds.
     due_us: u64,
     backoff_ms: u64,
     frame: [u8; FRAME_BYTES],
@@ -66,7 +68,7 @@ pub struct ControllerConnection {
     descriptor: Option<sys::Descriptor>,
 }
 
-/// Result of one receive.
+/// Result of an attempt to receive a message from the controller.
 pub enum ReceivedMessage {
     /// No complete message has arrived.
     Nothing,
@@ -101,7 +103,7 @@ impl ControllerConnection {
         link
     }
 
-    /// Whether the controller has taken the process under management.
+    /// Whether the controller manages the process, which it confirms by its Welcome.
     pub fn is_welcomed(&self) -> bool {
         self.welcomed
     }

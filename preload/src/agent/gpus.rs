@@ -1,10 +1,10 @@
 //! The controller's list of the node's GPUs, and the exchange of two GPUs for a restore on another
 //! GPU.
 //!
-//! The driver requires one pair for every GPU of the node, with the old and the new GPU (measured,
-//! driver 580). The driver then opens the device files of all GPUs in this process. A process that
-//! cannot open all of these files is not moved to another GPU, because it is unknown how the driver
-//! would fail.
+//! For such a restore, the driver requires a pair of the old and the new GPU for every GPU of the
+//! node (measured, driver 580). The driver then opens the device files of all GPUs in this process.
+//! A process that cannot open all of these files is not moved to another GPU, because it is unknown
+//! how the driver would fail.
 
 use core::ffi::CStr;
 
@@ -14,10 +14,10 @@ use affinode_proto::wire::message::{GPUS_PER_FRAME, Gpu, MAX_GPUS};
 use super::host;
 use crate::sys;
 
-/// Version of the first driver whose restore takes pairs of GPUs (CUDA 13.0).
+/// Version of the first driver whose restore accepts pairs of an old and a new GPU (CUDA 13.0).
 const MIN_DRIVER: u32 = 13_000;
 
-/// The list of GPUs, or the part of it that has arrived.
+/// The controller's list of the node's GPUs, or the part of it that has arrived.
 #[derive(Clone, Copy)]
 pub struct GpuMap {
     total: usize,
@@ -25,7 +25,7 @@ pub struct GpuMap {
     known: [Gpu; MAX_GPUS],
 }
 
-/// Pairs of each GPU of the list and the GPU that replaces it.
+/// Pairs for the driver's restore: each GPU of the node, and the GPU that replaces it.
 pub struct DevicePairs {
     many: usize,
     pairs: [GpuPair; MAX_GPUS],
@@ -64,8 +64,8 @@ impl GpuMap {
         self.known.get(..self.come).filter(|all| all.len() == self.total).unwrap_or_default()
     }
 
-    /// The pairs with which GPUs `from` and `to` are exchanged, and every other GPU maps to itself.
-    /// `None`: an index is not in the list, or the list is incomplete.
+    /// Returns the pairs that exchange the GPUs `from` and `to`, and map every other GPU to itself.
+    /// `None`: an index or a GPU is invalid, or the list is incomplete.
     pub fn exchanged(&self, from: u8, to: u8) -> Option<DevicePairs> {
         let all = self.all();
         let (from, to) = (usize::from(from), usize::from(to));

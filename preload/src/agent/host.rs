@@ -1,4 +1,5 @@
-//! [`Host`] for the real process. It uses the process's counters, threads and CUDA driver.
+//! Implements the trait [`Host`] for the real process, with the process's counters, threads and
+//! CUDA driver.
 
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -19,27 +20,29 @@ use crate::counters::CounterPage;
 use crate::swap::pending_work::GpuWork;
 use crate::{constants, hook_table, libcuda, lookup, nvml, process, swap, sys, tools};
 
-/// The process that this library is loaded into.
+/// The process into which this library is loaded, for the order machine.
 pub struct DriverHost {
     /// The process's shared counters.
     pub page: &'static CounterPage,
     /// The node's GPUs, as the controller lists them.
     pub gpus: GpuMap,
-    /// Watches threads for calls to the driver without a hook.
+    /// Detects threads that block in calls to the driver without a hook.
     pub watch: BlockedThreadWatch,
-    /// The node's lock, taken while this process restores itself; `None`: the lock is not taken.
+    /// The node's lock, which this process holds while it restores itself. `None`: it does not hold
+    /// the lock.
     pub turn: Option<sys::FolderLock>,
     /// Limits how long a copy-out with the copier waits for the node's lock.
     pub patience: WaitBudget,
 }
 
-/// The library's folder. A process locks it while it restores itself. It is the same file in every
-/// container of the node.
+/// Path of the library's folder, which a process locks while it restores itself. The folder is the
+/// same file in every container of the node, so only one process of the node can hold the lock.
 const FOLDER: &CStr = c"/.affinode/lib";
 
 /// Limits the waits for the node's lock, because any container can keep that lock for any time. A
 /// wait tries the lock up to [`Self::MAX_TRIES`] times, a millisecond apart. After a failed wait,
-/// each wait tries the lock only once until it gets it. The value is true if the last wait failed.
+/// each wait tries the lock only once, until a wait gets it. `refused` is true if the last wait
+/// failed.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -48,7 +51,8 @@ pub struct WaitBudget {
 impl WaitBudget {
     const MAX_TRIES: u32 = 1_000;
 
-    /// Takes the lock. Waits while other processes hold it.
+    /// Takes the lock by `try_lock`. Between two tries, `pause` waits for other processes to
+    /// release it. `None`: all tries have failed.
     fn take<T>(&mut self, mut try_lock: impl FnMut() -> Option<T>, pause: impl Fn()) -> Option<T> {
         let tries = if self.refused { 1 } else { Self::MAX_TRIES };
         let mut taken = try_lock();
@@ -64,7 +68,8 @@ impl WaitBudget {
     }
 }
 
-/// Maximum wait for calls inside NVML to end, before the driver's lock.
+/// Maximum time, in milliseconds, that the agent waits for calls inside NVML to end before it calls
+/// the driver's lock.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
@@ -99,8 +104,9 @@ pub fn sees_one_gpu() -> bool {
 }
 
 impl DriverHost {
-    /// Adds the hazards of tools in this process, such as profilers. If one is new, calls that wait
-    /// for work do not count as use from then on.
+    /// Adds the hazards of tools in this process, such as profilers, to the counters. If a hazard
+    /// is new, the library observes calls that wait for work from then on, so that these waits do
+    /// not count as use.
     fn note_tools(&self) {
         if self.page.add_hazards(tools::found()) {
             hook_table::see_waits();

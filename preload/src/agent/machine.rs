@@ -1,4 +1,5 @@
-//! The phases of a process and the steps of each order. [`Host`] executes the single steps.
+//! State machine that executes the controller's orders for one process. It consists of the phases
+//! of the process and the steps of each order. [`Host`] executes the single steps.
 //!
 //! ```text
 //!        Close            Lock                  Checkpoint
@@ -14,9 +15,9 @@
 //!                                └─────────────────────────────────┘
 //! ```
 //!
-//! While a step runs, the phase names it: Closing, Locking, CopyingOut, Checkpointing, Restoring,
-//! Unlocking, CopyingIn. After each call into the driver, the state that the driver reports decides
-//! the phase, whatever the call returned.
+//! While a step runs, the phase has the name of the step: Closing, Locking, CopyingOut,
+//! Checkpointing, Restoring, Unlocking, CopyingIn. After each call into the driver, the state that
+//! the driver reports decides the phase, whatever the call returned.
 //!
 //! - A CopyOut first waits for work on the GPU. After a lock it does not wait, because the lock has
 //!   already waited. A CopyOut that fails has freed nothing, and the phase is Closed. If a restore
@@ -40,10 +41,11 @@ pub use self::host::{CallAdmission, DriverCall, Host};
 use crate::swap::pending_work::GpuWork;
 use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
-/// The outcome of an order, and the driver's code (0: no error of the driver).
+/// Result of an order: its outcome, and the driver's error code (0: no error of the driver).
 pub type Ended = (Outcome, u32);
 
-/// The phase of the process, and the values on which a restore depends.
+/// State machine for the controller's orders: the phase of the process, and the values on which a
+/// restore depends.
 #[derive(Debug)]
 pub struct OrderMachine {
     phase: Phase,
@@ -80,7 +82,7 @@ impl OrderMachine {
         self.phase
     }
 
-    /// Whether allocations are held.
+    /// Whether the gate pauses the application's allocations.
     pub fn allocations_held(&self) -> bool {
         self.allocations_held
     }
@@ -103,7 +105,7 @@ impl OrderMachine {
         }
     }
 
-    /// Carries out an order completely before it returns.
+    /// Executes an order of the controller completely, and returns its result.
     pub fn execute_order(&mut self, host: &mut impl Host, action: Action) -> Ended {
         if !admits(self.phase, action) {
             // Query the driver's state first, because another program may have moved the process
@@ -185,7 +187,8 @@ impl OrderMachine {
         self.allocations_held = false;
     }
 
-    /// Restores the process without a controller, if that is possible now. True: calls pass again.
+    /// Restores the process without a controller, if that is possible now. True: the phase is Open,
+    /// so calls no longer wait at the gate.
     pub fn restore_self(&mut self, host: &mut impl Host) -> bool {
         let is_back = self.run_self_restore(host);
         host.end_return();
@@ -301,8 +304,8 @@ impl OrderMachine {
         }
     }
 
-    /// Waits for the GPU's work. Uses the driver's lock only if there is no other way to see
-    /// whether work runs.
+    /// Waits until the GPU's work has ended. If events cannot show whether work runs, uses the
+    /// driver's lock, which also waits for the work.
     fn await_work(&mut self, host: &mut impl Host) -> Ended {
         let end_us = host.now_us() + u64::from(MAX_WORK_MS) * 1_000;
         match host.await_work(end_us) {
@@ -324,7 +327,8 @@ impl OrderMachine {
         }
     }
 
-    /// The phase after a failed copy: CopiedOut if anything is copied out, else Closed.
+    /// Sets the phase after a failed copy out or copy in, and returns the result for the error
+    /// code. The phase is CopiedOut if anything is copied out, else Closed.
     fn moved(&mut self, host: &mut impl Host, code: u32) -> Ended {
         if code == result::DEINITIALIZED {
             self.open(host);
@@ -391,9 +395,9 @@ impl OrderMachine {
         }
     }
 
-    /// Ends a step of a restore. The step may have failed because the context is lost, as after an
+    /// Checks whether a step of a restore has failed because the context is lost, as after an
     /// uncorrectable memory error. Then no attempt will succeed, and callers would wait without
-    /// end:
+    /// end. Therefore their calls return an error:
     ///
     /// - If the driver runs and confirms the code, calls pass, and the driver returns its error, as
     ///   without this library. No call needs the memory that is not copied in, because all calls fail.
@@ -454,7 +458,8 @@ impl OrderMachine {
         (outcome, code)
     }
 
-    /// Sets the phase to the state that the driver reports, once the gate is closed.
+    /// Updates the phase from the state that the driver reports. Does nothing while the phase is
+    /// Open.
     fn observe(&mut self, host: &mut impl Host) {
         if self.phase == Phase::Open {
             return;
@@ -483,9 +488,10 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits until no call of the set `calls` is inside the driver, then seals the gate. Stops waiting
-/// if a caller arrives at the gate while another call is still inside. The process is then not
-/// idle, and the call inside might need the waiting call to continue.
+/// Waits until no call of the set `calls` is inside the driver, then seals the gate. False:
+/// `deadline_ms` has passed, or a caller has arrived at the gate while another call was still
+/// inside. The process is then not idle, and the call inside might need the waiting call to
+/// continue.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;

@@ -54,10 +54,12 @@ const ABILITIES: Capabilities = Capabilities(
 /// Signal set with the only signal that wakes the agent.
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
-/// The thread's main function. It never returns, because callers send signals to its thread id.
+/// Main function of the agent's thread. It never returns, because callers send signals to the id of
+/// this thread.
 ///
 /// # Safety
-/// `named_socket` must come from [`connection::named_socket`]; called by pthread_create alone.
+/// `named_socket` must come from [`connection::named_socket`]. Only pthread_create may call this
+/// function.
 pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-agent");
@@ -122,9 +124,11 @@ struct Agent {
     /// Reason why allocations are paused, if [`OrderMachine::allocations_held`] is true.
     hold: AllocationHold,
     told_hazards: Hazards,
-    /// Generation and time of the last Wake; `None`: no Wake was sent on this connection.
+    /// Generation of the gate and time of the last Wake (the request for a restore). `None`: no
+    /// Wake was sent on this connection.
     wake_sent: Option<(u64, u64)>,
-    /// Ticket and attempts of the last AllocWait that was sent.
+    /// Ticket and number of attempts in the last AllocWait, the message that an allocation waits
+    /// for VRAM. `None`: no wait is reported.
     want_sent: Option<(u64, u32)>,
     /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: no unneeded
     /// host memory is left.
@@ -147,7 +151,7 @@ enum AllocationHold {
     Now,
 }
 
-/// Whether the process stays managed.
+/// Whether the controller still manages the process.
 #[derive(PartialEq, Eq)]
 enum AgentMode {
     Still,
@@ -295,8 +299,8 @@ impl Agent {
         }
     }
 
-    /// Samples the threads. A thread that blocks inside the driver counts as a waiting caller: see
-    /// [`blocked`].
+    /// Samples the threads to find calls that block inside the driver. Such a thread counts as a
+    /// waiting caller: see [`blocked`].
     fn look_at_threads(&mut self) {
         let now_us = sys::now_us();
         match self.machine.phase() {
@@ -346,8 +350,8 @@ impl Agent {
         }
     }
 
-    /// Reports to the controller that an allocation waits for free VRAM, and that its wait has
-    /// ended.
+    /// Reports to the controller that an allocation waits for free VRAM, or that a reported wait
+    /// has ended.
     fn tell_want(&mut self) {
         let case = PROCESS.oom_wait.case();
         if let Some((ticket, _)) = self.want_sent
@@ -410,8 +414,9 @@ impl Agent {
         }
     }
 
-    /// Frees host memory and prefaults. This begins 2 s after a restore, so that waiting calls go
-    /// first. It is done piece by piece, so that orders are read in between.
+    /// Frees unneeded host memory, and continues the prefault. Begins 2 s after a restore, so that
+    /// waiting calls are served first. Works in small parts, so that the agent reads orders in
+    /// between.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
         // Interval while retained host copies exist, because the application may need the host

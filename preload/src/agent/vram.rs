@@ -23,8 +23,9 @@ const MAX_PATH: usize = 256;
 static FOLDERS_OF_PATH: [AtomicU8; 2048] = [const { AtomicU8::new(0) }; 2048];
 const MIB: u64 = 1 << 20;
 
-/// Records `PATH`. Must be called on the application's thread. At any other time the application
-/// may change its environment, and libc then frees the old value.
+/// Stores the value of `PATH`, in which `nvidia-smi` is searched later. Must be called on the
+/// application's thread. At any other time the application may change its environment, and libc
+/// then frees the old value.
 pub fn note_path() {
     // The caller of a setuid program must not choose which program it runs.
     let path = if libc::is_secure() { None } else { libc::environment(b"PATH") };
@@ -67,8 +68,9 @@ fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
     None
 }
 
-/// Parses lines with the free and the total MiB of a device, and checks each line. `None`: a line
-/// has another form.
+/// Checks the output of `nvidia-smi`, which has a line with the free and the total MiB of each
+/// device. Returns whether `vram_bytes` and a margin are free on every device. `None`: a line has
+/// another form.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
     // The text is handled as bytes, because this library must not use operations on text that could
     // panic.

@@ -3,7 +3,7 @@
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
 
-/// State that the agent sees at one check.
+/// State of the process and its connection at one check of the watchdog.
 #[derive(Clone, Copy, Debug)]
 pub struct GateActivity {
     /// True if a caller waits at the gate.
@@ -28,8 +28,8 @@ impl GateActivity {
     }
 }
 
-/// Time without a response of the controller. Time in which the process was frozen or the machine
-/// suspended does not count.
+/// Watchdog that measures the time for which a response of the controller is overdue. Time in which
+/// the process was frozen or the machine suspended does not count.
 #[derive(Debug)]
 pub struct ControllerWatchdog {
     last_us: u64,
@@ -43,8 +43,9 @@ impl ControllerWatchdog {
         ControllerWatchdog { last_us: now_us, owed: false, silent_us: 0 }
     }
 
-    /// Records one check. True: the process must be restored without the controller. To be called
-    /// at least every [`WAKE_REPEAT_MS`] while a response is overdue.
+    /// Updates the watchdog at one check. True: the process must be restored without the
+    /// controller. The agent must call this at least every [`WAKE_REPEAT_MS`] while a response is
+    /// overdue.
     pub fn is_too_long(&mut self, now_us: u64, situation: GateActivity) -> bool {
         let lived_us = now_us.saturating_sub(self.last_us).min(2 * WAKE_REPEAT_MS * 1_000);
         self.last_us = now_us;

@@ -1,5 +1,6 @@
-//! The real thunk, gate and agent run against each other. Threads and signals call without a pause,
-//! and the test's driver traps if it is touched during a call.
+//! Tests the real thunk, gate and agent together. Threads and signal handlers make calls without a
+//! pause. The test's driver aborts the process if a call is inside the driver while the process is
+//! checkpointed.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -49,7 +50,8 @@ extern "C" fn driver_call() -> u32 {
     0
 }
 
-/// A hooked poll. Unlike other calls, it does not wait at the gate, and it does not cancel a close.
+/// Returns a hooked call that polls. Unlike other calls, a poll does not wait at the gate, and does
+/// not cancel a close of the gate.
 fn hooked() -> extern "C" fn() -> u32 {
     let (number, class) = hook::find(b"cuStreamQuery").unwrap();
     assert_eq!(class, Class::Poll);

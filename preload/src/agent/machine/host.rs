@@ -1,5 +1,5 @@
-//! What the order machine can do to its process: the trait [`Host`]. `agent/host.rs` implements it
-//! for the real process.
+//! The trait [`Host`]: the operations that the order machine executes on its process.
+//! `agent/host.rs` implements it for the real process.
 
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::counters::Gate;
@@ -7,7 +7,7 @@ use affinode_proto::wire::message::CopyOptions;
 
 use crate::swap::pending_work::GpuWork;
 
-/// The set of calls whose counts must be zero.
+/// A set of calls that must not be inside the driver before the order machine continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallAdmission {
     /// Calls of every class.
@@ -16,7 +16,7 @@ pub enum CallAdmission {
     Allocating,
 }
 
-/// A call of the driver's checkpoint interface, on the own process.
+/// A call of the driver's checkpoint interface, for the agent's own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverCall {
     /// Lock, waiting at most this many milliseconds for running work.
@@ -32,18 +32,20 @@ pub enum DriverCall {
     Unlock,
 }
 
-/// Everything that the machine can do to the process.
+/// The operations that the order machine executes on its process.
 pub trait Host {
-    /// Sets the gate. If the process is damaged, sets [`Gate::Damaged`] in place of an open gate.
+    /// Sets the gate, at which CUDA calls wait. If the process is damaged, sets [`Gate::Damaged`]
+    /// in place of an open gate.
     fn set_gate(&mut self, gate: Gate);
-    /// Publishes the phase in the counters.
+    /// Publishes the phase in the counters, which the controller reads.
     fn set_phase(&mut self, phase: Phase);
-    /// Increments the generation, which counts the closings.
+    /// Increments the generation, which is the number of times that the gate was closed.
     fn next_generation(&mut self);
     /// Makes the gate's value visible to all threads, and their counts to the agent.
     /// `false`: the barrier failed.
     fn fence(&mut self) -> bool;
-    /// Sets whether the gate holds nested calls, too.
+    /// Sets whether the gate is sealed. A sealed gate also holds nested calls, which are made while
+    /// another call of the same thread is in progress.
     fn set_sealed(&mut self, sealed: bool);
     /// Whether no call of this set is inside the driver.
     fn drained(&mut self, calls: CallAdmission) -> bool;
@@ -59,11 +61,12 @@ pub trait Host {
     /// shared memory, or has loaded a tool or a video library. Call it only while the gate is
     /// closed: then no such memory or library can be added before the checkpoint.
     fn keeps_context(&mut self) -> bool;
-    /// Records where the threads are, before the driver locks the process.
+    /// Records the places at which the threads sleep, before the driver locks the process.
     fn note_threads(&mut self);
-    /// Whether the driver has ended before its process: it then returns DEINITIALIZED.
+    /// Whether the driver has shut down before its process has ended. The driver then returns
+    /// DEINITIALIZED.
     fn has_driver_ended(&mut self) -> bool;
-    /// Calls the driver. `None`: it has no such function.
+    /// Makes a call of the driver's checkpoint interface. `None`: the driver has no such function.
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The process state that the driver reports; `None`: it reports none.
     fn state(&mut self) -> Option<u32>;
@@ -77,7 +80,8 @@ pub trait Host {
     /// Waits until the copier has copied the exported memory, if there is any. `false`: the copier
     /// has failed, and the content is still on the device.
     fn settle(&mut self) -> bool;
-    /// Bytes that were exported to the copier but not copied: they are still on the device.
+    /// Number of bytes that were exported to the copier but not copied. They are still on the
+    /// device.
     fn exported_bytes(&mut self) -> u64;
     /// Copies in all copied-out content. On failure, returns the driver's code, and the content
     /// stays copied out.
@@ -103,12 +107,12 @@ pub trait Host {
     /// Whether the process has lost its context: the driver still runs, but returns this code for
     /// every call.
     fn is_broken(&mut self, code: u32) -> bool;
-    /// Makes the gate return an error for every call when it opens, because the content of memory
-    /// is lost.
+    /// Records that the content of memory is lost. When the gate opens, it then returns an error
+    /// for every call.
     fn set_damaged(&mut self);
-    /// Begins a self-restore. True: this many bytes of VRAM are proven free on the devices, and no
-    /// other process that restores itself takes them before [`Host::end_return`].
+    /// Begins a restore without a controller. True: this many bytes of VRAM are proven free on the
+    /// devices, and no other process that restores itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
-    /// Ends a self-restore, whether or not [`Host::begin_return`] succeeded.
+    /// Ends a restore without a controller, whether or not [`Host::begin_return`] succeeded.
     fn end_return(&mut self);
 }

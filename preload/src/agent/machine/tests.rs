@@ -3,11 +3,11 @@ use super::*;
 mod copied_out;
 mod copier;
 
-/// A process in which every step succeeds, unless a field says otherwise.
+/// A fake process in which every step succeeds, unless a field specifies a failure.
 struct Fake {
     gate: Gate,
     sealed: bool,
-    /// True if a fence was made since the gate was set.
+    /// True if a fence was made since the last change of the gate.
     fenced: bool,
     can_fence: bool,
     phases: Vec<Phase>,
@@ -32,15 +32,14 @@ struct Fake {
     let_go: bool,
     /// True if the process holds imported memory that is not copied out.
     imported: bool,
-    /// True if a copier fills the memory.
+    /// True if the copier fills the memory during the restore.
     with_copier: bool,
     /// Bytes that a copy-out exports to a copier, which then copies them.
     hands: u64,
     exported: u64,
     /// True if the copier was told that the process is checkpointed.
     announced: bool,
-    /// Bytes of free VRAM that the agent waited for when no controller ran and it restored the
-    /// process by itself.
+    /// Bytes of free VRAM that the last restore without a controller has required.
     asked_room: u64,
     /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,
@@ -50,7 +49,7 @@ struct Fake {
     /// State that the fake driver reports in place of the real one. The inner `None`: it reports no
     /// state.
     says: Option<Option<u32>>,
-    /// What a wait for the GPU's work finds.
+    /// Result of a wait for the GPU's work.
     work: GpuWork,
 }
 

@@ -1,4 +1,4 @@
-//! Memory that the agent copies: copy out, copy in, and their failures.
+//! Tests of processes whose memory the agent copies: copy out, copy in, and their failures.
 
 use super::*;
 
@@ -249,8 +249,9 @@ fn lost_context_opens_gate_without_controller() {
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 }
 
-/// Only the copy fails; other calls of the driver succeed. Because the program must not access
-/// memory that is not restored, no call may pass the gate.
+/// After three failed copies, the gate must return an error for all calls, although other calls of
+/// the driver succeed. No call may reach the driver, because the program must not access memory
+/// that is not restored.
 #[test]
 fn lost_copy_is_told_after_three_attempts() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);

@@ -1,4 +1,5 @@
-//! Tests of a copier that copies during the checkpoint, or fails to.
+//! Tests of offloads in which a copier copies the memory during the checkpoint, or fails to copy
+//! it.
 
 use super::*;
 
