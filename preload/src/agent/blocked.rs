@@ -42,7 +42,7 @@ const INTERVAL_US: u64 = 900_000;
 /// Maximum time in microseconds within which a blocked thread continues after the restore. A thread
 /// that takes longer waits for something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
-/// Number of stack words that are searched for the first return address outside libc.
+/// Number of words of a thread's stack that are searched for the first return address outside libc.
 const STACK_WORDS: usize = 128;
 
 /// Place at which a thread sleeps in the kernel: its system call, stack pointer and program
@@ -104,7 +104,7 @@ impl BlockedThreadWatch {
         }
     }
 
-    /// Whether a thread blocks inside the driver until the process is restored.
+    /// Whether a thread was found that blocks inside the driver until the process is restored.
     pub fn has_blocked(&self) -> bool {
         matches!(self.suspect, Some((_, _, None)))
     }
@@ -306,7 +306,7 @@ fn switches_of(tid: u32) -> Option<u64> {
     number(line.trim_ascii(), 10)
 }
 
-/// Whether a thread has a name that the driver gives to its own threads.
+/// Whether a thread belongs to the driver itself, as its name shows.
 fn is_drivers_own(tid: u32) -> bool {
     let mut buffer = [0; 32];
     ProcPath::of(tid, b"comm").read(&mut buffer).is_some_and(|name| name.starts_with(b"cuda"))
@@ -345,7 +345,8 @@ impl Code {
 /// there is no code at the address.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
-/// Whether a thread that sleeps at this place was called from the code of a driver library.
+/// Whether a thread that sleeps at this place was called from the code of a driver library,
+/// directly or through libc.
 fn is_inside_driver(place: ThreadLocation) -> bool {
     const CHUNK: usize = 32;
     let mut words: Words = [(0, None); STACK_WORDS + 1];

@@ -50,7 +50,7 @@ pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Optio
 /// Maximum length of a socket's path, with its terminating zero.
 pub const PATH_BYTES: usize = 108;
 
-/// The connection to the controller, or the wait for the next attempt to connect.
+/// The agent's connection to the controller, or the wait for the next attempt to connect.
 pub struct ControllerConnection {
     path: [u8; PATH_BYTES],
     path_bytes: usize,
@@ -152,7 +152,8 @@ impl ControllerConnection {
         sys::send(fd, &hello().encode(), Some(page_fd)) == Ok(FRAME_BYTES)
     }
 
-    /// Ends the connection. The next attempt follows after a pause that doubles each time.
+    /// Closes the connection. The next attempt to connect follows after a pause that doubles each
+    /// time, up to 5 s.
     pub fn lose(&mut self, now_us: u64) {
         if let Some(socket) = self.socket.take() {
             socket.close();
@@ -180,7 +181,7 @@ impl ControllerConnection {
         }
     }
 
-    /// Receives the next message if it has arrived. Does not wait.
+    /// Receives the next message of the controller if it has arrived. Does not wait.
     pub fn receive(&mut self, now_us: u64) -> ReceivedMessage {
         let Some(socket) = self.socket else {
             return ReceivedMessage::Nothing;

@@ -32,7 +32,7 @@ pub struct DevicePairs {
 }
 
 impl DevicePairs {
-    /// The valid pairs of the array.
+    /// The pairs that are in use, without the unused rest of the array.
     pub fn all(&self) -> &[GpuPair] {
         self.pairs.get(..self.many).unwrap_or_default()
     }
@@ -43,7 +43,8 @@ impl GpuMap {
         GpuMap { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MAX_GPUS] }
     }
 
-    /// Stores the next part of the list. The first part of a list replaces the previous list.
+    /// Stores the next part of the controller's list of GPUs. The first part of a list replaces the
+    /// previous list. If a part is missing, the whole list is discarded.
     pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_PER_FRAME]) {
         let (first, total) = (usize::from(first), usize::from(total));
         if first == 0 {

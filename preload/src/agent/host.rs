@@ -31,7 +31,7 @@ pub struct DriverHost {
     /// The node's lock, which this process holds while it restores itself. `None`: it does not hold
     /// the lock.
     pub turn: Option<sys::FolderLock>,
-    /// Limits how long a copy-out with the copier waits for the node's lock.
+    /// Limits how long a copy out through the copier waits for the node's lock.
     pub patience: WaitBudget,
 }
 

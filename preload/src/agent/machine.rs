@@ -57,12 +57,13 @@ pub struct OrderMachine {
     broken: Option<u32>,
 }
 
-/// Maximum time that an offload waits for running work on the GPU to end, in milliseconds. The
+/// Maximum time, in milliseconds, that an offload waits for running work on the GPU to end. The
 /// process is idle by then, so most of its work has ended.
 const MAX_WORK_MS: u32 = 5_000;
 
-/// Number of failed restores after which calls return an error. The restore is repeated because the
-/// driver may use other memory the next time.
+/// Number of consecutive restores that fail because the context is lost, after which calls return
+/// an error. Before that, the restore is repeated, because the driver may use other memory the next
+/// time.
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
@@ -87,9 +88,10 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). Refuses an
-    /// order that takes VRAM and is older than [`PROOF_TTL_MS`]: this process or the controller was
-    /// stopped in between, and the VRAM may now be granted to another process.
+    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). Refuses a
+    /// restore that is older than [`PROOF_TTL_MS`], and executes an equally old copy out without
+    /// the copier. In these cases this process or the controller was stopped in between, and the
+    /// VRAM may now be granted to another process.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
@@ -223,8 +225,9 @@ impl OrderMachine {
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
-    /// Whether the process is ending and its driver has already ended. Calls then pass and return
-    /// DEINITIALIZED, as without this library, because there is nothing to restore.
+    /// Whether the process is ending and its driver has already ended. If so, opens the gate. Calls
+    /// then pass and return DEINITIALIZED, as without this library, because there is nothing to
+    /// restore.
     pub fn has_ended(&mut self, host: &mut impl Host) -> bool {
         let ended = self.phase != Phase::Open && host.has_driver_ended();
         if ended {
@@ -283,9 +286,9 @@ impl OrderMachine {
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
-    /// Copies out after the GPU's work has ended. The gate admits no new work, so the memory does
-    /// not change. A locked process is unlocked first, because copies need the driver. In that case
-    /// the lock has already waited for the work.
+    /// Copies memory out after the GPU's work has ended. The gate admits no new work, so the memory
+    /// does not change. A locked process is unlocked first, because copies need the driver. In that
+    /// case the lock has already waited for the work.
     fn copy_out(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         let quiet = match self.phase {
             Phase::Locked => self.unlock(host),

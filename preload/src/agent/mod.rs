@@ -51,7 +51,7 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::LIMITS_VRAM.0,
 );
 
-/// Signal set with the only signal that wakes the agent.
+/// Signal set that contains SIGURG, the only signal that wakes the agent.
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
 /// Main function of the agent's thread. It never returns, because callers send signals to the id of
@@ -135,7 +135,7 @@ struct Agent {
     tidy_us: Option<u64>,
     /// State of the scrub of freed device memory, whose end the driver may not have noticed yet.
     released: swap::ScrubState,
-    /// True if requests of other processes or messages of the copier may still be unanswered.
+    /// True if there may be unanswered requests of other processes or messages of the copier.
     more_asked: bool,
 }
 
@@ -159,8 +159,8 @@ enum AgentMode {
 }
 
 impl Agent {
-    /// Runs the agent's loop. Returns when the process is no longer managed; calls then pass the
-    /// gate.
+    /// Runs the agent's loop while the controller manages the process. Returns when this has ended
+    /// and calls pass the gate again.
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
@@ -480,8 +480,8 @@ impl Agent {
     }
 }
 
-/// Whether a message orders a pause of allocations. No other order may arrive before the Welcome,
-/// because the Welcome lets allocations pass.
+/// Whether a message orders a pause of allocations. Before the Welcome the agent accepts no other
+/// order, because the Welcome lets allocations pass.
 fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }

@@ -11,15 +11,16 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{child, libc, sys};
 
-/// Time limit for `nvidia-smi`. Without persistence mode, `nvidia-smi` must first initialise the
-/// GPU's driver.
+/// Time limit for a run of `nvidia-smi`, in milliseconds. Without persistence mode, `nvidia-smi`
+/// must first initialise the GPU's driver.
 const NVML_TIMEOUT_MS: u64 = 10_000;
 /// Folders in which container toolkits put `nvidia-smi`. They are searched after the folders of
 /// `PATH`.
 const FOLDERS: &[u8] = b"/usr/bin:/usr/local/bin:/usr/local/nvidia/bin";
 const NAME: &[u8] = b"/nvidia-smi\0";
 const MAX_PATH: usize = 256;
-/// Value of `PATH` at the first call, truncated if it is longer; ends with a zero byte.
+/// Value of `PATH` when [`note_path`] was called, truncated if it is longer. It ends with a zero
+/// byte.
 static FOLDERS_OF_PATH: [AtomicU8; 2048] = [const { AtomicU8::new(0) }; 2048];
 const MIB: u64 = 1 << 20;
 

@@ -1,4 +1,5 @@
-//! Measures how long a response of the controller is overdue.
+//! Measures for how long a response of the controller is overdue, and reports when the agent must
+//! act without it.
 
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
@@ -8,7 +9,7 @@ use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
 pub struct GateActivity {
     /// True if a caller waits at the gate.
     pub waiters: bool,
-    /// The step of an offload or a restore that the process is at.
+    /// Phase of the process: the step of an offload or a restore.
     pub phase: Phase,
     /// True if the gate holds allocations.
     pub allocations_held: bool,
@@ -38,7 +39,7 @@ pub struct ControllerWatchdog {
 }
 
 impl ControllerWatchdog {
-    /// A watchdog that starts at `now_us`, with no response overdue.
+    /// Creates a watchdog that starts at `now_us`, with no response overdue.
     pub fn new(now_us: u64) -> ControllerWatchdog {
         ControllerWatchdog { last_us: now_us, owed: false, silent_us: 0 }
     }

@@ -206,8 +206,8 @@ pub unsafe extern "C" fn mem_get_address_range(
     result::SUCCESS
 }
 
-/// Replaces an attribute that the driver returned for memory which this library mapped. The new
-/// value is the one that memory of `cuMemAlloc` would have.
+/// Corrects a pointer attribute that the driver returned for memory which this library has mapped.
+/// The attribute gets the value that it would have if the driver itself had allocated the memory.
 ///
 /// # Safety
 /// The driver must have written the attribute's value to `data` with success.

@@ -11,11 +11,12 @@ use super::{
     DEVICES, GRANULE_BYTES, SWAP, allocations::AllocationPiece, driver::call, peer_devices,
 };
 
-/// Abilities of each device, as a bit set; 0: not queried yet.
+/// Abilities of each device, as a bit set of the constants below. 0: the driver was not queried
+/// yet.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
 /// Bit of [`ABILITIES`]: the device was queried.
 const KNOWN: u32 = 1;
-/// Bit of [`ABILITIES`]: memory of the device can be swappable.
+/// Bit of [`ABILITIES`]: this library can copy memory of the device to host memory.
 const ABLE: u32 = 1 << 1;
 /// Bit of [`ABILITIES`]: memory can be created so that other devices on the bus can access it.
 const RDMA: u32 = 1 << 2;
@@ -68,7 +69,7 @@ fn property(device: i32, abilities: u32) -> MemAllocationProp {
     }
 }
 
-/// The properties of new memory for an allocation on a device.
+/// Returns the properties with which memory for an allocation on a device is created.
 pub(super) fn property_on(device: i32) -> MemAllocationProp {
     property(device, ability(device))
 }
@@ -83,7 +84,8 @@ pub(super) fn back(piece: &AllocationPiece) -> Result<u64, u32> {
     map(piece, handle).map(|()| handle)
 }
 
-/// Maps existing physical memory at a piece's addresses. If that fails, the memory is released.
+/// Maps existing physical memory at a piece's addresses and sets its access rights. If a step
+/// fails, releases the memory and returns the driver's code.
 pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     let bytes = piece.bytes as usize;
     let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));

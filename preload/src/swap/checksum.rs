@@ -26,7 +26,8 @@ use super::staging::StagingPool;
 use super::{SWAP, with_pool};
 use crate::process;
 
-/// Sets whether restores are checked, from now until the next call of this function.
+/// Sets whether restores verify the content of memory, from now until the next call of this
+/// function.
 pub(super) fn set(on: bool) {
     SWAP.checks.store(u32::from(on), Ordering::Relaxed);
 }
@@ -61,7 +62,7 @@ fn is_intact() -> bool {
 enum ChecksumResult {
     /// The content is the same as at the copy out, in all slots with a known digest.
     Same,
-    /// Unknown, because the device cannot compute digests now.
+    /// The result is unknown, because the device cannot compute digests now.
     Unknown,
     /// The content differs in those slots for which this table has a digest.
     Other(DigestTable),

@@ -14,7 +14,7 @@ pub trait HasKey: Copy {
 pub struct ChunkedMap<T> {
     /// Groups in key order, none of them empty.
     groups: MmapVec<MmapVec<T>>,
-    /// The last group that became empty, for reuse.
+    /// Memory of the last group that became empty, for reuse as a new group.
     spare: MmapVec<T>,
 }
 
@@ -75,7 +75,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.get_mut(group, place.ok()?)
     }
 
-    /// The entry with this key. If there is none, the entry with the next lower key.
+    /// Returns the entry with this key or, if there is none, the entry with the next lower key.
     pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
@@ -96,7 +96,7 @@ impl<T: HasKey> ChunkedMap<T> {
         from_there.find(|one| one.key() >= key && which(one))
     }
 
-    /// Adds an entry. False: its key exists already, or there is no memory.
+    /// Adds an entry. False: the map contains the key already, or memory is exhausted.
     pub fn insert(&mut self, one: T) -> bool {
         let (mut group, Err(mut place)) = self.place(one.key()) else {
             return false;
@@ -174,7 +174,7 @@ impl<T: HasKey> ChunkedMap<T> {
         Some(found)
     }
 
-    /// Frees the memory; the map is empty afterwards.
+    /// Frees the memory of the map, which is empty afterwards.
     pub fn discard(&mut self) {
         self.groups.all_mut().iter_mut().for_each(MmapVec::discard);
         self.groups.discard();

@@ -54,7 +54,8 @@ fn keeps_first(context: usize) -> bool {
     !SWAP.anchored.iter().any(known) && SWAP.anchored.iter().any(take)
 }
 
-/// Runs `body` in an existing context, then makes the application's context current again.
+/// Runs `body` while an existing context is current, then makes the previous context current again.
+/// Returns the code of `body`, or of the change of the context if this fails.
 pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     if current_context() == Some(context) {
         return body();

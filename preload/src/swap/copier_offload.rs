@@ -173,10 +173,11 @@ fn leave() {
     with_pool(StagingPool::taint);
 }
 
-/// Maps exported memory into this process again, if the copier has not copied it.
+/// Maps the memory that was exported to the copier into this process again. Does nothing if the
+/// copier has copied all of it.
 ///
 /// # Errors
-/// The driver's error code. The memory stays exported, and the call can be repeated.
+/// Returns the driver's error code. The memory stays exported, and the call can be repeated.
 pub fn restore_from_copier() -> Result<(), u32> {
     if bytes() == 0 {
         return Ok(());

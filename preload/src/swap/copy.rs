@@ -214,7 +214,7 @@ pub fn holds_imported() -> bool {
             }))
 }
 
-/// A copy-out in progress.
+/// State of a copy out in progress: staging pool, streams, and digests.
 struct CopyOutProgress<'a> {
     pool: &'a mut StagingPool,
     copies: CopyStreams,
@@ -309,11 +309,11 @@ pub(super) fn update_counters() {
     }
 }
 
-/// Copies all content back to the same addresses.
+/// Copies all copied-out content back to device memory, at the same addresses as before.
 ///
 /// # Errors
-/// The driver's code, in most cases because VRAM is short. Nothing is lost, and the call can be
-/// repeated.
+/// Returns the driver's code, in most cases because VRAM is short. Nothing is lost, and the call
+/// can be repeated.
 pub fn copy_in() -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
@@ -439,7 +439,7 @@ pub(super) fn update_kept_counter(bytes: u64) {
     }
 }
 
-/// Copies in progress: one stream per context, created on first use.
+/// Streams on which copies are in progress: one stream per context, created on first use.
 pub(super) struct CopyStreams {
     streams: [(usize, *mut c_void); MAX_CONTEXTS],
     many: usize,

@@ -28,7 +28,8 @@ const THREADS: u32 = 256;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
-/// A digest of one slot. An all-zero value means that the content is unknown.
+/// 128-bit checksum of the content of one slot. An all-zero value means that the content is
+/// unknown.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest {

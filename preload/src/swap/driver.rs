@@ -141,7 +141,7 @@ later_functions! {
     mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
     /// `cuMemMapArrayAsync`, available as of CUDA 11.1.
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// Same as `mem_map_array`, for per-thread default streams.
+    /// `cuMemMapArrayAsync` for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
     /// `cuIpcOpenMemHandle_v2`, available as of CUDA 11.0. Its handle's format differs from that of
     /// the function without `_v2`.
@@ -150,7 +150,7 @@ later_functions! {
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
     /// `cuMemAllocAsync` for per-thread default streams, available as of CUDA 11.2.
     mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
-    /// Same as `mem_alloc_async_ptsz`, but allocates from an explicitly given pool.
+    /// `cuMemAllocFromPoolAsync` for per-thread default streams: allocates from the given pool.
     mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
     /// `cuMemFreeAsync` for per-thread default streams, available as of CUDA 11.2.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);

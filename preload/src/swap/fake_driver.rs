@@ -1,5 +1,5 @@
-//! A fake of the driver for unit tests. It counts physical memory, addresses and descriptors one by
-//! one.
+//! A fake of the CUDA driver for unit tests. It keeps each physical memory, address range and
+//! descriptor as an object of its own.
 //!
 //! It has the limits that were measured on the real driver. It does not export memory that was
 //! imported, or that was created without a handle type. A copy must be inside one registration of
@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use nix::unistd::pipe2;
 
-/// The only context, to which all memory belongs.
+/// The primary context of the device, to which all memory belongs.
 pub const CONTEXT: usize = 0x77;
 /// The default pool of the device.
 pub const DEFAULT_POOL: usize = 0x900;
@@ -88,7 +88,7 @@ struct Device {
     events: BTreeSet<usize>,
     /// Handles of the memory pools that exist now.
     pools: BTreeSet<usize>,
-    /// All contexts other than [`CONTEXT`] that were pushed so far.
+    /// All contexts other than [`CONTEXT`] that were made current so far, in order.
     pushed: Vec<usize>,
     /// Contexts for which an event was recorded, in order.
     awaited: Vec<usize>,
@@ -109,7 +109,8 @@ struct Device {
 
 static DEVICE_STATE: Mutex<Option<Device>> = Mutex::new(None);
 
-/// The fake driver, which exists as long as this value. Only one test can use it at a time.
+/// Handle of the fake driver, which exists as long as this value. Only one test can use it at a
+/// time.
 pub struct Fake(());
 
 impl Fake {
@@ -125,7 +126,7 @@ impl Fake {
         device(|device| device.fails.push((name, after)));
     }
 
-    /// Makes the primary context active.
+    /// Makes the primary context active, by one reference.
     pub fn hold_primary(&self) {
         device(|device| device.primary_holds = 1);
     }

@@ -137,7 +137,7 @@ pub mod tests {
 
     use super::*;
 
-    /// Bytes that [`is_critical`] adds to the used memory that it reads.
+    /// Number of bytes that [`is_critical`] counts as used in addition to the memory that is used.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]

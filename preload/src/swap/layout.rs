@@ -32,7 +32,8 @@ impl HasKey for LayoutEntry {
 pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
 
 impl AllocationLayout {
-    /// Returns the layout of the pieces for which `which` is true. `None`: out of memory.
+    /// Returns the layout (the ids in the order of the staging pool) of the pieces for which
+    /// `which` is true. `None`: out of memory.
     pub fn of(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
         tables(|tables| AllocationLayout::within(tables, which))
     }

@@ -96,8 +96,8 @@ pub fn is_loaded() -> bool {
     PROCESS.module_load.is_loaded.load(Ordering::SeqCst) == 1
 }
 
-/// Loads the module once on a separate thread, so that later loads do not wait for the loader's
-/// lock. False: the thread could not be started, or the load has not ended in time.
+/// Loads the CUDA module once on a separate thread, so that later loads do not wait for the
+/// loader's lock. False: the thread could not be started, or the load has not ended in time.
 pub fn load_ahead(context: usize) -> bool {
     load_ahead_within(context, PATIENCE_MS)
 }

@@ -25,7 +25,7 @@ use super::pending_work::{self, SLOTS};
 use super::{SWAP, driver};
 use crate::process;
 
-/// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
+/// `CU_LIMIT_STACK_SIZE`, the number of the limit for the bytes of local memory of each thread.
 const STACK_SIZE: u32 = 0;
 /// Hazards of processes in which tools or other parts of the driver use the contexts. The library
 /// does not change the stack limits of such processes.

@@ -72,7 +72,8 @@ impl<T> MmapVec<T> {
         }
     }
 
-    /// Moves all elements from a position on to the end of another vector. False: out of memory.
+    /// Moves all elements from the position `place` on to the end of another vector. False: out of
+    /// memory.
     pub fn split_into(&mut self, place: usize, other: &mut MmapVec<T>) -> bool {
         let many = self.len.saturating_sub(place);
         while other.capacity - other.len < many {
@@ -93,7 +94,7 @@ impl<T> MmapVec<T> {
         true
     }
 
-    /// Frees the memory; the vector is empty afterwards.
+    /// Frees the memory of the vector, which is empty afterwards.
     pub fn discard(&mut self) {
         if !self.first.is_null() {
             let bytes = self.capacity * size_of::<T>();

@@ -146,7 +146,8 @@ struct SwapState {
     checks: AtomicU32,
     /// State and size of the prefault, which prepares host memory before an offload.
     ahead: PrefaultJob,
-    /// Contexts in which the library keeps one small allocation permanently.
+    /// Contexts in which the library keeps one small allocation, so that the driver keeps its block
+    /// for small allocations.
     anchored: [AtomicUsize; 16],
     /// Contexts that the application has created, without primary contexts.
     contexts: ValueList,

@@ -19,8 +19,9 @@ use super::contexts::{in_context, primary_contexts};
 use super::driver::{self, call};
 use super::{REAL, SWAP, with_pool, wrappers};
 
-/// Maximum number of contexts in which the agent can wait for work, and maximum number of streams
-/// that can be captured at a time.
+/// Number of slots of a list: maximum number of contexts that the application creates, and of
+/// streams that are captured at a time. If there are more, the agent cannot wait for work by
+/// events.
 pub(super) const SLOTS: usize = 16;
 /// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIMING: u32 = 2;
@@ -78,7 +79,7 @@ impl ValueList {
         }
     }
 
-    /// Removes the value once, if it is in the list.
+    /// Removes one occurrence of the value, if the list contains it.
     fn remove(&self, value: usize) {
         let free = |slot: &AtomicUsize| {
             slot.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
@@ -124,7 +125,8 @@ pub(super) fn are_contexts_known() -> bool {
     !captured && !is_green && SWAP.contexts.is_complete()
 }
 
-/// The contexts that exist now, some of them several times. No context may end during the call.
+/// Returns the contexts that exist now. Some may occur several times. No context may end during the
+/// call.
 pub(super) fn contexts() -> impl Iterator<Item = usize> {
     primary_contexts().chain(SWAP.contexts.values())
 }

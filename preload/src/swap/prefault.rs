@@ -13,7 +13,7 @@ use crate::{libc, process, sys};
 /// Size of a chunk of the staging pool, in bytes. A chunk is registered with the driver as a whole,
 /// and one copy covers one chunk at most.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Maximum number of chunks of a pool.
+/// Maximum number of chunks of a staging pool.
 pub const MAX_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;
 const MAX_HELPERS: usize = 16;
@@ -21,7 +21,7 @@ const MAX_HELPERS: usize = 16;
 /// was cancelled.
 const STEP_BYTES: usize = 16 << 20;
 
-/// A set of chunk numbers, as bits.
+/// A set of numbers of chunks, stored as bits.
 pub struct ChunkQueue([AtomicU64; WORDS]);
 
 impl ChunkQueue {
@@ -63,7 +63,7 @@ pub struct Prefault {
     /// Processors on which the helpers run, as bits; all 0: any processor.
     near: [AtomicU64; 128],
     next: AtomicUsize,
-    /// Bytes that helpers are touching now.
+    /// Number of bytes that helpers are touching now.
     touching: AtomicU64,
     /// Number of bytes that are not touched yet.
     missing_bytes: AtomicU64,
@@ -74,12 +74,12 @@ pub struct Prefault {
     pub resident: ChunkQueue,
     /// Chunks in which no content will be stored. The helpers skip them.
     pub empty: ChunkQueue,
-    /// Futex. It changes each time a chunk becomes resident.
+    /// Futex that changes each time a chunk becomes resident.
     progress: AtomicU32,
     helpers: AtomicU32,
 }
 
-/// The prefault state of this process's pool.
+/// The prefault state of this process's staging pool.
 pub static PREFAULT: Prefault = Prefault {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
@@ -300,7 +300,8 @@ pub mod tests {
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-    /// Sets the state of a child that was forked while helpers were running.
+    /// Sets the helper count to the value that a child has if it was forked while helpers were
+    /// running.
     pub fn forked() {
         PREFAULT.helpers.store(3, Ordering::Release);
     }

@@ -128,7 +128,7 @@ pub fn is_told() -> bool {
     SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
 }
 
-/// Stops an incomplete prefault, because the caller is about to use the pool.
+/// Stops a prefault that is not complete yet, because the caller is about to use the staging pool.
 pub fn stop(pool: &mut StagingPool) {
     if SWAP.ahead.is(FILLING_PAGES) {
         pool.end();

@@ -61,10 +61,10 @@ pub struct StagingPool {
     known: DigestTable,
 }
 
-/// Where the content of a slot is stored by a copy-out.
+/// Where the content of a slot is stored after the copy out in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
-    /// In the pool, once this copy-out has copied it.
+    /// In the pool. The copy out in progress copies it there.
     Anew,
     /// In the pool already, since an earlier copy-out.
     Already,
@@ -72,7 +72,7 @@ pub enum StoredChunk {
     Nowhere,
 }
 
-/// Result of freeing unused host memory.
+/// Result of an attempt to free unused host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TrimResult {
     /// No unused memory is left.
@@ -252,7 +252,7 @@ impl StagingPool {
         self.at(offset)
     }
 
-    /// The host address of an offset.
+    /// Returns the host address of an offset in the pool.
     fn at(&self, offset: usize) -> *mut c_void {
         (self.start + offset) as *mut c_void
     }
@@ -276,7 +276,7 @@ impl StagingPool {
         self.registered.set(chunk, code == result::SUCCESS);
     }
 
-    /// Unregisters a chunk. False: it is still registered with the driver.
+    /// Unregisters a chunk. False: the driver has refused, and the chunk is still registered.
     fn unregister(&mut self, chunk: usize) -> bool {
         if !self.registered.has(chunk) {
             return true;
@@ -303,7 +303,7 @@ impl StagingPool {
         }
     }
 
-    /// Sets whether the pool is retained after the restore.
+    /// Sets whether the pool's content is retained after the restore.
     pub fn set_keeps(&mut self, keeps: bool) {
         self.keeps = usize::from(keeps);
     }
@@ -363,7 +363,7 @@ impl StagingPool {
         zeros::run_at(self.known.all(), offset, most)
     }
 
-    /// Forgets the digests of a range that is about to be overwritten.
+    /// Removes the digests of a range whose content is about to be overwritten.
     pub fn forget(&mut self, offset: usize, bytes: usize) {
         let (first, end) = (offset / SLOT_BYTES, (offset + bytes).div_ceil(SLOT_BYTES));
         let slots = self.known.all_mut().get_mut(first..);
@@ -423,7 +423,7 @@ impl StagingPool {
         true
     }
 
-    /// Frees the pages of a chunk, which must have no content.
+    /// Frees the pages of a chunk that has no content.
     fn discard(&mut self, chunk: usize) {
         prefault_ahead::is_spoilt();
         if self.unregister(chunk) {

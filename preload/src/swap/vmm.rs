@@ -178,7 +178,7 @@ pub(super) unsafe extern "C" fn mem_retain_handle(handle: *mut u64, address: u64
     })
 }
 
-/// Wrapper of `cuMemExportToShareableHandle`. The block must stay on the device, because an
+/// Wrapper of `cuMemExportToShareableHandle`. Marks the block to stay on the device, because an
 /// importer refers to its physical memory.
 pub(super) unsafe extern "C" fn mem_export(
     shareable: *mut c_void,

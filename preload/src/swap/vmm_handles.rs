@@ -70,10 +70,10 @@ pub struct MappingPart {
     pub now: u64,
 }
 
-/// Result of resolving a handle of the application.
+/// Meaning of a handle that the application passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handle {
-    /// The value is a handle of the driver.
+    /// The value is the driver's own handle.
     Drivers,
     /// The value is a name that the library gave the application. It stands for this handle of the
     /// driver.
@@ -119,7 +119,7 @@ impl VmmHandleTable {
         self.swappable_bytes
     }
 
-    /// The block that the application knows by this name. `None`: it does not exist.
+    /// Returns the block with this name. `None`: it does not exist.
     pub fn at(&mut self, name: u64) -> Option<&mut VmmHandle> {
         self.blocks.at(name)
     }
@@ -199,7 +199,8 @@ impl VmmHandleTable {
         }
     }
 
-    /// Adds a reference to the block that is mapped at an address, and returns its name.
+    /// Adds a reference to the block that is mapped at an address, and returns its name. `None`: no
+    /// block is mapped there.
     pub fn retain(&mut self, address: u64) -> Option<u64> {
         let name = self.around(address)?.block;
         self.change(name, |block| block.references += 1)?;

@@ -28,7 +28,7 @@ pub enum DriverCall {
     /// Restore the device memory with two GPUs exchanged. The values are indices into the
     /// controller's list of GPUs.
     RestoreOn(u8, u8),
-    /// Let the process use the device again.
+    /// Let the process use the device again after a lock.
     Unlock,
 }
 
@@ -55,7 +55,7 @@ pub trait Host {
     fn sleep_us(&mut self, us: u64);
     /// Monotonic time in microseconds.
     fn now_us(&mut self) -> u64;
-    /// Whether the whole process can be moved: no hazard of the process prevents it.
+    /// Whether the process can be moved, which means that none of its hazards prevents this.
     fn is_eligible(&mut self) -> bool;
     /// Whether the driver must not checkpoint the process, because the process has managed or
     /// shared memory, or has loaded a tool or a video library. Call it only while the gate is
@@ -73,9 +73,10 @@ pub trait Host {
     /// Waits, without the driver's checkpoint interface, until the GPU has ended its work in every
     /// context. Stops at `end_us`, or when a caller arrives at the gate.
     fn await_work(&mut self, end_us: u64) -> GpuWork;
-    /// Copies swappable memory to host memory and frees the device memory. `vram_bytes`: VRAM that
-    /// the process uses on its device. If a checkpoint follows, a copier may copy during the
-    /// checkpoint. On failure, returns the driver's code and leaves the memory as before.
+    /// Copies swappable memory to host memory and frees the device memory. `vram_bytes` is the VRAM
+    /// that the process uses on its device. If a checkpoint follows, a copier may copy the memory
+    /// during the checkpoint. On failure, returns the driver's code and leaves the memory as
+    /// before.
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
     /// Waits until the copier has copied the exported memory, if there is any. `false`: the copier
     /// has failed, and the content is still on the device.
@@ -86,11 +87,11 @@ pub trait Host {
     /// Copies in all copied-out content. On failure, returns the driver's code, and the content
     /// stays copied out.
     fn copy_in(&mut self) -> Result<(), u32>;
-    /// Whether any content is copied out.
+    /// Whether any content of the process is copied out.
     fn is_parked(&mut self) -> bool;
-    /// Unregisters the staging buffer from the driver of this process. A copier may then register
-    /// the buffer in its own process. `vram_bytes`: VRAM that the process uses on its device when
-    /// it is resident.
+    /// Unregisters the staging buffer from the driver of this process, so that a copier can
+    /// register the buffer in its own process. `vram_bytes` is the VRAM that the process uses on
+    /// its device when it is resident.
     fn release_copied(&mut self, vram_bytes: u64);
     /// Tells the copier that the driver has checkpointed the process.
     fn announce_offloaded(&mut self);
@@ -104,7 +105,7 @@ pub trait Host {
     /// Whether the process can be restored with two GPUs exchanged. The values are indices into the
     /// controller's list of GPUs.
     fn can_move(&mut self, from: u8, to: u8) -> bool;
-    /// Whether the process has lost its context: the driver still runs, but returns this code for
+    /// Whether the process has lost its context. The driver then still runs, but returns `code` for
     /// every call.
     fn is_broken(&mut self, code: u32) -> bool;
     /// Records that the content of memory is lost. When the gate opens, it then returns an error

@@ -28,7 +28,7 @@ struct Fake {
     /// Whether memory is swappable. The next field says whether that memory is copied out.
     can_copy: bool,
     copied_out: bool,
-    /// True if the host memory is no longer registered with the driver.
+    /// True if the host memory was unregistered from the driver.
     let_go: bool,
     /// True if the process holds imported memory that is not copied out.
     imported: bool,
@@ -234,7 +234,7 @@ const CLOSE: Action = Action::Close { deadline_ms: 50 };
 const LOCK: Action = Action::Lock { timeout_ms: 100 };
 const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 1 << 30 };
 
-/// A machine whose process a controller has welcomed.
+/// Returns a machine whose allocations are released, as after the Welcome of a controller.
 fn running(host: &mut Fake) -> OrderMachine {
     let mut machine = OrderMachine::new();
     machine.release_allocations(host);
@@ -552,8 +552,8 @@ fn close_without_fence_is_busy() {
     assert_eq!(host.phases.last(), Some(&Phase::Open));
 }
 
-/// The gate must be sealed once the counts prove that no call is inside, not before, and stay
-/// sealed until calls pass again.
+/// The gate must be sealed as soon as the counts prove that no call is inside, and not before. It
+/// must stay sealed until calls pass again.
 #[test]
 fn gate_is_sealed_once_counts_are_proven() {
     let mut host = Fake::new();

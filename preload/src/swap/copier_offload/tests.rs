@@ -22,19 +22,19 @@ const PIECE_BYTES: u64 = 8 * MIB;
 const PIECES: usize = 3;
 const LATER_US: u64 = u64::MAX;
 
-/// Kind of memory with which a test begins.
+/// Kind of the memory that the process has at the beginning of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Made {
     /// The process can export the memory.
     Exportable,
-    /// The memory cannot be exported.
+    /// The memory was created without a handle type for exports, so the process cannot export it.
     Otherwise,
     /// The memory was imported from a copier.
     Imported,
 }
 use Made::{Exportable, Imported, Otherwise};
 
-/// A process with some memory on the device, and a connection to a copier.
+/// A process with memory on the device and with a connection to a copier, for tests.
 struct World {
     fake: Fake,
     copier: OwnedFd,
@@ -267,8 +267,8 @@ fn failed_export_leaves_all_on_the_device() {
     }
 }
 
-/// If the memory cannot be mapped again at first, its descriptors must be kept for the next
-/// attempt.
+/// If exported memory cannot be mapped again at the first attempt, its descriptors must be kept for
+/// the next attempt.
 #[test]
 fn failed_take_back_is_repeated() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {

@@ -361,7 +361,8 @@ impl Model {
         }
     }
 
-    /// Writes the contents of `before` again, to all pieces that existed then with the same size.
+    /// Restores earlier contents: writes the contents of `before` to all pieces that existed then
+    /// with the same size.
     fn go_back_to(&mut self, before: &[(u64, Vec<u64>)]) {
         for piece in 0..self.pieces.len() {
             let (address, slots) = self.pieces[piece].clone();
@@ -391,8 +392,8 @@ impl Model {
     }
 }
 
-/// Between two offloads, content changes, stays, becomes zero or moves, and any step may fail. The
-/// content must still be right after each restore.
+/// The contents must be correct after each restore, although content changes, stays, becomes zero
+/// or moves between two offloads, and any step may fail.
 #[test]
 fn restore_with_stale_copy_preserves_contents() {
     const OUT: [&str; 8] = [

@@ -20,7 +20,7 @@ use crate::sys::{self, Descriptor, datagram, task};
 /// If the exporter ends, this process notices it at once.
 const WITHIN_US: u64 = 60_000_000;
 
-/// One opened allocation of another process.
+/// One allocation of another process that this process has opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImportedHandle {
     /// The mapping of the allocation in this process. Offloads leave it on the device, because the

@@ -59,8 +59,8 @@ fn load_that_was_given_up_is_taken_up_again() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT + 1]);
 }
 
-/// No digest may be computed after a failed load. The agent's own load would then be the first
-/// load, and could wait for the lock.
+/// No digest may be computed after a failed load of the module. The agent's own load would then be
+/// the first load, and could wait for the loader's lock.
 #[test]
 fn no_digest_is_computed_after_a_failed_load() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

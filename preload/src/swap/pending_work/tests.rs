@@ -7,7 +7,8 @@ use super::*;
 pub(in crate::swap) const OTHER: usize = 0x88;
 const STREAM: usize = 0x50;
 
-/// A driver with an active primary context, and no other context and no capture.
+/// Test process with the fake driver, in which the primary context is the only context and no
+/// stream is captured.
 pub(in crate::swap) struct Process {
     pub fake: Fake,
     _own: MutexGuard<'static, ()>,

@@ -47,7 +47,7 @@ impl StagingPool {
         self.file().is_some_and(|file| sys::punch(file, chunk * CHUNK_BYTES, CHUNK_BYTES))
     }
 
-    /// Whether any content is in shared files.
+    /// Whether any chunk of the pool is replaced by a mapping of a shared file.
     pub fn is_shared(&self) -> bool {
         self.first_shared().is_some()
     }

@@ -24,7 +24,8 @@ pub struct CompletionMark {
     pub context: usize,
 }
 
-/// A piece of memory that is unused, or will be unused once the work before its mark has ended.
+/// A piece of memory that the application has freed. It is unused once the work before its mark has
+/// ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreePiece {
     /// Time of the free, from `AllocationTables::now`.
@@ -53,7 +54,8 @@ impl HasKey for FreePiece {
 pub struct StreamPool {
     /// The application's handle of the pool.
     pub handle: usize,
-    /// This library's number of the pool. It stays unique if the handle is reused.
+    /// This library's number of the pool. It stays unique even if the driver reuses the pool's
+    /// handle.
     pub number: u64,
     /// Ordinal of the device that contains the pool's memory.
     pub device: i32,
@@ -125,8 +127,8 @@ pub struct PendingFree {
 }
 
 impl PendingFree {
-    /// Adds a busy stream. If the list is full, the stream is not added, and each of its pieces is
-    /// queried separately.
+    /// Adds the stream of a piece as busy. If the list is full, the stream is not added, and the
+    /// event of each of its pieces is queried separately.
     pub fn add(&mut self, of: &FreePiece) {
         if of.stream != NO_STREAM
             && let Some(place) = self.streams.get_mut(self.many)
@@ -159,24 +161,24 @@ impl PoolCache {
         self.pools.at(handle as u64).copied()
     }
 
-    /// The first pool whose handle is at least this number.
+    /// Returns the first pool whose handle is at least this number.
     pub fn pool_from(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.from(handle as u64).next().copied()
     }
 
-    /// Makes new allocations of a pool swappable from now on, and forgets an earlier pool with that
-    /// handle. False: out of memory.
+    /// Adds a pool, whose new allocations are swappable from then on. Removes an earlier pool with
+    /// the same handle. False: out of memory.
     pub fn add_pool(&mut self, pool: StreamPool) -> bool {
         self.remove_pool(pool.handle);
         self.pools.insert(pool)
     }
 
-    /// Same as [`Self::add_pool`], unless another thread has already added the pool.
+    /// Same as [`Self::add_pool`], but changes nothing if the pool is in the table already.
     pub fn learn_pool(&mut self, pool: StreamPool) -> bool {
         self.pools.at(pool.handle as u64).is_some() || self.pools.insert(pool)
     }
 
-    /// Whether new allocations of a pool are still swappable.
+    /// Whether this library still makes new allocations of a pool itself, so that it can copy them.
     pub fn can_copy(&mut self, number: u64) -> bool {
         self.numbered(number).is_some_and(|pool| !pool.left)
     }
@@ -283,7 +285,7 @@ impl PoolCache {
         self.unused.from(from).find(waits).copied()
     }
 
-    /// Whether any piece still waits for work.
+    /// Whether any unused piece still waits for work.
     pub fn waits(&mut self) -> bool {
         self.waiting(0, &PendingFree::default()).is_some()
     }

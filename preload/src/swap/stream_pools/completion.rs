@@ -51,7 +51,8 @@ pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     Some(mark)
 }
 
-/// Destroys the event of a mark. [`SwapState::unused_lock`](super::super::SwapState) must be held.
+/// Destroys the event of a mark. The caller must hold
+/// [`SwapState::unused_lock`](super::super::SwapState).
 pub fn forget(mark: CompletionMark) {
     if mark.event != 0 {
         in_context(mark.context, || call!(event_destroy(mark.event)));

@@ -1,4 +1,4 @@
-//! The stream argument of a call.
+//! The stream argument of a CUDA call, and queries about this stream.
 
 use core::ffi::c_void;
 
@@ -31,7 +31,7 @@ impl Stream {
         code != result::SUCCESS || status != 0
     }
 
-    /// The context of the stream.
+    /// The context of the stream. `None`: the query failed, or no context is current.
     pub fn context(self) -> Option<usize> {
         if matches!(self.0 as usize, NONE | LEGACY | PER_THREAD) {
             return current_context().filter(|context| *context != 0);

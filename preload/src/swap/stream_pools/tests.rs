@@ -143,8 +143,8 @@ fn wait_for_work_ignores_an_ending_context() {
     assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next call frees the pieces");
 }
 
-/// Memory that is allocated while the end of its context waits for the lock must end with the
-/// context.
+/// Memory that is allocated while the end of its context waits for the lock of contexts must be
+/// freed with the context.
 #[test]
 fn context_end_frees_its_earlier_memory() {
     let swappable = SwapDevice::new();

@@ -87,7 +87,8 @@ fn failed_copy_out_leaves_process_closed() {
     assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
 }
 
-/// If other processes have taken the host memory, the outcome must differ from a driver error.
+/// If a copy out fails because other processes have taken the host memory, the outcome must differ
+/// from a driver error.
 #[test]
 fn copy_without_host_memory_is_told_apart() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
