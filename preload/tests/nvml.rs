@@ -9,7 +9,7 @@ mod support;
 use affinode_proto::wire::message::{
     Action, AgentMessage, BUSY_NVML, ControllerMessage, GpuReading, Outcome,
 };
-use affinode_proto::wire::{Engine, Phase};
+use affinode_proto::wire::{Engine, Phase, vram_view::VramView};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
@@ -295,6 +295,22 @@ fn memory_shows_the_limit_of_vram() {
     agent.send(ControllerMessage::Reading(READING));
     assert_eq!(client.answer(), 700, "the controller's reading is limited as well");
     agent.done(&BRING_BACK);
+    client.finish();
+}
+
+/// `nvidia-smi` uses no CUDA, so it has no connection to the controller.
+#[test]
+fn program_without_cuda_reads_the_limit() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", path.as_str())];
+    let mut client = Client::start_program(Build::Glibc, &["nvml", "dlopen"], &environment);
+    asks(&mut client, &[("init", 0), ("index 0", 1), ("total", 1_000), ("free", 400)]);
+    let view = VramView { uuid: READING.uuid, limit_bytes: 700, used_bytes: 450 };
+    controller.write_beside("vram", &view.encode());
+    asks(&mut client, &[("total", 700), ("free", 250), ("used", 450), ("used2", 450)]);
+    controller.write_beside("vram", b"not a record");
+    asks(&mut client, &[("total", 1_000), ("used2", 550)]);
     client.finish();
 }
 

@@ -44,6 +44,9 @@ pub const AGENT_SOCKET: &str = "agent.sock";
 /// memory). A process reads it if it calls the driver before the controller's Welcome message has
 /// arrived.
 pub const ENGINE_FILE: &str = "engine";
+/// File name in the mounted folder: the VRAM of a container with a limit, as
+/// [`crate::wire::vram_view`] describes it.
+pub const VRAM_FILE: &str = "vram";
 /// File name in the mounted folder: the pipe into which the container's programs write `idle` or
 /// `busy`.
 pub const HINT_PIPE: &str = "hint";

@@ -1,6 +1,10 @@
 //! Effects: the actions that the node decides on and the controller executes.
 
-use affinode_proto::{reason::Reason, state::State, wire::message::ControllerMessage};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{message::ControllerMessage, vram_view::VramView},
+};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -98,6 +102,14 @@ pub enum Effect {
         epoch: u64,
         /// All processes of the container.
         processes: Vec<ProcessId>,
+    },
+    /// Write the file that shows a container its VRAM under a limit. An empty list: there is no limit
+    /// any more, so remove the file.
+    ShowVram {
+        /// The container with a VRAM limit.
+        key: Key,
+        /// VRAM of the container on each GPU.
+        views: Vec<VramView>,
     },
     /// Start a copier on a GPU.
     StartCopier {

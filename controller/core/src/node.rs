@@ -154,7 +154,10 @@ fn take(node: &mut NodeState, input: Input) {
         Input::Message(process, message) => agent_message(node, process, message),
         Input::Page(process, page) => measurements::page(node, process, page),
         Input::BadPage(process, why) => measurements::bad_page(node, process, why),
-        Input::Gpus(gpus) => measurements::gpus_read(node, gpus),
+        Input::Gpus(gpus) => {
+            measurements::gpus_read(node, gpus);
+            vram_limit::show(node);
+        }
         Input::Worked(work) => idle::worked(node, &work),
         Input::CopierReport(copier, report) => copier_use::copier_reported(node, copier, report),
         Input::CopierEnded(copier) => copier_use::copier_ended(node, copier),

@@ -22,11 +22,18 @@
 
 use std::collections::BTreeMap;
 
-use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
+use affinode_proto::wire::{
+    Capabilities, Phase,
+    message::{ControllerMessage, MAX_GPUS},
+    vram_view::VramView,
+};
 
 use super::{
-    DeviceBytes, Effect, GpuSample, Key, Millis, ProcessId, gpu_uuid::nvml_uuid,
-    node_state::NodeState, policy::Policy, process::Process,
+    DeviceBytes, Effect, GpuSample, Key, Millis, ProcessId,
+    gpu_uuid::{nvml_uuid, uuid_bytes},
+    node_state::NodeState,
+    policy::Policy,
+    process::Process,
 };
 
 /// Allowance without a limit. Sums of it with real sizes do not overflow.
@@ -41,6 +48,8 @@ pub(super) struct VramRequests {
     waiting: BTreeMap<ProcessId, VramRequest>,
     /// The request of each container that is being served.
     served: BTreeMap<Key, ServedRequest>,
+    /// What the file of each container with a limit shows.
+    shown: BTreeMap<Key, Vec<VramView>>,
     /// Number of the last recall.
     recalls: u64,
 }
@@ -182,4 +191,34 @@ fn held_bytes(process: &Process, gpu: &GpuSample) -> u64 {
 pub(super) fn forget(node: &mut NodeState, id: ProcessId) {
     node.vram_requests.waiting.remove(&id);
     taken(node, id);
+}
+
+/// Updates the files of the containers with a limit after a sample of all GPUs.
+pub(super) fn show(node: &mut NodeState) {
+    let mut shown = BTreeMap::new();
+    for (key, container) in &node.registry.containers {
+        if container.policy.vram_limit_bytes > 0 {
+            shown.insert(key.clone(), views(node, key, container.policy.vram_limit_bytes));
+        }
+    }
+    let before = std::mem::take(&mut node.vram_requests.shown);
+    for key in before.keys().filter(|key| !shown.contains_key(*key)) {
+        let effect = Effect::ShowVram { key: key.clone(), views: Vec::new() };
+        node.output.effects.push(effect);
+    }
+    for (key, views) in shown.iter().filter(|(key, views)| before.get(*key) != Some(*views)) {
+        let effect = Effect::ShowVram { key: key.clone(), views: views.clone() };
+        node.output.effects.push(effect);
+    }
+    node.vram_requests.shown = shown;
+}
+
+/// VRAM of a container on each GPU that is not divided into parts (MIG).
+fn views(node: &NodeState, key: &Key, limit_bytes: u64) -> Vec<VramView> {
+    let whole = node.gpus.samples.iter().filter(|gpu| !gpu.mig);
+    let view = |gpu: &GpuSample| {
+        let held = node.registry.processes.of(key).map(|(_, process)| held_bytes(process, gpu));
+        Some(VramView { uuid: uuid_bytes(&gpu.uuid)?, limit_bytes, used_bytes: held.sum() })
+    };
+    whole.filter_map(view).take(MAX_GPUS).collect()
 }

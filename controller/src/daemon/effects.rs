@@ -1,9 +1,19 @@
 //! Feeds inputs to the core, and executes the effects that the core returns, in their order.
 
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    path::Path,
+};
+
 use affinode_core::{Effect, Input, Key, ProcessId};
-use affinode_proto::wire::{
-    copier::CopierOrder,
-    message::{Action, ControllerMessage},
+use affinode_proto::{
+    paths,
+    wire::{
+        copier::CopierOrder,
+        message::{Action, ControllerMessage},
+        vram_view::VramView,
+    },
 };
 
 use super::{actor::NodeActor, copiers};
@@ -53,6 +63,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
         }
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => read_vram(actor, key, epoch, &processes),
+        Effect::ShowVram { key, views } => show_vram(&actor.run_dir, &key, &views),
         Effect::Answer(command, answer) => {
             if let Some(waiter) = actor.commands.take(command) {
                 let _ = waiter.send(conversion::response_of(answer));
@@ -102,6 +113,24 @@ fn recall_vram(actor: &NodeActor, id: ProcessId, epoch: u64) -> u64 {
         );
         0
     })
+}
+
+/// Writes the file that shows a container its VRAM under a limit. Errors are ignored: the container
+/// may just have been deleted, and the next sample writes again.
+fn show_vram(run_dir: &Path, key: &Key, views: &[VramView]) {
+    let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str());
+    let (file, fresh) =
+        (folder.join(paths::MOUNT_DIR).join(paths::VRAM_FILE), folder.join(".vram"));
+    // The new file is written in the folder that no container reaches, and is then moved.
+    let written = match views.is_empty() {
+        true => fs::remove_file(&file),
+        false => fs::write(&fresh, views.iter().flat_map(VramView::encode).collect::<Vec<u8>>())
+            .and_then(|()| fs::set_permissions(&fresh, Permissions::from_mode(0o644)))
+            .and_then(|()| fs::rename(&fresh, &file)),
+    };
+    if let Err(error) = written {
+        tracing::debug!(%key, %error, "container {key}: cannot show its VRAM");
+    }
 }
 
 fn is_copy_out(message: &ControllerMessage) -> bool {

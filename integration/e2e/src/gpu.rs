@@ -25,7 +25,7 @@ const SIM_FOLDER: &str = "/run/affinode-sim";
 /// Folder inside containers that contains the driver's libraries. glibc searches it by default.
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// Path of `nvidia-smi` inside containers.
-const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
+pub const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
 /// File names of the driver's libraries for compute. The container toolkit mounts the same
 /// libraries for the capabilities `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [

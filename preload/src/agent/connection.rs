@@ -2,7 +2,7 @@
 
 use core::ffi::{CStr, c_char, c_void};
 
-use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET, ENGINE_FILE};
+use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET};
 use affinode_proto::wire::message::{AgentMessage, ControllerMessage, FRAME_BYTES};
 
 use crate::fds::{self, TrackedFd};
@@ -33,12 +33,16 @@ fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     }
 }
 
-/// Returns the path of the file that contains the engine's name, in the folder of the socket.
-/// `named` is the result of [`named_socket`]. `None`: the path is too long.
-pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
+/// Returns the path of a file in the folder of the socket. `named` is the result of
+/// [`named_socket`]. `None`: the path is too long.
+pub fn file_beside<'a>(
+    named: *const c_void,
+    name: &str,
+    buffer: &'a mut [u8; PATH_BYTES],
+) -> Option<&'a CStr> {
     let socket = socket_path(named);
     let slash = socket.iter().rposition(|byte| *byte == b'/')?;
-    let path = socket.iter().take(slash + 1).chain(ENGINE_FILE.as_bytes()).chain(&[0]);
+    let path = socket.iter().take(slash + 1).chain(name.as_bytes()).chain(&[0]);
     *buffer = [0; PATH_BYTES];
     for (to, from) in buffer.iter_mut().zip(path) {
         *to = *from;
@@ -223,7 +227,7 @@ mod tests {
         let mut buffer = [1; PATH_BYTES];
         let mut beside = |socket: Option<&CStr>| {
             let named = socket.map_or(core::ptr::null(), |socket| socket.as_ptr().cast());
-            engine_file(named, &mut buffer).map(CStr::to_owned)
+            file_beside(named, "engine", &mut buffer).map(CStr::to_owned)
         };
         assert_eq!(beside(None).as_deref(), Some(c"/.affinode/run/engine"));
         assert_eq!(beside(Some(c"/run/x/agent.sock")).as_deref(), Some(c"/run/x/engine"));

@@ -4,12 +4,15 @@
 use core::ffi::{CStr, c_char};
 
 use affinode_cuda_sys::nvml::{Class, UUID};
+use affinode_proto::paths::VRAM_FILE;
 use affinode_proto::wire::message::{GpuReading, UNKNOWN_UTILIZATION};
+use affinode_proto::wire::vram_view::{FILE_BYTES, VramView};
 
 use super::cache::{self, AnswerKey, BYTES};
 use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
-use crate::process::PROCESS;
+use crate::agent::connection;
+use crate::process::{self, PROCESS};
 use crate::sys;
 
 /// Maximum age, in microseconds, of a figure that is returned while the process is being moved.
@@ -243,6 +246,15 @@ unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) 
     known.result
 }
 
+/// Returns the limit of the container's VRAM on a GPU, and what it leaves, in bytes, from the file
+/// that the controller writes for programs without CUDA. `None`: the container has no limit.
+fn shown_in_file(uuid: &[u8; 16]) -> Option<(u64, u64)> {
+    let (mut path, mut content) = ([0; connection::PATH_BYTES], [0; FILE_BYTES]);
+    let path = connection::file_beside(connection::named_socket(), VRAM_FILE, &mut path)?;
+    let view = VramView::find(sys::read_file(path, &mut content)?, uuid)?;
+    Some((view.limit_bytes, view.limit_bytes.saturating_sub(view.used_bytes)))
+}
+
 /// Replaces the size of a device's memory by the limit of the container's VRAM, if there is one.
 /// `asks`: the controller is asked what the limit leaves. Otherwise its last reply is used.
 ///
@@ -256,7 +268,11 @@ pub unsafe fn limit(class: Class, frame: &NvmlFrame, asks: bool) {
         _ => return,
     };
     let limit = &PROCESS.vram_limit;
-    let view = |uuid| if asks { limit.fresh_view(&uuid) } else { limit.view(&uuid) };
+    let view = |uuid| match process::page() {
+        None => shown_in_file(&uuid),
+        Some(_) if asks => limit.fresh_view(&uuid),
+        Some(_) => limit.view(&uuid),
+    };
     let Some((limit_bytes, left_bytes)) = uuid(device).and_then(view) else { return };
     // SAFETY: the function has written its structure there: total, free and used, after a version
     // in the second form, which also has reserved memory after the total.

@@ -39,6 +39,11 @@ impl Controller {
         path.to_str().unwrap().to_owned()
     }
 
+    /// Writes a file into the folder of the socket.
+    pub fn write_beside(&self, name: &str, content: &[u8]) {
+        std::fs::write(self.folder.path().join(name), content).unwrap();
+    }
+
     /// Accepts the connection of the next agent, but sends no Welcome message.
     pub fn accept(&self) -> Connection {
         let (stream, _) = self.listener.accept().unwrap();

@@ -16,6 +16,7 @@ pub mod counters;
 mod frame;
 pub mod ipc;
 pub mod message;
+pub mod vram_view;
 
 /// Version of the protocol: the layout of the counters and the frames of the agent. The controller
 /// refuses a library of another version with a reason, and the application then runs unmanaged.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use affinode_proto::wire::{
     Capabilities, Hazards, Phase,
     message::{AgentMessage, ControllerMessage},
+    vram_view::VramView,
 };
 use proptest::prelude::*;
 
@@ -57,6 +58,8 @@ struct LimitedContainer {
     /// The reading that the controller has begun: key, epoch and pending bytes.
     reading: Option<(u64, Vec<(ProcessId, u64)>)>,
     others_bytes: u64,
+    /// The contents of the file that shows the container its VRAM.
+    shown: Vec<Vec<VramView>>,
     now: Millis,
 }
 
@@ -75,6 +78,7 @@ impl LimitedContainer {
             processes: (0..processes).map(|_| LimitedProcess::default()).collect(),
             reading: None,
             others_bytes: 0,
+            shown: Vec::new(),
             now: 0,
         };
         let annotations = [("affinode.io/vram-limit".to_owned(), "1Gi".to_owned())];
@@ -115,9 +119,15 @@ impl LimitedContainer {
                     };
                     self.reading = Some((epoch, processes.iter().map(recall).collect()));
                 }
+                Effect::ShowVram { views, .. } => self.shown.push(views),
                 _ => {}
             }
         }
+    }
+
+    fn show(&mut self) {
+        let gpus = Ok(vec![self.gpu()]);
+        self.feed(Input::Gpus(gpus));
     }
 
     fn gpu(&self) -> GpuSample {
@@ -318,6 +328,21 @@ fn only_an_able_library_gets_a_limit() {
         });
         assert_eq!(welcome, Some(limit));
     }
+}
+
+#[test]
+fn file_follows_the_vram_in_use() {
+    let mut container = LimitedContainer::new(1);
+    let view = |used_bytes| VramView { uuid: UUID, limit_bytes: LIMIT, used_bytes };
+    container.show();
+    assert_eq!(container.shown, [vec![view(0)]]);
+    container.allocate(0, 5);
+    container.show();
+    container.show();
+    assert_eq!(container.shown, [vec![view(0)], vec![view(5)]], "written only if it changes");
+    container.feed(Input::Withdrawn(key(1)));
+    container.show();
+    assert_eq!(container.shown.last(), Some(&Vec::new()));
 }
 
 proptest! {

@@ -255,7 +255,9 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } => self.questions.push_back(effect),
-                Effect::ReadVram { .. } => panic!("no container here has a limit"),
+                Effect::ReadVram { .. } | Effect::ShowVram { .. } => {
+                    panic!("no container here has a limit")
+                }
                 Effect::Prove(..) => {
                     self.assert_no_copier_moves();
                     self.questions.push_back(effect);

@@ -2,8 +2,9 @@
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
-    gpu::Gpu,
+    gpu::{CONTAINER_TOOL, Gpu},
     testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
 };
 use anyhow::{Context, Result};
@@ -108,6 +109,32 @@ fn limit_holds_after_a_controller_crash() -> Result<()> {
     worker.call("free")?;
     worker.call("alloc 100")?;
     assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn nvidia_smi_shows_the_limit() -> Result<()> {
+    let world = world()?;
+    let mut worker = start(&world, limited("worker"))?;
+    let mut other = start(&world, Worker::spec("other", USUAL, 300))?;
+    let tool = |worker: &Worker| {
+        let query = "--query-gpu=memory.total,memory.used";
+        let output = worker
+            .running
+            .exec(&world, &[CONTAINER_TOOL, query, "--format=csv,noheader,nounits"])?;
+        let (total, used) = output.trim().split_once(", ").context("two numbers")?;
+        Ok::<_, anyhow::Error>((total.parse::<u64>()?, used.parse::<u64>()?))
+    };
+    until("nvidia-smi to show the container's VRAM", || {
+        let (total, used) = tool(&worker)?;
+        Ok((total == LIMIT_MIB && (64..=128).contains(&used)).then_some(()))
+    })?;
+    let (total, used) = tool(&other)?;
+    assert!(
+        total == VRAM_MIB && used > 364,
+        "{used} of {total} MiB in a container without a limit"
+    );
+    assert!(worker.verify()? && other.verify()?);
     Ok(())
 }
 
