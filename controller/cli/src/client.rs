@@ -21,8 +21,8 @@ use super::CliError;
 
 /// Timeout of a request that the controller answers at once.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
-/// Timeout of an offload or a restore. It suffices to wait in the queue and then to move the memory
-/// of a whole GPU at 1 GB/s.
+/// Time limit for an offload or a restore. The time is enough to wait in the controller's queue and
+/// then to move the memory of a whole GPU at 1 GB/s.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// A connection to the controller. The path of its socket is kept for error messages.
@@ -56,8 +56,9 @@ impl ControlClient {
         }
     }
 
-    /// Returns an error for a request that changes something if this user may only read. On the
-    /// socket for viewers, the controller refuses such a request too.
+    /// Checks whether this user may send a request that changes something. Returns an error if the
+    /// user may only read. The controller also refuses such a request if it arrives on the socket
+    /// for viewers.
     fn may_change(&self) -> Result<(), CliError> {
         match self.rights {
             ClientRights::Full => Ok(()),
@@ -123,9 +124,9 @@ impl ControlClient {
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Returns batches of recorded CUDA calls with a sequence number above `after`, of one
-    /// container. Empty name: of all containers. If there are none yet, waits up to a second for
-    /// the first batch.
+    /// Returns batches of recorded CUDA calls with a sequence number above `after`. The batches are
+    /// those of one container, or those of all containers if `container` is empty. If there are
+    /// none yet, waits up to a second for the first batch.
     pub async fn calls(
         &self,
         container: String,
@@ -149,7 +150,8 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.into())
     }
 
-    /// Returns the policy of one container. Empty name: the policies of all containers.
+    /// Returns the policy of one container, or the policies of all containers if `container` is
+    /// empty.
     pub async fn policy(&self, container: String) -> Result<PolicyResponse, CliError> {
         let request = PolicyRequest { container, ..PolicyRequest::default() };
         self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))
@@ -166,8 +168,8 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.values)
     }
 
-    /// Returns all recorded spans of the history between two times. A span is a period of one
-    /// container.
+    /// Returns all recorded spans of the history between two times, in milliseconds since 1970. A
+    /// span is one container's stay in one state.
     pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<StateSpan>, CliError> {
         let mut spans = Vec::new();
         loop {
@@ -207,7 +209,8 @@ async fn open(socket: &Path, rights: ClientRights) -> Result<ControlClient, CliE
     }
 }
 
-/// Returns whether this user lacks the right to connect to a socket.
+/// Returns whether the kernel refuses this user the connection to a socket, because the user lacks
+/// the permission.
 fn may_not_connect(socket: &Path) -> bool {
     let connected = std::os::unix::net::UnixStream::connect(socket);
     connected.is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)

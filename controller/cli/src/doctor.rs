@@ -26,7 +26,7 @@ pub struct DoctorArgs {
 
 #[derive(Serialize)]
 struct DoctorReport {
-    /// Whether all checks passed, if need be with a warning.
+    /// Whether no check has failed. A check that ended with a warning has not failed.
     healthy: bool,
     checks: Vec<DoctorCheck>,
 }

@@ -12,11 +12,12 @@ use super::Args;
 /// Minimum number of command lines in the documents. Fewer would mean that the search for them is
 /// broken.
 const MIN_LINES: usize = 80;
-/// Words after which a command ends in a line of a shell.
+/// Words that end a command in a line of a shell, such as a pipe or the start of a comment. The
+/// words after them belong to another command, a file name or the comment.
 const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
 
-/// The parser must accept each command in the documents, because users type them. A command that a
-/// text only mentions may lack its arguments.
+/// The parser must accept each `affinode` command line in the documents, because users type these
+/// lines. A command that a text only mentions may lack its arguments.
 #[test]
 fn every_command_of_the_documents_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -86,7 +87,8 @@ fn commands(text: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// Splits a line into words, if the line is a command of `affinode`. `None`: it is another line.
+/// Returns the words of the `affinode` command in a line, with placeholders replaced by values.
+/// `None`: the line contains no such command.
 fn command(line: &str) -> Option<Vec<String>> {
     let words = words(line.trim().trim_start_matches("$ "));
     let skipped = words.iter().take_while(|word| *word == "sudo").count();
@@ -100,8 +102,9 @@ fn command(line: &str) -> Option<Vec<String>> {
     Some(used.take_while(|word| !ENDS.contains(&word.as_str())).map(|word| filled(&word)).collect())
 }
 
-/// Replaces a placeholder by a value that the parser accepts. Of several alternatives it is the
-/// first, otherwise 1, which suits any option.
+/// Replaces a placeholder in a documented command by a value that the parser accepts. Of several
+/// alternatives, such as `a|b`, the first is returned. A name in capital letters becomes 1, which
+/// suits any option.
 fn filled(word: &str) -> String {
     let first = word.split('|').next().unwrap_or(word);
     let name =

@@ -33,8 +33,9 @@ pub async fn run(
     }
 }
 
-/// Waits for an event with a number above `after`, and returns the number of the latest event.
-/// `None`: waits for an event after the present latest one.
+/// Waits for an event with a sequence number above `after`, and returns the number of the latest
+/// event. If `after` is `None`, waits for an event that is newer than all events at the time of the
+/// call.
 pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, CliError> {
     let number = |events: &[Event]| events.last().map(|event| event.sequence);
     let mut last = match after {

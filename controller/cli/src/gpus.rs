@@ -34,9 +34,9 @@ pub fn run(out: &mut dyn Write, asked: &GpusArgs) -> Result<(), CliError> {
     Ok(writeln!(out)?)
 }
 
-/// Replaces this process by the installed program, after it has entered the node's root file
-/// system. A program of the container must not open the driver, because the driver's library and
-/// the C library of the node belong together.
+/// Enters the node's root file system, and then replaces this process by the program that is
+/// installed there. The program in the container must not open the driver, because the driver's
+/// library and the C library of the node belong together.
 fn run_on_node(root: &Path, prefix: &Path) -> Result<CliError, CliError> {
     install::enter(root)?;
     let program = prefix.join("bin/affinode");

@@ -31,7 +31,7 @@ enum HintState {
     Busy,
 }
 
-/// Sends the hint, and prints the container's state after it.
+/// Sends the hint to the controller, and prints the state that the container has afterwards.
 pub async fn run(
     client: &ControlClient,
     out: &mut dyn Write,

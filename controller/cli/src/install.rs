@@ -90,8 +90,9 @@ pub struct InstallArgs {
 }
 
 impl InstallArgs {
-    /// Returns whether the runtime is registered in Podman. The rules are those for Docker, see
-    /// [`InstallArgs::docker`].
+    /// Returns whether the runtime is registered in Podman. `--podman` requires the registration.
+    /// `--no-podman`, a named containerd or a named root of a node prevents it. Otherwise the
+    /// runtime is registered if Podman is found.
     fn podman(&self) -> PodmanRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.podman {
@@ -109,8 +110,9 @@ impl InstallArgs {
         }
     }
 
-    /// Returns whether the runtime is registered in Docker. By default it is not registered if the
-    /// command line names a containerd or the root of a node.
+    /// Returns whether the runtime is registered in Docker. `--docker` requires the registration.
+    /// `--no-docker`, a named containerd or a named root of a node prevents it. Otherwise the
+    /// runtime is registered if dockerd is found.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.docker {

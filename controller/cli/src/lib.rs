@@ -223,8 +223,8 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
     ExitCode::from(1)
 }
 
-/// Standard output of a command. If the reader of a pipe has closed the pipe, the command ends
-/// successfully.
+/// Standard output of a command. If the process that reads the output has closed the pipe, this
+/// process exits with status 0.
 struct Printer(std::io::Stdout);
 
 impl Printer {
@@ -246,7 +246,8 @@ impl Write for Printer {
     }
 }
 
-/// Prints a response: as a sentence for tables, and as an object for JSON and YAML.
+/// Prints the controller's response to a request. The table formats print the sentence `words`.
+/// JSON and YAML print `object`.
 fn say(
     out: &mut dyn Write,
     output: OutputFormat,
@@ -260,8 +261,8 @@ fn say(
     }
 }
 
-/// Returns the run directory `asked`. `None`: returns the run directory of this program's
-/// installation.
+/// Returns the run directory that the command line names. If it names none, returns the run
+/// directory of this program's installation.
 fn directory(asked: Option<PathBuf>) -> PathBuf {
     asked.unwrap_or_else(|| InstallationPaths::own().run_dir)
 }
@@ -361,7 +362,8 @@ mod tests {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 
-    /// Every command that prints accepts the same output formats.
+    /// Each command that prints must accept the output formats table, wide, json and yaml, and must
+    /// reject any other format.
     #[test]
     fn every_command_that_prints_takes_every_format() {
         for command in [

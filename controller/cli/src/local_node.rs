@@ -26,8 +26,9 @@ pub struct LocalNode {
 }
 
 impl LocalNode {
-    /// Prepares the reading of the GPUs. `None`: only a controller may know the state of the node,
-    /// because a controller may run, or the run directory has a folder of a container or job.
+    /// Prepares to read the GPUs without a controller. `None`: a controller may run, or the run
+    /// directory has a folder of a container or job, so that only a controller knows the state of
+    /// the node.
     pub fn of_empty(run_dir: &Path) -> Option<LocalNode> {
         if !is_empty(run_dir) {
             return None;
@@ -43,8 +44,8 @@ impl LocalNode {
         Some(LocalNode { config, devices })
     }
 
-    /// Reads the GPUs of the node. The controller's process id in the result is 0, because none
-    /// runs.
+    /// Reads the GPUs of the node. The result has the controller's process id 0, which means that
+    /// no controller runs.
     pub fn read(&mut self) -> schema::Node {
         let mut node = Node::new(self.config.settings());
         // The input also has effects, which only a controller carries out. They are dropped here.
@@ -59,8 +60,8 @@ impl LocalNode {
     }
 }
 
-/// Returns whether no process serves the control socket, and no container or job has a folder in
-/// the run directory.
+/// Returns whether the node has neither a controller nor a container or job. The control socket
+/// then has no listener, and the run directory has no folder of a container or job.
 fn is_empty(run_dir: &Path) -> bool {
     let absent = match UnixStream::connect(run_dir.join(paths::CONTROL_SOCKET)) {
         Ok(_) => false,

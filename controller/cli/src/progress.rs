@@ -91,8 +91,9 @@ fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     }
 }
 
-/// Returns the number of bytes moved so far. The driver reports no progress, so the number is
-/// derived from VRAM freed or filled, and host memory allocated or freed.
+/// Returns the number of bytes that the move has transferred so far. The driver reports no
+/// progress, so the number is computed from how VRAM and host memory have changed since the start
+/// of the move.
 fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
         MoveDirection::Offload => {

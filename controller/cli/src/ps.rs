@@ -148,7 +148,8 @@ fn mode(c: &schema::Container) -> String {
     if c.pinned { "pinned".into() } else { c.mode.clone() }
 }
 
-/// Formats the VRAM that an offloaded container keeps on the GPU, with the reasons.
+/// Formats the size of the VRAM that an offloaded container still holds, with the reasons why this
+/// VRAM was not freed. `-`: the container holds no VRAM.
 fn stays(c: &schema::Container) -> String {
     let reasons = match c.staying_reasons.as_slice() {
         [] => "context".into(),

@@ -8,13 +8,15 @@ use affinode_simulate::{
     trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
 
-/// Assumed time between two calls while a container is in use, in milliseconds.
+/// Time that the trace assumes between two CUDA calls while a container is in use, in milliseconds.
 const STEP_MS: u32 = 1_500;
 
-/// Results that the controller achieved in the recorded history, for comparison with a simulation.
+/// What the controller achieved with its offloads in the recorded history. The values are compared
+/// with those of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RecordedCall {
-    /// Freed VRAM, weighted by time, as a fraction of the VRAM that was held or freed.
+    /// Share of the VRAM that offloads freed, from 0 to 1. It is the number of freed GPU seconds,
+    /// divided by the sum of freed and held GPU seconds.
     pub freed: f64,
     /// Number of restores for which CUDA calls waited.
     pub wakes: u64,
@@ -53,7 +55,7 @@ pub fn trace(
     WorkloadTrace { loads: held.collect() }.checked()
 }
 
-/// Computes the results that the controller achieved from the spans of a history.
+/// Computes what the controller achieved with its offloads, from the spans of the recorded history.
 #[must_use]
 pub fn happened(spans: &[StateSpan]) -> RecordedCall {
     let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();

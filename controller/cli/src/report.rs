@@ -117,7 +117,8 @@ fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Rep
     Ok(sums.priced(&Config::load(&Config::path())?.report))
 }
 
-/// Reads the spans of the history between two times that the last controller wrote to disk.
+/// Reads recorded spans of the history from the file on disk, to which the last controller wrote
+/// them. The times are in milliseconds since 1970.
 pub fn spans_on_disk(
     run_dir: &Path,
     since_ms: i64,

@@ -98,8 +98,8 @@ impl ReportTable<'_> {
     }
 }
 
-/// Converts GPU seconds to hours, as text. Small values, such as minutes on a part of a GPU, have
-/// more digits.
+/// Converts GPU seconds to GPU hours, as text with two decimals. A value below 0.1 has four
+/// decimals.
 fn hours(seconds: f64) -> String {
     match seconds / 3600.0 {
         hours if hours != 0.0 && hours < 0.1 => format!("{hours:.4}"),

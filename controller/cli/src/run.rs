@@ -115,8 +115,8 @@ fn say(what: &str) {
     let _ = writeln!(std::io::stderr(), "affinode: {what}");
 }
 
-/// What an accepted job needs to run: the controller's socket for it, and the value of
-/// `LD_PRELOAD`.
+/// Access that the controller has granted to a job: the socket on which the job talks to the
+/// controller, and the value of `LD_PRELOAD` that loads Affinode's library.
 struct GrantedJob {
     socket: PathBuf,
     preload: OsString,

@@ -151,8 +151,8 @@ pub struct RecordedInput {
 }
 
 impl SimulateArgs {
-    /// Reads the recorded history from the controller or from disk. `None`: no history is to be
-    /// replayed.
+    /// Reads the recorded history from the controller, or from disk if no controller can be
+    /// reached. `None`: the command line does not request the history.
     pub async fn recorded(&self, run_dir: &Path) -> Result<Option<RecordedInput>, super::CliError> {
         if !self.history {
             return Ok(None);
@@ -284,8 +284,8 @@ fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
         .map_err(|source| SimulateError::Write { path: path.display().to_string(), source })
 }
 
-/// Returns the titles of the columns. Two titles contain `slo`, the longest acceptable wait of a
-/// call.
+/// Returns the titles of the columns. `slo` is the longest acceptable wait of a call. Two of the
+/// titles contain it.
 fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     let slow = [format!("COPIED >{slo}"), format!("GONE >{slo}")];
     let (before, after): (&[&str], &[&str]) = if wide {
@@ -325,8 +325,8 @@ struct SimulatedHost {
     warning: Option<String>,
 }
 
-/// Returns a warning if an idle timeout of a compared policy is not longer than the time step of
-/// the trace. Every pause in the trace then looks idle.
+/// Returns a warning if the trace has a time step that is at least as long as an idle timeout of a
+/// compared policy. Every pause in the trace then looks idle.
 fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String> {
     let step_ms = trace.step_ms()?;
     let is_shorter = |b: &&Baseline| b.shortest_timeout_ms().is_some_and(|ms| ms <= step_ms);

@@ -1,6 +1,7 @@
 use super::*;
 
-/// A script may count the printed lines. Without containers and headers, the output must be empty.
+/// Without containers and without headers, `affinode ps` must print nothing, because a script may
+/// count the printed lines.
 #[test]
 fn no_containers_without_headers_print_nothing() {
     let mut printed = Vec::new();

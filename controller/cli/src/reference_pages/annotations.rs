@@ -1,6 +1,6 @@
 //! Lists the annotations of a container for the reference pages. The list is read from the error
-//! messages of the annotations' parser. They contain the annotations, their values, and the values
-//! that only an operator may choose.
+//! messages of the annotation parser. These messages name each annotation, its values, and the
+//! values that only an operator may choose.
 
 use affinode_core::{
     explain,
@@ -20,14 +20,14 @@ pub struct AnnotationReference {
     pub accepted: String,
     /// The key of `[policy]` that the annotation changes. `None`: it changes no key.
     pub key: Option<String>,
-    /// Values that need an operator's permission, and the way in which an operator gives it.
+    /// Values that need an operator's permission. Each text contains the value and how an operator
+    /// permits it.
     pub limits: Vec<String>,
     /// Description of the annotation. Empty: the description of its key applies.
     pub text: String,
 }
 
-/// Descriptions of annotations that have a meaning of their own, instead of that of a configuration
-/// key with the same name.
+/// Descriptions of the annotations for which no configuration key has a suitable description.
 const TEXTS: [(&str, &str); 3] = [
     ("affinode.io/offload", "The mode, which determines when the container may be offloaded."),
     (
@@ -104,7 +104,8 @@ mod tests {
         }
     }
 
-    /// Each annotation that `affinode policy show` names must be in the parser's list.
+    /// The list of annotations comes from the parser. It must contain each annotation that
+    /// `affinode policy show` names.
     #[test]
     fn explained_annotations_are_listed() {
         let listed = names();

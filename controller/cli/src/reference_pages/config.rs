@@ -18,7 +18,8 @@ use serde::Serialize;
 const SAMPLE: &str = include_str!("../../../../config/config.toml");
 /// Name of a key that no section has. It provokes error messages.
 const UNKNOWN: &str = "unknown_key";
-/// Array of tables in the configuration that overrides values for one namespace.
+/// Name of the array of tables in the configuration that contains the rules for namespaces. Each
+/// table overrides values of `[policy]` for one namespace.
 const RULES: &str = "policy.namespace";
 
 /// A configuration key as the reference pages list it.
@@ -130,7 +131,8 @@ fn deserialize(text: &str) -> Result<Config, Kind> {
     Figment::from(Toml::string(text)).extract().map_err(|error| error.kind)
 }
 
-/// Returns the accepted values that the error message for this configuration text names.
+/// Returns the accepted values that the configuration parser names in its error about this text.
+/// `None`: the parser accepts the text, or the error names no values.
 fn accepted_by(text: &str) -> Option<String> {
     let error = Config::from_toml(text).err()?.to_string();
     Some(error.split_once("accepted: ")?.1.trim_end().to_owned())

@@ -59,7 +59,7 @@ pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     frame.render_widget(Paragraph::new(help(state)), foot);
 }
 
-/// Returns the sentence that is shown instead of rows if there are none.
+/// Returns the sentence that the screen shows if there is no row.
 fn nothing(node: &schema::Node) -> &'static str {
     match node.containers.is_empty() {
         false => "no container matches",

@@ -31,7 +31,7 @@ const HEAD_FIELDS: usize = 64;
 /// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 
-/// Limits for the connections of a site.
+/// Limits that an HTTPS service sets for its connections.
 #[derive(Clone, Copy, Debug)]
 pub struct HttpsLimits {
     /// Maximum number of connections at the same time. Further connections wait in the kernel's
@@ -60,8 +60,8 @@ pub trait HttpsSite: Send + Sync + 'static {
         request: Request<Incoming>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
-    /// Called after a failed TLS handshake, for example because the client rejects the certificate
-    /// or does not use TLS.
+    /// Logs that a TLS handshake has failed, for example because the client rejected the
+    /// certificate or did not use TLS. The server calls this function after each failed handshake.
     fn parted(&self, error: &io::Error) {
         tracing::debug!(%error, "client: the TLS handshake failed");
     }

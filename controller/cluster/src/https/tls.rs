@@ -55,8 +55,9 @@ pub struct TlsFiles {
 }
 
 impl TlsFiles {
-    /// Returns the certificate from the files that the options name. If they name no files, it
-    /// creates a self-signed certificate for `names` and for `localhost`.
+    /// Returns the certificate that the server presents. If the options name files, the certificate
+    /// comes from them. Otherwise this function creates a self-signed certificate for `names` and
+    /// for `localhost`.
     ///
     /// # Errors
     /// [`TlsError`]: the files are invalid, or no certificate can be created.
@@ -161,7 +162,8 @@ impl ServedCertificate {
         self.config()
     }
 
-    /// Presents this pair from now on. Returns whether this pair differs from the previous pair.
+    /// Makes the server present `pair` from now on. Returns false if the server presents this pair
+    /// already.
     ///
     /// # Errors
     /// [`TlsError`]: the pair is invalid. The server keeps the present pair.

@@ -72,7 +72,7 @@ pub enum PluginError {
         /// The message that the API server sent.
         message: String,
     },
-    /// The API server has no such object, or found an error in the request.
+    /// The API server does not have the requested object, or considers the request invalid.
     #[error("cannot {0}")]
     Api(String, #[source] ApiError),
     /// The API server did not reply.

@@ -25,8 +25,8 @@ use super::{
 };
 use crate::error_chain::chain;
 
-/// Maximum number of moves that are requested at the same time. A controller accepts more than
-/// this.
+/// Maximum number of moves that the command requests at the same time. A controller accepts more
+/// moves than this.
 const MAX_CONCURRENT_MOVES: usize = 4;
 /// Time limit for a move. The agent's own time limit is shorter.
 const MOVE: Duration = Duration::from_secs(630);
@@ -190,8 +190,8 @@ pub async fn run(
     Ok(exit)
 }
 
-/// Returns the containers that the user selected. An error is returned if a name matches no
-/// container.
+/// Returns the containers that the user selected. If a name matches no container, prints a message
+/// and makes `exit` at least [`ExitStatus::Failed`].
 fn choose<'l>(
     access: &ClusterAccess,
     verb: MoveVerb,
@@ -217,8 +217,8 @@ fn choose<'l>(
     list.containers.iter().filter(named).collect()
 }
 
-/// Asks the API server whether the user may request moves of this kind. Each agent checks the same
-/// right.
+/// Checks with the API server that the user may request moves in this direction. Each agent checks
+/// the same right again.
 async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> {
     let path = format!("/affinode/v1/containers/{}", verb.word());
     if has_right(access, "post", &path).await? {

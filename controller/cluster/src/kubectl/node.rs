@@ -98,8 +98,8 @@ async fn label(api: &Api<Node>, name: &str, excluded: bool) -> Result<(), Plugin
     Ok(())
 }
 
-/// Waits until the agent reports that Affinode is removed from the node. `Err`: the deadline has
-/// passed. It contains the state that the node had then.
+/// Waits until the agent reports that Affinode is removed from the node. The inner `Err` means that
+/// the deadline has passed. It contains the state that the agent reported last.
 async fn removed(
     api: &Api<Node>,
     name: &str,

@@ -42,7 +42,7 @@ pub struct NodeFigures {
     pub waiting: usize,
     /// Number of containers in the state lost.
     pub lost: usize,
-    /// Host memory that further offloads may use.
+    /// Host memory that is free for more offloads, in bytes.
     pub host_free_bytes: u64,
 }
 

@@ -20,7 +20,7 @@ pub enum NodeHealth {
     Troubled,
     /// The agent reports that containerd does not serve the runtime.
     NotServed,
-    /// There was no valid reply.
+    /// The agent did not reply, or its reply is invalid.
     Unreachable,
 }
 

@@ -48,7 +48,8 @@ pub struct ReportArgs {
 }
 
 impl ReportArgs {
-    /// Returns the output format for errors that corresponds to the format of the report.
+    /// Returns the format in which errors are printed. It is JSON if the report is in JSON, and
+    /// text otherwise.
     pub fn errors(&self) -> OutputFormat {
         match self.output {
             ReportFormat::Json => OutputFormat::Json,
@@ -94,8 +95,8 @@ struct ClusterReport {
     price_per_gpu_hour: Option<f64>,
     /// Currency of the price.
     currency: String,
-    /// Time from which on all nodes have history: the latest of the nodes' oldest records in the
-    /// range.
+    /// Start of the time for which all nodes have history, in milliseconds since 1970. It is the
+    /// latest of the nodes' oldest records in the range.
     oldest_unix_ms: Option<i64>,
     rows: Vec<NodeReportRow>,
     /// Outcome of the request to each node.
@@ -164,8 +165,8 @@ pub async fn run(
     Ok(output::outcome(&report.nodes))
 }
 
-/// Parses a node's report. `None` is an error: no controller runs on the node, so its report is
-/// missing.
+/// Parses the report in the body of a node's reply. A `body` of `None` means that no controller
+/// runs on the node. This is an error, because the report of the node is then missing.
 fn read(body: Option<&[u8]>) -> Result<schema::Report, PluginError> {
     let body = body.ok_or_else(|| {
         PluginError::Reply("no controller runs on the node, so its part is missing".to_owned())
