@@ -148,8 +148,8 @@ impl AgentTable {
 
 impl AgentMetrics {
     /// Returns whether the node is in its intended state: containerd serves this version, or
-    /// Affinode was removed on request. While this is false, the update of the agents waits for
-    /// this node.
+    /// Affinode was removed on request. Until this is true, the agent's pod is not ready, so the
+    /// update of the agents on other nodes waits for this node.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let table = self.table();
@@ -186,7 +186,8 @@ impl AgentMetrics {
         table.config_refusals.inc();
     }
 
-    /// Returns the agent's metrics in OpenMetrics text, without the last line.
+    /// Returns the agent's metrics in OpenMetrics text. The last line `# EOF` is left out, so that
+    /// the controller's metrics can follow.
     ///
     /// # Errors
     /// In practice there is no error, because the text is written to memory.

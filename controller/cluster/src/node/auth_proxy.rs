@@ -38,14 +38,15 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// Time limit for a handshake, for the head of a request, and for the start of a reply. Requests
-/// that move a container have a longer limit.
+/// Time limit for each TLS handshake, for the head of each request, and for the start of the reply
+/// to a GET request. Other requests, such as those that move a container, have a longer limit.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
 /// Time limit for the controller's metrics. It is below the 10 s after which Prometheus cancels a
 /// scrape.
 const SCRAPE: Duration = Duration::from_secs(8);
-/// Maximum size of the controller's metrics, in bytes. A thousand containers have about 4 MiB.
+/// Maximum size of the metrics that the controller may send, in bytes. The metrics of a thousand
+/// containers have about 4 MiB.
 const METRICS_BYTES: usize = 32 << 20;
 /// Path at which the metrics are served.
 const METRICS: &str = "/metrics";
@@ -130,8 +131,8 @@ impl HttpsSite for AuthProxy {
 }
 
 impl AuthProxy {
-    /// Returns the agent's metrics, followed by the controller's if one runs. A node without a
-    /// controller still counts as up.
+    /// Replies with the agent's metrics, followed by the controller's metrics if a controller runs.
+    /// The request also succeeds without a controller, so that Prometheus counts the node as up.
     async fn metrics(&self, mut request: Request<Incoming>, ended: Ended) -> Answer {
         let asked = request.headers().get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
         let asked_open =

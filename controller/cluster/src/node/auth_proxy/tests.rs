@@ -9,7 +9,7 @@ use crate::https::answer_all;
 
 const TOKEN: &str = "a-long-and-secret-token";
 
-/// A proxy, and a controller that replies with the request that it received.
+/// A proxy under test, with a folder for the socket of a simulated controller.
 struct Stage {
     bridge: AuthProxy,
     _folder: tempfile::TempDir,

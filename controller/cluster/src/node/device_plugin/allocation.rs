@@ -13,9 +13,9 @@ use crate::node::dra::cdi_lookup::{CdiLookup, LookupError};
 const NAMED: usize = 8;
 /// Maximum length of each named seat, in characters.
 const NAME_CHARS: usize = 64;
-/// Environment variable and value with which NVIDIA's container runtime adds no GPU by itself. Many
-/// images set the variable to request all GPUs. A CDI specification that sets the variable replaces
-/// this value.
+/// Environment variable and its value by which NVIDIA's container runtime adds no GPU to a
+/// container. The value is needed because many images set the variable to request all GPUs. A CDI
+/// specification that sets the variable replaces this value.
 const VISIBLE_DEVICES: (&str, &str) = ("NVIDIA_VISIBLE_DEVICES", "void");
 
 /// Reason why a container does not get its seats.
@@ -49,8 +49,8 @@ pub enum AllocationError {
     Lookup(#[from] LookupError),
 }
 
-/// Returns the CDI devices and the environment variables for a container with these seats. Each
-/// GPU's CDI device is contained once.
+/// Returns the CDI devices and the environment variables for a container that gets these seats.
+/// Several seats of the same GPU result in one CDI device.
 ///
 /// # Errors
 /// [`AllocationError`]: a seat is unknown, or its GPU cannot be used.

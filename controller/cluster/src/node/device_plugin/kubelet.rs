@@ -49,7 +49,7 @@ pub const KUBELET: &str = "kubelet.sock";
 pub const ENDPOINT: &str = "gpu.affinode.io.sock";
 /// Path of the method that registers a plugin.
 pub const REGISTER: &str = "/v1beta1.Registration/Register";
-/// Version of the API.
+/// Version of the kubelet's API for device plugins.
 const VERSION: &str = "v1beta1";
 /// Time limit for the registration. During this time, the kubelet calls the plugin.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -61,8 +61,8 @@ pub struct LinkPace {
     pub look: Duration,
     /// Pause after a failed registration.
     pub retry: Duration,
-    /// Number of consecutive checks that find no kubelet watching the devices. After this number,
-    /// the plugin registers again.
+    /// Number of consecutive checks in which no kubelet watches the list of seats. After this
+    /// number, the plugin registers again.
     pub unwatched_looks: u32,
 }
 
@@ -96,8 +96,8 @@ pub enum LinkError {
     Late(ResourceName),
 }
 
-/// Identity of a socket's file: device, inode and modification time. The inode alone does not
-/// suffice, because a later file may have the same inode.
+/// Identity of a socket's file: device, inode and modification time. The inode alone is not enough,
+/// because the file of a new socket may get the inode of a removed file.
 type SocketFile = (u64, u64, i64, i64);
 
 /// Connection of the device plugin to the kubelet. It keeps the plugin registered.
@@ -106,8 +106,9 @@ pub struct KubeletLink {
     pub folder: PathBuf,
     /// Resource that pods request.
     pub resource: ResourceName,
-    /// Channel of the list of seats. Only the streams on which a kubelet watches the list have a
-    /// receiver, so the number of receivers shows whether a kubelet watches.
+    /// Channel through which the list of seats reaches the streams of the kubelet. Only these
+    /// streams have a receiver, so the number of receivers shows whether a kubelet watches the
+    /// list.
     pub seats: watch::Sender<SeatList>,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,

@@ -10,13 +10,13 @@ use prost::Message;
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Empty {}
 
-/// Which optional calls a device plugin serves.
+/// The optional calls of a device plugin that the kubelet may use.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct DevicePluginOptions {
-    /// Whether the kubelet calls the plugin before the start of each container.
+    /// Whether the kubelet must call the plugin before the start of each container.
     #[prost(bool, tag = "1")]
     pub pre_start_required: bool,
-    /// Whether the plugin has a preference among free devices.
+    /// Whether the kubelet should ask the plugin which of the free devices a container gets.
     #[prost(bool, tag = "2")]
     pub get_preferred_allocation_available: bool,
 }
@@ -24,7 +24,7 @@ pub struct DevicePluginOptions {
 /// Request by which a device plugin registers at the kubelet.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct RegisterRequest {
-    /// Version of the API.
+    /// Version of the API for device plugins that the plugin uses.
     #[prost(string, tag = "1")]
     pub version: String,
     /// Name of the plugin's socket in the kubelet's folder.
@@ -33,7 +33,7 @@ pub struct RegisterRequest {
     /// Resource that pods request.
     #[prost(string, tag = "3")]
     pub resource_name: String,
-    /// Optional calls that the plugin serves.
+    /// Optional calls of the plugin that the kubelet may use.
     #[prost(message, optional, tag = "4")]
     pub options: Option<DevicePluginOptions>,
 }
@@ -57,7 +57,7 @@ pub struct Device {
     pub health: String,
 }
 
-/// Requests a choice of devices for the containers of a pod.
+/// The kubelet's question which of the free devices the plugin prefers for the containers of a pod.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PreferredAllocationRequest {
     /// One request for each container.
@@ -65,7 +65,7 @@ pub struct PreferredAllocationRequest {
     pub container_requests: Vec<ContainerPreferredAllocationRequest>,
 }
 
-/// Requests a choice of devices for one container.
+/// The part of a [`PreferredAllocationRequest`] for one container.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ContainerPreferredAllocationRequest {
     /// Devices to choose from.
@@ -95,8 +95,8 @@ pub struct ContainerPreferredAllocationResponse {
     pub device_ids: Vec<String>,
 }
 
-/// Requests the environment variables and CDI devices by which containers of a pod use their
-/// devices.
+/// The kubelet's request for the environment variables and CDI devices through which the containers
+/// of a pod use their devices.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct AllocateRequest {
     /// One request for each container.
@@ -104,7 +104,8 @@ pub struct AllocateRequest {
     pub container_requests: Vec<ContainerAllocateRequest>,
 }
 
-/// The devices of one container.
+/// The part of an [`AllocateRequest`] for one container: the devices that the kubelet has assigned
+/// to it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ContainerAllocateRequest {
     /// Identities of the devices.

@@ -1,5 +1,5 @@
-//! Chooses among free seats: each container gets different GPUs where possible, and the GPUs of
-//! which the fewest seats are taken come first.
+//! Chooses which of the free seats a container gets. The seats of one container are on different
+//! GPUs where possible. Among these GPUs, the GPU with the fewest taken seats comes first.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -12,10 +12,11 @@ use crate::node::dra::{
 
 /// Maximum number of GPUs that are offered.
 const MAX_GPUS: usize = 128;
-/// Maximum length of a GPU's UUID, in characters. With it, the identity of a seat stays below the
-/// kubelet's limit of 63.
+/// Maximum length of a GPU's UUID, in characters. It keeps the identity of a seat, which contains
+/// the UUID, below the kubelet's limit of 63 characters.
 const MAX_UUID: usize = 58;
-/// Separator between the UUID of the GPU and the number, in the identity of a seat.
+/// Separator in the identity of a seat. It is between the UUID of the GPU and the number of the
+/// seat.
 const SEPARATOR: &str = "::";
 const HEALTHY: &str = "Healthy";
 const UNHEALTHY: &str = "Unhealthy";
@@ -29,8 +30,8 @@ pub enum GpuFault {
     /// The driver does not report the GPU any more.
     #[error("NVML does not see the GPU any more, or it is in MIG mode; run nvidia-smi on the node")]
     Gone,
-    /// The GPU has no CDI device, so a container would get no device nodes and libraries. Contains
-    /// the error message of the look-up.
+    /// The GPU has no CDI device, so a container would get neither device nodes nor libraries. The
+    /// text is the error message of the look-up.
     #[error("{0}")]
     NoCdiDevice(String),
 }
@@ -96,10 +97,10 @@ impl SeatList {
 /// The GPUs that the node has or had, collected from all readings of the driver.
 #[derive(Clone, Debug, Default)]
 pub struct KnownGpus {
-    /// The GPUs of all readings. A GPU that was seen once keeps its seats, so that the seats of the
-    /// others do not change.
+    /// The GPUs of all readings so far. A GPU that is missing in the latest reading keeps its
+    /// seats, so that the other GPUs also keep their numbers of seats.
     all: NodeGpus,
-    /// UUIDs of the GPUs in the last reading.
+    /// UUIDs of the GPUs in the latest reading.
     seen: Vec<String>,
 }
 
@@ -126,8 +127,8 @@ impl KnownGpus {
         self.seen.clear();
     }
 
-    /// Returns the GPUs with their seats. `served`: the node serves the runtime. `look_up`: finds
-    /// the CDI device of a GPU.
+    /// Returns all known GPUs with their seats. `served` states whether the node serves the
+    /// runtime. `look_up` returns the CDI device of a GPU.
     pub fn seats(
         &self,
         factor: OversubscriptionFactor,

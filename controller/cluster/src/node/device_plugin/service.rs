@@ -31,7 +31,7 @@ use crate::{
     },
 };
 
-/// Path of the method with the plugin's options.
+/// Path of the gRPC method that returns the plugin's options.
 pub const OPTIONS: &str = "/v1beta1.DevicePlugin/GetDevicePluginOptions";
 /// Path of the method that lists the seats.
 pub const LIST: &str = "/v1beta1.DevicePlugin/ListAndWatch";
@@ -42,7 +42,7 @@ pub const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 /// Maximum number of open streams of the seat list. A kubelet opens one stream.
 const MAX_WATCHERS: usize = 16;
 
-/// Returns which optional calls the plugin serves.
+/// Returns the optional calls of this plugin that the kubelet may use.
 #[must_use]
 pub fn options() -> DevicePluginOptions {
     DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
@@ -51,8 +51,8 @@ pub fn options() -> DevicePluginOptions {
 /// The gRPC service of the device plugin, with the seats that it offers.
 #[derive(Clone)]
 pub struct SeatService {
-    /// Channel of the list of seats. Only the streams on which a kubelet watches the list have a
-    /// receiver.
+    /// Channel through which the list of seats reaches the streams of the kubelet. Only these
+    /// streams have a receiver.
     pub seats: watch::Sender<SeatList>,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,

@@ -52,7 +52,8 @@ pub struct SeatWatcher<R> {
     pub read: R,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,
-    /// Number of seats of a GPU, before the host memory limits it.
+    /// Oversubscription of a GPU, which determines its number of seats. The node's host memory may
+    /// reduce that number.
     pub factor: OversubscriptionFactor,
     /// Whether the seats are offered to the kubelet.
     pub offer: watch::Receiver<SeatOffer>,
@@ -63,8 +64,8 @@ pub struct SeatWatcher<R> {
 }
 
 impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
-    /// Reads the GPUs at intervals. Ends when the future is dropped, or when the node agent drops
-    /// its handle of the plugin.
+    /// Reads the GPUs at intervals. Returns when the node agent drops its `SeatControl`. Dropping
+    /// the future also ends the readings.
     pub async fn run(mut self) {
         let (mut known, mut failures) = (KnownGpus::default(), 0);
         loop {

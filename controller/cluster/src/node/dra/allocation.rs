@@ -11,7 +11,7 @@ use super::{
     policy::{self, Annotations, PolicyError},
 };
 
-/// Maximum number of devices of a claim. It is the limit of the API.
+/// Maximum number of devices of a claim. The Kubernetes API has the same limit.
 const MAX_DEVICES: usize = 32;
 
 /// A GPU that is allocated to a claim, as a whole or as a share.
@@ -32,7 +32,8 @@ pub struct AllocatedGpu {
 /// Reason why a claim cannot be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum AllocationError {
-    /// The claim was deleted, and a new claim with the same name was created.
+    /// Another claim with the same name has replaced the claim that the kubelet names. The UIDs of
+    /// the two claims differ.
     #[error("claim {claim} has UID {found:?} instead of {wanted}; it was replaced, delete the pod")]
     Replaced {
         /// `namespace/name` of the claim.
@@ -50,7 +51,7 @@ pub enum AllocationError {
     Many {
         /// `namespace/name` of the claim.
         claim: String,
-        /// Number of its devices of this driver.
+        /// Number of the claim's devices that belong to this driver.
         count: usize,
     },
     /// The device belongs to another node.
@@ -70,7 +71,7 @@ pub enum AllocationError {
         claim: String,
         /// Position in `status.allocation.devices.config`, from 0.
         number: usize,
-        /// Reason why it is invalid.
+        /// Reason why the configuration is invalid.
         #[source]
         source: PolicyError,
     },
@@ -129,9 +130,9 @@ fn allocated_gpu(
     })
 }
 
-/// Parses the configurations of this driver, each with the requests to which it applies.
-/// Configurations of the device class come first, so that configurations of the claim override
-/// their settings.
+/// Parses the opaque configurations for this driver. Each result contains the requests to which the
+/// configuration applies, and the annotations in it. The configurations of the device class come
+/// first, so that those of the claim override them.
 fn policies<'a>(
     configs: &'a [DeviceAllocationConfiguration],
     claim: &str,

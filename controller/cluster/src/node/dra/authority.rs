@@ -64,7 +64,7 @@ pub async fn forward(
     }
 }
 
-/// Returns the header block in the payload of a header frame. It is empty if the frame is
+/// Returns the header block in the payload of a header frame. The result is empty if the frame is
 /// malformed.
 fn header_block(payload: &mut [u8], flags: u8) -> &mut [u8] {
     let padded = flags & PADDED != 0;
@@ -74,8 +74,9 @@ fn header_block(payload: &mut [u8], flags: u8) -> &mut [u8] {
     payload.get_mut(start..end).unwrap_or_default()
 }
 
-/// Replaces each literal value of `:authority` in a header block. A later request refers to the
-/// replaced value by its index. `None`: the block is malformed, which `h2` reports.
+/// Replaces each value of `:authority` that a header block contains as a literal. Headers of later
+/// requests refer to the replaced value by its index. `None`: the block is malformed. `h2` reports
+/// this error.
 fn replace_authority(block: &mut [u8]) -> Option<()> {
     let mut at = 0;
     while let Some(first) = block.get(at).copied() {
@@ -108,8 +109,9 @@ fn replace_authority(block: &mut [u8]) -> Option<()> {
     Some(())
 }
 
-/// Reads an integer whose first byte has this number of bits (RFC 7541, section 5.1). Returns it and
-/// the position after it.
+/// Reads the integer at position `at` of a header block (RFC 7541, section 5.1). The integer has
+/// `bits` bits in its first byte. Returns the integer and the position after it. `None`: the block
+/// is malformed.
 fn integer(block: &[u8], at: usize, bits: u32) -> Option<(usize, usize)> {
     let most = (1_usize << bits) - 1;
     let mut value = usize::from(*block.get(at)?) & most;

@@ -23,8 +23,8 @@ impl std::str::FromStr for OversubscriptionFactor {
 }
 
 impl OversubscriptionFactor {
-    /// Returns the factor with which a GPU has this number of seats. Numbers outside 1 to 16 are
-    /// clamped.
+    /// Returns the oversubscription factor for a GPU that is to have this number of seats. A number
+    /// below 1 counts as 1, and a number above 16 counts as 16.
     #[must_use]
     pub fn of_seats(seats: u8) -> Self {
         Self(f64::from(seats.clamp(1, 16)))
@@ -59,10 +59,10 @@ pub struct MemoryCapacity {
 /// VRAM + min((factor - 1) * VRAM, host memory * VRAM / VRAM of all GPUs)
 /// ```
 ///
-/// Memory that exceeds the VRAM is offloaded while other containers use the GPU, so host memory
+/// Memory that exceeds the VRAM is offloaded while other containers use the GPU, so the host memory
 /// must be able to hold it. The GPUs of a node share its host memory in proportion to their VRAM. A
 /// GPU that cannot be read also gets a share, because host memory may hold the VRAM of its
-/// containers. It counts with the VRAM of the largest GPU.
+/// containers. For this share, the GPU counts as if it had the VRAM of the node's largest GPU.
 #[must_use]
 pub fn memory(node: &NodeGpus, vram_bytes: u64, factor: OversubscriptionFactor) -> MemoryCapacity {
     let whole = node.gpus.iter().filter(|gpu| !gpu.mig).map(|gpu| u128::from(gpu.vram_bytes));

@@ -1,13 +1,14 @@
 //! The files of prepared claims on the node: a CDI specification for each claim, and a file with the
 //! policy for each device that has one.
 //!
-//! Each file is written under another name, and then renamed, so a reader sees a whole file. A claim
-//! is prepared if its specification exists. Therefore the specification is written last and removed
-//! first. The folders are on a tmpfs: after a restart of the machine, the kubelet prepares the
-//! claims of its pods again.
+//! Each file is written under a temporary name and then renamed, so that it is complete whenever it
+//! exists. A claim is prepared if its specification exists. Therefore the specification is written
+//! last and removed first. The folders are on a tmpfs: after a restart of the machine, the kubelet
+//! prepares the claims of its pods again.
 //!
-//! A third file records that the kubelet has asked for a claim. It is written before anything that
-//! can fail, because a kubelet needs the driver to end the pod also if the preparation failed.
+//! A third file of each claim records that the kubelet has asked for the claim. It is written
+//! before all steps that can fail, because a kubelet needs the driver to end the pod even if one of
+//! these steps fails.
 
 use std::{
     collections::BTreeMap,
@@ -24,12 +25,13 @@ use super::{
 const SPEC_PREFIX: &str = "gpu.affinode.io-claim_";
 /// End of the name of a claim's specification.
 const SPEC_SUFFIX: &str = ".json";
-/// Folder, below that of the policies, with a file for each claim that the kubelet has asked for.
+/// Name of the folder that has a file for each claim that the kubelet has asked for. The folder is
+/// in the folder of policies.
 const REQUESTED_DIR: &str = "requested";
 /// Maximum size of a specification that is read.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
-/// The folders of the files.
+/// Reads, writes and removes the files of claims in these folders of the node.
 #[derive(Clone, Debug)]
 pub struct ClaimFiles {
     /// Folder of CDI specifications, as this process sees it.
@@ -51,8 +53,8 @@ pub struct FileError {
 }
 
 impl ClaimFiles {
-    /// Reads the specification of a claim. `None`: the claim is not prepared, or its file is not
-    /// what this driver writes.
+    /// Reads the specification of a claim. `None`: the claim is not prepared, or this driver cannot
+    /// parse the file of the claim.
     #[must_use]
     pub fn spec(&self, uid: &ClaimUid) -> Option<ClaimSpec> {
         let file = self.spec_file(uid);

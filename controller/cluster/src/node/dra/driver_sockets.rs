@@ -12,8 +12,8 @@ use super::{
 };
 use crate::node::host::HostPaths;
 
-/// Interval between two checks of the sockets and the registration. The first check is after one
-/// interval, in which a kubelet finds the sockets.
+/// Interval between two checks of the sockets and the registration. The first check is one interval
+/// after the start, so that the kubelet has time to find the sockets.
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Reason why the sockets are no longer served.
@@ -52,7 +52,8 @@ impl DriverSockets {
         }
     }
 
-    /// Serves the sockets until the future is dropped, which removes them, or until an error.
+    /// Serves the driver's two sockets until an error occurs or the future is dropped. The sockets
+    /// are then removed.
     ///
     /// # Errors
     /// [`ServeError`]: the kubelet does not reach this driver.
@@ -81,7 +82,8 @@ impl DriverSockets {
     }
 }
 
-/// Reports at intervals whether the kubelet uses the driver, until a socket is gone.
+/// Checks at intervals whether the sockets still exist and whether the kubelet uses the driver.
+/// Sends the problem that it finds to `problem`. Returns when a socket is gone.
 async fn check(
     bound: [&NodeSocket; 2],
     state: &watch::Sender<Registration>,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use prost::Message;
 
-/// Requests the properties of a plugin.
+/// The kubelet's request for the properties of a plugin.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct InfoRequest {}
 
@@ -19,7 +19,7 @@ pub struct PluginInfo {
     /// Name of the driver.
     #[prost(string, tag = "2")]
     pub name: String,
-    /// Path on the node of the socket on which the plugin serves its calls.
+    /// Path of the socket on which the plugin serves its calls, as the node sees it.
     #[prost(string, tag = "3")]
     pub endpoint: String,
     /// Services that the socket serves.
@@ -42,7 +42,7 @@ pub struct RegistrationStatus {
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct RegistrationStatusResponse {}
 
-/// Names a ResourceClaim by namespace, name and UID.
+/// Identity of a ResourceClaim in a request of the kubelet: namespace, name and UID.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ClaimReference {
     /// Namespace of the claim.
@@ -56,7 +56,7 @@ pub struct ClaimReference {
     pub name: String,
 }
 
-/// Requests that claims are prepared, or that their preparation is reverted.
+/// The kubelet's request to prepare claims, or to revert their preparation.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ClaimsRequest {
     /// The claims, which belong to pods of this node.
@@ -98,7 +98,8 @@ pub struct PreparedDevice {
     /// CDI devices that a container of the claim gets.
     #[prost(string, repeated, tag = "4")]
     pub cdi_device_ids: Vec<String>,
-    /// Share of the device, if the device has several allocations.
+    /// Identity of the share of the device that is allocated to the claim. `None`: the whole device
+    /// is allocated.
     #[prost(string, optional, tag = "5")]
     pub share_id: Option<String>,
 }
@@ -119,10 +120,11 @@ pub struct UnpreparedClaim {
     pub error: String,
 }
 
-/// Requests reports about the health of devices.
+/// The kubelet's request for reports about the health of devices.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct HealthRequest {}
 
-/// A report about the health of devices. Its fields are left out, because none is sent yet.
+/// A report about the health of devices. The type has no fields, because this driver never sends a
+/// report.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct HealthReport {}

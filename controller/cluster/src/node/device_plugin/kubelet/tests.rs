@@ -18,8 +18,8 @@ impl Drop for Linked {
     }
 }
 
-/// Creates a plugin that does not run yet. It registers again after `unwatched_looks` checks in
-/// which no kubelet watches the devices.
+/// Creates a plugin whose `run` has not been called yet. When it runs, it registers again after
+/// `unwatched_looks` checks in which no kubelet watches the list of seats.
 fn unlinked(folder: &Path, seats: SeatList, unwatched_looks: u32) -> KubeletLink {
     let tick = Duration::from_millis(5);
     KubeletLink {
@@ -31,8 +31,8 @@ fn unlinked(folder: &Path, seats: SeatList, unwatched_looks: u32) -> KubeletLink
     }
 }
 
-/// Starts a plugin that registers again after `unwatched_looks` checks in which no kubelet watches
-/// the devices.
+/// Runs a plugin in a task. The plugin registers again after `unwatched_looks` checks in which no
+/// kubelet watches the list of seats.
 fn link(seats: SeatList, unwatched_looks: u32) -> Linked {
     let folder = tempfile::tempdir().unwrap();
     let link = unlinked(folder.path(), seats, unwatched_looks);

@@ -1,4 +1,5 @@
-//! Calls the service over its socket, as a kubelet does.
+//! Tests the gRPC service of the device plugin. The tests call the service over its socket, as a
+//! kubelet does.
 
 use super::*;
 use crate::node::{

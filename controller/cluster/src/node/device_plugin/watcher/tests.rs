@@ -17,7 +17,7 @@ struct Watched {
     folder: tempfile::TempDir,
 }
 
-/// Watches these GPUs while the test runs.
+/// Runs `test` together with a watcher that reads these GPUs from a simulated driver.
 async fn watched(uuids: &[&str], test: impl AsyncFnOnce(Watched)) {
     let folder = tempfile::tempdir().unwrap();
     let driver: Driver = Arc::new(Mutex::new(Some(reading(uuids))));

@@ -63,8 +63,9 @@ fn policy_applies_to_the_named_requests() {
     assert!(found.iter().all(|gpu| gpu.policy["affinode.io/idle-timeout"] == "9s"));
 }
 
-/// The class and the claim set annotations that both determine when the container is offloaded.
-/// Only the annotation of the claim applies.
+/// A device class sets `latency-sensitive`, and a claim of this class sets `offload`. Both
+/// annotations determine when the container is offloaded, so only the annotation of the claim must
+/// remain.
 #[test]
 fn claim_replaces_the_same_setting_of_its_class() {
     let mut of_class = config(&[], &json!({"latency-sensitive": true, "priority": 9}));
