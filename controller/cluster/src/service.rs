@@ -45,7 +45,8 @@ pub enum ServiceError {
     Listen(SocketAddr, #[source] io::Error),
 }
 
-/// Receiver of SIGTERM and SIGINT. Signals that arrive after its creation are not lost.
+/// Receiver of SIGTERM and SIGINT. A signal that arrives after the creation of the receiver is kept
+/// until [`StopSignal::wait`] is called.
 pub struct StopSignal {
     term: Signal,
     int: Signal,

@@ -21,7 +21,8 @@ impl GpuReader {
         GpuReader { places, running: None }
     }
 
-    /// Reads the GPUs. If the future is dropped, the next call waits for the same process.
+    /// Reads the GPUs. If the future is dropped while the child process runs, the next call waits
+    /// for this child process.
     ///
     /// # Errors
     /// [`HostError`]: the command failed or exceeded its time limit, or the driver cannot be read.

@@ -13,14 +13,16 @@ use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
 use tokio::process::Command;
 
-/// Path of the file with the cluster's configuration, relative to the controller's configuration
-/// folder.
+/// Path of the file on the node that contains the cluster's part of the configuration. The path is
+/// relative to the folder of the controller's configuration.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
-/// State of a file that has not changed since its installation, in the output of `affinode status`.
+/// Word by which `affinode status` says that a file has not changed since its installation.
 const IN_PLACE: &str = "in-place";
-/// Time limit for a command of `affinode`. An installation waits for containerd for up to a minute.
+/// Time limit for a run of the program `affinode`. The limit is long, because an installation waits
+/// for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
-/// Time limit for reading the GPUs. A driver that is not kept loaded starts within a few seconds.
+/// Time limit for reading the GPUs. It includes the start of the driver, which takes a few seconds
+/// if the driver is not kept loaded.
 pub(super) const GPUS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Paths on the node.
@@ -138,7 +140,7 @@ struct UnitStatus {
     state: UnitState,
 }
 
-/// State of the controller's systemd unit. States to which the agent does not react are combined.
+/// State of the controller's systemd unit, as far as the agent must distinguish it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum UnitState {
@@ -146,7 +148,8 @@ enum UnitState {
     Missing,
     /// The unit is installed but was not started.
     Incomplete,
-    /// Any other state, which the agent does not change: an operator may stop or disable the unit.
+    /// Any other state. The agent then leaves the unit as it is, because an operator may stop or
+    /// disable it.
     #[serde(other)]
     Kept,
 }
@@ -215,7 +218,8 @@ impl HostPaths {
         Ok(command)
     }
 
-    /// Checks that Affinode can be removed, and waits for that. Changes nothing.
+    /// Waits until Affinode can be removed, for at most the drain time. Changes nothing on the
+    /// node.
     ///
     /// # Errors
     /// [`HostError`]: Affinode cannot be removed, usually because containers of the runtime still
@@ -245,8 +249,9 @@ impl HostPaths {
         }
     }
 
-    /// Runs the uninstaller with these additional arguments. The uninstaller waits for running
-    /// containers, for at most the drain time. Does nothing on a node without an installation.
+    /// Runs the uninstaller with the arguments in `more`, in addition to its usual arguments. The
+    /// uninstaller waits for running containers, for at most the drain time. Does nothing on a node
+    /// without an installation.
     async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
@@ -287,8 +292,9 @@ impl HostPaths {
         put().map(|()| true).map_err(fail(&file))
     }
 
-    /// Returns whether systemd keeps a controller running. The systemd unit knows only the default
-    /// folders. Only shims know other folders, from containerd's environment.
+    /// Returns whether systemd is to keep a controller running. This needs the default run
+    /// directory and configuration folder, because the systemd unit knows no other folders. Only
+    /// shims learn other folders, from containerd's environment.
     fn keeps_controller(&self) -> bool {
         let usual = Path::new(paths::CONFIG_FILE).parent();
         self.controller_unit
@@ -334,14 +340,14 @@ impl HostPaths {
     }
 }
 
-/// Returns a command that runs the program `affinode` in the folder of this program.
+/// Returns a command that runs the program `affinode`, which is in the same folder as this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
     Ok(Command::new(own.with_file_name("affinode")))
 }
 
-/// Runs a command and returns its output. If this process ends first, the command continues, so
-/// that an installation is always completed.
+/// Runs a command of `affinode` and returns its output. The command continues even if this process
+/// ends, so that an installation is always completed.
 async fn finish(
     verb: &'static str,
     command: &mut Command,

@@ -298,8 +298,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Returns the state text for a node that serves the runtime, with what is wrong if anything
-    /// is.
+    /// Returns the text for the state of a node that serves the runtime. The text also names a
+    /// refused configuration and a problem of the DRA driver, if there are any.
     fn served_state(&self) -> String {
         let mut state = "served".to_owned();
         if let Some(why) = &self.bad_config {
@@ -380,8 +380,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Writes the cluster's configuration. If the configuration is invalid, reports that and keeps
-    /// the earlier one.
+    /// Writes the cluster's configuration to the node and makes the controller use it. If the
+    /// configuration is invalid, reports this and keeps the earlier configuration.
     async fn configure(&mut self) {
         let places = &self.options.places;
         self.bad_config = match places.configure().await {
@@ -420,8 +420,9 @@ impl NodeAgent<'_> {
         };
     }
 
-    /// Checks that Affinode can be removed ([`READY`]), or removes it ([`RETIRED`], [`EXCLUDED`]).
-    /// Then publishes the state `wanted`, or the reason why the node is not in that state.
+    /// Executes a step of the removal and publishes its result. The step for [`READY`] checks that
+    /// Affinode can be removed. The step for [`RETIRED`] and [`EXCLUDED`] removes Affinode. The
+    /// result is the state `wanted`, or the reason why the node is not in that state.
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
@@ -447,7 +448,8 @@ impl NodeAgent<'_> {
         Ok(LOOK_EVERY)
     }
 
-    /// Executes the steps for the state `wanted`. `Err`: the reason why they were not done.
+    /// Checks or executes the removal of Affinode, depending on the state `wanted`. `Err`: the
+    /// reason why Affinode cannot be removed.
     async fn take_off(&self, wanted: &str) -> Result<(), String> {
         self.needs_no_driver().await?;
         let places = &self.options.places;
@@ -503,7 +505,8 @@ impl NodeAgent<'_> {
         self.node_labels.serve(served).await
     }
 
-    /// Publishes the state of the node in its annotations, if the published state differs.
+    /// Publishes the node's state, this installation and the certificate's fingerprint in the
+    /// node's annotations. Writes nothing if the annotations have these values already.
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
         // A renewed certificate has another fingerprint.
         self.shown.refresh();

@@ -86,7 +86,8 @@ pub struct PodStatusWriter {
 #[derive(Debug)]
 struct ShownCondition {
     standing: PodGpuStatus,
-    /// Time of the last list of containers that contained the pod.
+    /// Time of the latest list of containers in which the pod had a container, in milliseconds
+    /// since 1970.
     seen_ms: i64,
 }
 

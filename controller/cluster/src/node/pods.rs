@@ -32,7 +32,8 @@ impl Pods {
         Pods { client, board: PodStatusWriter::default() }
     }
 
-    /// Writes the conditions that have changed. A failed write is repeated within the rate limit.
+    /// Writes the conditions that have changed. A write that fails is repeated at a later call. The
+    /// number of attempts to set the condition of a pod is limited.
     pub async fn show(&mut self, list: &ListResponse) {
         let now_ms = Timestamp::now().as_millisecond();
         for change in self.board.due(list, now_ms) {
@@ -113,8 +114,8 @@ mod tests {
 
     type Asked = Arc<Mutex<Vec<(String, Value)>>>;
 
-    /// Returns a client of a simulated API server that sends this reply, and the list of requests
-    /// that the server received.
+    /// Returns a client of a simulated API server, and the list of requests that the server has
+    /// received. The server replies to each request with this HTTP status.
     fn server(status: StatusCode) -> (Client, Asked) {
         let asked = Asked::default();
         let keep = Arc::clone(&asked);

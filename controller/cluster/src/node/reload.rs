@@ -32,9 +32,10 @@ pub enum ReloadError {
     },
 }
 
-/// Makes the controller read its configuration. If a change applies only at a start, ends the
-/// controller, and systemd or a shim starts the next one. Returns the pid of the ended controller,
-/// or `None` if the controller continues.
+/// Makes the controller read its configuration again. Some changes take effect only when a
+/// controller starts. For such a change, this function ends the controller, and systemd or a shim
+/// starts the next one. Returns the pid of the ended controller, or `None` if the controller
+/// continues.
 ///
 /// # Errors
 /// [`ReloadError`]: the controller continues with the earlier configuration.

@@ -12,8 +12,8 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// Time after which a slot counts as free if its node has not renewed it, because the node is
-/// probably gone. The time is longer than a failed installation with the pause that follows, and
+/// Time after which a slot counts as free if its node has not renewed the slot, because the node is
+/// probably gone. The time is longer than a failed installation plus the pause after it. It is also
 /// longer than the difference between the clocks of two nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
 

@@ -47,11 +47,13 @@ pub struct ControllerWatch {
     /// Writes the conditions of pods. `None`: pods get only events.
     pods_client: Option<Pods>,
     allowance: EventRateLimiter,
-    /// Pods, by the controller's keys of their containers.
+    /// The pod of each container. The key is the controller's key of the container.
     pods: HashMap<String, ObjectReference>,
-    /// Events of CUDA calls that wait for VRAM. An event is published only if the wait is long.
+    /// The event of each container that waits for VRAM, by the controller's key of the container.
+    /// The event is published only if the wait is long.
     waiting: HashMap<String, Event>,
-    /// Time of the last published event. Earlier events are not published again.
+    /// Time of the latest event that was handled, in milliseconds since 1970. Events up to this
+    /// time are not handled again when a controller sends them again.
     last_unix_ms: i64,
     annotated: Option<(Instant, [u64; 2])>,
 }
@@ -121,8 +123,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Records the pods of the listed containers. A pod that is no longer listed is kept until its
-    /// waiting events are published.
+    /// Records the pods of the listed containers. The pod of a container that is no longer listed
+    /// is kept while an event of the container waits to be published.
     fn know(&mut self, list: &ListResponse) {
         let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
         let waiting = &self.waiting;

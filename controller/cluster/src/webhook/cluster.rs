@@ -20,13 +20,13 @@ use kube::{
 use super::decide::{ClaimName, Claims};
 use crate::error_chain::{self, ApiError};
 
-/// Maximum number of claims that are read for one pod. It is equal to the limit of the API.
+/// Maximum number of claims that are read for one pod. The Kubernetes API has the same limit.
 const CLAIMS: usize = 32;
 /// Time limit for reading all claims of a pod. The API server waits during this time.
 const TIME: Duration = Duration::from_secs(2);
 
-/// View of the cluster that the webhook needs: the RuntimeClass from a watch, and claims by
-/// requests.
+/// What the webhook knows of the cluster. It watches the RuntimeClass and requests claims one by
+/// one.
 #[derive(Clone)]
 pub struct ClusterState {
     client: Client,

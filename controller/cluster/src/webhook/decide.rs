@@ -37,7 +37,8 @@ use super::rules::{self, IGNORE, INJECT, NamespaceRules};
 
 /// Annotation that marks a mirror pod, which a kubelet creates for a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
-/// Label of nodes by which older pods select Windows.
+/// Label of nodes with their operating system. A pod that does not set `spec.os` selects Windows
+/// nodes by this label.
 const OS: &str = "kubernetes.io/os";
 
 /// Decision of the webhook about a pod.
@@ -92,7 +93,7 @@ pub enum LeftAlone {
     /// The pod opted out by annotation.
     #[error("the pod has the annotation {INJECT}=false")]
     Annotation,
-    /// The pod is a mirror pod: the kubelet already runs its static pod.
+    /// The pod is a mirror pod. It represents a static pod, which the kubelet runs already.
     #[error("the pod is the mirror of a static pod, which already runs")]
     Mirror,
     /// The pod is a Windows pod, and there is no shim for Windows.
@@ -107,10 +108,10 @@ pub enum LeftAlone {
     /// The pod requests no GPU.
     #[error("the pod requests no GPU")]
     NoGpu,
-    /// The claim could not be read, so it may or may not be for a GPU.
+    /// The claim could not be read, so it is unknown whether the pod claims a GPU.
     #[error("cannot read {0}, so it is unknown whether the pod claims a GPU")]
     Claim(ClaimName),
-    /// The node of the pod is already chosen. It may be a node without the runtime.
+    /// The node of the pod is already chosen, and this node may not serve the runtime.
     #[error("the pod is already bound to a node, which might not serve the runtime")]
     Bound,
     /// The API server would reject the pod, because the class does not exist.
@@ -210,8 +211,8 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// Checks that neither the pod nor the operator has excluded the pod from the runtime class. `Err`:
-/// the reason for the exclusion.
+/// Checks that the pod may get the runtime class. `Err`: the reason why it may not, such as an
+/// exclusion of its namespace, or another runtime class that the pod names.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,
@@ -278,7 +279,8 @@ enum ClaimKind {
     Unknown(BTreeSet<ClaimName>),
 }
 
-/// Returns the device class by which the pod claims a GPU, or the claims that must be read first.
+/// Returns the device class by which the pod claims a GPU, or the claims that must be read to find
+/// out. `Err`: the pod claims no GPU, or a claim cannot be read.
 fn gpu_claim(
     spec: &PodSpec,
     rules: &NamespaceRules,
@@ -317,8 +319,8 @@ fn gpu_claim(
     }
 }
 
-/// Returns whether the node of the pod is already chosen, by name or by a node affinity like that
-/// of a DaemonSet's pods.
+/// Returns whether the node of the pod is already chosen. The pod then names the node, or has a
+/// node affinity for it, as the pods of a DaemonSet have.
 fn bound(spec: &PodSpec) -> bool {
     let by_field = spec
         .affinity
@@ -333,8 +335,8 @@ fn bound(spec: &PodSpec) -> bool {
     by_field || spec.node_name.as_ref().is_some_and(|name| !name.is_empty())
 }
 
-/// Checks that the API server would accept the pod with the class. `Err`: the reason why it would
-/// reject the pod.
+/// Checks that the API server would accept the pod with the runtime class. `Err`: the reason why
+/// the API server would reject it.
 fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
     let wanted = class.scheduling.as_ref().and_then(|s| s.node_selector.as_ref());
     for (key, value) in wanted.into_iter().flatten() {
@@ -360,7 +362,8 @@ fn chosen_class(spec: &PodSpec) -> Option<&str> {
     spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// Returns the patch that sets the class and removes the fields that an earlier class added.
+/// Returns the patch that sets the class. The patch also removes the overhead of the class that the
+/// pod named before.
 fn patch(spec: &PodSpec, class: &str) -> Patch {
     let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
     let add = AddOperation { path: at("runtimeClassName"), value: class.into() };

@@ -1,5 +1,5 @@
-//! Metrics of the webhook: the number of decisions by their stable word, and the duration of
-//! replies to API servers.
+//! Metrics of the webhook: the number of decisions of each kind, and the duration of replies to API
+//! servers.
 
 use std::{fmt, time::Duration};
 
@@ -105,7 +105,8 @@ impl DecisionOutcome {
         }
     }
 
-    /// Returns the stable word of the outcome: `injected`, or the reason why the class was not set.
+    /// Returns the word of the outcome for metrics and logs. It is `injected`, or the word of the
+    /// reason why the class was not set. The words do not change between versions.
     #[must_use]
     pub fn word(&self) -> &'static str {
         self.word

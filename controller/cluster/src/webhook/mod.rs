@@ -34,8 +34,8 @@ use cluster::ClusterState;
 use rules::NamespaceRules;
 use serve::WebhookServer;
 
-/// Time for which the webhook still replies after SIGTERM. API servers stop using it within this
-/// time.
+/// Time for which the webhook still replies after SIGTERM. Within this time, API servers stop
+/// sending requests to the ending webhook.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Options of the webhook.

@@ -83,7 +83,8 @@ impl AdmissionQuestion {
         }
     }
 
-    /// Returns the reply to the API server as JSON. Claims that were not read count as unreadable.
+    /// Returns the reply to the API server as JSON. If the decision names claims that must still be
+    /// read, the claims count as unreadable and the pod is not changed.
     ///
     /// # Errors
     /// [`ReviewError::Unwritable`]: the reply could not be encoded.

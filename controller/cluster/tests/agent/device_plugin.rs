@@ -73,7 +73,7 @@ async fn registered(agent: &Agent) -> (Streaming<ListAndWatchResponse>, NodeSock
     (answer.into_inner(), kubelet)
 }
 
-/// Waits for the next list of devices, and returns the health of its two seats.
+/// Waits for the next list of devices, and returns the health of the two devices in it.
 async fn next(watch: &mut Streaming<ListAndWatchResponse>) -> [String; 2] {
     let list = watch.message().await.unwrap().unwrap().devices;
     list.into_iter().map(|device| device.health).collect::<Vec<_>>().try_into().unwrap()
@@ -118,8 +118,8 @@ fn one_agent_does_not_offer_gpus_twice() {
     assert!(log.contains("would offer each GPU twice"), "{log}");
 }
 
-/// The agent continues if the kubelet has no folder for plugins, because the agent has other tasks
-/// on the node.
+/// The kubelet has no folder for device plugins. The agent must log this and continue, because it
+/// has other tasks on the node.
 #[test]
 fn missing_folder_of_plugins_keeps_the_agent() {
     let agent = start_without_folder(&["--device-plugin=true"]);

@@ -109,8 +109,8 @@ fn changed_gpus_raise_the_generation() {
     assert_eq!(agent.api.get(&path)["spec"]["pool"]["generation"], 2);
 }
 
-/// A node offers no GPU while the NVIDIA driver is not loaded, because containers of further pods
-/// could not use the GPU.
+/// The NVIDIA driver of a node is unloaded and loaded again. The node must offer no GPU in between,
+/// because containers of new pods could not use the GPU.
 #[test]
 fn node_without_driver_offers_no_gpu() {
     let agent = start(1);

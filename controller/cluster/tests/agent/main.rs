@@ -181,8 +181,8 @@ fn a_node_without_a_slot_is_not_touched() {
     assert!(holder.is_null(), "the slot is free for the next node: {holder}");
 }
 
-/// The agent must have systemd keep a controller running, unless the chart disables that or sets
-/// unusual folders.
+/// The agent must install the systemd unit that keeps a controller running. It must not install the
+/// unit if the chart disables this, or sets other folders than the default folders.
 #[test]
 fn a_unit_needs_the_usual_folders() {
     for (option, without) in [
@@ -200,7 +200,7 @@ fn a_unit_needs_the_usual_folders() {
     }
 }
 
-/// A node may lose /etc, and with it the unit, at a reboot. The agent must then install the unit
+/// A node loses the systemd unit, as at a reboot that empties /etc. The agent must install the unit
 /// again.
 #[test]
 fn a_lost_unit_is_installed_again() {

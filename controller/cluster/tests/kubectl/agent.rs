@@ -86,7 +86,8 @@ impl Agent {
     }
 }
 
-/// Returns the controller's reply to a move. A busy container is not offloaded.
+/// Returns the simulated controller's reply to a request for a move. It refuses the offload of the
+/// pod `busy`, and does not find an unknown container.
 fn moved(node: &schema::Node, path: &str) -> (u16, Value) {
     let [key, verb] = path.rsplitn(3, '/').take(2).collect::<Vec<_>>()[..] else {
         panic!("{path}")

@@ -47,7 +47,8 @@ pub struct Cluster {
     pub nodes: BTreeMap<String, Value>,
     /// Address of the agent of each pod. `None`: no process listens on the port of the pod.
     pub agents: BTreeMap<String, Option<SocketAddr>>,
-    /// Whether the user has a client certificate and needs no token.
+    /// Whether the API server accepts requests without a token, as from a user with a client
+    /// certificate.
     pub open: bool,
     /// Method and path of requests that are denied.
     pub denied: Vec<String>,
@@ -61,7 +62,8 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Adds a node with an agent. The node's annotation publishes this certificate fingerprint.
+    /// Adds a node with an agent. The annotation of the node contains `fingerprint`, the
+    /// fingerprint of the agent's certificate.
     pub fn add(&self, name: &str, agent: Option<SocketAddr>, fingerprint: &str) {
         let node = json!({
             "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata",
@@ -167,8 +169,8 @@ impl ApiServer {
     }
 }
 
-/// Applies a request for a node object and returns the reply. A patch sets the label of the node,
-/// and the annotation that an agent would then write.
+/// Returns the reply to a request for a node object. A patch sets the label that excludes the node,
+/// and the state annotation that an agent would write after this.
 fn node_reply(node: &mut Value, method: &Method, sent: &Value) -> Response<Full<Bytes>> {
     if method == Method::PATCH {
         let excluded = &sent["metadata"]["labels"]["affinode.io/exclude"];

@@ -104,8 +104,8 @@ async fn moves_need_the_right_and_a_container() {
     }
 }
 
-/// The command reports a failure if a node does not reply, because the containers of that node are
-/// unknown.
+/// A node does not reply. The command must move the named container on the node that replies. It
+/// must then report a failure, because the containers of the other node are unknown.
 #[tokio::test]
 async fn a_node_that_fails_is_told_after_moves() {
     let (stage, one, _two) = stage().await;

@@ -73,7 +73,8 @@ async fn check_names_each_fault() {
     assert_eq!((deaf.status, &deaf.json()[2]["result"]), (4, &"failed".into()), "{deaf}");
 }
 
-/// Tests a node with a controller and a node without a controller.
+/// A node has refused a configuration. `check` must fail and print the refusal, with and without a
+/// controller on the node.
 #[tokio::test]
 async fn check_names_a_refused_configuration() {
     const STATE: &str = "served, with another configuration: unknown key";

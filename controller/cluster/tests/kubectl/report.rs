@@ -72,8 +72,8 @@ async fn different_prices_are_not_summed() {
     assert!(csv.out.lines().all(|line| line.ends_with(",,")), "{csv}");
 }
 
-/// The command names a node that is missing from the report, because the report then shows too few
-/// GPU hours.
+/// A node has no controller, so it is missing from the report. The command must fail and name the
+/// node, because the report shows too few GPU hours.
 #[tokio::test]
 async fn a_node_without_a_controller_is_named() {
     let stage = stage().await;
@@ -97,7 +97,8 @@ async fn container_without_a_pod_has_a_name() {
     }
 }
 
-/// The common history of all nodes begins at the latest of the nodes' start times.
+/// Two nodes have history since different times. The report must show the later time as the start
+/// of their common history.
 #[tokio::test]
 async fn start_of_the_common_history_is_shown() {
     let stage = Stage::new().await;

@@ -6,8 +6,8 @@ use super::{Rendered, render, render_for};
 
 const OLDER: &str = "1.34.0";
 
-/// Returns the selectors of the webhook and of the admission policy, after a check that both are
-/// the same.
+/// Returns the selectors for namespaces and pods in the rendered webhook. Checks before that the
+/// rendered admission policy has the same selectors. `None`: helm is not installed.
 fn selectors(values: &str) -> Option<Value> {
     let policy = render(values)?;
     let webhook = render_for(OLDER, values)?.unwrap();

@@ -52,7 +52,7 @@ use crate::error_chain;
 pub const DRIVER: &str = "gpu.affinode.io";
 /// Folder in which CDI specifications are searched, in addition to the folder of `--dra-cdi-dir`.
 const STATIC_CDI_DIR: &str = "/etc/cdi";
-/// Time limit for the deletion of the slice after its withdrawal.
+/// Maximum time to wait until a ResourceSlice that is being withdrawn is deleted.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause before the driver starts again after an error.
 const RESTART_INTERVAL: Duration = Duration::from_secs(10);
@@ -134,8 +134,9 @@ impl DraControl {
         self.problem.borrow().clone()
     }
 
-    /// Checks that no claim is in use, and waits until the ResourceSlice is withdrawn, so that the
-    /// scheduler places no further pod here by a claim. The driver can then be removed.
+    /// Checks that the driver can be removed from the node: no claim is in use, and the
+    /// ResourceSlice is withdrawn. Waits for the withdrawal for a limited time. Afterwards the
+    /// scheduler places no more pods on this node because of a claim.
     ///
     /// # Errors
     /// [`InUseError`]: a claim is in use, the GPUs are still offered, or that is unknown.

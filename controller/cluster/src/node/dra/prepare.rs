@@ -64,7 +64,7 @@ pub struct ClaimPreparer {
     node: String,
     files: ClaimFiles,
     lookup: CdiLookup,
-    /// The GPUs of the last reading.
+    /// The GPUs of the node, as the publisher read them last.
     gpus: watch::Receiver<NodeGpus>,
     /// Lock that is held while files of claims are changed.
     turn: Mutex<()>,

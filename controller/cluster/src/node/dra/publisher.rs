@@ -100,10 +100,11 @@ pub struct SlicePublisher {
     pub registration: watch::Receiver<Registration>,
     /// Channel to which the GPUs are sent after each reading.
     pub gpus: watch::Sender<NodeGpus>,
-    /// Set to true when the node has no slice after a withdrawal.
+    /// Whether the node's slice is deleted after a withdrawal. It is false again when the GPUs are
+    /// to be published.
     pub withdrawn: watch::Sender<bool>,
-    /// Devices that the API server stored in another form than they were sent. The pair contains
-    /// the sent and the stored devices.
+    /// The sent devices and the stored devices, if the API server stored the slice with other
+    /// devices than it received. `None`: both are the same.
     pub altered: Option<[Vec<Device>; 2]>,
     /// Largest number of GPUs in any reading.
     pub gpu_count: usize,
@@ -201,8 +202,8 @@ impl SlicePublisher {
         Ok(Some(devices))
     }
 
-    /// Sends a reading to the receivers of the GPUs. Logs GPUs that became unreadable. They are
-    /// offered to no claim.
+    /// Sends a reading of the GPUs to the receivers. Logs each GPU that has become unreadable since
+    /// the previous reading. Such a GPU is offered to no claim.
     fn know(&self, node: NodeGpus) {
         let known = self.gpus.send_replace(node);
         let node = self.gpus.borrow();
@@ -211,8 +212,8 @@ impl SlicePublisher {
         }
     }
 
-    /// Compares the node's slices with the wanted devices, and makes the change that is due, if
-    /// any. `None`: the slices are deleted.
+    /// Compares the node's slices with the wanted devices, and makes the next change that brings
+    /// the slices to this state. If `wanted` is `None`, the slices are deleted.
     async fn bring_to(&mut self, wanted: Option<&[Device]>) -> Result<(), PublishError> {
         let api = self.slices();
         let found = api.list(&ListParams::default().fields(&self.selector())).await?.items;
@@ -246,8 +247,8 @@ impl SlicePublisher {
         Ok(())
     }
 
-    /// Returns whether the slice already has the form in which the API server stored the wanted
-    /// devices. Sending the devices again would change nothing.
+    /// Returns whether the API server has stored the wanted devices in another form, and the slice
+    /// still has this form. Sending the devices again would then change nothing.
     fn is_altered_form(&self, found: &[ResourceSlice], wanted: Option<&[Device]>) -> bool {
         let (Some([sent, stored]), [one]) = (&self.altered, found) else { return false };
         wanted == Some(sent) && one.spec.devices.as_ref() == Some(stored)
@@ -283,9 +284,9 @@ impl SlicePublisher {
     }
 }
 
-/// Adds the GPUs that NVML no longer counts to the unreadable GPUs, so that they keep their share
-/// of the host memory. `known` is the largest number of GPUs in earlier readings. Returns the
-/// largest number including this reading.
+/// Adds an unreadable GPU for each GPU that NVML counted in an earlier reading but does not count
+/// now. These GPUs thereby keep their share of the host memory. `known` is the largest number of
+/// GPUs in earlier readings. Returns the largest number including this reading.
 fn count_gone(node: &mut NodeGpus, known: usize) -> usize {
     let count = node.gpus.len() + node.unreadable.len();
     let gone = |number| format!("GPU {} of {known} is gone", number + 1);

@@ -46,11 +46,12 @@ const NOTIFY: &str = "/pluginregistration.Registration/NotifyRegistrationStatus"
 const PREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources";
 const WATCH_HEALTH: &str = "/v1alpha1.DRAResourceHealth/NodeWatchResources";
 const UNPREPARE: &str = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources";
-/// Maximum size of a request in bytes. A claim has three names, and a pod at most 32 claims.
+/// Maximum size of a request in bytes. It is enough for the claims of a pod, which are at most 32,
+/// each with namespace, name and UID.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
-/// Maximum number of requests that are processed at a time for a connection.
+/// Maximum number of requests on one connection that are processed at the same time.
 const MAX_CONCURRENT: usize = 16;
-/// Maximum number of bytes that wait between a client and the server, in each direction.
+/// Size of the buffer for each direction between a client's connection and the server, in bytes.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
@@ -147,9 +148,9 @@ impl PluginService {
     }
 }
 
-/// Answers with a stream that contains no report and does not end. Kubelets since Kubernetes 1.36
-/// ask each driver for the health of its devices, and log an error every 5 s if a driver does not
-/// answer.
+/// Replies to a request for health reports with a stream that stays open and contains no report.
+/// Kubelets since Kubernetes 1.36 ask each driver for the health of its devices, and log an error
+/// every 5 s if a driver does not answer.
 async fn health_stream(request: http::Request<Body>) -> http::Response<Body> {
     let silence = service_fn(|_: Request<HealthRequest>| async {
         Ok::<_, Status>(Response::new(stream::pending::<Result<HealthReport, Status>>()))
@@ -225,8 +226,9 @@ where
         .await
 }
 
-/// Returns a stream with the bytes that a client sends, in which each request has a valid
-/// authority. A task copies the bytes. It ends with the client or the server.
+/// Returns a stream for the server with the bytes of a client's connection, in which each request
+/// has a valid authority. A task copies the bytes in both directions. The task ends when the client
+/// or the server ends.
 fn valid(client: UnixStream) -> DuplexStream {
     let (server, stream) = tokio::io::duplex(BUFFER_BYTES);
     tokio::spawn(async move {

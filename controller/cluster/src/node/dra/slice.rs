@@ -20,9 +20,9 @@ use super::{
     capacity::{self, OversubscriptionFactor},
 };
 
-/// Maximum number of devices in a slice. It is the limit of the API.
+/// Maximum number of devices in a slice. The Kubernetes API has the same limit.
 const MAX_DEVICES: usize = 128;
-/// Maximum length of an attribute's text. It is the limit of the API.
+/// Maximum length of an attribute's text. The Kubernetes API has the same limit.
 const MAX_ATTRIBUTE: usize = 64;
 
 /// The node that owns a ResourceSlice.
@@ -30,7 +30,8 @@ const MAX_ATTRIBUTE: usize = 64;
 pub struct SliceOwner {
     /// Name of the node object.
     pub node: String,
-    /// UID of the node object. When the node object is deleted, the API server deletes its slices.
+    /// UID of the node object. When the node object is deleted, the API server deletes the slices
+    /// of the node.
     pub node_uid: String,
 }
 
@@ -108,8 +109,8 @@ fn mebibytes(bytes: u64) -> Quantity {
 }
 
 /// Returns the attributes of a GPU. They have the names that NVIDIA's DRA driver uses for whole
-/// GPUs, so that existing selector expressions of claims work. An unknown property has no
-/// attribute.
+/// GPUs, so that existing selector expressions of claims work. A property of the GPU that is
+/// unknown is left out.
 fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribute> {
     let text = |value: &str| DeviceAttribute {
         string: Some(value.chars().take(MAX_ATTRIBUTE).collect()),

@@ -28,7 +28,8 @@ fn list(containers: &[Container]) -> ListResponse {
     ListResponse { containers: containers.to_vec(), ..ListResponse::default() }
 }
 
-/// Writes the changes that are due, and returns the pods with their conditions.
+/// Carries out the changes that are due, and returns the affected pods. Each pod has its new state,
+/// or `None` if its condition was removed.
 fn write(
     board: &mut PodStatusWriter,
     list: &ListResponse,

@@ -17,11 +17,11 @@ use crate::https::tls::TlsPair;
 
 /// Validity of a certificate authority. Only clients of this webhook trust the authority.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
-/// Validity of a certificate. An authority signs certificates only while its own remaining validity
-/// is at least this time.
+/// Validity of the webhook's certificate. An authority signs a certificate only if the authority
+/// itself is valid for at least this time.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// Time before the creation of a certificate at which its validity begins, because the clock of an
-/// API server may be behind.
+/// Time by which the validity of a certificate begins before its creation. It covers API servers
+/// whose clocks are behind.
 const SKEW: Duration = Duration::hours(1);
 
 /// Error for a key or certificate that could not be created.
@@ -125,8 +125,8 @@ impl IssuedCertificate {
         Some(StoredCertificate { authority_ends, leaf_ends })
     }
 
-    /// Returns whether the certificate is for these names and is signed by one of the authorities.
-    /// `None`: it cannot be parsed.
+    /// Returns whether the certificate is for all of these names and is signed by one of the
+    /// authorities. `None`: the certificate cannot be parsed.
     fn is_ours(&self, names: &[String]) -> Option<bool> {
         let leaf = der(&self.cert)?;
         let (_, leaf) = X509Certificate::from_der(&leaf).ok()?;

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! API servers have therefore known an authority for a long time before it signs a certificate.
-//! There is one exception. If an authority was not renewed in its last year and would end before a
-//! certificate that it signs, a new authority is added first.
+//! There is one exception: an authority that was not renewed in its last year, and that would end
+//! before a certificate that it signs. In this case a new authority is added first, and it may sign
+//! soon after its publication.
 
 use time::{Duration, OffsetDateTime};
 
@@ -28,8 +29,8 @@ pub const LEAF_LEFT: Duration = Duration::days(30);
 pub struct StoredCertificate {
     /// End of the newest authority's validity.
     pub authority_ends: OffsetDateTime,
-    /// End of the certificate's validity. `None`: the certificate cannot be used, because it is
-    /// invalid, for other names, or signed by another authority.
+    /// End of the certificate's validity. `None`: the certificate is not usable. It is invalid, is
+    /// for other names, or is signed by another authority.
     pub leaf_ends: Option<OffsetDateTime>,
 }
 
@@ -48,7 +49,8 @@ pub enum RotationStep {
     Rest,
 }
 
-/// Returns the next step of the rotation. `published`: the API server has all stored authorities.
+/// Returns the next step of the rotation. `stored` is the validity of the authority and certificate
+/// in the Secret. `published` states whether the API server has all stored authorities.
 #[must_use]
 pub fn next(
     stored: Option<&StoredCertificate>,

@@ -117,7 +117,8 @@ pub struct CertificateRotation {
 }
 
 impl CertificateRotation {
-    /// Creates a rotation. It makes `shown` present the certificate that is stored in the Secret.
+    /// Creates the rotation of a certificate. Its rounds make `shown` present the certificate that
+    /// is stored in the Secret.
     #[must_use]
     pub fn new(
         client: Client,
@@ -203,7 +204,8 @@ impl CertificateRotation {
         Err(RotationError::Contended)
     }
 
-    /// Writes the Secret, unless another program wrote it first.
+    /// Writes the authorities and the certificate to the Secret. If another program has written the
+    /// Secret first, the Secret stays as it is.
     async fn store(
         &self,
         before: Option<Secret>,
@@ -270,7 +272,8 @@ impl CertificateRotation {
     }
 }
 
-/// Returns whether the API server accepted a write. False: another program wrote first.
+/// Waits for a write and returns whether the API server accepted it. The result is false if another
+/// program wrote first.
 async fn taken<T>(
     write: impl Future<Output = Result<T, kube::Error>>,
 ) -> Result<bool, kube::Error> {

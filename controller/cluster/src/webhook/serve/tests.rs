@@ -35,7 +35,8 @@ struct Stage {
     address: SocketAddr,
 }
 
-/// Writes a certificate, its key and its new authority into files of `folder`.
+/// Creates a certificate authority and a certificate that it signs. Writes both and the key of the
+/// certificate into files of `folder`.
 fn papers(folder: &Path) {
     let mut ca = CertificateParams::default();
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,4 +1,5 @@
-//! Calls both services over their sockets, as a kubelet does.
+//! Tests both services of the DRA driver. The tests call the services over their sockets, as a
+//! kubelet does.
 
 use std::{
     collections::BTreeMap,
@@ -28,8 +29,8 @@ use crate::node::dra::{
 
 const DEVICE: &str = "gpu-a";
 
-/// Claims of a simulated API server, by name. If there are no claims, every request fails. A
-/// request for the claim [`SLOW`] gets no reply.
+/// Claims of a simulated API server, by name. A request for any other claim fails. A request for
+/// the claim [`SLOW`] gets no reply.
 #[derive(Clone, Default)]
 struct Claims(Arc<Mutex<BTreeMap<String, Value>>>);
 
@@ -256,8 +257,8 @@ async fn second_preparation_gives_the_same() {
     assert!(second.claims["u-two"].error.contains("down"), "{second:?}");
 }
 
-/// A claim whose preparation failed stays recorded until the kubelet ends it, because a kubelet
-/// needs the driver to end the pod.
+/// The preparation of a claim has failed. The record of the claim must stay until the kubelet ends
+/// the claim, because a kubelet needs the driver to end the pod.
 #[tokio::test]
 async fn failed_claim_is_held_until_its_end() {
     let plugin = Plugin::start();

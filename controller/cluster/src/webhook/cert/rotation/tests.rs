@@ -64,7 +64,8 @@ impl TimeProvider for At {
     }
 }
 
-/// Returns whether an API server with this CA bundle trusts the presented certificate at this time.
+/// Returns whether an API server that has this CA bundle accepts the certificate that the webhook
+/// presents at the time `now`.
 async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime) -> bool {
     let mut roots = RootCertStore::empty();
     for authority in CertificateDer::pem_slice_iter(bundle) {
@@ -146,9 +147,9 @@ async fn replicas_that_start_together_agree() {
     }
 }
 
-/// Runs two replicas for ten years, one of them rarely. On every day, API servers must trust the
-/// certificates of both replicas. In these years, the authority and the certificate must be
-/// renewed.
+/// Two replicas of the webhook run for ten years, one of them with less frequent rounds. On every
+/// tested day, API servers must trust the certificates of both replicas. In these years, the
+/// authority and the certificate must be renewed.
 #[tokio::test]
 async fn replicas_stay_trusted_for_ten_years() {
     let fake = cluster();
