@@ -9,8 +9,8 @@ use clap::{Parser, error::ErrorKind};
 
 use super::Args;
 
-/// Minimum number of command lines in the documents. Fewer would mean that the search for them is
-/// broken.
+/// Minimum number of command lines that the search must find in the documents. If it finds fewer,
+/// the search is broken.
 const MIN_LINES: usize = 80;
 /// Words that end a command in a line of a shell, such as a pipe or the start of a comment. The
 /// words after them belong to another command, a file name or the comment.

@@ -409,8 +409,8 @@ fn unit_state(state: UnitState) -> &'static str {
     }
 }
 
-/// Returns the folder from which files are installed. It is the folder that contains `bin` if this
-/// program is in a folder `bin`, and otherwise the folder of this program.
+/// Returns the default folder of the files to install. If this program is in a folder `bin`, it is
+/// the folder that contains `bin`. Otherwise it is the folder of this program.
 fn own_folder() -> Result<PathBuf, CliError> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));

@@ -15,7 +15,7 @@ use affinode_controller::{
 use affinode_core::{Input, Node};
 use affinode_proto::paths;
 
-/// Text that is printed for a node without a controller and containers.
+/// Text that is printed for a node that has neither a controller nor containers.
 pub const NOTHING_RUNS: &str = "no GPU container of runtime affinode runs, and no controller runs: \
                                 a shim starts the controller with the first container";
 

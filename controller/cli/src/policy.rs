@@ -97,8 +97,8 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Runs a command that needs no controller. Any other command is returned, so that the caller
-/// connects to the controller first.
+/// Runs the command if it needs no controller, and then returns `None`. Returns any other command
+/// to the caller, which must connect to the controller first.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),

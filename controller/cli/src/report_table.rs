@@ -38,7 +38,7 @@ pub struct ReportTable<'a> {
 }
 
 impl ReportTable<'_> {
-    /// Prints the rows, each with its names, and then a row with their sum.
+    /// Prints the rows, each with its names, and at the end the sum of all rows.
     ///
     /// # Errors
     /// If the output cannot be written.

@@ -71,8 +71,8 @@ pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
 mod tests {
     use super::*;
 
-    /// Creates a temporary folder with the given files (path and text). A test checks the folder as
-    /// the root of a container.
+    /// Creates a temporary folder with these files, each given by path and text. The folder serves
+    /// as the root of a container that a test checks.
     fn container(files: &[(&str, &str)]) -> (tempfile::TempDir, CheckOptions) {
         let folder = tempfile::tempdir().unwrap();
         for (path, text) in files {

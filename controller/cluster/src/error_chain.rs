@@ -3,8 +3,8 @@
 
 pub use affinode_controller::error_chain::chain;
 
-/// An error of the kube library. An error reply of the API server is displayed as the server's own
-/// message with the HTTP status, without the text that kube adds.
+/// An error of the kube library. If the API server replied with an error, the text is the server's
+/// own message with the HTTP status. The text that kube adds is left out.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", match .0 {
     kube::Error::Api(status) => format!("{} (HTTP {})", status.message, status.code),

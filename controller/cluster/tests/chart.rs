@@ -1,5 +1,5 @@
-//! Compares the chart of `config/helm/affinode` with the programs that it runs and with the plain
-//! manifests. `cargo xtask k8s` tests what helm renders from it.
+//! Compares the chart in `config/helm/affinode` with the programs that the chart runs, and with the
+//! plain manifests. `cargo xtask k8s` tests the manifests that helm renders from the chart.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

@@ -117,7 +117,8 @@ impl TlsPair {
 #[derive(Debug, Default)]
 pub struct ServedCertificate {
     current: Mutex<Option<CurrentTls>>,
-    /// Paths of certificate and key, if they come from files.
+    /// Paths of the certificate file and the key file. `None`: the certificate does not come from
+    /// files.
     files: Option<(PathBuf, PathBuf)>,
 }
 

@@ -125,8 +125,9 @@ async fn config(asked: &ConnectionArgs) -> Result<Config, PluginError> {
     Config::infer().await.map_err(|error| PluginError::NoConfig(Box::new(error)))
 }
 
-/// Asks the kube library for the authorization header that it would send. Its token comes from the
-/// kubeconfig, from a file, or from a credential plugin. `None`: the user has no token.
+/// Returns the authorization header that the kube library would send for the user of this
+/// configuration. The token in it comes from the kubeconfig, from a file, or from a credential
+/// plugin. `None`: the user has no token.
 async fn token_of(config: &Config) -> Result<Option<HeaderValue>, PluginError> {
     let user = |error| PluginError::User(ApiError(error));
     let Some(layer) = config.auth_layer().map_err(user)? else { return Ok(None) };

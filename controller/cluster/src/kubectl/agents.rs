@@ -28,7 +28,7 @@ use crate::node::{
 const MAX_CONCURRENT_NODES: usize = 16;
 /// Time limit for opening a port-forward to an agent's pod, including the TLS handshake.
 const OPEN: Duration = Duration::from_secs(20);
-/// Time limit for the reply to a request that moves no container.
+/// Time limit for the reply to a request other than a move of a container.
 pub const LOOK: Duration = Duration::from_secs(20);
 /// Name of the port in the agent's pod on which the agent serves HTTPS.
 const PORT: &str = "https";

@@ -34,7 +34,8 @@ pub struct CheckArgs {
 struct CheckResult {
     /// What was checked: a right, or a node.
     name: String,
-    /// `ok`, `note` for a right that only some users have, or `failed`.
+    /// `ok`, `failed` or `note`. The word `note` means that the user lacks a right that only some
+    /// users have.
     result: &'static str,
     /// The finding, as a sentence.
     text: String,

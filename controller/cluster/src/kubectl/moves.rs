@@ -131,9 +131,9 @@ impl MoveVerb {
 struct MoveResult {
     node: String,
     container: String,
-    /// `done`, `refused`, `unreachable`, `failed`, or `planned` in a dry run.
+    /// Status of the move: `done`, `refused`, `unreachable`, `failed`, or `planned` in a dry run.
     status: &'static str,
-    /// Reason if the status is not `done`.
+    /// Reason for the status of the move if it is not `done`.
     why: String,
     #[serde(flatten)]
     action: Action,

@@ -39,14 +39,14 @@ pub struct NodeRow {
     pub figures: Option<NodeFigures>,
 }
 
-/// An agent's reply: the figures, or `None` if the node has no controller now. `Err` contains the
-/// reason why there is no valid reply.
+/// The reply of a node's agent, as figures of the node. `Ok(None)`: no controller runs on the node
+/// now. `Err`: there is no valid reply, for the reason in this text.
 type NodeReply = Result<Option<NodeFigures>, String>;
 
 impl NodeRow {
-    /// Creates the row of a node from its agent's reply and from the state that the agent has
-    /// published in the node's annotation. The state determines whether the node counts as serving
-    /// the runtime.
+    /// Creates the row of a node from two sources: the reply of its agent, and the state that the
+    /// agent has published in the node's annotation. The published state determines whether the
+    /// node serves the runtime.
     pub fn new(name: &str, reply: NodeReply, state: &str) -> NodeRow {
         let mut row = NodeRow::replied(name, reply);
         if state.starts_with("served") {

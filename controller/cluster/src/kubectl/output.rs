@@ -29,7 +29,8 @@ pub enum OutputFormat {
     Name,
 }
 
-/// Outcome of a request to one node. It shows whether the result of the command includes this node.
+/// Outcome of a request to one node. It shows whether the output of the command includes the data
+/// of this node.
 #[derive(Clone, Debug, Serialize)]
 pub struct NodeOutcome {
     /// Name of the node.

@@ -89,7 +89,7 @@ enum ReportFormat {
 struct ClusterReport {
     /// Start of the range, milliseconds since 1970.
     since_unix_ms: i64,
-    /// End of the range, milliseconds since 1970.
+    /// Price of a GPU hour. `None`: a node has no price, or the nodes have different prices.
     until_unix_ms: i64,
     /// Price of a GPU hour. `None`: no price is configured, or the nodes have different prices.
     price_per_gpu_hour: Option<f64>,

@@ -106,7 +106,7 @@ pub async fn run(
     Ok(output::outcome(&outcomes))
 }
 
-/// Converts the reply of a node's agent to the printed row, and to the outcome of the request.
+/// Converts the reply of a node's agent. Returns the row to print, and the outcome of the request.
 pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {

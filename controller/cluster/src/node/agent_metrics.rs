@@ -206,8 +206,8 @@ impl AgentMetrics {
     }
 }
 
-/// Joins the agent's metrics with the controller's metrics, if there are any. `open` selects
-/// OpenMetrics text. Otherwise the format is classic Prometheus text.
+/// Appends the controller's metrics to the agent's metrics, if the controller sent any. `open`
+/// selects OpenMetrics text. Otherwise the result is classic Prometheus text.
 #[must_use]
 pub fn joined(agent: &str, controller: Option<&str>, open: bool) -> String {
     let mut text = if open { agent.to_owned() } else { classic(agent) };

@@ -203,7 +203,7 @@ impl AuthProxy {
     }
 }
 
-/// Text of a controller's metrics, and whether the text is in OpenMetrics format.
+/// Metrics that the controller sent, as text. `open` is true if the text has OpenMetrics format.
 struct ControllerText {
     open: bool,
     text: String,

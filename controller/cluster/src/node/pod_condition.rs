@@ -20,10 +20,10 @@ use super::pod_events::{EventRateLimiter, size};
 pub const CONDITION: &str = "affinode.io/GpuResident";
 /// Name of the pod label that contains the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
-/// Minimum duration of a transient state. A shorter state is not shown.
+/// Time for which a transient state must last before it is shown.
 const SETTLED_MS: i64 = 5_000;
-/// Time for which the containers of a pod must be missing before the pod's condition is removed. A
-/// controller that has just started does not know all containers yet.
+/// Time for which all containers of a pod must be missing before the pod's condition is removed.
+/// The time is long, because a controller that started recently does not know all containers yet.
 const GONE_MS: i64 = 30_000;
 /// Maximum number of writes that one call of [`PodStatusWriter::due`] returns.
 const MAX_CONCURRENT_WRITES: usize = 8;
@@ -165,7 +165,8 @@ fn is_settled(container: &Container, now_ms: i64) -> bool {
     }
 }
 
-/// Returns the status of a pod with these containers. `None`: no container has called CUDA yet.
+/// Returns the GPU status of the pod that has these containers. `None`: none of the containers has
+/// called CUDA yet.
 fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     let known = containers.iter().filter_map(|c| Some((rank(State::parse(&c.state)?)?, *c)));
     let (_, first) = known.clone().max_by_key(|(rank, c)| (*rank, -c.since_unix_ms))?;
@@ -182,8 +183,8 @@ fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     })
 }
 
-/// Returns the rank of a state. The container with the highest rank determines the pod's status.
-/// `None`: the container has not called CUDA yet.
+/// Returns the rank of a state. The state with the highest rank determines the pod's status.
+/// `None`: a container in this state has not called CUDA yet.
 fn rank(state: State) -> Option<u8> {
     Some(match state {
         State::Unregistered => return None,

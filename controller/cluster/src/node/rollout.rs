@@ -25,8 +25,8 @@ pub struct RolloutSlots {
 }
 
 impl RolloutSlots {
-    /// Creates the slots of the Leases with these names. Without names, the number of nodes is not
-    /// limited.
+    /// Creates the slots of a roll-out, one for each of the Leases with these names. Without names,
+    /// any number of nodes may install Affinode at the same time.
     #[must_use]
     pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
         let api = Api::namespaced(client, namespace);
@@ -74,8 +74,8 @@ impl RolloutSlots {
         Ok(())
     }
 
-    /// Writes the node that holds a slot. `None` releases the slot. Returns false if another client
-    /// has changed the slot since it was read.
+    /// Writes a slot with the name of the node that holds the slot. A `holder` of `None` releases
+    /// the slot. Returns false if another client has changed the slot since it was read.
     async fn write(&self, mut slot: Lease, holder: Option<&str>) -> kube::Result<bool> {
         let name = slot.metadata.name.clone().unwrap_or_default();
         let now = holder.map(|_| MicroTime(Timestamp::now()));

@@ -58,7 +58,7 @@ impl ClusterState {
         self.class.wait_until_ready().now_or_never().is_some_and(|known| known.is_ok())
     }
 
-    /// Returns the RuntimeClass in its last known form. `None`: the class does not exist.
+    /// Returns the RuntimeClass as the watch received it last. `None`: the class does not exist.
     #[must_use]
     pub fn class(&self) -> Option<Arc<RuntimeClass>> {
         self.class.get(&ObjectRef::new(&self.name))

@@ -13,8 +13,8 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// Time limit for an expected action of the agent. The agent checks its node every 15 s, and every
-/// 2 min after a failure.
+/// Time limit for an action that a test expects of the agent. The agent checks its node every 15 s,
+/// and after a failure every 2 min.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";

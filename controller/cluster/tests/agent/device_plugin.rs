@@ -41,8 +41,8 @@ fn start() -> Agent {
     Agent::with(ApiServer::start(json!({})), &["served"], &options, prepare)
 }
 
-/// Waits for the registration of the agent, and opens the stream of its devices. The agent stays
-/// registered while the kubelet's socket exists.
+/// Waits as a kubelet until the agent registers, and opens the stream of its devices. The agent
+/// stays registered as long as the returned socket of the kubelet exists.
 async fn registered(agent: &Agent) -> (Streaming<ListAndWatchResponse>, NodeSocket) {
     let folder = agent.folder.join(SOCKETS);
     let (sender, mut requests) = unbounded_channel();

@@ -25,7 +25,7 @@ use tokio_rustls::rustls::ServerConfig;
 /// Token of the user.
 pub const USER: &str = "the-token-of-ana";
 
-/// A simulated agent that listens on loopback, with its controller.
+/// A simulated agent that listens on loopback. It also acts as the controller of its node.
 pub struct Agent {
     shown: ServedCertificate,
     /// The node that the controller reports. `None`: no controller runs.

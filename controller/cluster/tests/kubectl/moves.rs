@@ -24,7 +24,7 @@ async fn stage() -> (Stage, Arc<Agent>, Arc<Agent>) {
     (stage, one, two)
 }
 
-/// Returns the moves that an agent was requested to make, as verb and pod.
+/// Returns the moves that the command requested from an agent, each as verb and pod.
 fn moves(agent: &Agent) -> Vec<String> {
     let node = agent.node.lock().unwrap().clone().unwrap();
     let asked = agent.asked.lock().unwrap().clone();

@@ -113,7 +113,7 @@ impl FakeKubelet {
         FakeKubelet { folder: folder.to_owned(), registered, server, _socket: socket }
     }
 
-    /// Waits for the next registration.
+    /// Waits for the next registration request of a plugin.
     pub async fn registration(&mut self) -> RegisterRequest {
         self.registered.recv().await.unwrap()
     }

@@ -110,9 +110,9 @@ pub struct KubeletLink {
     /// streams have a receiver, so the number of receivers shows whether a kubelet watches the
     /// list.
     pub seats: watch::Sender<SeatList>,
-    /// Finds the CDI devices of the GPUs.
+    /// Finds the CDI device of each GPU.
     pub lookup: CdiLookup,
-    /// Intervals of the checks.
+    /// Intervals at which the plugin checks its connection.
     pub pace: LinkPace,
 }
 

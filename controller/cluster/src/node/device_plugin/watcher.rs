@@ -14,8 +14,8 @@ use crate::{
     },
 };
 
-/// Number of failed readings in a row after which all GPUs are reported as gone. A single reading
-/// can fail while Affinode's programs are replaced.
+/// Number of failed readings in a row after which all GPUs are reported as gone. The number is
+/// above 1 because a single reading can fail while Affinode's programs are replaced.
 const FAILURES: u32 = 3;
 
 /// Whether the seats are offered to the kubelet. The node agent decides this.

@@ -19,7 +19,7 @@ const MAX_DEVICES: usize = 32;
 pub struct AllocatedGpu {
     /// Name of the request in the claim: `name` or `name/subrequest`.
     pub request: String,
-    /// Pool of the device, which is the node's name.
+    /// Pool of the device. It has the name of the node.
     pub pool: String,
     /// Name of the device in the pool.
     pub device: String,
@@ -77,7 +77,7 @@ pub enum AllocationError {
     },
 }
 
-/// Returns this driver's devices of a claim.
+/// Returns the devices of a claim that belong to this driver.
 ///
 /// # Errors
 /// [`AllocationError`]: the claim is not allocated to this node, or its configuration is invalid.
@@ -150,9 +150,9 @@ fn policies<'a>(
     parsed.collect()
 }
 
-/// Returns whether a configuration for these requests applies to a device that was allocated for
-/// the request `of_result`. An empty list means all requests. The name of a request also covers its
-/// subrequests.
+/// Returns whether a configuration for the requests `requests` applies to a device that was
+/// allocated for the request `of_result`. Empty `requests` mean all requests. The name of a request
+/// also means its subrequests.
 fn applies(requests: &[String], of_result: &str) -> bool {
     let main = of_result.split('/').next().unwrap_or_default();
     requests.is_empty() || requests.iter().any(|request| request == of_result || request == main)

@@ -46,10 +46,10 @@ impl OversubscriptionFactor {
 /// are multiples of 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryCapacity {
-    /// Memory that all claims together may request.
+    /// Memory that all claims of the GPU together may request.
     pub total_bytes: u64,
-    /// VRAM of the GPU. One claim may request at most this, because no container can use more of
-    /// one GPU.
+    /// Maximum memory that one claim may request, which is the VRAM of the GPU. No container can
+    /// use more memory of one GPU.
     pub vram_bytes: u64,
 }
 

@@ -111,7 +111,8 @@ pub struct ClaimDevice {
     pub allocated: AllocatedGpu,
     /// The CDI device with the GPU's device nodes and libraries, such as `nvidia.com/gpu=GPU-…`.
     pub gpu: String,
-    /// File on the node with the policy, and its path in containers. `None`: no policy.
+    /// Path of the file with the policy, first on the node and then in containers. `None`: the
+    /// claim has no policy for this GPU.
     pub policy_file: Option<[String; 2]>,
 }
 

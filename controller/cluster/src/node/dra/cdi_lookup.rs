@@ -14,7 +14,7 @@ const MAX_BYTES: u64 = 16 << 20;
 /// Maximum number of files in a folder that are examined.
 const MAX_FILES: usize = 4096;
 
-/// The folders with specifications, and the kind of the GPUs in them.
+/// Finds GPUs in the CDI specifications of these folders. The GPUs are devices of the given kind.
 #[derive(Clone, Debug)]
 pub struct CdiLookup {
     /// Folders as this process sees them.

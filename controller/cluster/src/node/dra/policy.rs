@@ -74,8 +74,8 @@ struct ContainerPolicy {
     policy: BTreeMap<String, Value>,
 }
 
-/// Parses the parameters of an opaque configuration. A setting has the name of an annotation without
-/// the prefix `affinode.io/`, and the same values.
+/// Parses the parameters of an opaque configuration into annotations. A setting has the name of an
+/// annotation without the prefix `affinode.io/`, and accepts the same values.
 ///
 /// # Errors
 /// [`PolicyError`]: the configuration is invalid. No setting of it applies.

@@ -39,8 +39,8 @@ const READ_INTERVAL: Duration = Duration::from_secs(60);
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Pause after an error while the slice must be deleted. The removal of Affinode waits for the
-/// deletion.
+/// Pause after an error while the slice must be deleted. The pause is short, because the removal of
+/// Affinode waits for the deletion.
 const WITHDRAWAL_RETRY: Duration = Duration::from_secs(2);
 /// Time limit for all requests to the API server in one comparison.
 const REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);

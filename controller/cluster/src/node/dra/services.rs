@@ -165,7 +165,8 @@ pub fn unknown(path: &str) -> http::Response<Body> {
     Status::unimplemented(format!("this driver does not serve {path}")).into_http()
 }
 
-/// Decodes the request of a gRPC method that cannot fail, and encodes the method's reply.
+/// Serves a gRPC method that always succeeds. Decodes the request, calls `method`, and encodes its
+/// reply.
 async fn unary<Q, A, F>(
     request: http::Request<Body>,
     method: impl FnOnce(Q) -> F + Clone,
@@ -182,7 +183,8 @@ where
     try_unary(request, answer).await
 }
 
-/// Decodes the request of a gRPC method, and encodes the method's reply or error.
+/// Serves a gRPC method that may fail. Decodes the request, calls `method`, and encodes its reply
+/// or error.
 pub async fn try_unary<Q, A, F>(
     request: http::Request<Body>,
     method: impl FnOnce(Q) -> F + Clone,

@@ -42,8 +42,8 @@ pub enum SliceChange {
     Keep,
     /// The node has no slice yet.
     Create(Box<ResourceSlice>),
-    /// The slice has other devices than wanted. Contains the new slice, with the next generation of
-    /// the pool.
+    /// The slice does not have the wanted devices. Contains the new slice, which has the next
+    /// generation of the pool.
     Replace(Box<ResourceSlice>),
     /// Delete the slices with these names.
     Delete(Vec<String>),

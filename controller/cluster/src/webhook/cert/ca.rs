@@ -51,8 +51,8 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities: vec![authority], authority_key, cert, key })
     }
 
-    /// Returns a copy with a new authority in addition to the present ones. Expired authorities are
-    /// left out.
+    /// Returns a copy of this content with a new authority in addition to the present authorities.
+    /// Expired authorities are left out.
     ///
     /// # Errors
     /// [`IssueError`]: the authority could not be created.

@@ -55,7 +55,7 @@ impl Claims {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), claim);
     }
 
-    /// Changes the GPU that is allocated to a claim, as a new allocation would.
+    /// Replaces the GPU that is allocated to a claim, as a new allocation of this claim would.
     fn allocate(&self, name: &str, device: &str) {
         let mut claims = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let claim = claims.get_mut(name).unwrap();
