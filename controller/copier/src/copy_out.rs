@@ -17,7 +17,7 @@ pub struct CopyOutBatch {
     /// Offset in the process's memory file at which the next piece is written.
     offset: usize,
     since: Instant,
-    /// Time at which the last piece arrived.
+    /// Time at which the most recently received piece arrived.
     last: Instant,
 }
 
@@ -65,12 +65,12 @@ impl CopyOutBatch {
         self.since
     }
 
-    /// Returns the time at which the last piece arrived.
+    /// Returns the time at which the most recently received piece arrived.
     pub fn last(&self) -> Instant {
         self.last
     }
 
-    /// Returns whether all pieces that have arrived are copied into the region.
+    /// Returns whether every piece received so far is copied into the process's memory file.
     ///
     /// # Errors
     /// [`CudaError`]: a copy has failed.

@@ -42,18 +42,18 @@ pub trait ChunkHolder {
     /// Returns the process's dedup domain. Content is shared only between processes of the same
     /// domain.
     fn domain(&self) -> u64;
-    /// Returns the number of the next chunk of the process's own content that is not examined yet.
-    /// Returns `None` if no chunk can be examined now.
+    /// Returns the number of the process's next chunk that must still be examined for shared
+    /// content. Returns `None` if no chunk can be examined now.
     fn next_chunk(&self) -> Option<usize>;
     /// Marks the chunk of [`Self::next_chunk`] as examined.
     fn has_looked(&mut self);
-    /// Returns whether a segment may be offered for this chunk, provided that [`Self::has_room`] is
-    /// true.
+    /// Returns whether the copier may offer the process a segment in place of this chunk. The
+    /// process must also have room for an offer ([`Self::has_room`]).
     fn may_offer(&self, chunk: usize) -> bool;
     /// Returns whether the process may get another offer before it replies to its earlier offers.
     fn has_room(&self) -> bool;
-    /// Returns whether the process still has to reply to an offer. If the time limit for a reply
-    /// has passed, the process gets no more offers.
+    /// Returns whether the process has an offer to which it has not replied yet. A process that
+    /// exceeds the time limit for a reply gets no more offers.
     fn is_asked(&mut self) -> bool;
     /// Reads the copied-out content of the process.
     ///
@@ -85,7 +85,7 @@ struct ChunkLocation {
     chunk: usize,
 }
 
-/// A comparison in progress, of a chunk with the content of a segment or of another chunk.
+/// A comparison in progress: a chunk is compared with a segment or with a chunk of another process.
 #[derive(Debug)]
 struct CompareJob<S> {
     key: Key,
@@ -97,8 +97,8 @@ struct CompareJob<S> {
 #[derive(Debug)]
 enum CompareTarget<S> {
     Segment(Rc<S>),
-    /// The chunk of another process to compare with, and a draft (an unfinished segment) with the
-    /// content found equal so far.
+    /// The chunk is compared with a chunk of another process. Contains the place of that chunk, and
+    /// a draft (an unfinished segment) with the bytes that were found equal so far.
     Chunk(ChunkLocation, SegmentDraft),
 }
 
@@ -159,16 +159,17 @@ impl<S: ChunkContent> DedupIndex<S> {
         (live.count() * CHUNK_BYTES) as u64
     }
 
-    /// Returns the total size of all segments in bytes, and whether the size has changed since the
-    /// last report.
+    /// Returns the total size of all segments in bytes, and whether it differs from the size that
+    /// the previous call returned.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
         let reported_bytes = std::mem::replace(&mut self.reported_bytes, stored_bytes);
         (stored_bytes, reported_bytes != stored_bytes)
     }
 
-    /// Runs one step of deduplication: compares a part, or examines the next chunk. `finish` turns
-    /// a draft into a segment. Returns `Later` if a process must first reply to an offer.
+    /// Runs one step of deduplication. If a comparison is in progress, compares its next part.
+    /// Otherwise examines the next chunk. `finish` turns a draft (an unfinished segment) into a
+    /// segment. Returns `Later` if a process must first reply to an offer.
     ///
     /// # Errors
     /// [`RegionError`]: the driver has refused a call, and may refuse it again.
@@ -213,7 +214,8 @@ impl<S: ChunkContent> DedupIndex<S> {
         Ok(SessionStep::More)
     }
 
-    /// Examines the next chunk of any process that is not examined yet.
+    /// Examines one chunk that is not examined yet, of any process. If no chunk can be examined
+    /// now, returns `Later` if a process must first reply to an offer, otherwise `Nothing`.
     fn look<H: ChunkHolder<Segment = S>>(&mut self, clients: &mut [H]) -> SessionStep {
         let mut waits = false;
         for client in clients.iter_mut() {
@@ -230,8 +232,9 @@ impl<S: ChunkContent> DedupIndex<S> {
         if waits { SessionStep::Later } else { SessionStep::Nothing }
     }
 
-    /// Examines a chunk: looks for a segment or another chunk with the same fingerprint, and
-    /// prepares the comparison with it. Returns false if the chunk must be examined later.
+    /// Looks for a segment or another chunk with the same fingerprint as this chunk, and prepares
+    /// the comparison with it. Returns false if another process must first reply to an offer. The
+    /// chunk is then examined again later.
     fn look_at<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -289,8 +292,8 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Compares the next part of the chunk with the same part of the other content. Returns whether
-    /// both parts are equal.
+    /// Compares the next part of a chunk with the same part of the segment or chunk with which it
+    /// is compared. Returns whether both parts are equal.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],
@@ -339,7 +342,8 @@ fn read(
 mod tests {
     use super::*;
 
-    /// Test content of a chunk: each byte is `seed`, and from offset `other_from` on `seed + 1`.
+    /// Test content of a chunk. Each byte before the offset `other_from` is `seed`, and each byte
+    /// from there on is `seed + 1`.
     #[derive(Clone, Copy)]
     struct StoredChunk {
         seed: u8,
@@ -414,8 +418,8 @@ mod tests {
         DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
     }
 
-    /// Runs deduplication steps until no work is left. Returns the last result, and for each
-    /// process the chunks for which it got an offer.
+    /// Runs deduplication steps until no step can run at once. Returns the result of the last step,
+    /// and for each process the numbers of the chunks for which it got an offer.
     fn run(
         dedup: &mut DedupIndex<SegmentDraft>,
         all: &mut [DedupProcess],

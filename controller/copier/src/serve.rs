@@ -28,7 +28,8 @@ const NO_PROCESS: u64 = 0;
 /// Interval at which the copier asks the device for completed copies, in nanoseconds.
 const SOON_NS: i64 = 500_000;
 
-/// Time after which the GPU has scrubbed (cleared) freed memory. It suffices for 60 GiB.
+/// Time after which freed memory counts as scrubbed (cleared) by the GPU. This time suffices for 60
+/// GiB of freed memory.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
 /// Reason why a copier process has ended.
@@ -78,8 +79,9 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Returns whether the controller has already closed its socket. This detects a controller that
-/// ended before the copier requested a signal for its end. The kernel sends no signal then.
+/// Returns whether the controller has already closed its socket. The controller may have ended
+/// before the copier requested a signal for that end. The kernel then sends no signal, so the
+/// copier must check the socket.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -193,7 +195,8 @@ impl CopierServer {
         self.each(ProcessSession::receive)
     }
 
-    /// Calls `body` for each session, and ends the sessions for which it fails.
+    /// Calls `body` for each session, and ends each session for which `body` returns an error.
+    /// Returns an error if the CUDA context may be unusable.
     fn each(
         &mut self,
         mut body: impl FnMut(&mut ProcessSession) -> Result<(), SessionError>,
@@ -319,9 +322,9 @@ impl CopierServer {
         Ok(true)
     }
 
-    /// Runs one step of memory maintenance for all sessions: unregisters memory whose content is
-    /// stored in a segment, or looks for content that several processes have, or makes the driver
-    /// notice the end of scrubbing.
+    /// Runs one step of memory maintenance. The step belongs to the first of these tasks that has
+    /// work: unregister memory whose content is stored in a segment, look for content that several
+    /// processes have, make the driver notice the end of scrubbing.
     fn tidy_memory(&mut self) -> Result<SessionStep, CopierError> {
         for client in &mut self.clients {
             if client.let_go_next().map_err(|error| CopierError::Broken(error.into()))? {
@@ -347,8 +350,8 @@ impl CopierServer {
     }
 }
 
-/// Returns a session's error as a copier error only if the CUDA context may be unusable after it.
-/// Any other error ends only the session in which it occurred.
+/// Decides whether the error of a session ends the whole copier. Returns [`CopierError::Broken`] if
+/// the CUDA context may be unusable, otherwise `Ok`: the error then ends only its session.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }

@@ -68,7 +68,7 @@ pub enum SessionError {
     /// The process has sent an invalid frame.
     #[error("the process sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The message is not allowed in the session's current state.
+    /// The process has sent a message that is not allowed in the session's current state.
     #[error("the process sent a message that is not allowed in its state")]
     Order,
     /// The process has announced too many pieces, more bytes than the controller allows, or another
@@ -325,8 +325,9 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Maps the memory file of the process. A prefaulted process sent its file earlier and sends
-    /// none now. The region of that earlier file must be large enough.
+    /// Maps the memory file that the process sends with this message. A prefaulted process sent its
+    /// file earlier and must send none now. Its file must have been mapped with at least `bytes`
+    /// bytes.
     fn have_region(&mut self, file: Option<OwnedFd>, bytes: u64) -> Result<(), SessionError> {
         match (&self.region, file) {
             (None, Some(file)) => {
@@ -360,8 +361,9 @@ impl ProcessSession {
         if fits { Ok(()) } else { Err(SessionError::Claim { bytes, pieces, most_bytes }) }
     }
 
-    /// Starts to copy the next exported piece out. The process may send any descriptor. If the
-    /// driver refuses it, the context is still usable.
+    /// Starts to copy out the next piece, from the descriptor with which the process exported it.
+    /// The process chooses the descriptor, so the driver may refuse it. The context stays usable
+    /// then.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
         let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
         else {
@@ -407,8 +409,8 @@ impl ProcessSession {
     }
 
     /// Starts the fill once the controller has granted the VRAM and the process has sent Restoring.
-    /// The message alone does not suffice, because any process can send it. The size of the pieces
-    /// is checked again here, because the grant may arrive before the process announces its pieces.
+    /// Restoring alone does not suffice, because any process can send it. The size of the pieces is
+    /// checked again here, because the grant may arrive before the process announces its pieces.
     fn begin(&mut self) -> Result<(), SessionError> {
         let (Some(granted_bytes), true) = (self.granted_bytes, self.restoring) else {
             return Ok(());
@@ -544,10 +546,10 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Exports the next block to the process, once the block is filled and the process has sent
-    /// Restored. A block that is not filled would show the earlier content of its memory. Before
-    /// Restored the process does not read its socket, and a descriptor in the socket would keep the
-    /// memory allocated. Returns false if no block is ready, or if the process must read its
+    /// Exports the next block to the process. The block must be filled first, because it would
+    /// otherwise show the earlier content of its memory. The process must also have sent Restored
+    /// first. Before that it does not read its socket, and a descriptor in the socket would keep
+    /// the memory allocated. Returns false if no block is ready, or if the process must read its
     /// messages first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {

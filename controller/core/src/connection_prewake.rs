@@ -28,8 +28,8 @@ const FOLLOWS_MS: Millis = 30_000;
 /// without proof of use. Once this many were counted, connections cause prewakes only if a call
 /// followed at least half of them.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Number of counted connections at which both counts are halved, so that old outcomes lose weight.
-/// The counts are of connections, and of connections followed by a call.
+/// Number of counted connections at which the counts are halved, so that old outcomes lose weight.
+/// Both counts are halved: all connections, and the connections that were followed by a call.
 const FADE_AT: u32 = 32;
 
 /// Statistics of the connections that arrived while a container was offloaded.

@@ -68,10 +68,10 @@ pub struct Container {
     pub offload_failures: OffloadFailures,
     /// Number of restores in a row that failed, and when the next one may begin.
     pub restore_failures: RestoreFailures,
-    /// Orders to pause allocations that the container's processes did not follow. Because of them,
-    /// the controller waits less long for reports of these processes.
+    /// Periods in which the controller waits only briefly for reports on orders to pause
+    /// allocations, because processes of the container did not follow such orders.
     pub short_holds: ShortHolds,
-    /// Counts and durations of the container's moves.
+    /// Counts and durations of the container's offloads and restores.
     pub figures: Figures,
 }
 
@@ -123,22 +123,25 @@ impl Container {
         self.goal.offload().is_some_and(|offload| !offload.forced)
     }
 
-    /// Whether the container is offloaded and no move of it is in progress.
+    /// Whether the container is offloaded and neither an offload nor a restore of it is in
+    /// progress.
     #[must_use]
     pub fn rests_offloaded(&self) -> bool {
         self.shown.state == State::Offloaded && self.goal.is_offloaded()
     }
 
-    /// Records that a CUDA call wakes the container after an offload for the idle timeout. The time
-    /// that the container was offloaded shows whether the offload was too early.
+    /// Records that a CUDA call wakes an offloaded container. Has an effect only if the container
+    /// was offloaded because it was idle for its idle timeout. The time since that offload shows
+    /// whether the offload was too early.
     pub fn left_early(&mut self, now: Millis) {
         if self.shown.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             self.usage.woken_after(now.saturating_sub(self.shown.since));
         }
     }
 
-    /// Ends a pause in the container's use. If the pause was a second or longer, the keep-alive is
-    /// learned from it. Returns the length of the pause in milliseconds.
+    /// Records that the container is used again after a pause. If the pause was a second or longer,
+    /// the keep-alive (the time without use after which the container is idle) is learned from it.
+    /// `node`: the pauses of all containers. Returns the length of the pause in milliseconds.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         self.usage.pause_ends(now, node, self.policy.keep_alive_target())
     }

@@ -32,8 +32,8 @@ pub struct ContainerSpec {
     pub bundle: String,
     /// Number that distinguishes containers that use the same id one after another. 0: unknown.
     pub generation: u64,
-    /// Pid and start time of the container's first process, for a container whose deletion no shim
-    /// reports. `None`: a shim reports it, or the container is a job.
+    /// Pid and start time of the container's first process. They are set if no shim reports the
+    /// container's deletion. `None`: a shim reports the deletion, or the container is a job.
     pub init: Option<(u32, u64)>,
     /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,

@@ -79,9 +79,9 @@ pub(super) fn keep_copiers(node: &mut NodeState) {
     node.copiers = copiers;
 }
 
-/// Requests the NVML sample for each grant whose processes have all paused their allocations. No
-/// other function requests these samples. While a copier is starting or ending, requests none,
-/// because the copier may allocate VRAM right after the sample.
+/// Requests the NVML sample for each grant that waits only for copiers: the processes have paused
+/// their allocations. Requests no sample while a copier is starting or ending, because the copier
+/// may allocate VRAM right after the sample. No other function requests these samples.
 pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
     let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
     if !node.admission.grants.values().any(|grant| waits(&grant.stage)) {
@@ -108,8 +108,9 @@ pub(super) fn offloads_through_copier(node: &NodeState, id: ProcessId) -> Option
     for_copier(node, process, process.memory.offloaded_vram()?)
 }
 
-/// Like `offloads_through_copier`, without the check of the library's capabilities. `held` is the
-/// VRAM that the process has now, or had before its offload.
+/// Like `offloads_through_copier`, returns the GPU and the swappable bytes of a process whose
+/// memory a copier can copy out. Does not check the capabilities of the library. `held`: the VRAM
+/// that the process has now, or had before its offload.
 pub(super) fn for_copier(
     node: &NodeState,
     process: &Process,

@@ -35,8 +35,9 @@ pub(super) fn copies_in_progress(node: &NodeState) -> Vec<CopyInProgress> {
     copies.filter(|copy| !copy.processes.is_empty()).collect()
 }
 
-/// Cancels each copy out that needs more host memory than is free. The free memory was read before
-/// the progress of the copies, so the need of a copy can be underestimated but not overestimated.
+/// Cancels each copy out that needs more host memory than is free. The progress of the copies was
+/// read after the free memory. The remaining need of a copy can therefore be too small for that
+/// free memory, but never too large.
 pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
     for (key, pools) in levels {
         let copying = node.registry.processes.of(&key).filter(|(_, process)| is_copying(process));

@@ -14,7 +14,7 @@ use super::{
     input::Identity,
 };
 
-/// Entry of a journal record for one process that is offloaded or about to be.
+/// Entry of a journal record: one process that is offloaded or about to be offloaded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedProcess {
     /// Pid on the host.
@@ -29,7 +29,8 @@ pub struct RecordedProcess {
     pub to: Option<String>,
 }
 
-/// The step of a move that a journal record announces. The record is written before the step.
+/// The step of an offload or restore that a journal record announces. The record is written before
+/// the step begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JournalStep {
@@ -65,7 +66,7 @@ pub struct Change {
     pub detail: String,
     /// Amount of VRAM that was moved, in bytes. 0: no VRAM was moved.
     pub bytes: u64,
-    /// Duration of the move, in milliseconds.
+    /// Duration of the offload or restore, in milliseconds.
     pub elapsed_ms: Millis,
 }
 

@@ -43,7 +43,7 @@ pub struct ContentSharing<S> {
 }
 
 impl<S> ContentSharing<S> {
-    /// Creates the state of a process of which no chunk is examined yet.
+    /// Creates the deduplication state of a process whose chunks must all still be examined.
     pub fn of(domain: u64) -> Self {
         ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), reported_bytes: 0 }
     }
@@ -70,8 +70,8 @@ impl<S> ContentSharing<S> {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
-    /// Returns whether a segment may be offered for this chunk, provided that [`Self::has_room`] is
-    /// true.
+    /// Returns whether the copier may offer the process a segment in place of this chunk. The
+    /// process must also have room for an offer ([`Self::has_room`]).
     fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
@@ -80,8 +80,9 @@ impl<S> ContentSharing<S> {
         self.offered.len() < MAX_OFFERED
     }
 
-    /// Returns the number of the next chunk to examine, if the process has `chunks` chunks. Returns
-    /// `None` if all chunks are examined, or if the process must first reply to an offer.
+    /// Returns the number of the next chunk to examine. `chunks`: number of the process's chunks.
+    /// Returns `None` if all chunks are examined, if the process gets no offers now, or if it must
+    /// first reply to an offer.
     fn next(&self, chunks: usize) -> Option<usize> {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
@@ -112,8 +113,8 @@ impl ProcessSession {
         }
     }
 
-    /// Unregisters the memory of one chunk that the process has freed, because a segment stores the
-    /// chunk's content. Returns false if there is no such chunk.
+    /// Unregisters the memory of one chunk that the process has freed, because it uses a segment in
+    /// place of the chunk. Returns false if there is no such chunk.
     ///
     /// # Errors
     /// [`CudaError`]: the context may be unusable.

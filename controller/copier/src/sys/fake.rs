@@ -49,7 +49,7 @@ thread_local! {
 #[derive(Debug)]
 struct Memory {
     bytes: usize,
-    /// Value of every byte of the memory until content is copied to it.
+    /// Value with which every byte of the memory is filled before content is copied to it.
     byte: u8,
     /// Content that was copied to the memory. Empty if nothing was copied.
     content: Vec<u8>,
@@ -92,7 +92,7 @@ enum Event {
 #[derive(Clone, Copy, Debug)]
 struct Refusal {
     call: Option<&'static str>,
-    /// Number of matching calls that succeed before one is refused.
+    /// Number of matching calls that succeed before the simulated driver refuses one.
     after: usize,
     code: u32,
 }

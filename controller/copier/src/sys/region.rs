@@ -81,8 +81,8 @@ pub struct HostRegion {
     registered: usize,
     /// Segments that store the content of chunks in place of the memory file, by chunk number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
-    /// Chunks whose content is now in a segment, but whose memory in this region is still
-    /// registered.
+    /// Numbers of the chunks whose content is now in a segment, but whose memory in this region is
+    /// still registered.
     given_up: Vec<usize>,
 }
 

@@ -278,6 +278,7 @@ impl Agent {
     }
 
     /// Announces the copied-out pieces to the copier, and sends the memory file if one is given.
+    /// `rest_bytes`: VRAM that the driver needs to restore the memory outside these pieces.
     pub fn copy_out(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let many = u32::try_from(pieces.len()).unwrap();

@@ -220,8 +220,8 @@ impl<'a> Play<'a> {
     }
 }
 
-/// Creates the descriptors that hostile processes send: no descriptor, memory files (the last is
-/// overwritten later), device memory, and other files.
+/// Creates the descriptors that hostile processes send: no descriptor, memory files, device memory,
+/// and other files. `scribble` later overwrites the last of the sealed memory files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {

@@ -172,9 +172,9 @@ fn registration_waits_for_a_fill() {
     fake::run_copies();
 }
 
-/// After memory was released, the copier makes a small allocation, so that the driver notices that
-/// the GPU has finished clearing (scrubbing) it. The copier must not make this allocation during a
-/// proof or a registration.
+/// The driver must notice that the GPU has finished clearing (scrubbing) released memory. Therefore
+/// the copier makes one small allocation after the memory was released. It must not make this
+/// allocation during a proof of free VRAM or a registration.
 #[test]
 fn wiped_memory_is_taken_note_of_later() {
     let count =

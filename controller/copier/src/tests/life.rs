@@ -42,8 +42,9 @@ fn context_of_the_copier_has_no_local_memory() {
     assert_eq!(fake::with(|fake| fake.stack_limit()), Some(0));
 }
 
-/// The copier must export a block only when two conditions hold. The block is filled, because
-/// before that it has another tenant's content. And the process reads its messages.
+/// The copier must export a block only after the block is filled and the process has sent Restored.
+/// An unfilled block has another tenant's content. Before Restored the process does not read its
+/// messages.
 #[test]
 fn block_is_shared_once_it_is_filled() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
@@ -142,8 +143,9 @@ fn report_of_a_fill_has_its_time() {
     assert_eq!(filled, Some(3_000_000));
 }
 
-/// Copies pieces that cross from one chunk into the next back into VRAM. They must be copied in
-/// parts, because the driver refuses a copy that crosses from one registration into another.
+/// Some pieces cross from one chunk into the next. The copier must copy these pieces in parts, out
+/// of VRAM and back, because the driver refuses a copy that crosses from one registration into
+/// another.
 #[test]
 fn content_across_chunks_is_copied_in_parts() {
     const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;

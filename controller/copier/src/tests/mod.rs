@@ -20,8 +20,8 @@ use crate::{serve::CopierError, session::SessionStep, testing::*};
 const SECOND: Duration = Duration::from_secs(1);
 /// VRAM in bytes that the copier leaves free in addition to what the driver needs.
 const MARGIN_BYTES: u64 = 1 << 30;
-/// VRAM in bytes that the driver needs in these tests, to restore the memory of a process that the
-/// copier does not copy.
+/// VRAM in bytes that the driver needs in these tests to restore the memory that the copier does
+/// not copy.
 const REST_BYTES: u64 = 300 << 20;
 /// Sizes of a process's copied-out pieces, in units.
 const UNITS: [u64; 2] = [1, 2];
@@ -139,8 +139,8 @@ fn copied_out(bytes: u64, pieces: u32) -> ToCopier {
     ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
 }
 
-/// Asserts that the copier closes the socket of a process, reports the end of its session, releases
-/// all its objects, and continues.
+/// Asserts that the copier closes the socket of a process, reports the end of its session and
+/// releases all its objects. The copier itself must continue.
 fn assert_ended(testbed: &mut Testbed, agent: &mut Agent, why: &str) {
     testbed.settle().unwrap_or_else(|error| panic!("{why}: the copier has ended: {error}"));
     assert!(agent.is_hung_up(), "{why}: the process is served still");

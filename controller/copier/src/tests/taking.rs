@@ -56,8 +56,8 @@ fn copied_is_said_once_all_pieces_have_come() {
     assert_eq!(agent.words(), [FromCopier::Ready]);
 }
 
-/// Checks the exported memory of a process that closes its descriptors after it receives Copied.
-/// The memory must then be free.
+/// A process closes its descriptors of the exported memory when it receives Copied. The memory must
+/// then be free, because the copier releases it before it sends Copied.
 #[test]
 fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);

@@ -8,7 +8,7 @@ use super::super::Millis;
 /// offloads that failed because CUDA calls did not end are counted.
 const PUSHES: u32 = 3;
 
-/// Failed offloads, and when the next one may begin.
+/// Failed offloads of one container, and the earliest time of its next offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OffloadFailures {
     /// Number of failed offloads in a row. A completed offload sets it to 0.
@@ -17,8 +17,9 @@ pub struct OffloadFailures {
     pub not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
     forced_in_a_row: u32,
-    /// When the container last proved immovable. Proof is an offload that failed for a reason such
-    /// as a hazard, or several forced offloads in a row that failed because CUDA calls did not end.
+    /// When the container last proved to be immovable. It proves this if an offload fails for a
+    /// reason such as a hazard, or if several forced offloads in a row fail because CUDA calls do
+    /// not end.
     pub immovable_at: Option<Millis>,
 }
 
@@ -56,14 +57,14 @@ impl OffloadFailures {
     }
 }
 
-/// Failed restores, and when the container enters the queue again.
+/// Failed restores of one container, and the earliest time at which it enters the queue for VRAM
+/// again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RestoreFailures {
-    /// Number of VRAM grants in a row that were wasted. With a wasted grant, the container was not
-    /// restored and did not make its allocation, although other processes paused their allocations
-    /// for it.
+    /// Number of wasted VRAM grants in a row. A grant is wasted if the container was not restored
+    /// and did not make its allocation, although other processes paused their allocations for it.
     pub in_a_row: u32,
-    /// Earliest time at which the container enters the queue again.
+    /// Earliest time at which the container enters the queue for VRAM again.
     pub not_before: Millis,
     /// When the controller last searched for containers to evict for this container.
     pub eviction_searched_at: Option<Millis>,

@@ -1,13 +1,13 @@
-//! Counts and durations of a container's moves.
+//! Counts and durations of a container's offloads and restores.
 
 use super::super::{Millis, wake_latency::Wakes};
 
-/// Counts and durations of a container's moves.
+/// Counts and durations of a container's offloads and restores.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Figures {
     /// When the shim announced the container.
     pub announced_at: Millis,
-    /// When the container was last restored; `None` if it never was.
+    /// When the container was last restored. `None`: it was never restored.
     pub restored_at: Option<Millis>,
     /// Number of completed offloads.
     pub offloads: u64,

@@ -146,7 +146,7 @@ impl Goal {
         }
     }
 
-    /// Changes the goal from a requested offload to an offload, after a successful survey. Does
+    /// Changes the goal from `OffloadRequested` to `Offloaded` after a successful survey. Does
     /// nothing if no offload is requested.
     pub fn proceed(&mut self) {
         if let Goal::OffloadRequested(offload) = *self {

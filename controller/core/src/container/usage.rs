@@ -18,8 +18,8 @@ const THRASH: u32 = 2;
 const MAX_EARLY: u32 = 5;
 /// Time after which a busy hint expires if it is not repeated.
 const BUSY_MS: Millis = 3_600_000;
-/// Time after an idle hint during which CUDA calls do not cancel the hint, because the counters may
-/// show calls that were made before the hint.
+/// Age from which on an idle hint is cancelled by CUDA calls. While the hint is younger, the
+/// counters may still show calls that were made before it.
 const SETTLE_MS: Millis = 1_000;
 
 /// When a container was used, and when its next use is expected.
@@ -37,11 +37,11 @@ pub struct Usage {
     pub hint: Option<(Hint, Millis)>,
     /// Lengths of the container's earlier uses and pauses, from which its next use is predicted.
     pub history: History,
-    /// Number of early wakes in a row. A wake is early if a CUDA call waits within 30 s after an
-    /// offload for the idle timeout.
+    /// Number of early wakes in a row. A wake is early if a CUDA call waits within 30 s after the
+    /// container was offloaded because it was idle for its idle timeout.
     pub early_wakes: u32,
-    /// Whether the last prewake (a restore before an expected CUDA call) was not followed by a
-    /// call.
+    /// Whether the last prewake (a restore before an expected CUDA call) missed: no call followed
+    /// it.
     pub prewake_missed: bool,
     /// Time of the next use. Only simulations know and set it.
     pub next_use: Option<Millis>,
@@ -79,17 +79,18 @@ impl Usage {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// Records that a CUDA call woke the container `offloaded_ms` after an offload for the idle
-    /// timeout. If several wakes in a row come early, each further one doubles the learned idle
-    /// time.
+    /// Records that a CUDA call woke the container. `offloaded_ms`: time since the container was
+    /// offloaded because it was idle for its idle timeout. If several wakes in a row come early,
+    /// each further one doubles the learned idle time.
     pub fn woken_after(&mut self, offloaded_ms: Millis) {
         let early = offloaded_ms < EARLY_MS;
         self.early_wakes = if early { self.early_wakes.saturating_add(1) } else { 0 };
     }
 
-    /// Ends a pause in the use, and updates the history if the pause was a second or longer.
-    /// `node`: the pauses of all containers. `wish`: the objective for a learned keep-alive, `None`
-    /// if it is fixed. Returns the length of the pause in milliseconds.
+    /// Records that the container is used again, and adds the pause before to the history if it was
+    /// a second or longer. `node`: the pauses of all containers. `wish`: the objective by which the
+    /// keep-alive (the time without use after which the container is idle) is learned, `None` if it
+    /// is fixed. Returns the length of the pause in milliseconds.
     pub fn pause_ends(
         &mut self,
         now: Millis,
