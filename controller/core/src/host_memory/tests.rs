@@ -97,8 +97,8 @@ fn promise_that_never_ends_lapses() {
 #[derive(Default)]
 struct MemoryModel {
     taken: u64,
-    /// The offloads in progress: container, number of bytes promised to it, number of bytes that it
-    /// uses already.
+    /// The offloads in progress. Each entry contains the container, the number of bytes promised to
+    /// it, and the number of bytes that it uses already.
     moving: Vec<(u8, u64, u64)>,
     /// The readings in progress: container, time of the request, number of free bytes that the
     /// reading shows.

@@ -13,7 +13,7 @@ use super::{super::ProcessId, world::ENGINES};
 pub(super) struct Agent {
     pub(super) container: usize,
     pub(super) pid: u32,
-    /// Index of the process's GPU. For an offloaded process: of the GPU from which it was
+    /// Index of the process's GPU. For an offloaded process: index of the GPU from which it was
     /// offloaded.
     pub(super) gpu: usize,
     pub(super) phase: Phase,
@@ -21,8 +21,8 @@ pub(super) struct Agent {
     pub(super) size: u64,
     /// The part of the VRAM that the agent can copy, in bytes.
     pub(super) swappable: u64,
-    /// Whether the process's contexts release local memory after a copy out. It is half of the VRAM
-    /// that the agent cannot copy.
+    /// Whether the process's contexts release local memory (stacks of GPU threads) after a copy
+    /// out. This local memory is half of the VRAM that the agent cannot copy.
     pub(super) has_local_memory: bool,
     /// Capabilities of the process's library.
     pub(super) capabilities: Capabilities,
@@ -60,8 +60,8 @@ pub(super) struct Agent {
     pub(super) held_here: bool,
     /// Number by which the controller identifies the process.
     pub(super) known_as: ProcessId,
-    /// How the process reacts to orders to pause its allocations that it does not follow. `None`:
-    /// it follows them.
+    /// How the process reacts to an order to pause its allocations, if it does not follow such
+    /// orders. `None`: it follows them.
     pub(super) refuses: Option<Refusal>,
 }
 

@@ -42,7 +42,8 @@ pub(super) struct WorldCopier {
     bytes: u64,
     /// Whether the copier was ordered to register no memory.
     held: bool,
-    /// The attached processes, each with whether its memory is registered.
+    /// The attached processes. The flag tells whether the copier has registered the process's
+    /// memory.
     attached: Vec<(ProcessId, bool)>,
     /// The process whose memory the copier is copying back into VRAM.
     filling: Option<ProcessId>,
@@ -233,7 +234,8 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     (world, id, copier)
 }
 
-/// Like `with_starting_copier`, but the copier has registered the process's memory.
+/// A world with an offloaded process and its copier, as `with_starting_copier` creates it. The
+/// copier has then registered the process's memory.
 fn with_registered() -> (World, ProcessId, CopierId) {
     let (mut world, id, copier) = with_starting_copier();
     (0..3).for_each(|_| world.copier_step(copier));

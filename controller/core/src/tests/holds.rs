@@ -40,7 +40,8 @@ struct Liar {
     manner: Manner,
     holds: usize,
     messages: usize,
-    /// Times and numbers of orders to which the process will report Busy at that time.
+    /// Reports that the process will send later. Each entry contains the time, and the number of
+    /// the order to which the process then reports Busy.
     later: Vec<(Millis, u64)>,
 }
 
@@ -119,8 +120,9 @@ fn serve(world: &mut World, victim: ProcessId) {
     }
 }
 
-/// Measures the durations of wakes beside a process with this reaction, in milliseconds. For ten
-/// minutes, a container is repeatedly offloaded when idle and then called.
+/// Measures the durations of wakes, in milliseconds, while another process on the GPU reacts in
+/// this manner to orders to pause its allocations. For ten minutes, a container is repeatedly
+/// offloaded when idle and then called.
 fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     const STEP_MS: Millis = 20;
     const TEN_MINUTES_MS: Millis = 600_000;
@@ -442,8 +444,9 @@ fn grant_that_nothing_uses_ends() {
     assert!(world.process(waiter.id).alloc_wait.is_some(), "the allocation still waits");
 }
 
-/// An allocation waits for VRAM that a busy container holds, and its library does not keep to the
-/// time limit of the wait. The restore of another container waits behind it.
+/// An allocation waits for VRAM that an unmanaged process holds, and its library does not keep to
+/// the time limit of the wait. The restore of another container waits behind it. This restore must
+/// be served soon after the time limit.
 #[test]
 fn allocation_waits_no_longer_than_its_policy() {
     const TIMEOUT_MS: Millis = 120_000;
@@ -469,8 +472,8 @@ fn allocation_waits_no_longer_than_its_policy() {
     assert!(world.process(waiter.id).alloc_wait.is_none(), "its wait has ended");
 }
 
-/// Returns how long the restore of `victim` takes if another process on its GPU sends no reports any
-/// more, in milliseconds.
+/// Measures how long the restore of `victim` takes, in milliseconds, while another process on its
+/// GPU sends no reports.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();

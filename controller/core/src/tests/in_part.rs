@@ -1,5 +1,5 @@
-//! Tests of processes of which only a part can be offloaded. The other memory stays on the GPU with
-//! the CUDA context.
+//! Tests of processes whose memory can be offloaded only in part. The other memory stays on the GPU
+//! with the CUDA context.
 
 use affinode_proto::{
     reason::Reason,

@@ -205,8 +205,8 @@ fn failed_copy_falls_back_to_the_checkpoint() {
     }
 }
 
-/// A container was offloaded by request. Its context must be evicted for a waiter, because it is
-/// not in use.
+/// A container was offloaded by request, and another container waits for VRAM. The context of the
+/// offloaded container must be evicted, because that container is not in use.
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
@@ -252,8 +252,8 @@ fn cheap_restore_is_evicted_before_a_slow_one() {
     assert!(world.agents[&fast].phase.is_offloaded());
 }
 
-/// Moves a container with several processes. They must be copied at the same time, and no gate may
-/// open before all processes are restored.
+/// Offloads and restores a container with several processes. The processes must be copied at the
+/// same time. No gate may open before all processes are restored.
 #[test]
 fn processes_of_a_container_are_copied_at_once() {
     let mut world = auto();
@@ -278,8 +278,9 @@ fn processes_of_a_container_are_copied_at_once() {
     assert_eq!(most, 3);
 }
 
-/// The copy back into VRAM of one process finds no VRAM. The promise must stay until the copies of
-/// the other processes, which still allocate VRAM, have ended.
+/// Two processes of a container are copied back into VRAM. The copy of the first process finds no
+/// VRAM. The promise must stay until the copy of the second process, which still allocates VRAM,
+/// has ended.
 #[test]
 fn promise_lasts_while_other_copies_run() {
     let mut world = auto();

@@ -28,8 +28,9 @@ const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
 impl World {
-    /// Records an order to prefault host memory (`on`) or to release it. The former must be for a
-    /// resident process without prefaulted memory, the latter for a process with such memory.
+    /// Records an order to prefault host memory (`on` is true) or to release it (`on` is false). An
+    /// order to prefault must be for a resident process without prefaulted memory. An order to
+    /// release must be for a process with such memory.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         let is_full = ENGINES[agent.container] == "full";
@@ -73,8 +74,9 @@ fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
-/// NVML may not show the last allocation yet, or may count it for a copier. The minimum for
-/// prefaulting must therefore use the bytes that the agent can copy, at most the size of the GPU.
+/// NVML may not show the last allocation yet, or may count it for a copier. The bytes that the
+/// agent can copy must therefore decide whether a process reaches the minimum for prefaulting. At
+/// most the size of the GPU counts.
 #[test]
 fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
@@ -93,8 +95,9 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     );
 }
 
-/// The controller sent no order to prefault. The process must be treated like a process that is not
-/// prefaulted: its work on the GPU counts as use, and its copy out delays no waiter.
+/// The node uses no copiers, so the controller sends no order to prefault. The process must be
+/// treated like a process that is not prefaulted: its work on the GPU counts as use, and its copy
+/// out delays no waiter.
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
@@ -167,8 +170,8 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
     panic!("the process is not offloaded");
 }
 
-/// Before the copier copies, the library copies memory that cannot be exported to other memory of
-/// the GPU, part by part. While this may need VRAM, no VRAM must be promised.
+/// Some memory cannot be exported to the copier. The library first copies it, part by part, to
+/// other memory of the GPU. While this may need VRAM, no VRAM must be promised.
 #[test]
 fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
