@@ -94,12 +94,13 @@ pub enum Effect {
     /// identifies this reading. Report the result with [`super::Input::Proven`] and the same
     /// number.
     Prove(Key, u64),
-    /// Recall the VRAM allowances of processes, then read their pending bytes, then the GPUs. Report
-    /// the result with [`super::Input::VramRead`].
+    /// Read how much VRAM a container with a limit uses. First recall the VRAM allowances of its
+    /// processes. Then read their pending bytes (allocations begun under the recalled allowances),
+    /// and after that the GPUs. Report the result with [`super::Input::VramRead`].
     ReadVram {
         /// The container with a VRAM limit.
         key: Key,
-        /// Number of the recall.
+        /// Number of the recall of allowances. The result contains the same number.
         epoch: u64,
         /// All processes of the container.
         processes: Vec<ProcessId>,
@@ -132,8 +133,8 @@ pub enum Effect {
         /// processes with the same number. 0: no sharing.
         domain: u64,
     },
-    /// Order a copier to copy a process's memory back into VRAM. This VRAM is granted and proven
-    /// free.
+    /// Order a copier to copy a process's memory back into VRAM. The VRAM for this copy is granted
+    /// to the process's container and proven free.
     FillMemory {
         /// Number of the copier.
         copier: CopierId,

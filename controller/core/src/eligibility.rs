@@ -62,7 +62,7 @@ pub(super) struct IdleFacts {
     pub is_too_small: bool,
     /// Whether the policy's window for offloads is open.
     pub is_window_open: bool,
-    /// Whether the mode offloads the container as soon as it is idle.
+    /// Whether the policy's mode offloads the container as soon as it is idle.
     pub leaves_when_idle: bool,
 }
 

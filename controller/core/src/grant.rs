@@ -39,8 +39,8 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether all awaited processes have paused their allocations while the VRAM is not proven
-    /// free yet.
+    /// Whether the stage is between the pauses and the end of the proof: all awaited processes have
+    /// paused their allocations, but the VRAM is not proven free yet.
     #[must_use]
     pub fn is_held(&self) -> bool {
         matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))
@@ -54,8 +54,8 @@ pub struct Grant {
     pub stage: Stage,
     /// Processes that were ordered to pause their allocations for this grant.
     pub held: BTreeSet<ProcessId>,
-    /// Processes whose VRAM was promised and proven free. Set when the grant reaches the stage
-    /// `Granted`.
+    /// Processes that the grant covers: the VRAM for their restore was promised and proven free.
+    /// Set when the grant reaches the stage `Granted`.
     pub covers: BTreeSet<ProcessId>,
     /// UUIDs of the GPUs whose VRAM is granted.
     pub uuids: BTreeSet<String>,
@@ -69,14 +69,14 @@ pub struct Grant {
     pub doubted: bool,
     /// Number of times that the proof was repeated because a process registered meanwhile.
     pub restarts: u32,
-    /// Process and ticket of the waiting allocation for which the grant is. `None`: the grant is
-    /// only for a restore.
+    /// The waiting allocation that the grant serves: its process and its ticket. `None`: the grant
+    /// serves only a restore.
     pub want: Option<(ProcessId, u64)>,
 }
 
 impl Grant {
-    /// Creates a grant that begins now. The stage `Granted` marks a grant that was recovered from
-    /// the journal.
+    /// Creates a grant in this stage. A grant that is created in the stage `Granted` counts as
+    /// recovered from the journal.
     #[must_use]
     pub fn new(stage: Stage, uuids: BTreeSet<String>, since: Millis) -> Grant {
         Grant {

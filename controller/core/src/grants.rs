@@ -89,8 +89,9 @@ fn recalled_needs(node: &NodeState, key: &Key) -> Vec<DeviceBytes> {
     merge_needs(&needs)
 }
 
-/// Ends a grant that was recovered from the journal, once its last process has registered or exited
-/// and the phase of each process is known. An incomplete restore begins again under a new grant.
+/// Ends a grant that was recovered from the journal, once all its processes have registered or
+/// exited and the phase of each process is known. An incomplete restore begins again under a new
+/// grant.
 pub(super) fn recall_settled(node: &mut NodeState, key: &Key) {
     host_promises::promise_to_unseen(node, key);
     let recalled_grant = node.admission.grants.get(key).is_some_and(|grant| grant.recalled);
@@ -135,9 +136,9 @@ fn count_vain_return(node: &mut NodeState, key: &Key, grant: &Grant) {
     }
 }
 
-/// Clears the target GPU of the container's connected processes, except those whose migration is in
-/// progress. During a migration a process may lose its connection, and only its next registration
-/// reports on which GPU it is.
+/// Clears the migration target of each connected process of the container. A process whose
+/// migration is in progress keeps its target: it may lose its connection, and only its next
+/// registration reports on which GPU it is.
 fn stays_where_it_was(node: &mut NodeState, key: &Key) {
     for id in node.members(key) {
         if let Some(process) = node.registry.processes.get_mut(&id)

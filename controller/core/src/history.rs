@@ -1,5 +1,5 @@
-//! Learns three times from a container's earlier uses: how long it stays resident without use
-//! (keep-alive), when its next use is expected, and when to restore it in advance (prewake).
+//! Learns from a container's earlier uses how long it stays resident without use (keep-alive), when
+//! its next use is expected, and when to restore it in advance (prewake).
 //!
 //! A pause is a second or more without use. The lengths of pauses are counted in bins, four for
 //! each doubling of the length (octave). The pace of a container is the mean length of its last
@@ -22,8 +22,8 @@ use super::Millis;
 const PER_OCTAVE: f32 = 4.0;
 /// Number of bins for the lengths of pauses, from 1 s to 2^18 s (three days).
 pub const BINS: usize = 72;
-/// Number of paces. A pace is the mean length of a container's last pauses: 1, 2, 4, ... 128 s and
-/// more.
+/// Number of paces. A pace is a class of the mean length of a container's last pauses: 1, 2, 4, ...
+/// 128 s and more.
 const PACES: usize = 8;
 /// Weight of the counts of all containers of the node. It equals the weight of this many pauses of
 /// the container itself.
@@ -31,11 +31,11 @@ const NODE_WEIGHT: f32 = 100.0;
 /// Weight of the uniform prior over all bins. It equals the weight of this many pauses of the
 /// container itself.
 const PRIOR_WEIGHT: f32 = 0.5;
-/// Sum of the counts of one pace (a class of mean pause lengths) at which these counts are halved,
-/// so that old pauses lose weight.
+/// Sum of the counts of one pace (a class of the mean length of pauses). Above this sum, the counts
+/// of that pace are halved, so that old pauses lose weight.
 const FADE_AT: f32 = 4096.0;
-/// Time for which calls wait at a wake, in seconds. It is the time for the end of an offload and
-/// for the restore.
+/// Estimated time for which CUDA calls wait when they wake a container, in seconds. It includes the
+/// end of an offload in progress, and the restore.
 const RETURN_S: f32 = 2.0;
 /// Estimated number of calls per second of use.
 const CALLS_PER_USE_S: f32 = 3.0;
@@ -44,7 +44,7 @@ const ENOUGH: u32 = 8;
 /// Minimum number of pauses of all containers of the node before a keep-alive is learned for a
 /// container with fewer than `ENOUGH` pauses of its own.
 const ENOUGH_OF_NODE: u32 = 64;
-/// Weight of the newest value in the running means.
+/// Weight of the newest value in the running means of pauses and uses.
 const PACE_STEP: f32 = 0.2;
 /// Minimum time without use that counts as a pause.
 pub const PAUSE_MS: Millis = 1_000;
@@ -239,7 +239,8 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause that each bin counts, in seconds (`s`) and in milliseconds (`ms`).
+/// Upper end of each bin: the longest pause that the bin counts, in seconds (`s`) and in
+/// milliseconds (`ms`).
 struct Ends {
     s: Bins,
     ms: [Millis; BINS],

@@ -69,8 +69,8 @@ impl HoldRecord {
         }
     }
 
-    /// Records a completed pause of allocations. The number of refusals decreases by one, but not
-    /// below one if there were any.
+    /// Records that a process paused its allocations as ordered. Decreases the number of refusals
+    /// by one. The last refusal stays recorded.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
@@ -87,7 +87,7 @@ impl HoldRecord {
 /// container, because some of them did not follow orders to pause allocations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShortHolds {
-    /// End of the last such period.
+    /// End of the period that began last.
     until: Millis,
     /// Number of periods so far. Each period is longer than the period before.
     periods: u32,
@@ -244,8 +244,8 @@ pub(super) fn hold_reported(
     true
 }
 
-/// Removes a process from the processes for which a grant waits. If the grant waits for no other
-/// process, the proof begins.
+/// Removes a process from the set of processes for which a grant still waits. If the set is then
+/// empty, the proof of free VRAM can begin.
 fn hold_settled(node: &mut NodeState, key: &Key, id: ProcessId) {
     if let Some(Stage::Holding(awaited)) =
         node.admission.grants.get_mut(key).map(|grant| &mut grant.stage)
@@ -323,7 +323,7 @@ pub(super) fn excuse_stall(node: &mut NodeState, silent_ms: Millis) {
 }
 
 /// Stops waiting for processes that have not reported on an order to pause allocations within their
-/// time limit.
+/// time limit. `grant_is_late`: stops waiting for all processes.
 pub(super) fn settle_overdue(node: &mut NodeState, key: &Key, grant_is_late: bool) {
     let Some(Stage::Holding(waiting)) =
         node.admission.grants.get(key).map(|grant| grant.stage.clone())
@@ -360,9 +360,9 @@ pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether a process may allocate VRAM on these GPUs. A process allocates where it already has
-/// memory, as NVML and the journal show. A process without memory, or one that sees several GPUs,
-/// may create a context on any GPU.
+/// Whether a process is able to allocate VRAM on these GPUs. A process can allocate on a GPU where
+/// it already has memory, as NVML and the journal show. A process without memory, or one that may
+/// see several GPUs, can create a context on any GPU.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let sees_one = process
         .activity

@@ -53,7 +53,7 @@ pub enum MemoryShortage {
     },
     /// The pool has enough free memory, but too much of it is promised to other offloads.
     Promised {
-        /// The pool with too little memory that is not promised.
+        /// The pool in which too little memory is left after the promises are subtracted.
         pool: MemoryPool,
         /// Memory of the pool that is promised to other offloads, in bytes.
         promised_bytes: u64,
@@ -81,8 +81,8 @@ struct HostPromise {
 /// The ledger of host memory: the promises to offloads in progress.
 #[derive(Clone, Debug, Default)]
 pub struct HostLedger {
-    /// The promises in the order in which they were made. Each container has at most one that is
-    /// not released, apart from promises taken from an earlier controller's journal.
+    /// The promises in the order in which they were made. A container has at most one promise in
+    /// effect, in addition to promises taken over from an earlier controller's journal.
     promises: Vec<HostPromise>,
     last_number: u64,
 }
@@ -215,9 +215,9 @@ impl HostLedger {
         self.standing(key)?.short_pool.as_ref()
     }
 
-    /// Releases the promises of containers whose offload has ended. Then removes released promises,
-    /// except those that a pending reading still needs. `oldest_survey`: when the oldest pending
-    /// reading was requested.
+    /// Releases the promises of containers for which `is_leaving` is false, because their offload
+    /// has ended. Then removes released promises, except those that a pending reading still needs.
+    /// `oldest_survey`: when the oldest pending reading was requested.
     pub fn settle(
         &mut self,
         now: Millis,

@@ -36,8 +36,8 @@ use super::{
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
 
-/// When a process began to use its VRAM: the time at which it registered or was last restored, then
-/// its start time. A greater value means a later process.
+/// Sort key for the time since which a process uses its VRAM: when it registered or was last
+/// restored, then its start time. A greater key means a later process.
 type Came = (Millis, u64);
 
 /// Whether the container has the restore policy `immediate` and a CUDA call waits for its restore.
@@ -248,8 +248,8 @@ impl VramShortfall {
         helps
     }
 
-    /// Decides that the VRAM `holds` need not be freed, if enough is freed without it, and adds it
-    /// to the shortfall again. Otherwise changes nothing and returns false.
+    /// Removes the VRAM `holds` from the VRAM to be freed, if the rest frees enough. `holds` is
+    /// then added to the shortfall again. Otherwise changes nothing and returns false.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

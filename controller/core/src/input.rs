@@ -31,7 +31,7 @@ pub struct ActionResult {
     pub text: String,
     /// Amount of VRAM that was moved, in bytes. 0: no VRAM was moved.
     pub bytes: u64,
-    /// Duration of the move, in milliseconds.
+    /// Duration of the offload or restore, in milliseconds.
     pub elapsed_ms: Millis,
 }
 
@@ -69,7 +69,8 @@ pub struct GpuSample {
     pub figures: GpuFigures,
 }
 
-/// Figures of a GPU that no decision uses. `None`: the driver does not report the value.
+/// Figures of a GPU that have no influence on decisions. A field is `None` if the driver does not
+/// report its value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuFigures {
     /// VRAM that the driver reserves for itself, in bytes.
@@ -196,24 +197,25 @@ pub enum Input {
     CopierEnded(CopierId),
     /// The process of a copier has exited, or was never started. The copier holds no memory.
     CopierExited(CopierId),
-    /// The process to which [`super::Effect::AttachCopier`] was to connect a copier got no
-    /// connection.
+    /// A process got no connection to its copier, although [`super::Effect::AttachCopier`]
+    /// requested one.
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory of each pool, for copy outs in progress. The copies' progress was read
     /// after the free memory.
     HostLevels(Vec<Levels>),
-    /// Result of the reading of GPUs that [`super::Effect::Prove`] with this number requested.
+    /// Result of the GPU reading for a grant. [`super::Effect::Prove`] with the same number
+    /// requested this reading.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// The result of [`super::Effect::ReadVram`].
     VramRead {
         /// The container with a VRAM limit.
         key: Key,
-        /// Number of the recall.
+        /// Number of the recall of allowances, as in [`super::Effect::ReadVram`].
         epoch: u64,
-        /// Pending bytes of each process whose allowance was recalled. They were read after the
-        /// recall and before the GPUs.
+        /// Pending bytes of each process whose allowance was recalled: the allocations that it
+        /// began under that allowance. They were read after the recall and before the GPUs.
         pending: Vec<(ProcessId, u64)>,
         /// Samples of the GPUs. `Err`: the reason why they cannot be read.
         gpus: Result<Vec<GpuSample>, String>,

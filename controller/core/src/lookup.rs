@@ -14,8 +14,8 @@ use super::{
     process::{PendingAlloc, Process},
 };
 
-/// Time after the begin of an offload during which the offload is expected to free VRAM. A longer
-/// offload is not counted on.
+/// Time after the start of an offload during which the offload is expected to free VRAM. After this
+/// time the controller no longer expects that VRAM.
 const LEAVES_MS: Millis = 20_000;
 
 impl NodeState {
@@ -89,8 +89,8 @@ impl NodeState {
         })
     }
 
-    /// Whether a restore may be running for a process of the container that has not registered. An
-    /// earlier controller's journal shows it.
+    /// Whether a process of the container that has not registered may be in the middle of a
+    /// restore, according to an earlier controller's journal.
     pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
         self.registry
             .unclaimed_journal

@@ -136,8 +136,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Whether the driver can be told to restore on this GPU. A MIG instance cannot be in the driver's
-/// list of GPUs. A GPU without a device file cannot be found.
+/// Whether the controller can name this GPU to the driver as the target of a restore. A MIG
+/// instance cannot be in the driver's list of GPUs. A GPU without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

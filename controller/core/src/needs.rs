@@ -17,7 +17,7 @@ use super::{
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
 /// VRAM that an offloaded process needs for its restore. If the journal was lost, the need is
-/// unknown. Then it is assumed, on each GPU, to be a context and all memory that the process's
+/// unknown. The process is then assumed to need, on each GPU, a context and all memory that its
 /// counters show.
 pub(super) fn needs(node: &NodeState, process: &Process) -> Vec<DeviceBytes> {
     const CONTEXT_BYTES: u64 = 1 << 30;

@@ -1,11 +1,11 @@
 //! The node receives each input and passes it to the file that decides about it.
 //!
-//! The data is in `node_state.rs`. The files that decide are functions on it, and call each other
-//! in one direction only (a test checks this). Registration and exit are in `registration.rs`,
-//! counters and NVML samples in `measurements.rs`, requests of operators in `requests.rs`, idle
-//! containers in `evaluate.rs`, offload and restore in `transitions.rs`, the queue in
-//! `serve_queue.rs`. What the node sends is in `output.rs`, and the lists for operators are in
-//! `view.rs`.
+//! The data of the node is in `node_state.rs`. The other files contain functions that decide about
+//! this data and change it. These files call each other in one direction only (a test checks this).
+//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
+//! requests of operators in `requests.rs`, idle containers in `evaluate.rs`, offload and restore in
+//! `transitions.rs`, the queue in `serve_queue.rs`. What the node sends is in `output.rs`, and the
+//! lists for operators are in `view.rs`.
 
 use std::collections::BTreeSet;
 

@@ -109,7 +109,8 @@ pub(super) struct Admission {
     /// Promises of VRAM to waiters and restores.
     pub(super) ledger: Ledger,
     pub(super) grants: BTreeMap<Key, Grant>,
-    /// Orders to pause allocations that the agents have not reported on yet, by order number.
+    /// Orders to pause allocations on which the agents have not reported yet. Key: number of the
+    /// order.
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     /// Number of the last sample that was requested as a proof of free VRAM.
     pub(super) last_proof: u64,
@@ -132,7 +133,7 @@ pub(super) struct UsePrediction {
 pub(super) struct NodeOutput {
     /// The effects of the input so far, in order.
     pub(super) effects: Vec<Effect>,
-    /// Containers whose next orders are still to be decided in the handling of this input.
+    /// Containers for which the next orders must be decided before the handling of this input ends.
     pub(super) resumed: VecDeque<Key>,
     /// Number of the last order to an agent.
     pub(super) last_order: u64,

@@ -141,8 +141,9 @@ fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     }
 }
 
-/// Runs one step of the offload for a process. The gates of all processes are closed then, and host
-/// memory is promised. First records the VRAM that the process's restore will need.
+/// Runs one step of the offload for a process. Before this step, the gates of all processes of the
+/// container were closed and host memory was promised. First records the VRAM that the process's
+/// restore will need.
 pub(super) fn run_offload_step(node: &mut NodeState, key: &Key, id: ProcessId, step: OffloadStep) {
     node.set_state(key, State::Offloading, node.cause(key), "", 0, 0);
     let Some(process) = node.registry.processes.get_mut(&id) else {

@@ -33,13 +33,13 @@ use super::{
 /// Assumed size of an allocation whose size only the driver knows. Such an allocation is a CUDA
 /// context with its first module.
 const UNKNOWN_BYTES: u64 = 1 << 30;
-/// Number of failed attempts after which a waiting allocation is refused. A grant of VRAM preceded
-/// each attempt.
+/// Number of failed attempts after which a waiting allocation is refused. Each attempt was made
+/// under a grant of VRAM.
 const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
-/// Time by which the controller's time limit for a wait is longer than the library's. The library
-/// ends the wait first, unless its container does not keep to the limit.
+/// Extra time in the controller's limit for a waiting allocation, beyond the library's limit. The
+/// library ends the wait first, unless its container does not keep to the limit.
 const OVERTIME_MS: Millis = 2_000;
 /// Time limit for an allocation with a grant. A slower allocation counts as a failed grant even if
 /// it succeeds, because other processes pause their allocations until it ends.
@@ -236,7 +236,8 @@ pub(super) fn end_alloc_wait(node: &mut NodeState, id: ProcessId) {
 }
 
 /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
-/// after the process was ordered to try again. Otherwise its grant counts as wasted.
+/// after the process was ordered to try again. If it is false, the grant for the attempt counts as
+/// wasted.
 fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     let Some(want) = process.alloc_wait.take() else { return };

@@ -44,8 +44,8 @@ pub(super) struct ReportRecord {
     pub is_false: bool,
     /// Whether the process was copied out before the report.
     pub was_copied_out: bool,
-    /// VRAM that the restore of the copied-out process needed before the report. `None`: it was not
-    /// copied out, or the need was unknown.
+    /// VRAM that the process needed for its restore before the report, if it was copied out.
+    /// `None`: it was not copied out, or the need was unknown.
     pub was_to_restore: Option<Vec<DeviceBytes>>,
 }
 
@@ -70,7 +70,7 @@ pub(super) enum ReportVerdict {
     RestoreIncomplete(String),
     /// A restore failed, with this error.
     RestoreFailed(String),
-    /// An order failed that no other verdict describes.
+    /// An order failed, and no other verdict fits. Contains a description.
     OrderFailed(String),
 }
 
@@ -141,8 +141,8 @@ impl OrderReport {
         ReportRecord { phase, is_false, was_copied_out, was_to_restore }
     }
 
-    /// Updates the offload data of the process: clears it if no offload took place, and records a
-    /// copy that the copier did not make.
+    /// Updates the offload data of the process. Clears the data if no offload took place. Records
+    /// if the process was checkpointed although the copier did not copy its memory.
     fn record_offload(&self, process: &mut Process, pending: PendingOrder) {
         let phase = process.agent.phase;
         let left = pending.takes_vram_away();
@@ -165,8 +165,8 @@ impl OrderReport {
         }
     }
 
-    /// Interprets the report on the order `action`. `phase`: the phase that was recorded for the
-    /// process.
+    /// Determines what the report on the order `action` means. `phase`: the phase that was recorded
+    /// for the process after the report.
     pub fn verdict(&self, process: &Process, action: Action, phase: Phase) -> ReportVerdict {
         let pid = process.identity.pid;
         match (action, self.outcome) {
@@ -252,7 +252,7 @@ impl OrderReport {
         format!("{call} of process {pid} failed with CUDA error {}", self.cuda_error)
     }
 
-    /// Text that names the work in a process because of which an order failed.
+    /// Describes, for a message, the work in a process that made an order fail.
     fn busy_with(&self, pid: u32) -> String {
         match self.cuda_error {
             BUSY_NVML => format!("a thread of process {pid} is inside NVML"),

@@ -18,8 +18,8 @@ use super::{
 };
 
 impl NodeState {
-    /// Requests that the container's next orders are decided before the handling of the present
-    /// input ends. Functions that change a container call this.
+    /// Marks a container so that its next orders are decided before the handling of the present
+    /// input ends. Functions that change a container call this function.
     pub(super) fn resume(&mut self, key: &Key) {
         if !self.output.resumed.contains(key) {
             self.output.resumed.push_back(key.clone());
@@ -112,7 +112,7 @@ impl NodeState {
         }));
     }
 
-    /// Answers the container's pending requests of the kind `request`.
+    /// Answers the container's pending requests of the kind `which`.
     pub(super) fn answer(
         &mut self,
         key: &Key,

@@ -141,10 +141,10 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     }
 }
 
-/// Plans the next steps of a restore. No gate is opened while another process is offloaded or may
-/// become offloaded: calls behind an open gate could take the VRAM that this process needs.
-/// `lost`: the driver cannot restore some of the processes, so the gates of the other processes are
-/// opened anyway.
+/// Plans the next steps of a restore. No gate is opened while any process of the container is
+/// offloaded or may become offloaded. Calls behind an open gate could take the VRAM that such a
+/// process needs. `lost`: the driver cannot restore some of the processes, so the gates of the
+/// other processes are opened anyway.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();
@@ -328,8 +328,9 @@ mod tests {
         assert_eq!(plan_restore(&half, false).restore, [], "those under way come first");
     }
 
-    /// Only a process with a library of an earlier release, which copies only after the driver's
-    /// lock, receives the order to lock. Here this is the first process.
+    /// Two processes are about to be copied out. Only the library of the first one is of an earlier
+    /// release, which copies only after the driver's lock. Only the first process must receive the
+    /// order to lock.
     #[test]
     fn lock_is_ordered_only_where_it_is_needed() {
         let mut positions = at(&[Phase::Closed, Phase::Closed]);

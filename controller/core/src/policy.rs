@@ -1,6 +1,6 @@
 //! Determines the effective policy of a container. A value of a container's annotation replaces the
-//! value of the namespace rule, and this replaces the value of the node. An invalid annotation is
-//! ignored with a warning that names the accepted values.
+//! value of the namespace rule. A value of the namespace rule replaces the value of the node. An
+//! invalid annotation is ignored with a warning that names the accepted values.
 
 use std::collections::BTreeMap;
 

@@ -25,8 +25,8 @@ use super::{
     offload_check, offload_level, plan::OffloadMethod, policy::Engine, process::Process,
 };
 
-/// Number of offloads in a row without a copy by the copier, from which on a process is not
-/// prefaulted.
+/// Number of offloads in a row in which the copier did not copy the memory of a process. From this
+/// number on, the process is not prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
@@ -67,8 +67,8 @@ pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether prefaulted memory should be kept. A condition that may end soon, such as a failed
-/// reading of the GPUs, is no reason to release it.
+/// Whether prefaulted memory of the container should be kept. It is kept if an offload is possible,
+/// or is prevented only by a condition that may end soon, such as a failed reading of the GPUs.
 fn stays_prefaulted(node: &NodeState, key: &Key, c: &Container) -> bool {
     let copies = offload_level::engine_of(node, key) == Engine::Full;
     let verdict = offload_check::check_offload(node, key, true);

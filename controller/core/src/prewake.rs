@@ -8,7 +8,7 @@ use super::{
     oversubscription, policy::Mode,
 };
 
-/// Time between the restore of a prewake and the CUDA call that is expected.
+/// Time before the expected CUDA call at which the restore of a prewake begins.
 const LEAD_MS: Millis = 5_000;
 
 /// Prewakes a container (restores it in advance) if its next CUDA call is expected soon and the

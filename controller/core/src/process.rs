@@ -56,7 +56,7 @@ pub struct DeviceWork {
     pub percent: u32,
 }
 
-/// An order that a process end, because another container needs its VRAM.
+/// An order to a process to end, because another container needs its VRAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
     /// When the process was ordered to end.
@@ -75,11 +75,13 @@ pub struct Process {
     /// Connection and phase of the process's agent (the library's thread in it), and the known
     /// hazards of the process.
     pub agent: AgentStatus,
-    /// The order in progress, of which a process has at most one. `None`: no order is in progress.
+    /// The order in progress. `None`: no order is in progress. A process has at most one order in
+    /// progress at a time.
     pub pending: Option<PendingOrder>,
     /// The VRAM that the process holds, and the VRAM that it released at its offload.
     pub memory: ProcessMemory,
-    /// Moves of the process that failed. The controller avoids further moves of the same kind.
+    /// Kinds of offloads and restores that failed for the process. The controller avoids further
+    /// attempts of these kinds.
     pub failed_moves: FailedMoves,
     /// Whether and when the process was ordered to prefault host memory for the next offload.
     pub prefault: PrefaultOrder,
@@ -110,7 +112,8 @@ pub struct AgentStatus {
     pub capabilities: Capabilities,
 }
 
-/// Kinds of moves that failed for a process. They stay recorded when the process registers again.
+/// Kinds of offloads and restores that failed for a process. They stay recorded when the process
+/// registers again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FailedMoves {
     /// Whether a restore on another GPU failed, or cannot be complete. This controller then tries
@@ -119,8 +122,8 @@ pub struct FailedMoves {
     /// Whether the agent failed to copy the memory. Later offloads then use the driver's
     /// checkpoint.
     pub copy: bool,
-    /// Number of offloads in a row in which no copier copied the memory that the process had
-    /// exported for it.
+    /// Number of offloads in a row in which the process exported its memory to a copier, but no
+    /// copier copied this memory.
     pub copier_in_a_row: u32,
 }
 
@@ -178,8 +181,9 @@ impl Process {
         })
     }
 
-    /// Returns the hazards that do not prevent a copy out. With an older library, hazards of single
-    /// allocations do prevent it, because that library cannot leave these allocations on the GPU.
+    /// Returns the hazards with which a copy out of the process is still permitted. An older
+    /// library cannot leave single allocations on the GPU. With such a library, hazards of single
+    /// allocations are not included.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
         let known = self.can(Capabilities::LEAVES_IN_PART);

@@ -32,7 +32,7 @@ struct Siblings {
     /// The processes, ordered by number.
     list: Vec<(ProcessId, Process)>,
     touched: bool,
-    /// VRAM of these processes that the cached sum contains.
+    /// VRAM of this container's processes that is included in the cached sum over all containers.
     wants: Vec<DeviceBytes>,
 }
 
@@ -108,8 +108,8 @@ impl Processes {
     }
 
     /// Finds the process with this number and returns it for a change that affects neither its
-    /// phase nor its VRAM. The cached results stay valid. Counter readings, the most frequent
-    /// input, therefore cause no new count.
+    /// phase nor its VRAM. The cached results stay valid and are not updated. Counter readings, the
+    /// most frequent input, use this function.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
@@ -238,7 +238,8 @@ mod tests {
     }
 
     proptest! {
-        /// The cached sums equal a new count after any changes, even if they are rarely queried.
+        /// After any changes, the cached sums must equal sums that are computed anew, even if the
+        /// cached sums are rarely queried.
         #[test]
         fn cached_sums_equal_a_new_count(
             steps in proptest::collection::vec((0_u8..6, 0_u64..6, 0_u64..3, 0_usize..4, 0_u64..9), 1..80),

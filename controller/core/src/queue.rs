@@ -146,10 +146,10 @@ mod tests {
     }
 
     proptest! {
-        /// Serves containers one at a time while others of any priority arrive at any time. A
-        /// higher priority is worth a certain waiting time. A container may pass a container that
-        /// arrived earlier only if the difference of their arrivals is less than this time. The
-        /// number of later arrivals that can pass a waiter is therefore limited.
+        /// Containers of any priority arrive at any time, and are served one at a time. The number
+        /// of later arrivals that can pass a waiter must be limited. A higher priority is worth a
+        /// certain waiting time. A container may pass a container that arrived earlier only if the
+        /// difference of their arrivals is at most this time.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

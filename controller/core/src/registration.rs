@@ -52,8 +52,8 @@ pub(super) fn announced(node: &mut NodeState, spec: ContainerSpec, key: &Key) {
     }
 }
 
-/// Whether `generation` belongs to a different container than the known container with this key.
-/// The comparison is needed because ids of containers are reused. 0 matches any generation.
+/// Whether `generation` shows that this is another container than the known container with this
+/// key. Ids of containers are reused, so the key alone does not suffice. 0 matches any generation.
 #[must_use]
 pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> bool {
     let known = node.registry.containers.get(key).map_or(0, |known| known.spec.generation);
@@ -269,8 +269,9 @@ pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Creates the record of a process that registers. Knowledge from its earlier connection is kept.
-/// `first_seen`: time since which a process without an earlier connection counts as resident.
+/// Creates the record of a process that registers. Keeps what is known from its earlier connection
+/// (`before`). `first_seen`: time since which a process without an earlier connection counts as
+/// resident.
 fn registered(
     key: &Key,
     identity: Identity,

@@ -25,8 +25,8 @@ use super::{
     requests,
 };
 
-/// Handles the report of an agent that a CUDA call waits at its process's gate (a wake). Returns
-/// whether the controller must acknowledge the report.
+/// Handles a wake: the report of an agent that a CUDA call waits at the gate of its process.
+/// Returns whether the controller must acknowledge the report.
 pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool {
     let now = node.clock.now;
     let Some(process) = node.registry.processes.get_mut(&id) else {

@@ -29,7 +29,7 @@ const PROOF_MS: Millis = 1_600;
 /// Speed of the slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
-/// GPUs whose VRAM the present waiter cannot have. Exists while the queue is served.
+/// GPUs whose VRAM cannot go to the waiter that is being served. Exists while the queue is served.
 struct GpuClaims {
     /// GPUs with a grant, and GPUs on which a process exports memory to a copier.
     taken: BTreeSet<String>,
@@ -297,17 +297,17 @@ pub(super) fn check_grants(node: &mut NodeState) {
     }
 }
 
-/// Whether nothing takes VRAM under a completed grant: it covers no process that can be restored,
-/// and the waiting allocation was not ordered to try again. This happens if another process of the
-/// container is neither resident nor offloaded, for example because its agent sends no report.
+/// Whether a completed grant is unused: it covers no process that can be restored, and the waiting
+/// allocation was not ordered to try again. This happens if another process of the container is
+/// neither resident nor offloaded, for example because its agent sends no report.
 fn is_unused(node: &NodeState, key: &Key) -> bool {
     let covers = node.admission.grants.get(key).is_some_and(|grant| !grant.covers.is_empty());
     let resumed = node.alloc_wait_of(key).is_some_and(|(_, want)| want.resumed_at.is_some());
     !covers && !resumed
 }
 
-/// Whether an allocation of a resident container may be served before the earlier waiter
-/// `head`. It may if `head` is not allowed to evict the container, because both would otherwise
+/// Whether an allocation of a resident container may be served before the earlier waiter `head`. It
+/// may pass `head` if `head` is not allowed to evict its container, because both would otherwise
 /// wait for each other.
 fn may_pass(node: &NodeState, key: &Key, head: &Key) -> bool {
     let priority = |key: &Key| node.registry.containers.get(key).map(|c| c.policy.priority);

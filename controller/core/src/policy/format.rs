@@ -151,7 +151,7 @@ impl Format for Mebibytes {
     }
 }
 
-/// An amount of memory with its unit, such as `20Gi`. The value is in bytes.
+/// Form of an amount of memory with its unit, such as `20Gi`. The value is in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantity;
 
@@ -190,7 +190,7 @@ impl Format for Quantity {
     }
 }
 
-/// `always`, or times of the week in UTC.
+/// Form of the times at which offloads are allowed: `always`, or times of the week in UTC.
 impl Format for Window {
     type Value = Window;
     type Written = String;

@@ -19,7 +19,8 @@ pub struct ProcessMemory {
 /// The memory of a process that is offloaded or about to be offloaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OffloadedMemory {
-    /// VRAM of the process when its offload began. After a partial restore: the restored part.
+    /// VRAM that the process had when its offload began. After the restore of a copied-out process,
+    /// it is only the restored part.
     pub vram: Vec<DeviceBytes>,
     /// UUID of the GPU to which the process is to migrate, because VRAM was promised there. `None`:
     /// the process is restored on its own GPU.
@@ -78,9 +79,9 @@ impl ProcessMemory {
         }
     }
 
-    /// VRAM that the process released and needs for its restore, if it is in this phase. `None`:
-    /// unknown. A process that is copied out needs only the copied part and its local memory (the
-    /// GPU threads' stacks), because the other memory never left the GPU.
+    /// VRAM that the process released and needs for its restore if it is in the phase `phase`.
+    /// `None`: unknown. A process that is copied out needs only the copied part and its local
+    /// memory (the GPU threads' stacks), because the other memory never left the GPU.
     #[must_use]
     pub fn to_restore(&self, phase: Phase) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded.as_ref()?;
@@ -108,8 +109,8 @@ impl ProcessMemory {
         self.set_copy_out_incomplete(true);
     }
 
-    /// Ends a migration. The offloaded VRAM is from now on assigned to the GPU `to`, or to the
-    /// process's own GPU if `to` is `None`.
+    /// Records that a migration has ended. The offloaded VRAM then belongs to the GPU `to`, or to
+    /// the process's own GPU if `to` is `None`.
     pub fn finish_migration(&mut self, to: Option<&str>) {
         if let Some(offloaded) = &mut self.offloaded {
             offloaded.vram = on_gpu(&offloaded.vram, to);
