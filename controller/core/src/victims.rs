@@ -9,15 +9,17 @@ use super::{DeviceBytes, Key, Millis};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// The container with the highest score first. The score is the expected time until its next
-    /// use, times the VRAM that its offload frees, divided by the cost of its restore.
+    /// Evicts the container with the highest score first. The score is the expected time until the
+    /// container's next use, times the VRAM that its offload frees, divided by the cost of its
+    /// restore.
     #[default]
     Expected,
-    /// The container that has not been used for the longest time first.
+    /// Evicts the container first that has not been used for the longest time.
     Lru,
-    /// The container with the largest product of VRAM and idle time first.
+    /// Evicts the container first whose product of VRAM and idle time is largest.
     SizeIdle,
-    /// Pseudo-random order with this seed. Simulations use it for comparison.
+    /// Evicts containers in a pseudo-random order with this seed. Simulations use this rule for
+    /// comparison.
     #[serde(skip)]
     Random(u64),
 }
@@ -27,8 +29,9 @@ pub enum VictimRule {
 pub struct Candidate {
     /// Key of the candidate container.
     pub key: Key,
-    /// Priority of the candidate. If the candidate is offloaded already, at most the waiter's
-    /// priority: it is not in use, so its own priority does not protect its context.
+    /// Priority of the candidate. If the candidate is already offloaded, this is at most the
+    /// waiter's priority. Such a candidate is not in use, so a higher priority must not protect its
+    /// context.
     pub priority: i32,
     /// Time since the candidate's last use, in milliseconds.
     pub idle_ms: Millis,

@@ -24,7 +24,7 @@ use super::{
     texts::{copy_failed_text, damaged_text, ipc_refused_text},
 };
 
-/// State of a container in the form in which the container's own programs can read it.
+/// State of a container, with the details that programs in the container can read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContainerStatus {
     /// State of the container, such as `Offloaded`.
@@ -37,7 +37,8 @@ pub struct ContainerStatus {
     pub waiters_before: Option<usize>,
 }
 
-/// Error: no container, or no single container, was found by a name. The text is for an operator.
+/// Error of a search for a container by name: the search found no container, or found several. The
+/// text is for an operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
     /// The name is empty.
@@ -51,7 +52,7 @@ pub enum FindError {
     Ambiguous {
         /// The given name. It may be a prefix of a container's key, id or name.
         name: String,
-        /// Names of the containers that match it.
+        /// Names of the containers that match the given name.
         found: Vec<String>,
     },
 }
@@ -172,8 +173,8 @@ impl Node {
         self.state.offloaded_bytes(key)
     }
 
-    /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards
-    /// because of which it stays on the GPU.
+    /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards that
+    /// keep this VRAM on the GPU.
     #[must_use]
     pub fn staying(&self, key: &Key) -> (u64, Hazards) {
         let hazards =
@@ -291,8 +292,9 @@ impl Node {
         self.state.registry.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, each with its spec. The journal's processes count if they
-    /// still exist: `lives` returns whether a process with this pid and start time exists.
+    /// Containers without a process, each with its spec. A process that is known only from the
+    /// journal of an earlier controller counts if it still exists. `lives` returns whether a
+    /// process with this pid and start time exists.
     pub fn deserted(
         &self,
         lives: impl Fn(u32, u64) -> bool,
@@ -317,9 +319,9 @@ impl Node {
             .map(|(key, c)| (key, &c.spec))
     }
 
-    /// Whether `generation` belongs to a different container than the known container with this
-    /// key. The comparison is needed because ids of containers are reused. 0 matches any
-    /// generation.
+    /// Whether a container with this generation is another container than the known container with
+    /// this key. The generation is compared because ids of containers are reused. Generation 0
+    /// matches any container.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         registration::is_of_another(&self.state, key, generation)

@@ -38,15 +38,15 @@ use super::{
 
 /// Allowance without a limit. Sums of it with real sizes do not overflow.
 const UNLIMITED_BYTES: u64 = u64::MAX >> 1;
-/// Time limit for VramTaken.
+/// Time in which a process must send VramTaken after it got an allowance, in milliseconds.
 const TAKE_MS: Millis = 1_000;
 
 /// Requests of processes for VRAM allowances.
 #[derive(Debug, Default)]
 pub(super) struct VramRequests {
-    /// The last request of each process that has no reply yet.
+    /// For each process that waits for a reply, its most recent request.
     waiting: BTreeMap<ProcessId, VramRequest>,
-    /// The request of each container that is being served.
+    /// For each container, the request that the controller serves now.
     served: BTreeMap<Key, ServedRequest>,
     /// What the file of each container with a limit shows.
     shown: BTreeMap<Key, Vec<VramView>>,
@@ -85,7 +85,8 @@ pub(super) fn asked(node: &mut NodeState, id: ProcessId, ticket: u32, bytes: u64
     read_next(node, &key);
 }
 
-/// Records that a process has used its last allowance for the allocation that asked for it.
+/// Records that the allocation that asked for an allowance no longer needs it. The controller then
+/// serves the next request of the container.
 pub(super) fn taken(node: &mut NodeState, id: ProcessId) {
     let is_its =
         |served: &ServedRequest| matches!(served, ServedRequest::Granted(to, _) if *to == id);
@@ -121,8 +122,8 @@ fn read_next(node: &mut NodeState, key: &Key) {
     node.output.effects.push(Effect::ReadVram { key: key.clone(), epoch, processes: members });
 }
 
-/// Replies to a request. `pending`: the pending bytes of each process, read after the recall and
-/// before the GPUs.
+/// Replies to the request for which VRAM was read. `pending` contains the pending bytes of each
+/// process. They were read after the recall of the allowances, and before the GPUs were read.
 pub(super) fn read(
     node: &mut NodeState,
     key: &Key,
@@ -173,8 +174,8 @@ fn free_bytes(
     Some(limit_bytes.saturating_sub(held.saturating_add(pending)))
 }
 
-/// VRAM of a process on a GPU, in bytes. What an offloaded process needs for its restore counts
-/// too.
+/// VRAM of a process on a GPU, in bytes. For an offloaded process, this includes the VRAM that it
+/// needs for its restore.
 fn held_bytes(process: &Process, gpu: &GpuSample) -> u64 {
     let read = gpu.processes.iter().filter(|(pid, _)| *pid == process.identity.pid);
     let read: u64 = read.map(|(_, bytes)| bytes).sum();

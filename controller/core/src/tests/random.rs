@@ -30,8 +30,8 @@ enum Step {
     Detach(usize, bool),
     Restart(bool),
     Others(u64),
-    /// The controller is stopped for six seconds. Unmanaged processes then hold this many bytes, if
-    /// these are free.
+    /// A step in which the controller handles nothing for six seconds. At the end, unmanaged
+    /// processes hold this many bytes of VRAM, if these bytes are free.
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
@@ -44,7 +44,8 @@ enum Step {
     Connections(usize, u64),
     /// NVML shows work of the process with this index.
     Worked(usize),
-    /// NVML is read now. The result is delivered later.
+    /// The controller's next reading of NVML is made now. A later step `Question` delivers its
+    /// result.
     Read,
     /// NVML fails from now on, or works again.
     Nvml(bool),
@@ -56,8 +57,8 @@ enum Step {
     /// The connection of the copier with this index ends. `true`: the controller sees the exit of
     /// its process first.
     CopierEnds(usize, bool),
-    /// From now on the process refuses to pause its allocations in this way. `None`: it pauses them
-    /// when ordered.
+    /// The process with this index disobeys orders to pause its allocations from now on, in the
+    /// given way. `None`: the process follows these orders again.
     Refuse(usize, Option<Refusal>),
 }
 
@@ -385,7 +386,8 @@ proptest! {
     }
 }
 
-/// Regression test: random steps once failed with this sequence.
+/// Regression test: a controller ends while it offloads a container. The next controller must serve
+/// the container's process whose gate is still closed. Random steps once failed with this sequence.
 #[test]
 fn closed_process_of_dead_controller_is_served() {
     let mut steps = vec![Step::Join(2), Step::Join(2), Step::Work(1), Step::Ask(2, true)];
@@ -395,7 +397,8 @@ fn closed_process_of_dead_controller_is_served() {
     run(steps).unwrap();
 }
 
-/// Regression test: random steps once failed with this sequence.
+/// Regression test: the CUDA context of a container that waits for VRAM must be evicted if another
+/// container needs the context's VRAM. Random steps once failed with this sequence.
 #[test]
 fn waiting_context_is_evicted_for_others() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Join(0), Step::Work(0)];
@@ -464,8 +467,9 @@ fn evicted_waiter_evicts_no_other() {
     run(steps).unwrap();
 }
 
-/// An allocation must be served after an offload's retry delay. Offloads of the container that
-/// holds the VRAM have failed several times, so its next offload waits for half a minute.
+/// Offloads of the container that holds the VRAM have failed several times, so the controller waits
+/// for half a minute before it tries again. An allocation that waits for this VRAM must be served
+/// after that delay.
 #[test]
 fn allocation_is_served_after_backoff() {
     let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];
@@ -535,8 +539,8 @@ fn waiting_allocation_restores_after_crash() {
     run(steps).unwrap();
 }
 
-/// A part of the process's memory stayed on the GPU, and the process fills the GPU. Its restore
-/// must not require a margin of free VRAM, because it would then wait forever.
+/// A process was copied out, but a part of its memory stayed on the GPU. All of its memory together
+/// fills the GPU. The process must be restored although no margin of free VRAM remains beside it.
 #[test]
 fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];
@@ -548,7 +552,8 @@ fn gpu_filling_copied_out_process_is_restored() {
     run_with(&[2], steps).unwrap();
 }
 
-/// Regression test: each repeated wake once ended the eviction of the waiting container's context.
+/// Regression test: the eviction of a waiting container's CUDA context must continue although the
+/// container repeats its wake. Each repeated wake once ended the eviction.
 #[test]
 fn repeated_wake_does_not_end_an_eviction() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Work(0), Step::Allocate(0, 140)];
@@ -575,8 +580,8 @@ fn offloaded_context_leaves_for_lower_priority() {
     run_in(World::new(3).with_auto(true), &[], steps).unwrap();
 }
 
-/// Regression test: random steps once left a grant without a waiter. It happened when an allocation
-/// was refused while another process of the container became open again.
+/// Regression test: the VRAM grant of a waiting allocation must end when the allocation is refused.
+/// A grant once remained, because the gate of another process of the container opened at that time.
 #[test]
 fn grant_ends_when_closed_processes_open() {
     let mut steps: Vec<Step> = [0, 1, 1].map(Step::Join).into();
@@ -593,8 +598,9 @@ fn grant_ends_when_closed_processes_open() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: random steps once ordered a process to prefault twice. An offload that the
-/// journal recorded, and that copied nothing, must not count as a use of prefaulted memory.
+/// Regression test: a controller learns from the journal of an offload that copied nothing. This
+/// offload must not count as a use of prefaulted memory. It was once counted as a use, and the
+/// process was ordered to prefault twice.
 #[test]
 fn offload_without_copy_keeps_prefault() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 133)];
@@ -608,9 +614,9 @@ fn offload_without_copy_keeps_prefault() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a gate once opened while another process was being copied out. The process
-/// behind the gate allocated VRAM that the copied process needed, and both together had more than
-/// the GPU has.
+/// Regression test: while a process is being copied out, the gates of the other processes of its
+/// container must stay closed. A gate once opened, and the process behind it allocated VRAM that
+/// the copied process needed. Both together then had more memory than the GPU has.
 #[test]
 fn gates_stay_closed_beside_a_copy_out() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 271)];
@@ -623,8 +629,8 @@ fn gates_stay_closed_beside_a_copy_out() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a process once registered while another process of its container was being
-/// copied out, and allocated VRAM that the copied process needed.
+/// Regression test: a process that registers while another process of its container is being copied
+/// out must not allocate VRAM. Such a process once allocated VRAM that the copied process needed.
 #[test]
 fn newcomer_waits_beside_a_copy_out() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 237)];
@@ -638,8 +644,8 @@ fn newcomer_waits_beside_a_copy_out() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a process without VRAM once started in a copied-out container. As a result, the
-/// container's context was not evicted for a waiter.
+/// Regression test: the CUDA context of a copied-out container must be evicted for a waiter, even
+/// if a process without VRAM starts in the container. Such a process once prevented the eviction.
 #[test]
 fn newcomer_keeps_no_context_from_a_waiter() {
     let mut steps = vec![Step::Join(2), Step::Work(0), Step::Allocate(0, 12), Step::Join(1)];

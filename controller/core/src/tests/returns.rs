@@ -53,8 +53,9 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// A controller ends between the restores of a container's two processes. Another container, which
-/// was called earlier, needs the VRAM of the first process. It must not block the second process.
+/// A controller ends after it has restored the first of a container's two processes. Another
+/// container, which makes its call first, needs the VRAM that this process holds. The next
+/// controller must restore the second process all the same, so that both containers are served.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -118,8 +119,8 @@ fn unrecorded_container_restores_to_empty_gpu() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// All registered processes of a container are restored, and the restore of an unregistered process
-/// is running. The VRAM must stay promised to the unregistered process.
+/// The restore of an unregistered process of a container is running. Another process of the
+/// container registers and later exits. The VRAM must stay promised to the unregistered process.
 #[test]
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
@@ -146,8 +147,9 @@ fn promise_to_unregistered_process_is_kept() {
     assert_eq!(world.node.state.admission.ledger.promised_bytes(GPU), 400);
 }
 
-/// After a controller's end, one process of a container registers late. By then the VRAM of the
-/// other process is promised and proven free. This proof must not be used for the late process.
+/// After a controller's end, the two processes of a container register one after the other. When
+/// the late process registers, VRAM has been promised and proven free for the early process. The
+/// next controller must not use this proof for the late process.
 #[test]
 fn late_registration_waits_for_own_proof() {
     let mut world = World::new(1);
@@ -174,8 +176,8 @@ fn late_registration_waits_for_own_proof() {
     assert_eq!(world.state(0), State::Offloaded);
 }
 
-/// Checks repeatedly whether a process with a permanent hazard can be offloaded. The reason must be
-/// published only once.
+/// A process uses managed memory, so it can never be offloaded. The controller checks this again
+/// and again, but must publish the reason only once.
 #[test]
 fn unsafe_process_is_refused_once() {
     let mut world = World::new(1);
@@ -289,8 +291,9 @@ fn call_during_close_undoes_offload() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
-/// A process reports an offloaded phase that no record confirms, which would claim a whole GPU. The
-/// report must be rejected and must not block a restore.
+/// A process claims in its registration that it is offloaded, but no record confirms this. The
+/// controller must reject the claim, because the claim would reserve a whole GPU. The restore of
+/// another container must still succeed.
 #[test]
 fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
@@ -391,8 +394,9 @@ fn stopped_controller_distrusts_its_proofs() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A process is stopped with the order to restore in its inbox, until other processes have resumed
-/// their allocations. When it continues, it must not execute the order.
+/// A process is stopped before it reads the order to restore, and other processes resume their
+/// allocations meanwhile. When the process continues, it must not execute this old order. It must
+/// be restored by a second order.
 #[test]
 fn stopped_process_restores_by_second_order() {
     let mut world = World::new(1);
@@ -419,8 +423,9 @@ fn stopped_process_restores_by_second_order() {
     assert!(!world.agents[&id].wants, "a call still waits");
 }
 
-/// The processes of a container register one after the other, and all of them ignore all orders.
-/// They must delay other containers only once.
+/// Processes of one container register one after the other, and none of them pauses its allocations
+/// when ordered. The restore of another container must be delayed by the first process only, not
+/// again by each further process.
 #[test]
 fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
@@ -453,8 +458,9 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container gets grants again and again but is never restored, while all other processes pause
-/// their allocations for it. Its further grants must come at longer and longer intervals.
+/// A container repeatedly receives a grant of VRAM, but its process always reconnects before the
+/// restore. During each grant, all other processes pause their allocations. The time between two
+/// grants must therefore become longer with every grant.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);
@@ -488,9 +494,9 @@ fn wasted_grants_delay_others_less_each_time() {
     assert!((2..8).contains(&turns), "{turns} turns");
 }
 
-/// The driver hangs in the checkpoint of a process, and the other process of the container is
-/// called. The gate of the called process must open, but only after the checkpoint counts as
-/// hanging.
+/// The driver hangs in the checkpoint of a process, and the other process of the container makes a
+/// CUDA call. The gate of the calling process must open, but only after about a minute, when the
+/// checkpoint counts as hanging.
 #[test]
 fn sibling_of_a_hanging_checkpoint_opens_late() {
     let mut world = World::new(1);
@@ -516,8 +522,9 @@ fn sibling_of_a_hanging_checkpoint_opens_late() {
     assert!(world.now >= began + 59_000, "the sibling's gate opened during the checkpoint");
 }
 
-/// A process that started in an offloaded container pauses its allocations. The pause ends when the
-/// container's context is evicted. If the eviction fails, the pause must begin again.
+/// A process starts in an offloaded container, so it must pause its allocations. The controller
+/// ends this pause while it evicts the container's CUDA context. If the eviction then fails, the
+/// process must pause its allocations again.
 #[test]
 fn newcomer_pauses_again_if_an_eviction_fails() {
     let mut world = World::new(3);

@@ -1,4 +1,4 @@
-//! Asserts that the number of moves is limited for any sequence of calls.
+//! Tests that containers move only a limited number of times, for any sequence of calls.
 
 use affinode_proto::wire::message::Outcome;
 use proptest::prelude::*;
@@ -52,8 +52,8 @@ fn pass(world: &mut World) {
 proptest! {
     #![proptest_config(config())]
 
-    /// A restored container must stay resident for its minimum residency, and therefore move at
-    /// most once in that time. The sequences of calls are random.
+    /// For any sequence of calls, a restored container must stay resident for its minimum
+    /// residency. This limits the number of its restores.
     #[test]
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),

@@ -1,4 +1,4 @@
-//! The limit of a container's VRAM, with processes that follow the library's protocol.
+//! Tests of the limit of a container's VRAM. The simulated processes follow the library's protocol.
 
 use std::collections::VecDeque;
 
@@ -20,42 +20,46 @@ use super::{
 const LIMIT: u64 = 1 << 30;
 const UUID: [u8; 16] = [7; 16];
 
-/// An allocation of a process, in the steps of the library.
+/// The stage of an allocation in a simulated process. Each stage contains the bytes of the
+/// allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Allocation {
-    /// Its bytes are pending, but the allowance was not checked yet.
+    /// The process has added the bytes to its pending bytes, but has not checked its allowance yet.
     Announced(u64),
-    /// The allowance was too small, and the process has asked for another.
+    /// The allowance was too small, so the process has asked the controller for a larger allowance.
     Asked(u64),
-    /// The driver allocates now. NVML does not report it yet.
+    /// The driver makes the allocation. NVML does not count the bytes yet.
     InDriver(u64),
-    /// NVML reports it, but the bytes are still pending.
+    /// NVML counts the bytes, but the process has not removed them from its pending bytes yet.
     Mapped(u64),
 }
 
 #[derive(Default)]
 struct LimitedProcess {
-    /// The words that the controller reads and writes in the counters.
+    /// Epoch of the most recent recall, which the controller writes into the counters of the
+    /// process.
     epoch: u64,
     pending_bytes: u64,
-    /// Bytes and epoch of the allowance.
+    /// The allowance of the process: its remaining bytes, and its epoch.
     allowance: (u64, u64),
     /// Bytes on the GPU, as NVML reports them.
     held_bytes: u64,
     allocation: Option<Allocation>,
     ticket: u32,
     inbox: VecDeque<ControllerMessage>,
-    /// Whether the process must still send VramTaken, and whether it sends it at all.
+    /// Whether the process must still send VramTaken for its current allowance.
     owes_taken: bool,
     never_says_taken: bool,
-    /// Allocations that failed, and the bytes that were free under the limit.
+    /// The failed allocations. Each entry has the wanted bytes, and the bytes that were free under
+    /// the limit.
     refused: Vec<(u64, u64)>,
 }
 
 struct LimitedContainer {
     node: Node,
     processes: Vec<LimitedProcess>,
-    /// The reading that the controller has begun: key, epoch and pending bytes.
+    /// The reading of VRAM that the controller has requested: its epoch, and the pending bytes of
+    /// each process.
     reading: Option<(u64, Vec<(ProcessId, u64)>)>,
     others_bytes: u64,
     /// The contents of the file that shows the container its VRAM.
@@ -136,14 +140,15 @@ impl LimitedContainer {
         GpuSample { uuid: GPU.into(), total_bytes: 80 << 30, processes, ..GpuSample::default() }
     }
 
-    /// NVML is read, and the controller replies.
+    /// Completes the requested reading of VRAM: gives NVML's figures to the controller, which then
+    /// replies to the process.
     fn read(&mut self) {
         let Some((epoch, pending)) = self.reading.take() else { return };
         let gpus = Ok(vec![self.gpu()]);
         self.feed(Input::VramRead { key: key(1), epoch, pending, gpus });
     }
 
-    /// A process reads its next message.
+    /// Makes the process with this index read the next message in its inbox.
     fn receive(&mut self, n: usize) {
         let process = &mut self.processes[n];
         let Some(ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch }) =
@@ -223,7 +228,7 @@ impl LimitedContainer {
         self.processes.iter().map(of).sum()
     }
 
-    /// Lets every process end its allocation.
+    /// Advances the time by 20 seconds, so that the allocations of all processes come to an end.
     fn settle(&mut self) {
         for _ in 0..200 {
             self.read();

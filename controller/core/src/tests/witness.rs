@@ -73,7 +73,7 @@ fn utilization_is_shown_per_process_until_stale() {
 }
 
 /// An operator requests the offload of a container whose work runs on the GPU. The container must
-/// be offloaded: the driver's lock waits for the work.
+/// be offloaded, because the driver waits for the end of the work when it locks the process.
 #[test]
 fn operator_request_offloads_working_container() {
     let mut world = World::new(1);

@@ -32,7 +32,7 @@ pub(super) const TOTAL: u64 = 1_000;
 /// Minimum amount of memory, in bytes, that an agent must be able to copy for its process to be
 /// prefaulted in the tests.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
-/// Number of passes of the test in which a slow copier runs one step.
+/// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
 pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111);
@@ -301,8 +301,8 @@ impl World {
     }
 
     /// Records an order to end a process. Asserts that the process is not offloaded and cannot be
-    /// offloaded. Also asserts that some container with restore policy `immediate` has at least its
-    /// priority.
+    /// offloaded. Also asserts that a container with restore policy `immediate` exists whose
+    /// priority is at least that of the process.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
@@ -395,7 +395,8 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
-    /// Makes a process repeat a waiting allocation after the order to try again.
+    /// Makes a process repeat its waiting allocation, if the controller has ordered the process to
+    /// try again.
     pub(super) fn try_again(&mut self, id: ProcessId) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -510,8 +511,9 @@ impl World {
         self.take_unmanaged(bytes);
     }
 
-    /// Breaks the connection of a process. Its agent completes the order in progress, and pauses
-    /// its allocations until it receives the next Welcome.
+    /// Breaks the connection of a process. If `busy` is true, the agent of the process still
+    /// completes one order. The process pauses its allocations until its agent receives the next
+    /// Welcome.
     pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
@@ -577,9 +579,9 @@ impl World {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// Advances the world until no container waits. The time suffices for the retry of a failed
-    /// offload or restore, which may come a minute later. It ends before the timeout of an
-    /// allocation.
+    /// Advances the world until no container, call or allocation waits, for at most 1200 passes.
+    /// This suffices for a retry of a failed offload or restore, which may come a minute later. It
+    /// is less than the timeout of an allocation.
     pub(super) fn settle_all(&mut self) {
         self.settle();
         for _ in 0..1_200 {
