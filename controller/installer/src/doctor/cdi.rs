@@ -20,7 +20,8 @@ const ALWAYS_ON_SINCE: i64 = 4;
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 /// Vendors in the CDI specifications of NVIDIA's device plugin and of NVIDIA's GPU operator.
 const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.com"];
-/// Maximum size of a specification file that is read to find its kind.
+/// Maximum size of a CDI specification file, in bytes. Larger files are ignored when the vendor of
+/// a specification is determined.
 const MAX_SPEC_BYTES: u64 = 16 << 20;
 
 /// Returns whether containers get their devices from CDI. `config` is containerd's whole
@@ -49,8 +50,8 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
     PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
 }
 
-/// Returns whether this file itself enables CDI. The file that k3s or rke2 generates is ignored,
-/// because its content is not an operator's choice.
+/// Returns whether this file itself contains the setting that turns CDI on. For the file that k3s
+/// or rke2 generates, returns false, because its content is not an operator's choice.
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();

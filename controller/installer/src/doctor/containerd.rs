@@ -39,7 +39,7 @@ const MIN_VERSION: (u32, u32) = (1, 6);
 pub struct ContainerdProcess {
     /// Path of the socket.
     pub socket: PathBuf,
-    /// Pid of the process that listens.
+    /// Pid of the containerd process, which listens at the socket.
     pub pid: u32,
     /// Path of containerd's executable.
     pub program: PathBuf,
@@ -60,7 +60,7 @@ pub enum ContainerdAbsent {
     /// The socket does not exist.
     #[error("no socket at {}", .0.display())]
     NoSocket(PathBuf),
-    /// No process accepts connections.
+    /// The socket exists, but no process accepts connections at it.
     #[error("cannot connect to {}", socket.display())]
     Silent {
         /// Path of the socket.
@@ -69,7 +69,8 @@ pub enum ContainerdAbsent {
         #[source]
         source: std::io::Error,
     },
-    /// The process is known, but its folder in /proc cannot be read.
+    /// A process listens at the socket and its pid is known, but its folder in /proc cannot be
+    /// read.
     #[error("cannot examine the process behind {}", socket.display())]
     Hidden {
         /// Path of the socket.

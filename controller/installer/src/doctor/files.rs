@@ -32,7 +32,8 @@ pub struct PathFacts {
 }
 
 impl PathFacts {
-    /// Collects these values on this machine.
+    /// Collects the values for the checks of the run directory and the configuration on this
+    /// machine.
     #[must_use]
     pub fn gather(
         run_dir: &Path,

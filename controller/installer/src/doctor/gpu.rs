@@ -46,7 +46,8 @@ pub struct GpuCheck {
 }
 
 impl GpuFacts {
-    /// Reads these values through NVML.
+    /// Reads the values for the checks of the GPUs through NVML, and searches for the daemon of
+    /// MPS.
     #[must_use]
     pub fn gather(library: &Path) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());

@@ -199,8 +199,9 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The configuration snippets of the project pass the checks. Without a snippet, the handler is
-    /// missing.
+    /// The configuration files that the project offers for containerd must pass the checks. Without
+    /// one of them, the check of the handler must fail on a node of Kubernetes, and warn on other
+    /// machines.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();

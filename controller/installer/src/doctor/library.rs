@@ -22,7 +22,8 @@ use super::{CheckGroup, DoctorCheck};
 pub struct LibraryFacts {
     /// Path of the library.
     pub path: PathBuf,
-    /// `Err`: the reason why a container's dynamic loader could not load the library.
+    /// Whether a container's dynamic loader could load the library. The error is the reason why it
+    /// could not.
     pub fault: Result<(), String>,
     /// Whether every user can read the library.
     pub readable: bool,

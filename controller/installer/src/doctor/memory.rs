@@ -39,7 +39,7 @@ pub struct MemoryFacts {
 }
 
 impl MemoryFacts {
-    /// Reads these values from /proc and /sys.
+    /// Reads the values for the checks of host memory from /proc and /sys.
     #[must_use]
     pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> MemoryFacts {
         MemoryFacts {

@@ -15,7 +15,7 @@ pub struct CheckHelp {
     pub meaning: &'static str,
     /// Cause of a warning or a failure.
     pub cause: &'static str,
-    /// What an operator can do.
+    /// Remedy: what an operator can do if the check does not pass.
     pub remedy: &'static str,
 }
 

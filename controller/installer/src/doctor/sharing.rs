@@ -74,7 +74,7 @@ struct CheckpointData {
 }
 
 impl SharingFacts {
-    /// Reads these values from the files below a root directory.
+    /// Reads the values for the checks of GPU sharing from the files below a root directory.
     #[must_use]
     pub fn gather(root: &Path) -> SharingFacts {
         SharingFacts {

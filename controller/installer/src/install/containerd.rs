@@ -135,7 +135,7 @@ pub enum NodeError {
     Lost {
         /// The error that led to the restore.
         before: String,
-        /// The error with the old configuration.
+        /// The error of the attempt to start containerd with the old configuration.
         after: String,
     },
 }
@@ -234,8 +234,8 @@ impl ContainerdNode {
         Ok(dumped)
     }
 
-    /// Returns the requested kind of restart, completed by the name of containerd's systemd unit if
-    /// the request names none.
+    /// Returns the requested kind of restart. If systemd is requested without the name of a unit,
+    /// the name of containerd's unit is added.
     pub fn way(&self, how: &RestartRequest) -> RestartRequest {
         match how {
             RestartRequest::Systemd { unit: None } => {
@@ -323,8 +323,8 @@ impl ContainerdNode {
         }
     }
 
-    /// Restarts containerd with the restored file, if containerd had been restarted with the failed
-    /// change. Returns the error to report.
+    /// Returns the error to report after a failed change, whose files were already restored. If
+    /// containerd was restarted with the change, restarts it with the restored files first.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
             failed,
@@ -405,8 +405,8 @@ pub fn running_controller(prefix: &Path) -> Option<u32> {
     controllers.map(|one| one.pid).min_by_key(|pid| started(*pid))
 }
 
-/// Returns the controllers that run an older file than the installed one. With `replaced`, all
-/// controllers count, because the installed file is about to be replaced.
+/// Returns the running controllers whose program file was replaced after their start. If `replaced`
+/// is true, returns all controllers, because an installation is about to replace the file.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
     let old = |program: &ContainerdProgram| {
         program.role == ProgramRole::Controller && (replaced || program.replaced)
@@ -428,7 +428,8 @@ struct ContainerdProgram {
 /// determines it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProgramRole {
-    /// The process serves containers. Without it, containerd would lose them.
+    /// The process is a shim, which serves containers. containerd loses these containers if the
+    /// shim ends.
     Shim,
     Controller,
     /// The process is a copier, or it starts a controller.
@@ -463,8 +464,8 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
 mod tests {
     use super::*;
 
-    /// Without systemd, systemctl does not stop containerd. The error must not state that
-    /// containerd failed.
+    /// On a machine without systemd, systemctl fails and containerd continues to run. The error
+    /// must name the option `--restart-mode none`, and must state that containerd still runs.
     #[test]
     fn a_restart_without_systemd_names_the_option() {
         let printed = "System has not been booted with systemd as init system (PID 1). Can't \

@@ -143,7 +143,7 @@ pub enum DockerError {
     Moved {
         /// Path of the file that dockerd reads.
         now: PathBuf,
-        /// Path of the recorded file.
+        /// Path of the file in which the runtime was registered, according to the record.
         then: PathBuf,
     },
     /// After the reload, dockerd does not serve the new configuration.
@@ -180,7 +180,7 @@ pub enum DockerPlan {
     LeftOut,
     /// No change: dockerd already serves the runtime.
     Served,
-    /// The file must be changed, or dockerd must read it again.
+    /// dockerd's file must be changed, or dockerd must read the unchanged file again.
     Change(Box<DockerChange>),
 }
 
@@ -295,7 +295,7 @@ pub enum DockerState {
     ReloadNeeded,
     /// The runtime is in the file, but no dockerd answers.
     NoDocker,
-    /// The runtime in the file was removed or changed.
+    /// The runtime that was registered is no longer in the file, or another runtime has its name.
     Changed,
 }
 

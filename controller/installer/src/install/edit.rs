@@ -70,8 +70,8 @@ struct FileEdit {
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Texts of the removed blocks, and texts of the added blocks. The prediction of a rendered
-    /// file needs them.
+    /// Texts of the handlers that the edit removes, and texts of the handlers that it adds. They
+    /// are needed to predict the file that k3s or rke2 render from a template.
     blocks: (Vec<String>, Vec<String>),
 }
 
@@ -123,9 +123,9 @@ impl ConfigEdit {
         self.blocks.0.push(block::in_text(&added.text).to_owned());
     }
 
-    /// Removes the handlers of these specifications from every file. `merged` names the handlers
-    /// that belong to Affinode according to containerd's whole configuration. If a file contains
-    /// only some keys of such a handler, these keys are also removed.
+    /// Removes the handlers of these specifications from every file. `merged` lists the names of
+    /// the handlers that belong to Affinode according to containerd's whole configuration. A file
+    /// may contain only some keys of such a handler, and these keys are removed too.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],

@@ -17,8 +17,8 @@ use crate::doctor::{library, programs::SHIM};
 /// File name of the program `affinode`, which users run.
 const COMMAND: &str = "affinode";
 
-/// Contents of all files that an installation writes. They are read into memory, because their
-/// folder may not be visible after this process has entered the node's root.
+/// The files that an installation writes, with their contents in memory. They are read before this
+/// process enters the node's root, because their folder may not be visible afterwards.
 #[derive(Clone)]
 pub struct SourceFile {
     command: Arc<[u8]>,
@@ -102,7 +102,7 @@ impl SourceFile {
         })
     }
 
-    /// Returns the same files and, according to the plan, the files for Podman.
+    /// Returns a copy of these files that includes Podman's files as far as the plan requires them.
     ///
     /// # Errors
     /// [`FileError`]: Podman is required, but its runtime is not in the source folder.
@@ -119,7 +119,8 @@ impl SourceFile {
         Ok(source)
     }
 
-    /// Returns the same files with a `paths.conf` of this content. `None`: without a `paths.conf`.
+    /// Returns these files with the given text of `paths.conf`. `None`: no `paths.conf` is
+    /// installed.
     pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
         self.folders = text;
         self

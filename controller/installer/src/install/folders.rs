@@ -10,8 +10,8 @@ use affinode_proto::{installation::PathsFile, paths};
 
 use super::{FileError, InstallError, InstallOptions, containerd};
 
-/// Returns the folders of the options. A folder that the options lack is the folder of the present
-/// installation.
+/// Returns the run directory and the configuration file that the options name. A path that the
+/// options do not name is taken from the present installation.
 ///
 /// # Errors
 /// [`FileError`]: the `paths.conf` of the present installation cannot be read.
@@ -30,7 +30,7 @@ fn present(prefix: &Path) -> Result<PathsFile, FileError> {
     })
 }
 
-/// Returns the run directory of these folders, or the default run directory.
+/// Returns the run directory in `folders`, or the default run directory if `folders` names none.
 pub fn run_dir(folders: &PathsFile) -> PathBuf {
     folders.run_dir.clone().unwrap_or_else(|| paths::RUN_DIR.into())
 }

@@ -149,8 +149,8 @@ pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
     PLUGINS.iter().find_map(of)
 }
 
-/// Returns a copy of the model handler that passes Affinode's annotations. It names no program,
-/// because the caller sets the program.
+/// Creates a handler with the copied keys of the model handler, which also passes Affinode's
+/// annotations to the shim. The handler names no program, because the caller adds it.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = model.map(copied).unwrap_or_default();
     for key in ["pod_annotations", "container_annotations"] {
@@ -198,7 +198,8 @@ fn is_default(value: &Value) -> bool {
     }
 }
 
-/// Returns whether a value is a table that contains no values, also not in tables below it.
+/// Returns whether a value is an empty table. A table that contains only empty tables also counts
+/// as empty.
 pub fn is_empty(value: &Value) -> bool {
     value.as_table().is_some_and(|table| table.values().all(is_empty))
 }

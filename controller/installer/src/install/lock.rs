@@ -24,8 +24,8 @@ const FILE: &str = "install.lock";
 /// Lock of an installer on the folder that contains the record.
 pub struct InstallLock {
     folder: PathBuf,
-    /// Folders that did not exist before the installation. The first are those that were created
-    /// for the lock, the outermost first. Those that the installed files need follow.
+    /// Folders that did not exist before the installation, each after its parent. The list begins
+    /// with the folders of the lock's file. The folders of the installed files follow.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }

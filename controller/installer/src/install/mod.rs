@@ -105,7 +105,8 @@ impl InstallOptions {
     }
 }
 
-/// Returns advice for a file that cannot be written. The text follows the file's name in a message.
+/// Returns advice for the operator about a file that cannot be written. A message shows the advice
+/// after the file's name. `elsewhere` describes an alternative to this file.
 fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {

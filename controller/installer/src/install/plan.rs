@@ -42,11 +42,11 @@ pub struct HandlerPlan {
     pub wanted: Option<HandlerSpec>,
     /// Whether the wanted handler replaces a handler of this installation. Otherwise it is added.
     pub replaces: bool,
-    /// Handlers that containerd's configuration must not contain afterwards.
+    /// Handlers that containerd's configuration must no longer contain after the change.
     pub gone: Vec<HandlerSpec>,
     /// Whether containerd must be restarted.
     pub restarts: bool,
-    /// Entry of the wanted handler for the record.
+    /// Entry for the installation's record that describes the wanted handler.
     pub block: Option<AddedBlock>,
     /// Handlers of earlier names that stay in containerd's configuration.
     pub former: Vec<AddedBlock>,
@@ -194,10 +194,10 @@ fn files(
     all.filter(|path| !path.ends_with(target::RENDERED)).collect()
 }
 
-/// Adds the wanted handler to the target file. With containerd 1.x, NVIDIA's toolkit derives its
-/// file from containerd's own file, and the sections of the toolkit's file replace the original
-/// ones. If the target is such an imported file, the handler is also added to containerd's own
-/// file, provided that it names handlers.
+/// Adds the wanted handler to the target file. With containerd 1.x, NVIDIA's toolkit creates an
+/// imported file from containerd's own file, and the sections of the imported file replace the
+/// original sections. If the target is such an imported file, the handler is also added to
+/// containerd's own file, provided that containerd's own file names handlers.
 fn add(
     edit: &mut ConfigEdit,
     target: &InstallTarget,
@@ -246,7 +246,8 @@ fn apart(before: &str, block: &str) -> String {
     if before.ends_with('\n') { format!("\n{block}") } else { format!("\n\n{block}") }
 }
 
-/// Returns the time at which a file was last written. If the file does not exist, returns 1970.
+/// Returns the time at which a file was last written. If the file does not exist, returns the begin
+/// of 1970.
 pub fn written(path: &Path) -> SystemTime {
     let written = fs::metadata(path).and_then(|file| file.modified());
     written.unwrap_or(UNIX_EPOCH)

@@ -8,12 +8,12 @@ use crate::doctor::{is_on_path, processes_with};
 
 /// Folder from which Podman reads files of the machine's administrator.
 pub const FOLDER: &str = "/etc/containers/containers.conf.d";
-/// Name of Affinode's file in that folder.
+/// Name of Affinode's configuration file for Podman.
 const FILE: &str = "affinode.conf";
 /// Name of the runtime program that Podman runs.
 pub const RUNTIME: &str = "affinode-runtime";
-/// Podman's configuration file for an installation with default values. An installation with other
-/// values replaces the three texts below in it.
+/// Podman's configuration file for an installation with default values. For other values, the texts
+/// [`INSTALLED`], [`LISTED`] and [`NAMED`] in it are replaced.
 const TEXT: &str = include_str!("../../../../config/podman/affinode.conf");
 const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
 const LISTED: &str = "\"affinode\"]";
@@ -102,8 +102,8 @@ fn text(prefix: &Path, name: &str) -> String {
         .replace(NAMED, &format!("\n{name} = "))
 }
 
-/// Counts the running containers, and commands in them, that Podman or CRI-O manages with the
-/// installed program. They could not be ended without this program.
+/// Counts the containers of Podman and CRI-O that run with the installed program, and the commands
+/// that run in these containers. Without the program, they could not be ended.
 pub fn running(prefix: &Path) -> usize {
     let program = prefix.join("bin").join(RUNTIME);
     processes_with(|argv| is_monitor(argv, &program))

@@ -59,7 +59,8 @@ pub struct AddedBlock {
     pub text: String,
     /// Whether the installation created the file.
     pub created: bool,
-    /// Texts that were added to other files, or by an earlier installation.
+    /// Further texts of the handler that the installation added to other files, or that an earlier
+    /// installation added.
     #[serde(default)]
     pub also: Vec<AddedText>,
     /// Path of the configuration file that containerd read first.
@@ -139,8 +140,8 @@ impl AddedBlock {
             known.into_iter().flatten().find(|time| node.runs_since(*time)).and_then(ms);
     }
 
-    /// Records the time of the write, and removes the entries of texts that no file contains any
-    /// more.
+    /// Stores the time at which the handler's file was written. Removes those texts in `also` that
+    /// their files no longer contain.
     fn settle(&mut self) {
         self.written_ms = ms(plan::written(&self.path));
         let there = |added: &AddedText| {

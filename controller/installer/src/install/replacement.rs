@@ -25,7 +25,7 @@ pub struct ControllerReplacement {
 }
 
 impl ControllerReplacement {
-    /// Plans the replacement of controllers that these changes of files require.
+    /// Plans which controllers must be replaced after these changes of the installed files.
     ///
     /// # Errors
     /// [`UnitError`]: the unit cannot be written.

@@ -94,8 +94,8 @@ pub enum HandlerState {
     NoContainerd,
 }
 
-/// Compares the state of the node with the record of the installation. `None`: nothing is
-/// installed.
+/// Determines the status of the installation, by comparing the node with the installation's record.
+/// `None`: nothing is installed.
 ///
 /// # Errors
 /// [`InstallError`]: the record or a file cannot be read.

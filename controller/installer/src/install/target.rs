@@ -143,8 +143,9 @@ mod tests {
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
-    /// The file's name must sort after the file of NVIDIA's toolkit. Otherwise the toolkit's copies
-    /// of handlers would take precedence.
+    /// If containerd 2 imports a folder, the handler must get a separate file in it. The file's
+    /// name must sort after the name of the toolkit's file, because the copies of handlers in that
+    /// file would otherwise take precedence.
     #[test]
     fn an_imported_folder_gets_a_file() {
         let root = Path::new("/etc/containerd/config.toml");

@@ -75,8 +75,9 @@ fn a_file_without_handlers_keeps_the_built_in() {
     assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
 }
 
-/// Debian's configuration file names no handler, but its containerd prints all options of runc,
-/// each of them empty. The text block must keep them for the built-in handler.
+/// Debian's configuration file contains no handler, but `containerd config dump` prints the
+/// built-in handler `runc` with all its options, each of them empty. The text block must contain
+/// `runc` with the same options.
 #[test]
 fn a_built_in_handler_keeps_empty_options() {
     let dump = table(&V2.replace("= true", "= false"));

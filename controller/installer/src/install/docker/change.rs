@@ -184,8 +184,8 @@ impl DockerChange {
         }
     }
 
-    /// Makes dockerd unload the runtime, and then writes the text `without` to the file. `with` is
-    /// the text that still contains the runtime.
+    /// Makes dockerd unload the runtime, and then restores the file. `with` is the text of the file
+    /// with the runtime, and `without` is the text without it. `None`: the file does not exist.
     fn unload(&self, with: &Option<String>, without: &Option<String>) -> Result<(), DockerError> {
         let serves = |daemon: &DockerDaemon| daemon.serves(&self.name).unwrap_or(true);
         let mut unloaded = Ok(());

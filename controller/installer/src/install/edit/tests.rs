@@ -20,8 +20,8 @@ fn removed(path: &Path, created: bool) -> Result<ConfigEdit, EditError> {
     edit.remove_handlers(&[spec()], &[]).map(|()| edit)
 }
 
-/// The removal must restore the file, for any content of the file and any text that is added after
-/// the block.
+/// A text block is added to a file, and other text may be added after it. The removal of the block
+/// must leave every other byte of the file unchanged.
 #[test]
 fn removal_restores_the_file_exactly() {
     let folder = tempfile::tempdir().unwrap();
@@ -42,8 +42,8 @@ fn removal_restores_the_file_exactly() {
     }
 }
 
-/// NVIDIA's toolkit rewrites the whole file, so the file no longer contains the added text
-/// unchanged.
+/// NVIDIA's toolkit has rewritten the whole file, so the file no longer contains the added text
+/// unchanged. The handler must still be found in the TOML tree and removed.
 #[test]
 fn a_rewritten_handler_is_removed_by_its_place() {
     let folder = tempfile::tempdir().unwrap();
@@ -78,8 +78,9 @@ fn our_own_file_is_removed_without_the_handler() {
     assert!(!path.exists());
 }
 
-/// The template of k3s or rke2 may have other content. An edit and its removal must not change that
-/// content.
+/// A text block is added to the template of k3s or rke2, and removed again. The predicted
+/// configuration must be right both times. If the handler in the template was changed, the removal
+/// must fail.
 #[test]
 fn a_template_is_added_to_and_comes_back() {
     let folder = tempfile::tempdir().unwrap();

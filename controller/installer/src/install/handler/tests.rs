@@ -8,10 +8,11 @@ runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
 SystemdCgroup = true
 "#;
-/// File that NVIDIA's toolkit 1.20.1 wrote next to Affinode's, from the output of `containerd config
-/// dump` of containerd 2.1.9.
+/// Configuration file that NVIDIA's toolkit 1.20.1 wrote on a node with Affinode's handler. The
+/// toolkit made it from the output of `containerd config dump` of containerd 2.1.9.
 const V3_COPY: &str = include_str!("../testdata/99-nvidia-v3.toml");
-/// The same file from a containerd configuration of version 2.
+/// Configuration file that NVIDIA's toolkit wrote like [`V3_COPY`], but for a containerd whose
+/// configuration has version 2.
 const V2_COPY: &str = include_str!("../testdata/99-nvidia-v2.toml");
 
 fn table(text: &str) -> Table {
@@ -26,8 +27,8 @@ fn judged(config: &str, cdi: bool) -> HandlerVerdict {
     spec("affinode", "/usr/local", cdi).judge(&table(config))
 }
 
-/// NVIDIA's toolkit sorts keys, and drops quotes and comments. The handler must still count as the
-/// same.
+/// NVIDIA's toolkit has copied Affinode's handler into its own file, with sorted keys and without
+/// quotes and comments. The copy must count as the wanted handler.
 #[test]
 fn a_copied_handler_is_the_same() {
     for config in [V3_COPY, V2_COPY] {
@@ -58,7 +59,8 @@ fn another_program_is_foreign() {
     assert_eq!(other(V2), HandlerVerdict::Absent);
 }
 
-/// With CDI, the model must be the default handler. Without CDI, it must be NVIDIA's handler.
+/// If containers get their devices from CDI, the model handler must be the default handler.
+/// Otherwise it must be NVIDIA's handler, if the configuration contains one.
 #[test]
 fn the_model_is_what_pods_had_before() {
     let named = |config: &str, cdi| {

@@ -26,8 +26,8 @@ fn tables_are_cut_and_all_else_stays() {
     assert_eq!(without(&marked, "affinode"), Some(format!("{head}{tail}")));
 }
 
-/// The text has the form that NVIDIA's toolkit writes: sorted, indented, with a header for each
-/// table. The removal must change only the handler.
+/// A configuration file has the form that NVIDIA's toolkit writes: sorted and indented, with a
+/// header for each table. The removal of the handler must leave all other values unchanged.
 #[test]
 fn a_sorted_tree_loses_the_handler_alone() {
     let all = include_str!("../testdata/99-nvidia-v3.toml");

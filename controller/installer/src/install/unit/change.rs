@@ -17,7 +17,7 @@ pub enum UnitPlan {
     Start(UnitRecord),
     /// Replaces the text of the unit. A running unit is restarted.
     Update {
-        /// The record with the new text.
+        /// The record of the unit with the new text of its file.
         record: UnitRecord,
         /// Pid of the unit's main process. `None`: no process runs.
         main_pid: Option<u32>,

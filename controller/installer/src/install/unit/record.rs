@@ -37,7 +37,7 @@ impl UnitRecord {
         UnitRecord { version: VERSION, path, text, settled: false, folders }
     }
 
-    /// Returns a record of the same unit with another text.
+    /// Returns a record of the same unit, with this text and this value of `settled`.
     pub fn with(&self, text: String, settled: bool) -> UnitRecord {
         UnitRecord { text, settled, ..self.clone() }
     }

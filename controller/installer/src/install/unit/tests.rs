@@ -5,8 +5,8 @@ use affinode_proto::installation::PathsFile;
 use super::{change::UnitPlan, record::UnitRecord, *};
 use crate::install::{DockerRequest, RestartRequest};
 
-/// Options of an installation below a temporary folder, on a machine where systemctl does not know
-/// the unit.
+/// Options of an installation whose record and unit are below a temporary folder. The programs'
+/// folder is /opt/affinode.
 fn options(folder: &Path) -> InstallOptions {
     InstallOptions {
         containerd: None,

@@ -7,16 +7,17 @@ use affinode_proto::paths;
 
 /// Text of the unit for an installation below /usr/local.
 const TEMPLATE: &str = include_str!("../../../../../config/systemd/affinode-controller.service");
-/// Folder of the programs in the template.
+/// Folder of the programs, as it is written in the template.
 const BIN: &str = "/usr/local/bin/";
 /// Line of the template after which the environment variables of the installation are inserted.
 const BEFORE_VARIABLES: &str = "Type=notify\n";
-/// Environment variables that select other folders than the defaults. The unit sets those that are
-/// set in the installer's environment, with the same values.
+/// Environment variables that name the folders of an installation. If the environment of the
+/// installer sets one of them, the unit sets it to the same value.
 const VARIABLES: [&str; 3] = [paths::RUN_DIR_ENV, paths::LIB_DIR_ENV, paths::CONFIG_ENV];
 
-/// Returns the text of the unit. `variable` returns the value of an environment variable. `None`: a
-/// path contains characters with a special meaning in a unit file.
+/// Returns the text of the unit for the programs below `prefix`. The function `variable` returns
+/// the value of an environment variable. `None`: a path contains characters with a special meaning
+/// in a unit file.
 pub fn of(prefix: &Path, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
     let bin = format!("{}/", prefix.join("bin").to_str().filter(|_| is_plain(prefix))?);
     let mut lines = String::from(BEFORE_VARIABLES);

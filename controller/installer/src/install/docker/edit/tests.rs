@@ -7,8 +7,8 @@ fn keys(text: &str) -> Vec<String> {
     file.as_object().unwrap().keys().cloned().collect()
 }
 
-/// Contents of the file as operators and tools write it. The second value is true if the removal of
-/// the runtime restores every byte.
+/// Examples of the content of dockerd's file, before the runtime is added. The second value is true
+/// if an addition and a removal of the runtime must restore every byte of the content.
 const FILES: [(&str, bool); 7] = [
     ("{}", true),
     ("{\n    \"debug\": true,\n    \"log-opts\": {\"max-size\": \"10m\"}\n}\n", true),
