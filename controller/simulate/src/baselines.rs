@@ -1,4 +1,5 @@
-//! The policies that a simulation compares with the configured policy (baselines).
+//! The baselines: the policies that a simulation runs on the same trace in order to compare them.
+//! The configured policy is one of them.
 
 use affinode_core::{
     Millis, Settings,
@@ -11,10 +12,10 @@ use affinode_core::{
 pub enum CallForesight {
     /// The policy has no knowledge of the future.
     None,
-    /// The policy knows the time of each container's next use, and chooses victims by it.
+    /// The policy knows when each container is used next, and chooses victims by this time.
     Victims,
-    /// The policy knows the time of each container's next use. It chooses victims by it, and
-    /// offloads a container at once before a long pause.
+    /// The policy knows when each container is used next, and chooses victims by this time. If a
+    /// pause will be long, the policy offloads the container at the begin of the pause.
     Pauses,
 }
 
@@ -63,8 +64,9 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 
-/// Changes the settings for processes that are ended in place of an offload. The end of a process
-/// frees all of its VRAM at once, as the driver's checkpoint does, so this engine is set.
+/// Changes the settings for a policy that ends processes in place of offloading them. The engine
+/// becomes `checkpoint` everywhere, because the end of a process frees all of its VRAM at once, as
+/// the driver's checkpoint does.
 fn ends_whole(mut settings: Settings) -> Settings {
     settings.policies.node.engine = Engine::Checkpoint;
     settings.policies.rules.clear();

@@ -158,8 +158,8 @@ impl CalibrationFile {
 }
 
 impl Calibration {
-    /// Reads a calibration file, and replaces the costs that it contains. The file is TOML, or JSON
-    /// if its name ends with `.json`.
+    /// Reads a calibration file, and returns these costs with the values of the file in place of
+    /// the old ones. The file is TOML, or JSON if its name ends with `.json`.
     ///
     /// # Errors
     /// The file cannot be read or parsed, or it has costs of an engine but does not name the
@@ -228,8 +228,9 @@ impl Calibration {
         }
     }
 
-    /// Returns costs for the same machine if processes are ended and started again. The end of a
-    /// process replaces the driver's checkpoint, and the start replaces the restore.
+    /// Returns costs for a policy that ends processes and starts them again on the same machine.
+    /// The costs of the end of a process replace those of the driver's checkpoint. The costs of a
+    /// program start replace those of the restore.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
         let checkpoint = EngineCosts {

@@ -48,9 +48,9 @@ use super::{
 const GIB: u64 = 1 << 30;
 /// Interval at which counters are read. It is the default of the setting `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// Maximum difference between the times of the same decision in the simulation and in the daemon's
-/// loop. Each of three steps takes up to two readings: the victim is seen idle, then seen
-/// offloaded, and the waiter is restored.
+/// Maximum difference between the time of a decision in the simulation and its time in the daemon's
+/// loop. A decision can follow three steps: the victim is seen idle, the victim is seen offloaded,
+/// and the waiter is restored. Each step takes at most two readings of the counters.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -408,8 +408,9 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Returns settings without learned times. A pause that is read half a second too short then does
-/// not change later decisions.
+/// Returns settings with a fixed idle timeout, so that the node learns no times from pauses. The
+/// daemon's loop may see a pause half a second too short, which then does not change later
+/// decisions.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };

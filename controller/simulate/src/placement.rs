@@ -48,9 +48,9 @@ pub struct GpuPlacement {
 }
 
 impl GpuPlacement {
-    /// Places the processes of a trace. `gpus`: the number of GPUs, if the user stated it.
-    /// `oversubscription`: VRAM that processes may want at the same time, as a multiple of the VRAM
-    /// that containers can have.
+    /// Places the processes of a trace on GPUs. `gpus` is the number of GPUs that the user stated.
+    /// `oversubscription` is the VRAM that processes may want at the same time, as a multiple of
+    /// the VRAM that containers can have.
     ///
     /// # Errors
     /// The trace needs more than [`MAX_GPUS`].

@@ -53,7 +53,8 @@ pub struct SimulationSummary {
     pub restores: u64,
     /// Number of restores that only copied memory, because the CUDA context was still on the GPU.
     pub restores_copied: u64,
-    /// Number of restores per hour of a process.
+    /// Number of restores, divided by the number of processes and by the length of the trace in
+    /// hours.
     pub restores_per_process_hour: f64,
     /// Number of restores that began less than a minute after the offload.
     pub thrash: u64,
@@ -80,8 +81,8 @@ pub struct SimulationSummary {
 
 /// Number of points in the plot.
 const POINTS: usize = 480;
-/// Number of classes of resident VRAM. For each class, the time with this much resident VRAM is
-/// counted.
+/// Number of classes into which the amounts of resident VRAM are divided. For each class, the meter
+/// adds up the time during which the amount was in this class.
 const LEVELS: usize = 1024;
 
 /// Integrates resident VRAM and queue length over the time of a run.
@@ -197,7 +198,8 @@ pub(super) struct CallDelay {
 }
 
 /// Computes added latency, fairness, and the share of requests that waited longer than `slo_ms`.
-/// `delays`: waiting times of requests that waited. `lived`: totals of each process.
+/// `delays` contains the waiting time of each request that waited. `lived` contains the numbers of
+/// requests of each process.
 pub(super) fn latency(
     figures: &mut SimulationSummary,
     delays: Vec<CallDelay>,

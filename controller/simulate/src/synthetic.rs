@@ -66,7 +66,8 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Returns the load in each time slot: nights, days, and two or three common peaks a day.
+/// Returns the relative load of each time slot. The load is low at night and higher by day. All
+/// programs share two or three additional peaks a day.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {

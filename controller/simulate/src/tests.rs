@@ -98,8 +98,9 @@ fn namespace_rule_decides_the_engine() {
     }
 }
 
-/// Two processes of 16 GiB are called in turn. If the GPU has space for one process and the context
-/// of the other, only memory must be copied. Otherwise the context must be checkpointed as well.
+/// Two processes of 16 GiB are called in turn. With the engine `copy` and 17 GiB of VRAM, the
+/// contexts stay on the GPU, and restores must copy memory only. With the engine `auto` and 16 GiB,
+/// every restore must follow a checkpoint of the context.
 #[test]
 fn contexts_leave_when_a_waiter_needs_room() {
     let calls: Vec<u32> = (0..40).map(|n| n * 60).collect();

@@ -66,7 +66,7 @@ impl TraceLoad {
 /// A trace: the processes of a node with their calls.
 #[derive(Clone, Debug, Default)]
 pub struct WorkloadTrace {
-    /// The processes, one load each.
+    /// The processes of the trace, each with its memory and the times of its calls.
     pub loads: Vec<TraceLoad>,
 }
 
@@ -178,8 +178,8 @@ impl WorkloadTrace {
             .into()
     }
 
-    /// The shortest time between two calls of a process, in milliseconds. The trace cannot show
-    /// shorter pauses. `None`: there are too few calls.
+    /// The shortest pause above zero between two calls of one process, in milliseconds. It shows
+    /// the resolution of the trace. `None`: the trace has too few calls.
     #[must_use]
     pub fn step_ms(&self) -> Option<u64> {
         const MIN_REQUESTS: u64 = 100;

@@ -149,8 +149,8 @@ fn receive(
     Ok(received.bytes)
 }
 
-/// Waits until the process ends, then sends `Exited` to the actor. Sends nothing before `Joined`
-/// was sent.
+/// Waits until the process ends, and then sends `Exited` to the actor. `Exited` is sent only after
+/// the message `Joined` of the same process.
 async fn watch(
     pidfd: OwnedFd,
     joined: oneshot::Receiver<()>,

@@ -162,8 +162,8 @@ impl AgentHandle {
         self.page.write_all_at(&generation, header::TURN_BACK as u64)
     }
 
-    /// Recalls the process's VRAM allowances. Returns the bytes of its allocations that were allowed
-    /// before and may not be in NVML's reading yet.
+    /// Recalls the VRAM allowances of the process. Returns the process's pending bytes: allocations
+    /// that were allowed before the recall and that NVML may not count yet.
     ///
     /// # Errors
     /// The counters cannot be read or written: the container has changed the file or made it

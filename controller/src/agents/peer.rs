@@ -61,9 +61,9 @@ pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PeerError> {
     identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
 }
 
-/// Identifies a process by its pid. `peer` is the pidfd of the connected process from the kernel,
-/// if the kernel has one (Linux 6.5). The pidfd distinguishes an ended process from a later process
-/// with the same pid.
+/// Identifies the process with the pid `raw`. `peer` is the pidfd that the kernel returned for the
+/// connected process (Linux 6.5). If it is `None`, a pidfd is opened by pid. The pidfd
+/// distinguishes an ended process from a later process with the same pid.
 fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
     let pidfd = match peer {

@@ -16,8 +16,8 @@ const CONNECTIONS: (u32, u32) = (512, 50);
 /// Rate limit of the log lines about refused processes: size of a burst, then number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
-/// A rate limit (token bucket). It stores only the time at which all tokens taken so far will have
-/// been refilled.
+/// A rate limit (token bucket). It stores only the time at which the bucket will be full again if
+/// no further token is taken.
 #[derive(Debug)]
 pub struct RateLimit {
     ahead: Duration,
@@ -42,7 +42,7 @@ impl RateLimit {
         tokio::time::sleep_until(paid - self.ahead).await;
     }
 
-    /// Takes one token if it is available now, without waiting. Returns whether it was.
+    /// Takes one token if one is available now, and never waits. Returns whether a token was taken.
     pub fn try_take(&self) -> bool {
         let now = Instant::now();
         let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);

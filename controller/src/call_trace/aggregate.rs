@@ -7,8 +7,8 @@ use affinode_proto::wire::call_ring::{CallRecord, RECORDS};
 
 use super::{FunctionCalls, RecordedCall};
 
-/// Number of call records that one reading should find: half of the ring. A program can thus double
-/// its call rate without losing records.
+/// Wanted number of call records per reading. It is half of the ring's capacity, so a program can
+/// double its call rate without losing records.
 const WANTED: u64 = RECORDS as u64 / 2;
 /// Maximum number of call records per reading that are returned individually. All others only count
 /// in the sums.
@@ -31,7 +31,8 @@ pub struct CallAggregate {
 }
 
 impl CallAggregate {
-    /// Adds a record to the sums. Its values come from the container, so every sum saturates.
+    /// Adds a record to the sums. The values of the record come from the container and may have any
+    /// size, so every sum saturates.
     pub fn add(&mut self, record: CallRecord) {
         let function = self.functions.entry(record.hook).or_default();
         let times = u64::from(record.stands_for);

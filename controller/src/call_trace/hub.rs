@@ -39,9 +39,9 @@ struct CallTraceHubState {
 }
 
 impl CallTraceHub {
-    /// Returns the batches of a scope that came after batch `sequence`. If there are none, waits at
-    /// most `wait` for the next batch. If `sequence` is `None` or comes from another controller,
-    /// returns only batches that arrive later.
+    /// Returns the batches of a scope with numbers higher than `sequence`. If there are none, waits
+    /// at most `wait` for the next batch. If `sequence` is `None` or higher than the number of the
+    /// latest batch, returns only batches that arrive later.
     pub async fn after(
         &self,
         scope: &Scope,

@@ -7,7 +7,7 @@ use super::Config;
 /// Result of applying a changed configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadedConfig {
-    /// Whether a value that is in effect has changed.
+    /// Whether the new configuration changes a value that applies immediately.
     pub changed: bool,
     /// Names of changed sections or keys that apply only when the controller starts next.
     pub waits: Vec<&'static str>,

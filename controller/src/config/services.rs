@@ -151,10 +151,11 @@ impl Default for ReportSection {
     }
 }
 
-/// HTTP address that `listen = "auto"` means for the node's own controller.
+/// Address of the HTTP server if `listen` is `auto` and the controller is the node's own
+/// controller.
 const NODE_ADDRESS: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9410);
-/// Folder of the history that `dir = "auto"` means for the node's own controller.
+/// Folder of the history if `dir` is `auto` and the controller is the node's own controller.
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
@@ -178,7 +179,7 @@ impl HttpSection {
         }
     }
 
-    /// Checks that clients that connect to this address may move containers.
+    /// Checks whether clients may move containers if the HTTP server listens at this address.
     ///
     /// # Errors
     /// Clients may not move containers. The text describes how to allow it.

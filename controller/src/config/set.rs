@@ -51,9 +51,9 @@ pub enum SetError {
     },
 }
 
-/// Changes settings of `[policy]` for the configuration in `file`. Names and values are written as
-/// in that file. An empty value removes the setting. The resulting configuration is checked before
-/// anything is written.
+/// Changes settings of `[policy]` for the configuration in `file`. Each change contains the name of
+/// a setting and its new value, both written as in a configuration file. An empty value removes the
+/// setting. The resulting configuration is checked before anything is written.
 ///
 /// # Errors
 /// [`SetError`]: nothing was changed.

@@ -62,7 +62,8 @@ pub struct CopierProcesses {
 struct RunningCopier {
     gpu: String,
     child: CopierProcess,
-    /// Whether the copier was killed, but its exit is not yet reported.
+    /// Whether the controller has killed the copier. The entry stays until the copier's exit is
+    /// reported.
     ends: bool,
     /// VRAM that the copier uses in bytes, as NVML reports it.
     vram_bytes: u64,
@@ -126,7 +127,7 @@ impl CopierProcesses {
         Some(&copier.gpu)
     }
 
-    /// Removes a copier whose process has exited from the list.
+    /// Removes a copier from the list. Called when the exit of the copier's process is reported.
     pub fn forget(&mut self, id: CopierId) {
         self.running.remove(&id);
     }
@@ -142,7 +143,7 @@ impl CopierProcesses {
         self.running.values().map(|copier| copier.child.pid())
     }
 
-    /// Updates the copiers' VRAM from a reading of all GPUs.
+    /// Stores the VRAM that each copier uses, from a reading of all GPUs.
     pub fn seen(&mut self, gpus: &[GpuSample]) {
         for copier in self.running.values_mut() {
             let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == copier.gpu) else { continue };

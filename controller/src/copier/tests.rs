@@ -51,8 +51,8 @@ async fn orders_and_reports_pass_the_socket() {
     assert!(copiers.tell(ID, CopierOrder::HoldVram { on: false }).is_err());
 }
 
-/// Checks that the exit of an ended copier is reported. The core takes no proof of free VRAM before
-/// this report, because the process holds VRAM until its exit.
+/// Checks that the exit of a copier is reported after the controller has ended the copier. Until
+/// this report, the core takes no proof of free VRAM, because the copier holds VRAM until its exit.
 #[tokio::test]
 async fn an_ended_copier_reports_its_exit() {
     let (mut copiers, _copier, mut from) = with_sleeper();

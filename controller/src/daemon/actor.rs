@@ -78,7 +78,8 @@ impl NodeActor {
         Duration::from_millis(self.node.tick_ms(self.config.timing.sample_interval))
     }
 
-    /// Requests a reading of the GPUs from NVML. If a reading is in progress, another follows it.
+    /// Requests a reading of the GPUs from NVML. If a reading is in progress, a new reading begins
+    /// after it.
     pub(super) fn ask_gpus(&mut self) {
         if self.readings.wanted() {
             self.inventory.ask(InventoryQuery::Gpus);
@@ -114,7 +115,7 @@ impl NodeActor {
     }
 }
 
-/// Returns the rules from the configuration by which host memory is counted.
+/// Creates the rules for counting host memory from the values of the configuration.
 pub(super) fn memory_rules(config: &Config) -> MemoryRules {
     MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,

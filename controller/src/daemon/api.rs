@@ -42,7 +42,8 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 /// smaller than the maximum size of a message.
 const SPANS: usize = 1_000;
 
-/// Name in events for the author of a request that came through the control API.
+/// Text that an event shows as the author of a request, if the request came through the control
+/// API.
 const COMMAND: &str = "the command affinode";
 
 /// The control API with all its methods, which only root may call.

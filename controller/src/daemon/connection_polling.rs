@@ -17,9 +17,9 @@ pub(super) struct ConnectionPolling {
 }
 
 impl ConnectionPolling {
-    /// Returns the containers of this tick, each with the pid of one of its processes. They begin
-    /// after the container that was counted last. `all` lists all containers in the order of their
-    /// keys.
+    /// Returns the containers whose connections are counted at this tick, each with the pid of one
+    /// of its processes. The selection continues after the container that was counted last. `all`
+    /// lists all containers in the order of their keys.
     pub(super) fn turn(&mut self, all: Vec<(Key, u32)>) -> Vec<(Key, u32)> {
         let after = |key: &Key| self.counted.as_ref().is_none_or(|last| key > last);
         let begin = all.iter().position(|(key, _)| after(key)).unwrap_or(0);

@@ -103,8 +103,8 @@ fn withdraw(actor: &mut NodeActor, key: Key) {
 /// announcement.
 const MAX_ANNOUNCEMENT_BYTES: u64 = 256 << 10;
 
-/// Reads the announcements that are stored in the folders of containers. Omits containers whose
-/// first process is not known, because they have not been created.
+/// Reads the announcements that are stored in the folders of containers. An announcement without
+/// the pid of a first process is left out, because its container has not been created.
 fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
     let folders = std::fs::read_dir(run_dir.join(paths::CONTAINERS_DIR));
     let files = folders.into_iter().flatten().flatten().filter_map(|folder| {

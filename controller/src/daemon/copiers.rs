@@ -17,8 +17,8 @@ pub(super) fn start(actor: &mut NodeActor, copier: CopierId, gpu: &str) {
     }
 }
 
-/// Attaches a process to its copier, and sends the process a connection to it. If that fails, the
-/// core is informed.
+/// Attaches a process to its copier, and sends the process its end of a connection to the copier.
+/// If the process cannot be attached, the core is informed.
 pub(super) fn attach(
     actor: &mut NodeActor,
     copier: CopierId,

@@ -23,8 +23,8 @@ use crate::{
     inventory::{InventoryQuery, process},
 };
 
-/// Feeds an input to the core, then the inputs that result from its effects. Effects are executed
-/// in the order in which the core decided them.
+/// Feeds an input to the core, and executes the effects that the core decides, in their order.
+/// Effects can lead to further inputs, which are fed to the core in the same way.
 pub(super) fn feed(actor: &mut NodeActor, input: Input) {
     actor.later.push_back(input);
     while let Some(input) = actor.later.pop_front() {

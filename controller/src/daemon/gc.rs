@@ -30,7 +30,7 @@ pub struct GarbageCollector {
     run_dir: PathBuf,
     last: Instant,
     /// Ended containers whose folders could not be removed yet, because another program held the
-    /// lock.
+    /// lock on the folder of all containers.
     remaining: Vec<EndedContainer>,
 }
 
@@ -132,8 +132,9 @@ mod tests {
         assert_eq!(gone(keys.iter().zip(&specs)), [(keys[1].clone(), 0)]);
     }
 
-    /// Checks that the end of the first process counts as the end of Podman's container, because
-    /// the bundle stays until `podman rm`.
+    /// The first process of one container of Podman runs, and that of another container has ended.
+    /// The bundles of both exist, because Podman keeps a bundle until `podman rm`. Only the second
+    /// container must count as ended.
     #[test]
     fn end_of_the_first_process_is_the_end() {
         let own = process::identity(std::process::id()).unwrap();

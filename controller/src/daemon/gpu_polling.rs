@@ -14,8 +14,8 @@ pub struct GpuPolling {
 }
 
 impl GpuPolling {
-    /// Returns whether this tick must request a reading of the GPUs, because at least one interval
-    /// has passed since a tick did so.
+    /// Returns whether this tick must request a reading of the GPUs. This is the case if at least
+    /// `interval` has passed since an earlier tick had to request one.
     pub fn is_due(&mut self, interval: Duration) -> bool {
         let is_due = self.read.is_none_or(|read| read.elapsed() >= interval);
         if is_due {

@@ -40,7 +40,7 @@ pub(super) fn job(
     Ok(JobReply::Granted { folder, lock, warnings })
 }
 
-/// Announces the jobs again that an earlier controller admitted. Jobs that have ended since then
+/// Announces again all jobs that an earlier controller admitted. Jobs that have ended since then
 /// are garbage-collected like containers.
 pub(super) fn recall_jobs(actor: &mut NodeActor) {
     let jobs = kept(&actor.run_dir).unwrap_or_else(|error| {

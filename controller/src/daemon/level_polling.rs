@@ -21,7 +21,7 @@ impl LevelPolling {
         LevelPolling { reader, due: None }
     }
 
-    /// Records that a copy out begins, so that the next reading is due now at the latest.
+    /// Records that a copy out begins. If no reading is planned yet, a reading becomes due now.
     pub(super) fn begin(&mut self) {
         self.due.get_or_insert_with(Instant::now);
     }
@@ -31,8 +31,9 @@ impl LevelPolling {
         self.due
     }
 
-    /// Starts a reading of the host memory that is available to these copies out. The next reading
-    /// is due after a short interval, until no copy out is in progress.
+    /// Starts a reading of the host memory that is available to these copies out, and plans the
+    /// next reading after a short interval. If there are no copies out, no reading is started or
+    /// planned.
     pub(super) fn read(&mut self, copies: Vec<CopyInProgress>) {
         let next = Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
         self.due = (!copies.is_empty()).then_some(next);

@@ -37,7 +37,8 @@ enum Step {
     Ask(usize, bool),
     /// The process with this index uses managed memory from now on, so it cannot be moved.
     Fix(usize),
-    /// A tool is in the process with this index from now on, so its context stays on the GPU.
+    /// From now on a part of the memory of the process with this index stays on the GPU, for
+    /// example its CUDA context because of a tool.
     Tool(usize),
     /// A reading of the connections on a container's network. Contains the container's number and
     /// the number of connections.

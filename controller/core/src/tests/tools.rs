@@ -65,8 +65,9 @@ fn video_library_has_a_reason_of_its_own() {
     assert_eq!(refused, Err(Reason::Video));
 }
 
-/// A tool is loaded between the survey and the checkpoint. The agent refuses the checkpoint, and
-/// the offload is undone. With an engine that copies, the next offload needs no checkpoint.
+/// A tool is loaded in a process between the survey and the checkpoint. The agent must refuse the
+/// checkpoint, and the offload must be undone. With an engine that copies, the next offload must
+/// succeed without a checkpoint.
 #[test]
 fn tool_in_mid_offload_turns_the_process_back() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
@@ -88,8 +89,8 @@ fn tool_in_mid_offload_turns_the_process_back() {
     }
 }
 
-/// A copy out leaves a context on the GPU that cannot be freed because of a tool. Its VRAM must not
-/// be promised to another container.
+/// A copy out leaves a CUDA context on the GPU, which cannot be freed because of a tool. The VRAM
+/// of this context must not be promised to another container.
 #[test]
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);

@@ -9,8 +9,9 @@ fn read(name: &str, text: &str) -> Result<Calibration, SimulationError> {
     Calibration::default().read(&path)
 }
 
-/// Compares the default costs with the figures of docs/figures.md, in GiB and milliseconds. The
-/// tolerance is 12 %, because the straight lines go through the first and the second size only.
+/// The default costs must agree with the figures of docs/figures.md, which are in GiB and
+/// milliseconds. The tolerance is 12 %, because the costs are straight lines through the figures of
+/// the first two sizes only.
 #[test]
 fn defaults_agree_with_the_figures() {
     let costs = Calibration::default();

@@ -17,8 +17,8 @@ pub struct PolicyDecision {
 }
 
 impl PolicyDecision {
-    /// Returns the decision that a state change shows. `None`: the change is not a decision,
-    /// because nothing is moved, as between idle and active.
+    /// Returns the decision that a change of a container's state shows. `None`: the change moves
+    /// nothing, for example from idle to active, so it is no decision.
     #[must_use]
     pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =

@@ -46,7 +46,8 @@ const POLL_MS: Millis = 500;
 /// Time after which the simulation gives up because a container waits for VRAM and no other event
 /// happens.
 const STUCK_MS: Millis = 86_400_000;
-/// Minimum time until the node is queried again about a container after a due query had no effect.
+/// Minimum time from a query that was due but had no effect to the next query about the same
+/// container.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -82,8 +83,8 @@ struct SimulatedNode<'a> {
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Start of the time in which the only planned events are queries of the node. `None`: another
-    /// event is planned.
+    /// Time since which the node's queries are the only planned events. `None`: another event is
+    /// planned.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,

@@ -22,8 +22,8 @@ use crate::{SimulationError, memory::OffloadLevel, summary::CallDelay};
 /// thrash.
 const THRASH_MS: Millis = 60_000;
 
-/// Returns the sample that NVML would give of a GPU. `process`: the only process whose VRAM the
-/// sample lists, `None` for no process.
+/// Returns the sample of a GPU as NVML would give it. In its list of processes, the sample contains
+/// only `process`. If `process` is `None`, the list is empty.
 pub(super) fn gpu_sample(
     world: &SimulatedNode<'_>,
     gpu: usize,

@@ -32,8 +32,8 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) memory: ProcessMemory,
     /// The engine (method of moving GPU memory) in the process's policy.
     pub(super) engine: Engine,
-    /// The level of the offload from which the last restore began: what part of the memory was off
-    /// the GPU. It is reset when the calls continue.
+    /// Level of the offload that the most recent restore has ended. It states which part of the
+    /// process's memory was off the GPU. It is reset when the waiting calls continue.
     pub(super) restored_from: OffloadLevel,
     pub(super) phase_after_restore: Phase,
     /// Host memory that contains the process's offloaded memory, in bytes.
