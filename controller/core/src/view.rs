@@ -95,7 +95,8 @@ impl Node {
         self.state.admission.ledger.promised_bytes(uuid)
     }
 
-    /// Figures about the copier of a GPU.
+    /// Figures of a GPU's copier: numbers of processes, offloads and restores, and sizes of its
+    /// memory.
     #[must_use]
     pub fn copier_figures(&self, uuid: &str) -> CopierFigures {
         self.state.copiers.figures(uuid)

@@ -29,8 +29,8 @@ pub struct Window {
 struct Span {
     /// First and last day of the span. 0 is Monday.
     days: (u32, u32),
-    /// Begin (`from`) and end (`to`) of the span, in minutes of the day. An end that is not after
-    /// the begin is on the next day.
+    /// Begin of the span (`from`) and end of the span (`to`), in minutes since midnight. If the end
+    /// is not after the begin, the span ends on the next day.
     from: u32,
     to: u32,
 }

@@ -28,7 +28,7 @@ pub struct Baseline {
     pub settings: Option<Settings>,
     /// What the policy knows in advance about the calls in the trace.
     pub foresight: CallForesight,
-    /// Whether processes are ended and started again in place of an offload and a restore.
+    /// Whether the policy ends processes and starts them again, in place of offloads and restores.
     pub reloads: bool,
 }
 

@@ -213,8 +213,9 @@ impl Calibration {
         self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
     }
 
-    /// Duration of an idle offload with this engine plus the duration of the restore, in
-    /// milliseconds. Assumes that no other container needs the VRAM of the context.
+    /// Duration of an offload of an idle container with this engine plus the duration of the
+    /// restore, in milliseconds. The context is not checkpointed with the engines `copy` and
+    /// `auto`, because no other container needs its VRAM.
     #[must_use]
     pub fn cycle_ms(&self, engine: Engine, bytes: u64) -> Millis {
         match engine {

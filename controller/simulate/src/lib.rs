@@ -99,7 +99,8 @@ pub enum SimulationError {
          please report it"
     )]
     Overcommitted,
-    /// A container waits for VRAM without end.
+    /// A container has waited for VRAM for a day of simulated time, in which no other event
+    /// happened.
     #[error(
         "a process waits for VRAM without end: check whether the policy prevents evictions (mode \
          manual or off), or whether contexts fill a GPU (with the engine copy they stay there); \

@@ -47,7 +47,8 @@ impl ProcessMemory {
         }
     }
 
-    /// Returns the memory of the same process after a full offload with this engine.
+    /// Returns the memory of the process as it is when this engine has moved all memory off the
+    /// GPU.
     pub(super) fn offloaded(self, engine: Engine) -> ProcessMemory {
         let level = match engine {
             Engine::Copy | Engine::Full | Engine::Auto if self.copyable_bytes > 0 => {

@@ -56,7 +56,7 @@ pub struct SimulationSummary {
     /// Number of restores, divided by the number of processes and by the length of the trace in
     /// hours.
     pub restores_per_process_hour: f64,
-    /// Number of restores that began less than a minute after the offload.
+    /// Number of restores that began less than a minute after the offload of the same process.
     pub thrash: u64,
     /// Maximum number of containers that waited for VRAM at the same time.
     pub queue_peak: u64,
@@ -192,8 +192,8 @@ pub struct ContainerTotals {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallDelay {
     pub(super) ms: u32,
-    /// The level of the offload from which the process was restored. `Resident`: its offload was
-    /// cancelled.
+    /// The level of the offload that the process's restore ended. `Resident`: the offload was
+    /// cancelled, so no memory had to be restored.
     pub(super) from: OffloadLevel,
 }
 

@@ -41,8 +41,8 @@ impl ReceivedHint {
     }
 }
 
-/// Reading end of a hint pipe. It is also opened for writing, because otherwise it would read an
-/// end of file when the container closes its own end.
+/// Reading end of a hint pipe. The file is also open for writing, because a reader would otherwise
+/// see an end of file whenever no program of the container has the pipe open.
 #[derive(Debug)]
 pub struct HintPipe(File);
 

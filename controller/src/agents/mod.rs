@@ -103,7 +103,7 @@ pub struct AgentHandle {
     clock_ahead_ms: i64,
     /// Handle of the task that waits for the end of the process (not of the connection).
     watch: AbortHandle,
-    /// Handle of the runtime on the container's own thread.
+    /// Handle of the runtime that runs on the own thread of the process's container.
     ward: Handle,
 }
 

@@ -35,7 +35,8 @@ pub enum PeerError {
     /// The process ended while the controller identified it. Contains its pid.
     #[error("process {0} ended while it was identified")]
     Ended(u32),
-    /// The Hello came without a counter file, or with several descriptors. Contains their number.
+    /// The Hello did not come with exactly one descriptor, which must be the counter file. Contains
+    /// the number of descriptors.
     #[error("the Hello carries {0} descriptors, but must carry one: the counter file")]
     Descriptors(usize),
     /// The counter file cannot be examined.
@@ -47,8 +48,9 @@ pub enum PeerError {
     NotAPage,
 }
 
-/// Result of an identification: the identity of the process, the lead of its `CLOCK_MONOTONIC` over
-/// the controller's in milliseconds, and a descriptor that becomes readable when the process ends.
+/// Result of an identification. It contains the identity of the process, and the time in
+/// milliseconds by which its `CLOCK_MONOTONIC` is ahead of the controller's. The descriptor becomes
+/// readable when the process ends.
 pub type Identified = (Identity, i64, OwnedFd);
 
 /// Identifies the process at the other end of a socket.

@@ -104,8 +104,8 @@ async fn an_identified_process_joins() {
     assert_eq!(answer, order);
 }
 
-/// Checks that the core learns the library's capabilities from the Hello, without a further
-/// message.
+/// Checks that the Hello alone tells the controller which capabilities the library has. No further
+/// message must be necessary.
 #[tokio::test]
 async fn hello_with_capabilities_tells_the_core() {
     let mut bench = bench();

@@ -74,8 +74,8 @@ pub(super) fn withdrawn(actor: &mut NodeActor, key: &str, generation: u64) {
     }
 }
 
-/// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until the
-/// interval between two scans has passed.
+/// Withdraws containers that have ended although no shim has withdrawn them. Does nothing until
+/// enough time has passed since the previous scan.
 pub(super) fn withdraw_the_gone(actor: &mut NodeActor) {
     if let Some(gone) = actor.sweep.gone(actor.node.deserted(process::lives)) {
         for (key, generation) in gone {

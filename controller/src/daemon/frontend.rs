@@ -1,5 +1,5 @@
-//! Runs history, metrics and dashboard on a thread of their own. Containers are managed without
-//! them, so a failure to start one of these parts is only logged.
+//! Runs the history, the metrics and the dashboard on a separate thread. Containers can be managed
+//! without these parts, so a failure to start one of them is only logged.
 
 use std::{path::Path, sync::Arc, thread::JoinHandle};
 
@@ -120,7 +120,7 @@ struct ServedFrontend {
     papers: Option<http::TlsIdentity>,
     place: String,
     guard: HttpGuard,
-    /// Reason why HTTP clients may not move containers. `None` if they may.
+    /// Reason why HTTP clients may not move containers. `None`: they may move containers.
     only_shows: Option<&'static str>,
 }
 

@@ -1,5 +1,5 @@
-//! Converts the messages of agents, of copiers and of the threads that read the node into inputs to
-//! the core.
+//! Converts messages into inputs to the core. The messages come from agents, from copiers, and from
+//! the threads that read the node's GPUs, processes and memory.
 
 use affinode_core::{
     Input, Key, ProcessId,

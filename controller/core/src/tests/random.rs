@@ -55,8 +55,8 @@ enum Step {
     /// The copier with this index runs its next step: it becomes ready, registers memory, copies
     /// memory back into VRAM, or exits.
     Copier(usize),
-    /// The connection of the copier with this index ends. `true`: the controller sees the exit of
-    /// its process first.
+    /// The connection of the copier with this index ends. `true`: the controller has seen the exit
+    /// of the copier's process before.
     CopierEnds(usize, bool),
     /// The process with this index disobeys orders to pause its allocations from now on, in the
     /// given way. `None`: the process follows these orders again.

@@ -75,10 +75,11 @@ pub(super) struct World {
     pub(super) slow_copiers: bool,
     /// Whether the controller was stopped for some time.
     pub(super) was_stopped: bool,
-    /// Orders about prefaulting that were sent: the process, and whether the order was to begin
-    /// (`true`) or to end.
+    /// Orders about prefaulting that the controller sent. Each entry has the process, and `true`
+    /// for an order to begin or `false` for an order to end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
-    /// Pids of processes that were ordered to end. `true`: the order was SIGKILL.
+    /// Pids of processes that the controller ordered to end. `true`: the order was SIGKILL.
+    /// `false`: it was SIGTERM.
     pub(super) ended: Vec<(u32, bool)>,
     /// If set, the next checkpoint or close fails with this outcome.
     pub(super) fail: Option<Outcome>,
@@ -86,7 +87,7 @@ pub(super) struct World {
     pub(super) host_total: Option<u64>,
     /// Orders that the agents carried out, the oldest first.
     pub(super) ordered: Vec<Action>,
-    /// Processes that were ordered to cancel their copy out.
+    /// Processes whose copy out the controller ordered to cancel.
     pub(super) turned_back: Vec<ProcessId>,
 }
 

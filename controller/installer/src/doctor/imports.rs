@@ -15,7 +15,8 @@ const MAX_FILES: usize = 1_000;
 /// The files from which containerd's configuration is made, and the first missing import.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ConfigImports {
-    /// Imported files, each after the files that it overrides. The first is containerd's own file.
+    /// containerd's own file, and all files that it imports directly or through other files. Each
+    /// file comes after the files whose settings it overrides.
     pub files: Vec<PathBuf>,
     /// The first missing file, and the file that imports it.
     pub missing: Option<(PathBuf, PathBuf)>,
@@ -41,7 +42,8 @@ pub fn of(root: &Path) -> ConfigImports {
     found
 }
 
-/// Returns the paths that one file imports. Relative paths start at the folder of that file.
+/// Returns the paths in the `imports` list of one file. Relative paths start at the folder of that
+/// file.
 fn imports(file: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let said = text.parse::<Table>().unwrap_or_default();

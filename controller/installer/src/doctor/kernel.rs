@@ -132,8 +132,8 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// `gather` must find all features on the kernel that runs the tests. This kernel has them,
-    /// because other tests start agents that need them.
+    /// The kernel that runs the tests has pidfd_open, sealed memfds and MADV_WIPEONFORK, because
+    /// other tests start agents that need these features. [`KernelFacts::gather`] must find them.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

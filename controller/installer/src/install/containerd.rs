@@ -96,7 +96,8 @@ pub enum NodeError {
         /// Name of the handler.
         name: String,
     },
-    /// The configuration that k3s or rke2 rendered at the restart differs in more than the handler.
+    /// After the restart, the configuration that k3s or rke2 have rendered differs from the earlier
+    /// configuration in more than the handler.
     #[error(
         "containerd's old configuration was restored, because after the restart the new one differed in {0}, not only in Affinode's handler"
     )]
@@ -207,10 +208,10 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// Returns containerd's whole configuration as it will be after an edit. k3s and rke2 render
-    /// the configuration only at the next restart. In that case, the predicted text is written to
-    /// the file `scratch`, containerd dumps its configuration from that file, and the file is
-    /// removed.
+    /// Returns containerd's whole configuration as it will be after an edit. If the edit changes a
+    /// template of k3s or rke2, which is rendered only at the next restart, the predicted text is
+    /// written to the file `scratch`. containerd then prints its configuration from that file, and
+    /// the file is removed.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !edit.paths().any(target::is_template) {
             return self.dump();

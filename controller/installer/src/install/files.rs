@@ -220,8 +220,8 @@ pub fn tidy(path: &Path) -> Result<(), FileError> {
     remove_left(&places_of(path).1)
 }
 
-/// Removes a temporary file if it exists. If it does not exist, no file is touched, so a read-only
-/// file system causes no error.
+/// Removes a temporary file if it exists. If it does not exist, the call succeeds without a write,
+/// even on a read-only file system.
 pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }

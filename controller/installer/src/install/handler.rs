@@ -67,8 +67,8 @@ impl HandlerSpec {
         HandlerSpec { name: name.to_owned(), ..self.clone() }
     }
 
-    /// Returns the specification with the recorded path of the shim, if an earlier installation has
-    /// recorded one.
+    /// Returns the specification of the handler as it was installed. If an earlier installation has
+    /// recorded a path of the shim, the specification contains this path.
     pub fn installed(mut self) -> HandlerSpec {
         if let Some(shim) = self.earlier.take() {
             self.shim = shim;
@@ -171,8 +171,9 @@ fn copied(handler: &Table) -> Table {
     set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
 }
 
-/// Returns the keys and values of a handler that are relevant for a comparison. containerd prints
-/// the default sandboxer even if none is set, so this value is left out.
+/// Returns the keys and values of a handler that count in a comparison with another handler. The
+/// default sandboxer is left out, because containerd prints it even if the configuration sets no
+/// sandboxer.
 fn normal(handler: &Table) -> Table {
     let mut handler = copied(handler);
     handler

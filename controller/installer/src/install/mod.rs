@@ -314,8 +314,8 @@ fn remove_first(
     Ok(record.remove(&options.state_dir)?)
 }
 
-/// Removes what a killed installer did not remove: partly written files, and a handler that was not
-/// verified and that containerd may not have loaded.
+/// Removes the remains of a killed installer. These are partly written files, and handlers that
+/// were not verified yet and that containerd may not have loaded.
 fn heal(
     options: &InstallOptions,
     older: Option<&InstallRecord>,

@@ -40,7 +40,8 @@ pub struct HandlerPlan {
     pub edit: Option<ConfigEdit>,
     /// The handler that this installation adds. `None`: no handler is added.
     pub wanted: Option<HandlerSpec>,
-    /// Whether the wanted handler replaces a handler of this installation. Otherwise it is added.
+    /// Whether the wanted handler replaces a handler that this installation added before. If not,
+    /// the wanted handler is added.
     pub replaces: bool,
     /// Handlers that containerd's configuration must no longer contain after the change.
     pub gone: Vec<HandlerSpec>,
@@ -56,7 +57,7 @@ pub struct HandlerPlan {
 }
 
 impl HandlerPlan {
-    /// Returns the names of the handlers that the change may affect.
+    /// Returns the names of the wanted handler and of the handlers that the change removes.
     pub fn names(&self) -> Vec<String> {
         self.wanted.iter().chain(&self.gone).map(|spec| spec.name.clone()).collect()
     }

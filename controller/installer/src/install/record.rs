@@ -41,7 +41,8 @@ pub struct InstallRecord {
     pub containerd: Option<PathBuf>,
     /// The handler that the installation added to containerd's configuration or found in it.
     pub block: Option<AddedBlock>,
-    /// Handlers of earlier names, which running pods may need.
+    /// Handlers with earlier names, which stay in containerd's configuration because running pods
+    /// may need them.
     #[serde(default)]
     pub former: Vec<AddedBlock>,
 }
@@ -70,7 +71,8 @@ pub struct AddedBlock {
     /// Other programs may have written the file since then.
     #[serde(default)]
     written_ms: Option<u64>,
-    /// Time at which the replaced handler was written, in milliseconds since 1970.
+    /// Time at which the handler was written that this handler replaced, in milliseconds since
+    /// 1970. `None`: containerd cannot have loaded a replaced handler.
     #[serde(default)]
     replaced_ms: Option<u64>,
     /// Whether containers got their devices from CDI.
@@ -224,7 +226,7 @@ impl InstallRecord {
         InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
     }
 
-    /// Records that the plan was executed completely.
+    /// Records that all changes of the plan were made, so that the installation is complete.
     pub fn settle(&mut self, plan: &HandlerPlan) {
         self.settled = true;
         self.former.clone_from(&plan.former);

@@ -15,8 +15,8 @@ use super::{
 };
 use crate::doctor::programs::SHIM;
 
-/// Replacement of the controllers of an earlier version, after the files of the installation are in
-/// place.
+/// The plan to replace running controllers of an earlier version. It is executed after the
+/// installation has written its files.
 pub struct ControllerReplacement {
     unit: UnitPlan,
     /// Controllers of the earlier version that do not run in the systemd unit, so a restart of the

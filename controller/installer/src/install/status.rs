@@ -35,7 +35,8 @@ pub struct InstallStatus {
     /// Number of running containers of Podman or CRI-O, and of commands in them, that need the
     /// installed runtime.
     pub running_podman: usize,
-    /// Whether everything is unchanged and served by containerd and Docker.
+    /// Whether the installation is complete: all files are unchanged, and containerd and Docker
+    /// serve their runtimes.
     pub in_place: bool,
 }
 
@@ -75,8 +76,9 @@ pub struct HandlerStatus {
 pub enum HandlerState {
     /// containerd serves the handler as the file contains it.
     Served,
-    /// containerd serves the handler, but a new installation would change or remove a handler.
-    /// Either the model handler has changed, or a handler of an earlier name is no longer in use.
+    /// containerd serves the handler, but another run of the installation would change the
+    /// configuration. Either the model handler has changed, or a handler with an earlier name is no
+    /// longer in use.
     Outdated,
     /// A new form of the handler was written, but containerd still serves the previous form.
     RestartDue,

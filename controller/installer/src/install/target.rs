@@ -45,8 +45,8 @@ pub fn is_template(path: &Path) -> bool {
 /// The file into which the installation writes the handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
-    /// The file with which containerd was started, or an imported file that replaces its CRI
-    /// section.
+    /// The file with which containerd was started. If an imported file replaces the CRI section of
+    /// that file, the target is the imported file.
     Root(PathBuf),
     /// A separate file of Affinode in a folder that containerd's file imports.
     DropIn(PathBuf),

@@ -139,7 +139,8 @@ pub enum UnitState {
     Changed,
     /// The unit's file does not exist.
     Missing,
-    /// The installation of the unit did not complete.
+    /// The unit's file was written, but the installation has not recorded that the unit was enabled
+    /// and started.
     Incomplete,
     /// systemctl does not report a state.
     Unknown,

@@ -330,8 +330,8 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Plans a query of the node about a process at the time at which its next decision is due.
-    /// Plans none if a call comes first.
+    /// Plans a query of the node about a process, at the time at which the node's next decision
+    /// about the process is due. If the process makes a call before that time, no query is planned.
     fn plan_due(&mut self, n: usize, not_before: Millis) {
         let p = &self.processes[n];
         if p.busy_until.is_some() || !p.waiting.is_empty() {

@@ -174,9 +174,9 @@ fn exits(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError>
     Ok(())
 }
 
-/// Plans a query of the node about each idle process on the GPU of a process that has ended. If the
-/// GPU is no longer oversubscribed, the mode `auto` offloads idle containers even if no container
-/// waits for VRAM.
+/// Plans queries of the node after process `n` has ended: one for each idle process on the same
+/// GPU. If the GPU is no longer oversubscribed, the mode `auto` offloads idle containers even if no
+/// container waits for VRAM.
 fn query_neighbours(world: &mut SimulatedNode<'_>, n: usize) {
     let at = world.now + NEIGHBOURS_MS;
     for m in world.by_gpu[world.processes[n].gpu].clone() {

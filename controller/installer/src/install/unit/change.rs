@@ -90,8 +90,8 @@ impl UnitPlan {
         Ok(UnitPlan::Remove { record, unchanged })
     }
 
-    /// Returns the pid of the unit's process that a restart of the unit replaces. `None`: no
-    /// process is replaced.
+    /// Returns the pid of the unit's main process, if the planned change restarts the unit and
+    /// thereby replaces this process. `None`: no process is replaced.
     pub fn main_pid(&self) -> Option<u32> {
         match self {
             UnitPlan::Update { main_pid, .. } | UnitPlan::Restart { main_pid } => *main_pid,

@@ -23,8 +23,8 @@ pub struct UnitRecord {
     pub path: PathBuf,
     /// Content of the file as it was written.
     pub text: String,
-    /// Whether the installation has enabled and started the unit. After that, only an operator
-    /// enables or starts it.
+    /// Whether the installation has enabled and started the unit. A later installation does not do
+    /// this again, because an operator may have disabled or stopped the unit since then.
     pub settled: bool,
     /// Folders that were created for the file, each after its parent.
     pub folders: Vec<PathBuf>,

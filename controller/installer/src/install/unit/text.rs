@@ -5,7 +5,7 @@ use std::path::Path;
 
 use affinode_proto::paths;
 
-/// Text of the unit for an installation below /usr/local.
+/// Unit file of the repository. It contains the paths of an installation below /usr/local.
 const TEMPLATE: &str = include_str!("../../../../../config/systemd/affinode-controller.service");
 /// Folder of the programs, as it is written in the template.
 const BIN: &str = "/usr/local/bin/";
