@@ -14,9 +14,9 @@ pub enum VictimRule {
     /// restore.
     #[default]
     Expected,
-    /// Evicts the container first that has not been used for the longest time.
+    /// Evicts first the container that has not been used for the longest time.
     Lru,
-    /// Evicts the container first whose product of VRAM and idle time is largest.
+    /// Evicts first the container with the largest product of VRAM and idle time.
     SizeIdle,
     /// Evicts containers in a pseudo-random order with this seed. Simulations use this rule for
     /// comparison.

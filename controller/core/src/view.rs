@@ -320,9 +320,9 @@ impl Node {
             .map(|(key, c)| (key, &c.spec))
     }
 
-    /// Whether a container with this generation is another container than the known container with
-    /// this key. The generation is compared because ids of containers are reused. Generation 0
-    /// matches any container.
+    /// Whether a container with this generation differs from the known container with this key. The
+    /// generation is compared because ids of containers are reused. Generation 0 matches any
+    /// container.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         registration::is_of_another(&self.state, key, generation)

@@ -85,8 +85,8 @@ pub(super) fn asked(node: &mut NodeState, id: ProcessId, ticket: u32, bytes: u64
     read_next(node, &key);
 }
 
-/// Records that the allocation that asked for an allowance no longer needs it. The controller then
-/// serves the next request of the container.
+/// Records that a process has used the allowance that it got, or no longer needs it. The controller
+/// then serves the next request of the container.
 pub(super) fn taken(node: &mut NodeState, id: ProcessId) {
     let is_its =
         |served: &ServedRequest| matches!(served, ServedRequest::Granted(to, _) if *to == id);

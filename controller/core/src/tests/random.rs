@@ -599,9 +599,9 @@ fn grant_ends_when_closed_processes_open() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// Regression test: a controller learns from the journal of an offload that copied nothing. This
-/// offload must not count as a use of prefaulted memory. It was once counted as a use, and the
-/// process was ordered to prefault twice.
+/// Regression test: the journal of an earlier controller records an offload that copied nothing.
+/// The next controller must not count this offload as a use of prefaulted memory. It once did, and
+/// ordered the process to prefault twice.
 #[test]
 fn offload_without_copy_keeps_prefault() {
     let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 133)];

@@ -35,8 +35,9 @@ pub struct InstallStatus {
     /// Number of running containers of Podman or CRI-O, and of commands in them, that need the
     /// installed runtime.
     pub running_podman: usize,
-    /// Whether the installation is complete: all files are unchanged, and containerd and Docker
-    /// serve their runtimes.
+    /// Whether the installation is intact: all files are unchanged, containerd serves the handler,
+    /// Docker serves the runtime, and the systemd unit is completely installed. Parts that the
+    /// installation leaves out do not count.
     pub in_place: bool,
 }
 
