@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 
-/// Name of the file that marks a library folder of the driver, because every installation has NVML.
+/// File name of NVML's library. A folder that contains this file is a library folder of the driver,
+/// because every installation of the driver has NVML.
 const MARKER: &str = "libnvidia-ml.so.1";
 /// Library folders below the driver's root: Debian and Ubuntu, Red Hat, others.
 const LIB_DIRS: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "lib64", "usr/lib"];
@@ -65,9 +66,9 @@ impl DriverLibrary {
         self.folder().map_or_else(|| PathBuf::from(&self.name), |folder| folder.join(&self.name))
     }
 
-    /// Returns the folder that contains the library and the libraries that it opens by name.
-    /// Returns `None` if the dynamic loader finds the library by itself, or if the configuration
-    /// has a path.
+    /// Returns the folder of the driver's libraries. It contains this library, and the libraries
+    /// that this library opens by name. Returns `None` if the dynamic loader finds the library by
+    /// itself, or if the configured name is a path.
     #[must_use]
     pub fn folder(&self) -> Option<PathBuf> {
         if self.name.contains('/') {

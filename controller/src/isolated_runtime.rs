@@ -43,8 +43,8 @@ impl IsolatedRuntime {
         self.runtime.spawn(work);
     }
 
-    /// Returns the handle of the thread's runtime. Objects that are used on the thread must be
-    /// registered with it.
+    /// Returns the handle of the async runtime on the thread. Sockets and other objects that tasks
+    /// on the thread use must be registered with this runtime.
     #[must_use]
     pub fn runtime(&self) -> &Handle {
         &self.runtime
@@ -64,8 +64,8 @@ pub mod tests {
     /// A TCP connection whose last descriptor takes a minute to close, because its peer does not
     /// read.
     pub struct LingeringTask {
-        /// The peer's end of the connection. It is dropped before `stream`, so that the close of
-        /// `stream` ends.
+        /// The peer's end of the connection. This field is dropped before `stream`, which ends the
+        /// connection. The close of `stream` then does not wait.
         _peer: TcpStream,
         stream: Option<TcpStream>,
         port: u16,
@@ -89,8 +89,8 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Closes this value's descriptor on another thread. If the code under test holds another
-        /// descriptor of the connection, the close of that descriptor then waits.
+        /// Closes this value's descriptor of the connection, on another thread. If the code under
+        /// test holds the last other descriptor, its close of that descriptor waits for the peer.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));
@@ -103,7 +103,8 @@ pub mod tests {
             self.state().is_some_and(|state| state == OPEN)
         }
 
-        /// Returns whether a thread waits in a close for the end of the connection.
+        /// Returns whether the last descriptor is being closed, so that a thread waits for the
+        /// peer.
         pub fn is_waited_for(&self) -> bool {
             /// State `TCP_FIN_WAIT1` in /proc/net/tcp, in hex.
             const CLOSING: &str = "04";

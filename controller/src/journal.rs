@@ -89,7 +89,7 @@ impl Journal {
 pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
 impl UnclaimedEntry {
-    /// Adds a container from its record that was read.
+    /// Adds a container whose journal record was read from disk.
     pub fn add(&mut self, key: Key, record: &Record) {
         let processes = record.processes.iter().map(|p| (p.pid, p.start_ticks)).collect();
         self.0.push((key, processes));

@@ -397,7 +397,8 @@ pub struct Report {
     pub since_unix_ms: i64,
     /// End of the time range, in milliseconds since 1970.
     pub until_unix_ms: i64,
-    /// Start of the history within the time range, in milliseconds since 1970.
+    /// Start of the oldest recorded span that overlaps the time range, in milliseconds since 1970.
+    /// `None` if there is no such span.
     pub oldest_unix_ms: Option<i64>,
     /// Price of a GPU for an hour. 0 means that no price is configured.
     pub price_per_gpu_hour: f64,

@@ -7,10 +7,11 @@
 //! next controller <──LISTEN_FDS── uses the sockets whose files are unchanged
 //! ```
 //!
-//! A shim starts a controller only if it cannot connect to the socket. After a controller of the
-//! unit has ended, systemd keeps the socket open and starts the next controller itself. Without
-//! systemd (`NOTIFY_SOCKET`) each controller binds its own sockets. The store has a maximum size
-//! (`FileDescriptorStoreMax`). A socket that does not fit is bound again.
+//! A shim starts a controller only if it cannot connect to the socket. If systemd runs the
+//! controller as a unit, systemd keeps the socket open after the controller has ended, and starts
+//! the next controller itself. Without systemd (no `NOTIFY_SOCKET`), each controller binds its own
+//! sockets. systemd's store has a maximum size (`FileDescriptorStoreMax`). A socket for which the
+//! store has no space is bound again by the next controller.
 
 use std::{
     collections::HashMap,
@@ -41,7 +42,7 @@ pub fn tell_ready(status: &str) {
     tell(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
 
-/// Listening sockets below a run directory, of which systemd stores copies.
+/// Listening sockets below a run directory. systemd stores copies of them for the next controller.
 #[derive(Debug)]
 pub struct ActivationSockets {
     run_dir: PathBuf,
@@ -126,7 +127,8 @@ impl ActivationSockets {
     }
 }
 
-/// Separator between the file's path and its numbers in the name of a stored socket.
+/// Separator in the name of a stored socket. It stands between the file's path and the file's
+/// device and inode numbers.
 const NUMBER: char = '@';
 
 /// Returns the name of a socket in systemd's store: its file, and the file's device and inode

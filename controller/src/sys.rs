@@ -48,8 +48,8 @@ pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns the descriptors that systemd stored for this process, with their names. Further calls
-/// return none.
+/// Returns the descriptors that systemd stored for this process, with their names. Only the first
+/// call returns descriptors.
 ///
 /// # Errors
 /// The variables of systemd are invalid.

@@ -1,5 +1,6 @@
-//! Limits the size of the log file to which standard error is directed. A full file is renamed,
-//! which overwrites the file that was renamed before. Then a new file is created.
+//! Limits the size of the log file to which standard error is directed. A full file is renamed, and
+//! a new file takes its place. The renamed file replaces the file of the previous rename, so at
+//! most two files exist.
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,8 +12,8 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Size of a log file at which it is renamed, in bytes. Up to two such files are in /run, which is
-/// in memory.
+/// Size in bytes at which the log file is full and is renamed. The renamed file and the new file
+/// are both in /run, which is in memory.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// Writes log lines to standard error, and limits the size of the file behind it.
@@ -44,8 +45,8 @@ impl LogOutput {
 }
 
 impl LogSink {
-    /// Returns the path of the log file if the file is full and must be renamed before the next
-    /// line. The path is returned only once each time the file gets full.
+    /// Returns the path of the log file if the file is full. The caller must rename the file before
+    /// it writes the next line. For each full file, the path is returned only once.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
         self.bytes = 0;

@@ -3,8 +3,8 @@
 //! At its start, the controller reads the configuration, takes the lock, reads the journal and
 //! opens the control socket. Then one task drives the core ([`serve`]). The controller may end at
 //! any time: shims then start another controller and announce their containers again, and agents
-//! connect again and report their state. A controller that is a systemd unit waits for the lock
-//! while a shim's controller holds it.
+//! connect again and report their state. If a controller that a shim has started holds the lock, a
+//! controller that systemd runs as a unit waits for the lock.
 
 mod actor;
 mod api;
@@ -76,7 +76,8 @@ pub(crate) enum DaemonError {
 }
 
 impl DaemonError {
-    /// Returns a function that adds the attempted operation and the file's path to an error.
+    /// Returns a function that converts an I/O error into an error with the attempted operation
+    /// `what` and the file's path.
     fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DaemonError {
         let path = path.to_owned();
         move |source| DaemonError::File { what, path, source }
@@ -135,9 +136,9 @@ fn raise_descriptors() {
     }
 }
 
-/// Takes the lock that allows this controller to serve the node. Returns `None` if another
-/// controller holds the lock. A supervised controller waits for the lock instead, and can be killed
-/// meanwhile. The kernel releases the lock when the process ends for any reason.
+/// Takes the lock that allows this controller to serve the node. If another controller holds the
+/// lock, returns `None`. Only a controller under systemd waits for the lock instead, and a signal
+/// can end it while it waits. The kernel releases the lock when the process ends for any reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = DaemonError::file;

@@ -1,5 +1,5 @@
-//! Applies operator overrides: pinned containers, and whether containers are offloaded
-//! automatically. Overrides are stored on disk before they take effect.
+//! Applies operator overrides. An override pins a container, or turns automatic offloads on or off.
+//! Overrides are stored on disk before they take effect.
 
 use affinode_core::{ActionResult, Input, Request, overrides::OperatorOverrides};
 use affinode_proto::{api::control::ActionResponse, state::State};

@@ -1,5 +1,5 @@
-//! Restores the state that an earlier controller stored: its overrides, its journal, its jobs and
-//! containers.
+//! Restores the state that an earlier controller stored on disk: operator overrides, journal
+//! records, jobs and containers.
 
 use affinode_core::{Input, JournalStep};
 use affinode_proto::paths;

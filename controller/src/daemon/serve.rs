@@ -51,8 +51,8 @@ use crate::{
     socket_activation::{self, ActivationSockets},
 };
 
-/// Maximum number of messages from agents that wait for the actor. Further messages wait in the
-/// sockets of their senders.
+/// Maximum number of messages from agents in the actor's queue. If the queue is full, each message
+/// waits in the socket of the agent that sent it.
 const INBOX: usize = 1024;
 /// Maximum number of commands that wait for the actor.
 const COMMANDS: usize = 64;
@@ -108,7 +108,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     Ok(())
 }
 
-/// Creates the actor, and starts the threads that read the node's GPUs and memory for it.
+/// Creates the actor. Also starts the threads that read GPUs, processes and host memory, and that
+/// send the results to the actor.
 fn begin(
     run_dir: &Path,
     config: Config,
@@ -232,7 +233,7 @@ async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSig
     }
 }
 
-/// Returns whether there was no container for [`LINGER`].
+/// Returns whether the controller has had no container for longer than [`LINGER`].
 fn is_unused(actor: &mut NodeActor) -> bool {
     if !actor.listeners.is_empty() {
         actor.empty_since = Instant::now();

@@ -11,9 +11,9 @@ use crate::{
     inventory::{network, process},
 };
 
-/// Time between two readings of the GPUs while no container waits or moves.
+/// Time between two readings of the GPUs while no container waits for VRAM or is being moved.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
-/// Time between two readings of the GPUs while a container waits or moves.
+/// Time between two readings of the GPUs while a container waits for VRAM or is being moved.
 const HURRIED_GPU_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Runs one tick: reads counters, GPUs, hints and connections, lets the core decide, and removes
@@ -47,7 +47,8 @@ pub(super) fn tick(actor: &mut NodeActor) {
     containers::withdraw_the_gone(actor);
 }
 
-/// Counts the TCP connections of some offloaded containers, and passes the numbers to the core.
+/// Counts the TCP connections of the offloaded containers whose turn it is at this tick, and passes
+/// the numbers to the core.
 fn read_connections(actor: &mut NodeActor) {
     let all: Vec<(Key, u32)> =
         actor.node.listening().map(|(key, pid)| (key.clone(), pid)).collect();

@@ -4,12 +4,15 @@ use std::time::{Duration, Instant};
 
 use crate::inventory::process_utilization::ProcessUtilization;
 
-/// Minimum time between two readings of the utilization. The usual time is the sample interval.
+/// Minimum time between two readings of the GPU utilization. It applies if the sample interval is
+/// shorter. Otherwise the sample interval is the time between two readings.
 const MIN_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time between two readings of the utilization, if the sample interval is long.
+/// Maximum time between two readings of the GPU utilization. It applies if the sample interval is
+/// longer.
 const MAX_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Reads the GPU utilization of processes, not more often than allowed.
+/// Reads the GPU utilization of processes at most once per interval. The interval is the sample
+/// interval, but at least `MIN_INTERVAL` and at most `MAX_INTERVAL`.
 #[derive(Debug)]
 pub(super) struct UtilizationPolling {
     reader: ProcessUtilization,
@@ -21,7 +24,8 @@ impl UtilizationPolling {
         UtilizationPolling { reader, asked: None }
     }
 
-    /// Starts a reading of the utilization if the last reading was long enough ago.
+    /// Starts a reading of the utilization if one interval has passed since the previous reading
+    /// started.
     pub(super) fn poll(&mut self, sample_interval: Duration) {
         let interval = sample_interval.clamp(MIN_INTERVAL, MAX_INTERVAL);
         if self.asked.is_none_or(|at| at.elapsed() >= interval) {

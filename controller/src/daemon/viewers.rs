@@ -1,9 +1,10 @@
 //! Serves the control API for viewers, the members of the group `control.view_group`. On a separate
 //! socket they can read the state but change nothing.
 //!
-//! Shims and root use another socket, so viewers can fill neither its backlog nor the actor's
-//! thread. The kernel checks the membership when a client connects, by the socket's mode, with all
-//! groups of the client. `SO_PEERCRED` names the user, whose connections are limited in number.
+//! Shims and root use another socket. Viewers can therefore neither fill the backlog of that socket
+//! nor occupy the actor's thread. When a client connects, the kernel checks by the mode of the
+//! viewers' socket that one of the client's groups has access. The socket option `SO_PEERCRED`
+//! tells the client's user. The number of connections of each user is limited.
 
 use std::{
     collections::HashMap,
@@ -41,8 +42,8 @@ use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 use super::api::ControlService;
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
 
-/// Maximum number of simultaneous connections of viewers, for one user (`PER_USER`) and for all
-/// users together (`IN_ALL`).
+/// Maximum number of simultaneous connections of one user to the viewers' socket. The next
+/// constant, `IN_ALL`, is the maximum for all users together.
 const PER_USER: usize = 16;
 const IN_ALL: usize = 128;
 
@@ -117,7 +118,8 @@ fn open_to(path: &Path, gid: u32) -> io::Result<()> {
 
 type ViewerListener = (UnixListener, ViewerCount);
 
-/// Accepts the next connection from a user who has fewer connections than the maximum.
+/// Accepts the next connection within the limits `PER_USER` and `IN_ALL`. Connections beyond the
+/// limits are closed.
 async fn accept(
     (listener, count): ViewerListener,
 ) -> Option<(io::Result<ViewerConnection>, ViewerListener)> {
@@ -144,8 +146,8 @@ async fn accept(
 struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
 
 impl ViewerCount {
-    /// Counts a connection of a user until the returned place is dropped. Returns `None` if there
-    /// are too many connections.
+    /// Counts a new connection of a user until the returned value is dropped. Returns `None` if
+    /// this user, or all users together, already have the maximum number of connections.
     fn take(&self, uid: u32) -> Option<ViewerPlace> {
         let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {

@@ -1,5 +1,5 @@
-//! The handle to the actor (the task that drives the controller). The APIs use it, and so do the
-//! parts that observe the node.
+//! The handle to the actor (the task that drives the controller). The APIs and the parts that
+//! observe the node send their commands through it.
 //!
 //! ```text
 //!  API, observer, call trace ──ControllerHandle──Command──> actor

@@ -1,4 +1,4 @@
-//! The history on disk records the time spans that each container spent in a state.
+//! The history of the node's containers on disk. It records when each container was in which state.
 //!
 //! ```text
 //!  ViewObserver ──event, observe──> SpanRecorder (pure) ──ended and growing spans──> writer thread ──> redb file
@@ -38,7 +38,7 @@ pub const FILE: &str = "history.redb";
 /// counted.
 const QUEUE: usize = 64;
 
-/// Queue of the writer thread, and the handle of that thread.
+/// Sending end of the queue to the thread that writes spans, and the handle of that thread.
 type Writer = (mpsc::SyncSender<Vec<StateSpan>>, JoinHandle<()>);
 
 /// History of the containers of this node, stored on disk.
@@ -102,7 +102,7 @@ impl NodeHistory {
     }
 
     /// Writes all pending spans, ends the writer thread, and records that the controller ends.
-    /// Later spans are dropped.
+    /// Spans that are recorded after this call are dropped.
     pub fn close(&self) {
         let spans = self.tape().all();
         self.write(spans);

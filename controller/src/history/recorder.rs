@@ -17,11 +17,11 @@ use crate::schema::{Container, Event, Gpu, Node};
 /// Maximum length of a span in milliseconds. A longer stay is divided into several spans, so that
 /// the values of a span describe all of its time.
 pub const MAX_MS: i64 = 3_600_000;
-/// Maximum time between two observations that is counted, in milliseconds. A longer time is not
-/// counted, because the use of VRAM in it is unknown.
+/// Maximum time between two observations for which the VRAM of a container counts, in milliseconds.
+/// During a longer time the use of VRAM is unknown, so no VRAM counts for it.
 const STALE_AFTER_MS: i64 = 60_000;
-/// Minimum length of a pause in a container's use that is recorded, in milliseconds. Observations
-/// are too far apart to show shorter pauses.
+/// Minimum length of a recorded pause, in milliseconds. In a pause, the container is not in use.
+/// Observations are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
 /// Minimum time between two writes of ended spans, in milliseconds.
 const ENDED_EVERY_MS: i64 = 2_000;
@@ -116,7 +116,8 @@ impl SpanRecorder {
         due
     }
 
-    /// Returns all spans that may not be written yet.
+    /// Returns all spans that the file may not contain yet in their current form: the spans that
+    /// have ended since the last write, and all growing spans.
     pub fn all(&self) -> Vec<StateSpan> {
         self.ended.iter().chain(self.open.values().map(|open| &open.span)).cloned().collect()
     }
@@ -148,7 +149,8 @@ impl OpenSpan {
         }
     }
 
-    /// Extends the span by the time that has passed, with the VRAM of the last observation.
+    /// Extends the span to the time `now_ms`. The container counts with the VRAM of the last
+    /// observation for this time, or with no VRAM if it is longer than `STALE_AFTER_MS`.
     fn grow(&mut self, now_ms: i64) {
         let passed = now_ms - self.looked_ms;
         if passed <= 0 {

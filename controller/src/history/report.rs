@@ -1,4 +1,5 @@
-//! Reports on the use of the GPUs: sums of spans for each container.
+//! Computes the report on the use of the GPUs. For each container, it sums up the container's spans
+//! in a time range.
 
 use std::collections::BTreeMap;
 

@@ -15,7 +15,8 @@ pub struct StateSpan {
     pub container: String,
     /// State of the container, as one word.
     pub state: String,
-    /// Reason for the state at the end of the span, as one word.
+    /// Reason for the container's state, as one word. If the reason changed during the span, it is
+    /// the reason at the span's end.
     pub reason: String,
     /// Start of the span, in milliseconds since 1970.
     pub from_ms: i64,

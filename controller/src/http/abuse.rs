@@ -1,4 +1,5 @@
-//! Tests that the HTTP server refuses, limits and counts invalid, oversized and excessive requests.
+//! Tests of HTTP requests that are invalid, too large or too many. The server must refuse or limit
+//! them, and count the refusals.
 
 use std::{future::Future, task::Poll, time::Duration};
 
@@ -49,8 +50,9 @@ async fn an_oversized_request_is_refused() {
     assert!(site.events.now(0).is_empty());
 }
 
-/// Opens as many streams as the limit allows and checks that another is refused. Then closes them,
-/// and waits until a stream can be opened again.
+/// Opens as many streams at `path` as the limit `most` allows. One more stream at `path` must be
+/// refused, but a stream at the path `other` must still open. After all streams are closed, a
+/// stream at `path` must open again.
 async fn hoard(path: &str, most: usize, other: &str) {
     let site = run(true, None);
     let mut held = Vec::new();
@@ -151,7 +153,8 @@ async fn a_closed_connection_admits_the_next() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// Checks that the number of history responses in memory is limited. Such a response may be as
+/// Checks that no more than `READS` responses with history are in memory at a time. The next
+/// request for history must wait until one of these responses is dropped. Each response may be as
 /// large as the whole history, and a client may read it slowly.
 #[tokio::test]
 async fn history_responses_are_limited() {

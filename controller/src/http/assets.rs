@@ -41,7 +41,8 @@ files! {
     "/theme.js": SCRIPT, "theme.js";
 }
 
-/// HTTP entity tag of all files. It changes with each version of the dashboard.
+/// HTTP entity tag that all files of the dashboard share. It is a digest of their contents, so it
+/// changes with each version of the dashboard.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for (_, _, text) in FILES {

@@ -35,7 +35,7 @@ pub enum GuardError {
         /// Path of the token file.
         path: PathBuf,
     },
-    /// The configuration of the Kubernetes API server is invalid. Contains the reason.
+    /// The configuration for the Kubernetes API server is invalid. Contains the reason.
     #[error("{0}")]
     Reviewer(String),
 }
@@ -94,12 +94,13 @@ impl Denied {
     }
 }
 
-/// Right that a request needs: the method `get` or `post`, and one of a few fixed paths.
+/// A right to send one kind of HTTP request, in the form in which Kubernetes roles grant rights:
+/// the verb `get` or `post`, and one of a few fixed paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AccessRule {
     /// HTTP method in lower case.
     pub verb: &'static str,
-    /// Path of the request, without the key of a container.
+    /// Fixed path that stands for this kind of request. It does not contain the key of a container.
     pub path: &'static str,
 }
 

@@ -63,7 +63,8 @@ const READS: usize = 2;
 const HEAD_BYTES: usize = 16 << 10;
 /// Time limit for receiving a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// Maximum time that a write to a client may make no progress. The connection is closed then.
+/// Time limit for a write to a client that makes no progress. After this time the connection is
+/// closed.
 const STALL: Duration = Duration::from_secs(20);
 
 /// State that all HTTP request handlers share.

@@ -96,7 +96,7 @@ impl Body for StreamPermit {
     }
 }
 
-/// Creates an error response with its reason, as text and as JSON.
+/// Creates an error response. Its body is a JSON object with the reason `why` in the field `error`.
 pub fn error(status: StatusCode, why: &str) -> Reply {
     #[derive(Serialize)]
     struct ErrorBody<'a> {

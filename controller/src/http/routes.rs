@@ -112,8 +112,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Returns whether a path requires a right. The page itself requires none, because it contains no
-/// secret, and asks its user for the token.
+/// Returns whether requests for a path need a right. The dashboard's own files need none, because
+/// they contain no secret. The page asks its user for the token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -254,7 +254,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     }
 }
 
-/// JSON response of /api/v1/history.
+/// Response to `/api/v1/history` with the requested spans, which is sent as JSON.
 #[derive(serde::Serialize)]
 struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,

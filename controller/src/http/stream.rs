@@ -7,9 +7,9 @@
 //!  event: event    an event; a client can continue after the event's id
 //! ```
 //!
-//! An id is `<start of the controller>-<number>`. A restarted controller counts from the first
-//! number again. A client with an id of an earlier controller receives all events of the present
-//! controller.
+//! The id of an event is `<start time of the controller>-<number>`. A restarted controller numbers
+//! its events from the beginning again. A client that sends an id of an earlier controller receives
+//! all events of the present controller.
 
 use std::{
     convert::Infallible,
@@ -125,8 +125,9 @@ pub struct StreamQuery {
 }
 
 impl StreamQuery {
-    /// Creates the parameters from the query and the value of `Last-Event-ID`, for a controller
-    /// that started at `started_unix_ms`. `newest` is the number of the newest event.
+    /// Determines which messages a client requests. `last_id` is the value of the request's header
+    /// `Last-Event-ID`. The controller started at `started_unix_ms`, and its newest event has the
+    /// number `newest`.
     #[must_use]
     pub fn new(
         last_id: Option<&str>,

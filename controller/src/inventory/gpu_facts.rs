@@ -19,7 +19,8 @@ pub struct NodeGpus {
     pub driver_version: String,
     /// Highest version of CUDA that the driver supports, such as `13.0`. `None` if it is unknown.
     pub cuda_driver_version: Option<String>,
-    /// Host memory of the node without the reserve that offloads leave free, in bytes.
+    /// Host memory of the node that can hold offloaded memory, in bytes. It is the total memory
+    /// minus the reserve that offloads leave free.
     pub host_memory_bytes: u64,
     /// The GPUs that NVML can read, in order of their index.
     pub gpus: Vec<GpuFacts>,

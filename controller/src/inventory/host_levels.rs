@@ -1,7 +1,8 @@
-//! Reads how much host memory the copies out in progress may still use. It reads every level that
-//! is charged for that memory: the cgroups and the node. A separate thread reads these levels, with
-//! at most one request pending, because files of cgroups can take milliseconds to read. The
-//! readings of NVML can take seconds, so they are on another thread.
+//! Reads how much host memory is left for copies out (copies of VRAM to host memory) that are in
+//! progress. It reads every pool that is charged for this memory: the cgroups and the node. A
+//! separate thread reads the pools, with at most one request pending, because files of cgroups can
+//! take milliseconds to read. Readings of NVML run on another thread, because they can take
+//! seconds.
 
 use std::sync::mpsc::{self, SyncSender};
 
@@ -9,7 +10,7 @@ use affinode_core::copy_watch::{CopyInProgress, Levels};
 
 use super::memory::{self, MemoryRules};
 
-/// Handle of the thread that reads the free host memory for copies in progress.
+/// Handle of the thread that reads the host memory that is left for copies out in progress.
 #[derive(Debug)]
 pub struct HostLevels {
     questions: SyncSender<Vec<CopyInProgress>>,

@@ -15,7 +15,7 @@ use affinode_proto::reason::Reason;
 
 use super::process;
 
-/// Rules by which host memory must stay free in an offload.
+/// Amounts of host memory that an offload needs in addition to VRAM, and that it must leave free.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
     /// Host memory that each process needs in addition to its VRAM, in bytes.
@@ -39,9 +39,9 @@ fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
 
-/// Returns the pools for a move of these processes (pid, VRAM in bytes) to host memory: the node,
-/// and each limited memory cgroup that is charged for the move. Each pool has its free memory and
-/// the memory that is needed.
+/// Returns the pools of host memory for an offload of these processes (pid, VRAM in bytes). The
+/// pools are the node, and each memory cgroup with a limit that is charged for the offload. Each
+/// pool has its free memory and the memory that the offload needs.
 ///
 /// # Errors
 /// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.
@@ -91,9 +91,9 @@ pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool
     names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
 }
 
-/// Returns the node and each limited memory cgroup that is charged for these processes, each with
-/// the memory that may still be used. Half of the reserve stays free, to keep a distance from the
-/// kernel's out-of-memory killer. A cgroup that cannot be read is omitted.
+/// Returns how much host memory these processes may still use, for each pool: the node, and each
+/// memory cgroup with a limit that is charged for them. Half of each pool's reserve stays free, to
+/// keep a distance from the kernel's out-of-memory killer. A cgroup that cannot be read is omitted.
 #[must_use]
 pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
@@ -114,13 +114,14 @@ pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     groups.iter().filter_map(level).chain(node()).collect()
 }
 
-/// Paths of a process's cgroups, in the hierarchies for memory and for freezing.
+/// Paths of a process's cgroups. They show the limits of the process's memory, and whether the
+/// process is frozen.
 struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
-    /// Path in the cgroup hierarchy of version 2. This hierarchy can freeze processes, even if the
-    /// memory controller is in version 1.
+    /// Path of the process's cgroup in the hierarchy of version 2. Processes can be frozen in this
+    /// hierarchy even on a machine whose memory limits are in version 1.
     unified: Option<PathBuf>,
     unified_root: PathBuf,
 }
@@ -320,8 +321,9 @@ mod tests {
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
     }
 
-    /// Checks that `levels` reports more free memory than `pools`, by half of the reserve.
-    /// Otherwise a copy that stays within its promised memory could be cancelled.
+    /// Checks that `levels` reports more free memory than `pools`. The difference must be about
+    /// half of the reserve. Otherwise a copy that stays within its promised memory could be
+    /// cancelled.
     #[test]
     fn levels_leave_more_than_promises() {
         let own = std::process::id();
@@ -334,7 +336,8 @@ mod tests {
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
-    /// Checks that `pools_of` returns the same pools for a process as `pools` for its container.
+    /// Checks that `pools_of` returns every pool that `pools` returns for an offload of the same
+    /// process.
     #[test]
     fn pools_of_a_process_are_those_of_its_survey() {
         let own = std::process::id();

@@ -27,27 +27,29 @@ use memory::MemoryRules;
 pub enum InventoryQuery {
     /// Requests all GPUs with their processes and utilization.
     Gpus,
-    /// Requests the memory of all GPUs, to prove that the VRAM for a restore of this container is
-    /// free. The response repeats the number.
+    /// Requests the memory of all GPUs, to prove that enough VRAM is free for a restore of the
+    /// container with this key. The number identifies the request, and the response repeats it.
     Prove(Key, u64),
-    /// All GPUs with their processes, for an allowance under a container's VRAM limit. The response repeats
-    /// the fields.
+    /// Requests all GPUs with their processes, to decide on an allowance of VRAM for a container
+    /// with a VRAM limit. The response repeats the fields of the request.
     Vram {
         /// The container with a VRAM limit.
         key: Key,
-        /// Number of the recall.
+        /// Number of the recall that preceded this reading. A recall withdraws the VRAM allowances
+        /// of the container's processes.
         epoch: u64,
-        /// Pending bytes of each process of the container.
+        /// Pending bytes of each process of the container: allocations that were allowed before the
+        /// recall and may be missing in NVML's reading.
         pending: Vec<(ProcessId, u64)>,
     },
-    /// GPUs and host memory, for an offload of a container.
+    /// Requests the GPUs and the host memory, before an offload of a container.
     Survey {
         /// Key of the container that will be offloaded.
         key: Key,
         /// Pids of the container's processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
-        /// Pids of other managed processes on the GPUs, and of copiers. They may be in the
-        /// container's cgroup.
+        /// Pids of all managed processes, and of copiers. If one of them is in the container's
+        /// cgroup, it is no stranger.
         known: Vec<u32>,
     },
 }
@@ -59,23 +61,25 @@ pub enum InventoryResult {
     Gpus(Result<Vec<GpuSample>, String>),
     /// Processes that recently used a GPU, from [`process_utilization`].
     Worked(Vec<Work>),
-    /// Memory of all GPUs, requested by [`InventoryQuery::Prove`], with the container's key and the
-    /// number of the request.
+    /// Memory of all GPUs, in response to [`InventoryQuery::Prove`]. The key and the number are
+    /// those of the request.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// The response to [`InventoryQuery::Vram`].
     Vram {
         /// The container with a VRAM limit.
         key: Key,
-        /// Number of the recall.
+        /// Number of the recall that preceded this reading. A recall withdraws the VRAM allowances
+        /// of the container's processes.
         epoch: u64,
-        /// Pending bytes of each process of the container.
+        /// Pending bytes of each process of the container: allocations that were allowed before the
+        /// recall and may be missing in NVML's reading.
         pending: Vec<(ProcessId, u64)>,
         /// Samples of the GPUs. `Err`: the reason why they cannot be read.
         gpus: Result<Vec<GpuSample>, String>,
     },
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory for the copies out in progress, from [`host_levels`].
+    /// Host memory that is left for the copies out in progress, from [`host_levels`].
     HostLevels(Vec<Levels>),
 }
 

@@ -17,8 +17,8 @@ use crate::driver_library::DriverLibrary;
 /// Minimum time between two attempts to open NVML's library.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Maximum age of a utilization sample that counts, in microseconds. NVML takes a sample at least
-/// once a second.
+/// Maximum age at which a sample counts as recent use of a GPU, in microseconds. NVML takes a
+/// sample at least once a second.
 const RECENT_US: u64 = 1_200_000;
 
 /// NVML's library, opened as soon as it is available.
@@ -94,8 +94,8 @@ impl NvmlDevices {
     }
 }
 
-/// Returns the work of a process that a sample shows. Returns `None` if the sample is empty or old,
-/// because NVML can return such samples.
+/// Converts a utilization sample of NVML into the work of its process. Returns `None` if the sample
+/// is empty or old, because NVML can return such samples.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;

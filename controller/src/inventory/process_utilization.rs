@@ -1,6 +1,7 @@
-//! Reads from NVML which processes used a GPU recently. The call counters do not show this while a
-//! kernel runs. A separate thread reads the utilization, with at most one request pending, so that
-//! decisions and proofs of free VRAM do not wait for a slow driver.
+//! Reads from NVML which processes used a GPU recently. The counters of CUDA calls do not show that
+//! a kernel is still running. A separate thread reads the utilization, with at most one request
+//! pending. Decisions and proofs of free VRAM therefore do not wait for this reading, even if the
+//! driver is slow.
 
 use std::{
     sync::mpsc::{self, SyncSender},

@@ -134,8 +134,8 @@ impl JobFolder {
         fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }
 
-    /// Describes the job as a container. The bundle is the path of the job's lock file, because the
-    /// job has ended when the lock is free.
+    /// Describes the job as a container. The field `bundle` has the path of the job's lock file,
+    /// because the job has ended when this lock is free.
     #[must_use]
     pub fn spec(&self) -> ContainerSpec {
         ContainerSpec {
@@ -213,8 +213,8 @@ pub fn running(run_dir: &Path) -> usize {
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Returns whether no process holds this lock or is about to take it. Returns `false` if that
-/// cannot be determined.
+/// Returns whether the lock file of a job is free, and too old for a new job to be about to lock
+/// it. Returns `false` if the file cannot be examined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
     // If an earlier controller gave this file to the user, the user may have a lease on it. A

@@ -8,7 +8,8 @@
 //! the last process ends ──> the kernel releases the lock ──> withdrawn, folder removed
 //! ```
 //!
-//! The lock outlives every controller and needs no waiting process. A job ends when its last
+//! A job runs as long as one of its processes holds the job's lock. The lock stays held when a
+//! controller exits, and no process has to wait for the end of the job. A job ends when its last
 //! process is killed, and no job is lost when a controller exits. The next controller reads the
 //! job's name from the job's folder.
 //!

@@ -115,7 +115,7 @@ impl ControllerMetrics {
     }
 }
 
-/// Metrics of each GPU's VRAM, and of the host memory that stores content of the GPU.
+/// Metrics of each GPU's VRAM, and of the host memory for content that was copied from the GPU.
 #[derive(Debug)]
 pub struct GpuMemoryMetrics {
     pub total: Family<GpuLabels, Gauge>,
@@ -178,7 +178,7 @@ impl GpuMemoryMetrics {
     }
 }
 
-/// Metrics of how busy each GPU is, and how much of its VRAM is wanted.
+/// Metrics of how busy each GPU is, and how much of its VRAM its containers need together.
 #[derive(Debug)]
 pub struct GpuLoadMetrics {
     pub busy: Family<GpuLabels, Share>,
@@ -345,7 +345,8 @@ impl HostMemoryMetrics {
     }
 }
 
-/// Metrics of each container's VRAM, multiplied by the time for which the container had it.
+/// Metrics of VRAM multiplied by time, for each container: VRAM in use, VRAM of the idle container,
+/// and VRAM that offloads freed.
 #[derive(Debug)]
 pub struct UsageMetrics {
     pub used_byte_seconds: Family<ContainerLabels, Sum>,
@@ -441,7 +442,7 @@ impl MoveMetrics {
     }
 }
 
-/// Metrics of what the controller delivers: its events, HTTP and the history.
+/// Metrics of the parts that report to users: the event log, the HTTP server and the history.
 #[derive(Debug)]
 pub struct ReportMetrics {
     pub events: Family<KindLabels, Counter>,

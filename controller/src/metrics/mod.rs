@@ -1,10 +1,10 @@
 //! The Prometheus metrics `affinode_…`, in base units.
 //!
-//! The observer updates counters and histograms. Gauges are filled from the list at each scrape.
-//! GPUs and containers have the labels of dcgm-exporter (`UUID`, `gpu`, `namespace`, `pod`,
-//! `container`), so that the metrics of both can be joined on `UUID`. The number of series with
-//! container labels is limited: only the first [`CONTAINERS`] containers, in order of their keys,
-//! have such series.
+//! The observer updates counters and histograms. Gauges are filled at each scrape from the current
+//! list of GPUs and containers. GPUs and containers have the labels of dcgm-exporter (`UUID`,
+//! `gpu`, `namespace`, `pod`, `container`), so that the metrics of both can be joined on `UUID`.
+//! The number of series with container labels is limited: only the first [`CONTAINERS`] containers,
+//! in order of their keys, have such series.
 
 mod durations;
 mod families;
@@ -33,8 +33,8 @@ use crate::{history::ControllerRuns, schema};
 
 /// Maximum number of containers that have series of their own.
 pub const CONTAINERS: usize = 1000;
-/// Maximum time between two observations that is counted, in milliseconds. A longer time is not
-/// counted, because the use of VRAM in it is unknown.
+/// Maximum time between two observations for which usage metrics grow, in milliseconds. During a
+/// longer time the use of VRAM is unknown, so it does not count.
 const STALE_AFTER_MS: i64 = 60_000;
 
 /// Prometheus metrics of this controller.
@@ -44,8 +44,8 @@ pub struct Metrics {
     inner: Mutex<MetricsState>,
 }
 
-/// Counts of the parts that deliver observations to users. The caller passes the current counts at
-/// each scrape.
+/// Current counts of the dashboard's watchers, of messages that they missed, and of spans that the
+/// history dropped. The caller passes these counts at each scrape.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeliveryCounts {
     /// Number of current watchers of the dashboard.
@@ -155,7 +155,7 @@ impl Metrics {
         metrics
     }
 
-    /// Counts an event, and the durations that it completes.
+    /// Counts an event in the metrics. If the event ends a move or a wait, also adds its duration.
     pub fn event(&self, event: &schema::Event) {
         self.table.reports.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
         if event.kind == EventKind::Refused.as_str() {

@@ -1,4 +1,5 @@
-//! Table of all Prometheus metrics of a node, and the changes that concern several families.
+//! Table of all Prometheus metrics of a node. Its methods change metrics of several families
+//! together.
 
 use prometheus_client::registry::Registry;
 
@@ -53,8 +54,8 @@ impl MetricsTable {
         self.calls.call_cost.clear();
     }
 
-    /// Adds `ms` milliseconds to the usage metrics of a container, in which it was in `state` and
-    /// had this VRAM.
+    /// Adds a period of `ms` milliseconds to the usage metrics of a container. In this period, the
+    /// container was in the state `state` and had the VRAM `vram`.
     pub fn pass(&self, labels: &ContainerLabels, state: &str, vram: &VramShares, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
         let seconds = ms as f64 / 1000.0;

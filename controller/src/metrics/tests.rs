@@ -118,7 +118,8 @@ fn every_metric_is_moved() {
     }
 }
 
-/// Checks that the output omits a family without values.
+/// Checks that the dedup metrics of a GPU end with the GPU. If the node no longer has a GPU, the
+/// output must omit these metrics.
 #[test]
 fn dedup_series_end_with_their_gpu() {
     let metrics = lived();

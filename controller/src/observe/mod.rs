@@ -6,8 +6,9 @@
 //!  a clock ─┘                        └──> spans for the history ([`crate::history`])
 //! ```
 //!
-//! The observer requests the list from the actor, and is the only writer of all three. It runs on a
-//! thread of its own, so the actor never waits for watchers.
+//! The observer requests the list of GPUs and containers from the actor. Only the observer sends
+//! changes to watchers, and records events and observations in the metrics and the history. It runs
+//! on a thread of its own, so the actor never waits for watchers.
 
 mod diff;
 mod hub;
@@ -27,8 +28,8 @@ pub use hub::{ViewHub, ViewMessage, ViewWatch};
 
 /// Time between two observations of the node while there is a watcher.
 const WATCHED: Duration = Duration::from_secs(1);
-/// Time between two observations of the node while there is no watcher. It is short enough for the
-/// history.
+/// Time between two observations of the node while there is no watcher. This is often enough for
+/// the history.
 const UNWATCHED: Duration = Duration::from_secs(5);
 /// Time over which events are collected and then sent together.
 const GATHER: Duration = Duration::from_millis(30);

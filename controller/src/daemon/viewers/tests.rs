@@ -12,8 +12,8 @@ use crate::{
     handle::{Command, EventLog},
 };
 
-/// Serves the viewers' socket for this process's own group. The actor answers list requests, and
-/// records all other commands.
+/// Serves the viewers' socket with this process's own group as the group of viewers. A fake actor
+/// answers list requests, and sends the text of all other commands to the returned receiver.
 fn viewers(folder: &Path) -> (IsolatedRuntime, mpsc::UnboundedReceiver<String>) {
     let (calls, mut asked) = mpsc::channel(8);
     let (note, noted) = mpsc::unbounded_channel();

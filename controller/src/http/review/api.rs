@@ -1,7 +1,8 @@
-//! Sends TokenReviews and SubjectAccessReviews to the Kubernetes API server. The requests use HTTPS
-//! with the configured certificate authority and one connection per request, with limits on number,
-//! size and time. Token and certificate authority are read from their files for each request,
-//! because they may be renewed at any time.
+//! Sends TokenReviews and SubjectAccessReviews to the Kubernetes API server. Each request opens its
+//! own HTTPS connection, which trusts only the configured certificate authority. The number of
+//! concurrent requests, the time for a request and the size of a response are limited. The token
+//! and the certificate authority are read from their files for each request, because they may be
+//! renewed at any time.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 

@@ -210,8 +210,8 @@ async fn a_stream_ends_with_its_users_right() {
     assert!(!stream.until("never said").await, "it ends");
 }
 
-/// Paths that Kubernetes allows every user of a cluster to get, some of them without
-/// authentication: ClusterRoles system:discovery and system:public-info-viewer.
+/// Paths that every user of a Kubernetes cluster may get by default. The ClusterRoles
+/// system:discovery and system:public-info-viewer grant them, in part even without authentication.
 const EVERYBODYS: [&str; 11] = [
     "/api",
     "/api/*",
@@ -226,7 +226,8 @@ const EVERYBODYS: [&str; 11] = [
     "/version/",
 ];
 
-/// Returns whether the path of a role's rule matches a path, as Kubernetes compares them.
+/// Returns whether a rule of a Kubernetes role grants a path. The rule is a path, or the beginning
+/// of a path followed by `*`.
 fn fits(rule: &str, path: &str) -> bool {
     match rule.strip_suffix('*') {
         Some(start) => path.starts_with(start),
