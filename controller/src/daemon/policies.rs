@@ -1,4 +1,4 @@
-//! Handles requests of the APIs that read or change policies.
+//! Handles API requests that read or change policies.
 
 use affinode_core::{Input, view::FindError};
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};

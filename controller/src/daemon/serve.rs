@@ -197,8 +197,8 @@ impl ServedSockets {
     }
 }
 
-/// Handles messages until a signal arrives, or until the controller is not needed any longer. If
-/// `stays` is true, the controller runs even if there is no container.
+/// Handles messages until a signal arrives. If `stays` is false, also returns when there was no
+/// container for [`LINGER`].
 async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
     let mut next_tick = tokio::time::Instant::now();
     loop {

@@ -176,7 +176,7 @@ impl Drop for ViewerPlace {
     }
 }
 
-/// A connection of a user, which is counted while it is open.
+/// A viewer's connection. While it is open, it counts as a connection of its user.
 #[derive(Debug)]
 struct ViewerConnection {
     stream: UnixStream,

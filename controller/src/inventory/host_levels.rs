@@ -17,7 +17,8 @@ pub struct HostLevels {
 }
 
 impl HostLevels {
-    /// Starts the thread. It calls `tell` with the result of each reading.
+    /// Starts the thread that reads the host memory. The thread calls `tell` with the result of
+    /// each reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -34,7 +35,8 @@ impl HostLevels {
         Ok(HostLevels { questions })
     }
 
-    /// Requests a reading for these copies, unless a request is pending.
+    /// Requests a reading of the host memory for these copies. Does nothing if a request is
+    /// pending.
     pub fn ask(&self, copies: Vec<CopyInProgress>) {
         let _ = self.questions.try_send(copies);
     }

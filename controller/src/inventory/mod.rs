@@ -54,7 +54,7 @@ pub enum InventoryQuery {
     },
 }
 
-/// The result of a reading.
+/// Result of a reading of GPUs, processes or host memory, as a message to the actor.
 #[derive(Debug)]
 pub enum InventoryResult {
     /// GPUs with their processes and utilization, requested by [`InventoryQuery::Gpus`].
@@ -90,7 +90,8 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// Starts the thread. It calls `tell` with the result of each request, in order.
+    /// Starts the thread that reads GPUs and host memory. The thread calls `tell` with the result
+    /// of each request, in the order of the requests.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -109,7 +110,7 @@ impl Inventory {
         Ok(Inventory { questions })
     }
 
-    /// Sends a request to the thread. The result is passed to `tell` later.
+    /// Sends a request to the thread. The thread passes the result to the function `tell`.
     pub fn ask(&self, question: InventoryQuery) {
         // The thread runs until the last sender is dropped, so this cannot fail.
         let _ = self.questions.send(question);

@@ -20,7 +20,8 @@ pub struct ProcessUtilization {
 }
 
 impl ProcessUtilization {
-    /// Starts the thread. It calls `tell` with the result of each reading.
+    /// Starts the thread that reads which processes used a GPU. The thread calls `tell` with the
+    /// result of each successful reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -42,7 +43,7 @@ impl ProcessUtilization {
         Ok(ProcessUtilization { questions })
     }
 
-    /// Requests a reading, unless a request is pending.
+    /// Requests a reading from NVML. Does nothing if a request is pending.
     pub fn ask(&self) {
         let _ = self.questions.try_send(());
     }

@@ -41,7 +41,8 @@ impl Artifacts {
         Ok(Self { root })
     }
 
-    /// Uses the folder `root`. It contains the built files, or is empty until they are built.
+    /// Creates the value for the folder `root` without checking it. The folder contains the built
+    /// files, or is empty until they are built.
     #[must_use]
     pub fn at(root: PathBuf) -> Self {
         Self { root }

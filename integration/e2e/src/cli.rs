@@ -214,10 +214,10 @@ const PS: [&str; 3] = ["ps", "-o", "json"];
 /// Exit status of the program `timeout` after it has ended a command at the time limit.
 const TIMED_OUT: i32 = 124;
 /// Error text of the command `affinode` if no controller listens. On a busy machine, a controller
-/// may listen only a moment later.
+/// needs some time to start, so a command with this error is repeated.
 const NO_CONTROLLER: &str = "cannot connect to the controller";
-/// Reasons of a refused offload that disappear by themselves. For example, a call is in progress,
-/// or the process has not registered yet.
+/// Reasons for which an offload is refused only temporarily. For example, a call is in progress, or
+/// the process has not registered yet.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
 impl Cli {

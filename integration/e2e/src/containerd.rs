@@ -31,12 +31,14 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 /// Configuration snippet that registers Affinode with a version 2 configuration of containerd. The
 /// tests install the same file that the documents show to users.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
-/// Program name of Affinode's shim. The next constant is its path in the snippet for containerd 2.
+/// Program name of Affinode's shim. The constant `INSTALLED` is the path of this program in the
+/// snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
 
-/// Origin of containerd's configuration file, which determines the form of the file.
+/// Program or package that writes containerd's configuration file. It determines the form of the
+/// file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
     /// A distribution has written the file once, at the installation of containerd.

@@ -114,8 +114,8 @@ impl<'a> Crio<'a> {
         self.dir().join("crio.conf.d")
     }
 
-    /// Path of the script that runs runc. The script must be named `runc`, because Affinode's
-    /// runtime recognises the runtime by this name.
+    /// Path of the script that runs runc for CRI-O's containers. The script must be named `runc`,
+    /// because `affinode-runtime` recognises the OCI runtime that it calls by the file name.
     fn runc(&self) -> PathBuf {
         self.dir().join("runc")
     }
@@ -140,8 +140,9 @@ impl<'a> Crio<'a> {
         Cri::connect(&self.socket())
     }
 
-    /// Returns the documented configuration of Affinode's handler, with the testbed's paths. CRI-O
-    /// passes only those environment variables to a runtime that the handler lists.
+    /// Returns the documented configuration of Affinode's handler, with the testbed's paths. The
+    /// configuration also lists the runtime's environment variables, because CRI-O passes no others
+    /// to a runtime.
     fn handler(&self) -> Result<String> {
         let program = self.world.artifacts().bin("affinode-runtime")?;
         let env = self.world.oci_runtime_env(&self.runc());

@@ -52,9 +52,9 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Runs an installation in a new mount namespace, in which the shell commands `mounts` have
-    /// run. Returns the installation's output, and a list of the files that are in the folder
-    /// `looked_at` afterwards.
+    /// Runs an installation in a new mount namespace, after the shell commands `mounts`. Requires
+    /// that the installation fails with exit status 1 and one line of error text, and that no file
+    /// is in the folder `looked_at` afterwards. Returns the error text.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -130,7 +130,8 @@ fn full_disk(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// The disk has space for Affinode's files, but not for a copy of containerd's configuration file.
+/// Fault: the disk has space for Affinode's files, but not for a copy of containerd's configuration
+/// file. The installation must fail and name that file, and the node must be unchanged.
 fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
@@ -155,7 +156,8 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     tells(&said?, &["No space left", &scene.file_name()])
 }
 
-/// Installs on a node whose /etc or /usr is read-only.
+/// Fault: /etc or /usr of the node is read-only. The installation must fail with an error that
+/// contains the remedy, and the node must be unchanged.
 fn read_only(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let (prefix, state) = (world.prefix(), scene.installation.state(""));
@@ -179,7 +181,8 @@ fn read_only(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// A change has made containerd's configuration invalid since containerd started.
+/// Fault: a change has made containerd's configuration invalid since containerd started. `install`
+/// and `status` must fail, and the node must be unchanged.
 fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
@@ -209,7 +212,8 @@ fn broken_import(world: &Testbed) -> Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// A second installer starts while the first installer waits for containerd.
+/// Fault: a second installation or removal starts while the first installer waits for containerd.
+/// The second one must be refused, and the first installation must succeed.
 fn second_installer(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -234,8 +238,9 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// Kills the installation before each of its steps. Small files replace the installed programs to
-/// save time, because the installer treats all programs alike.
+/// Fault: an installation or removal is killed before each of its steps. The next installation or
+/// removal must repair the node. Small files replace the installed programs to save time, because
+/// the installer treats all programs alike.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();

@@ -56,8 +56,8 @@ impl Gpu {
         Path::new("/dev/nvidiactl").exists() && device_node(0).exists()
     }
 
-    /// Number of the machine's GPUs. With a simulated GPU it is one, whatever the options of the
-    /// daemon.
+    /// Number of the machine's GPUs. The simulated GPU counts as one, even if the options of its
+    /// daemon specify several GPUs.
     #[must_use]
     pub fn count(&self) -> usize {
         match self {

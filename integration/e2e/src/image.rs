@@ -46,8 +46,8 @@ const TOOLS: [&str; 16] = [
     "/usr/bin/tty",
     "/usr/bin/python3",
 ];
-/// Libraries that programs built on this machine need. The tools need further libraries, which are
-/// found with `ldd`.
+/// Libraries that are copied into the images for programs that are built on this machine. The
+/// images' tools need other libraries as well, which are found with `ldd`.
 const LIBRARIES: [&str; 5] =
     ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
 /// Parts of Python's standard library that no test imports. They are not copied into the images.

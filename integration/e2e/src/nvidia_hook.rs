@@ -1,6 +1,6 @@
-//! Scripts that replace NVIDIA's programs, which add the driver to a container. One script is the
-//! prestart hook of `docker run --gpus`. The other is `nvidia-container-cli`, which `ctr run
-//! --gpus` uses as its hook.
+//! Writes scripts that take the place of two NVIDIA programs. The programs of NVIDIA add the driver
+//! to a container. One script is the prestart hook of `docker run --gpus`. The other is
+//! `nvidia-container-cli`, which `ctr run --gpus` uses as its hook.
 
 use std::{
     fs,

@@ -12,8 +12,8 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Interval of the checks. A container runtime takes far longer than this to remove the cgroup of a
-/// killed process, so no kill is missed.
+/// Time between two readings of the kill counters. A container runtime takes far longer than this
+/// to remove the cgroup of a killed process, so no kill is missed.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Returns the number of processes that the kernel has killed because a memory limit was reached.

@@ -114,7 +114,8 @@ impl<'a> Podman<'a> {
         Ok(podman)
     }
 
-    /// Returns two folders: of images and containers, and of the state of running containers.
+    /// Returns the two storage folders of Podman in a testbed. The first contains images and
+    /// containers. The second contains the state of running containers.
     pub(crate) fn storage_folders(dir: &Path) -> (PathBuf, PathBuf) {
         (dir.join(STORE).join("podman"), dir.join("podman-run"))
     }

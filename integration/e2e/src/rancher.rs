@@ -1,6 +1,6 @@
-//! Simulates how k3s and rke2 configure, start and stop containerd. These are the parts that matter
-//! to an installation of Affinode. The simulation follows their source code. k3s and rke2 do not
-//! run here.
+//! Simulates those parts of k3s and rke2 that matter to an installation of Affinode: how they
+//! configure, start and stop containerd. The simulation follows their source code. The programs k3s
+//! and rke2 do not run here.
 //!
 //! ```text
 //! start: the user's template, or the built-in one ──> config.toml ──> containerd -c config.toml …, in the unit's cgroup

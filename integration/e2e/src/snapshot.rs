@@ -10,8 +10,8 @@ use std::{
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
-/// Names in a testbed's folder that containerd, containers and this program write. A snapshot omits
-/// them, because they are not the node's files.
+/// Names of files and folders in a testbed's folder that containerd, the containers or the test
+/// program create. A snapshot omits them, because they are not part of the node.
 const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "store", "tools"];
 
 /// Every file and folder of a node, with its mode and content.

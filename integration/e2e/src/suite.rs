@@ -198,7 +198,8 @@ pub fn steps(release: &Release, gpu: Gpu, words: &[&str]) -> Result<Report> {
     alone_with(release, gpu, words, steps::all)
 }
 
-/// Runs one part in a separate testbed, and returns a separate report.
+/// Runs one part of the suite in a separate testbed, and returns a separate report. `words` selects
+/// tests of the part.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
@@ -255,8 +256,8 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
 
 /// Waits until the copier has no more host memory to register or to release. The copier registers
 /// the memory of offloaded processes and releases the memory of restored processes. The controller
-/// counts a process only for some seconds after its container's last change of state, so an older
-/// process does not extend the wait.
+/// counts a process only for some seconds after the last change of its container's state. A process
+/// with an older change cannot extend the wait.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;

@@ -31,7 +31,8 @@ const OUT_OF_MEMORY: i32 = 2;
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// Number of commands that had changed the process's memory at the last verification.
+    /// Number of commands that have changed the process's memory, as the process reported it at the
+    /// last verification.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,

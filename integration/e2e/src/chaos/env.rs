@@ -49,16 +49,16 @@ dir = "off"
 /// largest container (two processes, together 160 MiB) while all other containers are copied out.
 /// The other containers then keep six contexts of 16 MiB each, and the copier has one context.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// VRAM of each GPU in a campaign with two simulated GPUs. On the first GPU, one twin and the
-/// copier fit. On the second GPU, either container fits while the other is copied out, but both do
-/// not fit.
+/// VRAM of each GPU in a campaign with two simulated GPUs. The first GPU has room for the copier
+/// and one twin. The second GPU has room for either of its two containers while the other one is
+/// copied out, but not for both at once.
 const SIMULATED_EACH_BYTES: u64 = 208 * MIB;
 /// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is limited as well. It
 /// suffices for both twins at the same time (160 MiB each) and the contexts of the other
 /// containers. It does not suffice for all containers (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Number of bytes by which the limit of host memory is below what all containers need while they
-/// are offloaded. With this limit, one twin can be offloaded, but not both.
+/// Number of bytes that are missing in host memory to offload all containers at once. The limit of
+/// host memory is lower than the need by this number, so one twin can be offloaded, but not both.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
 /// Reasons that the controller may show for a container that stays resident because host memory
 /// does not suffice.
@@ -86,7 +86,8 @@ const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
 /// Maximum VRAM of a context of the real driver. 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Offload settings for containers. Each new container gets the next entry that suits it.
+/// Offload settings that new containers get in turn. A container skips the settings that its role
+/// or the setup does not permit.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },

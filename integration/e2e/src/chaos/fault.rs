@@ -36,8 +36,8 @@ pub(super) const COPIER: &str = "affinode-copier";
 /// Time limit of the search for a running runc process.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether the process that the fault targets exists. Returns false only for copiers (processes
-/// that copy VRAM), which start and end on demand.
+/// Whether the process that the fault targets exists. A copier (process that copies VRAM) starts
+/// and ends on demand, so it may be missing. All other targets are assumed to exist.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -221,8 +221,8 @@ fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     Ok(())
 }
 
-/// Inodes of the connected Unix sockets in a process's network namespace whose path contains
-/// `part`.
+/// Returns the inodes of connected Unix sockets whose path contains `part`. It searches the network
+/// namespace of the process `pid`.
 fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
     /// Value of the kernel's `SS_CONNECTED`, as /proc/net/unix prints it.
     const CONNECTED: &str = "03";

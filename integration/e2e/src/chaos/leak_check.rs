@@ -11,13 +11,15 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Maximum increase of the controller's open descriptors since the start of the campaign. The
-/// increase comes from clients that are connected to the controller during the count.
+/// Number of additional descriptors that the controller may have open, compared with the start of
+/// the campaign. Clients that are connected to the controller during the count use such
+/// descriptors.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// Maximum increase of the open descriptors of Affinode's shims since the start of the campaign.
+/// Number of additional descriptors that one of Affinode's shims may have open, compared with the
+/// highest number of any shim at the start of the campaign.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
 /// Maximum number of a copier's open descriptors for each process that the copier serves. This
 /// limit is absolute, because there may have been no copier at the start of the campaign.

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Text that replaces a container's state in the report if the fault targets a copier and no copier
-/// was running.
+/// Text in the report for a fault that targets a copier while no copier runs. It stands in the
+/// place of a container's state.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// A violated invariant, and the round in which it was found.

@@ -10,8 +10,8 @@ use crate::{gpu::Gpu, wait::WAIT_TIMEOUT};
 pub enum Setup {
     /// An offload or restore takes only slightly longer than the copy of the memory.
     Quick,
-    /// An offload or restore takes seconds, as with many GiB of memory. It can exceed time limits
-    /// that a quick one never exceeds.
+    /// An offload or restore takes seconds, as with many GiB of memory. Only in this setup can an
+    /// offload or restore exceed certain time limits.
     Slow,
     /// Short offloads and restores, but VRAM and host memory do not suffice for all containers. The
     /// memory limit of the containers' cgroup is below the memory that they need while all are

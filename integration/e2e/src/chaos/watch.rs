@@ -41,7 +41,7 @@ struct Events {
 }
 
 impl Watch {
-    /// Starts to follow the events.
+    /// Starts the thread that follows the events of the controller to which `cli` belongs.
     #[must_use]
     pub fn start(cli: &Cli) -> Self {
         let seen = Arc::new(Seen::default());

@@ -30,7 +30,8 @@ fn spec(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
 }
 
-/// Runs a program without Affinode. Returns what its exit handler printed, and its exit status.
+/// Runs a program without Affinode. Returns what the program's exit handler printed, and the
+/// program's exit status.
 fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;

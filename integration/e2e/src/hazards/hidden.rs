@@ -16,8 +16,9 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which the test watches whether the process hangs without Affinode. The outcome is only
-/// reported, and does not decide whether the hazard fails.
+/// Time after which the test checks whether the process without Affinode has replied. A process
+/// that has not replied is reported as hanging. This outcome does not decide whether the hazard
+/// fails.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {

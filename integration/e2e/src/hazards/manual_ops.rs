@@ -55,7 +55,8 @@ impl Held {
             .collect()
     }
 
-    /// Returns the driver's checkpoint state of the process. Waits for a call in progress.
+    /// Returns the driver's checkpoint state of the process. If the driver is executing a
+    /// checkpoint call for the process, first waits until that call ends.
     pub fn state(&self, world: &Testbed) -> Result<i32> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");

@@ -9,8 +9,9 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// The cases: a name, the argument of `hazards.c` that selects the kind of memory, and the reason
-/// for which the offload must be refused. `None` if the container must be offloaded.
+/// Kinds of memory that the hazards use. Each entry has a name, the argument of `hazards.c` that
+/// selects the kind, and the reason for which the offload must be refused. The reason is `None` if
+/// the container must be offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),

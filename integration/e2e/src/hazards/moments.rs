@@ -95,8 +95,9 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// An offloaded process calls `exit`. At that time the CUDA driver has already shut down, another
-/// thread waits in a CUDA call, and an exit handler is still running.
+/// Hazard: an offloaded process calls `exit`. At that time the CUDA driver has already shut down,
+/// another thread waits in a CUDA call, and an exit handler is still running. The process must end
+/// with exit status 0, and the controller must report neither a lost process nor an error.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -142,9 +143,9 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
-/// Kills a program that checkpoints another process, while the driver executes the checkpoint. The
-/// moment was right if the program printed no result and the other process is checkpointed
-/// afterwards. Otherwise the kill is repeated.
+/// Starts a program that checkpoints another process, and kills the program while the driver
+/// executes the checkpoint. The kill hit that moment if the program printed no result although the
+/// other process is then checkpointed. Otherwise the function tries again.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();

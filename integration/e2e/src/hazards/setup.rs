@@ -1,4 +1,4 @@
-//! Hazards of processes that Affinode cannot manage, never or not at present.
+//! Hazards of processes that Affinode can never manage, or cannot manage at present.
 
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -59,8 +59,9 @@ fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
-/// Runs a container with a simulated driver from whose library the symbols of the checkpoint
-/// functions were removed.
+/// Runs a container with a library of the simulated driver from which the symbols of the checkpoint
+/// functions were removed. The offload must be refused with the reason `driver-too-old`, and the
+/// program must still work.
 fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
@@ -121,7 +122,9 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Runs a container with two CUDA processes, one of which has not loaded the library.
+/// Runs a container with two CUDA processes, one of which has not loaded Affinode's library. The
+/// offload must be refused with the reason `unmanaged-process`, and the memory of the process with
+/// the library must be unchanged.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

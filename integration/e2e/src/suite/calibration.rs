@@ -21,11 +21,11 @@ const ROUNDS: usize = 3;
 pub struct Calibration {
     /// Fixed time of an offload, in milliseconds.
     pub offload_fixed_ms: u64,
-    /// Speed of the copy in an offload.
+    /// Speed of the copy in an offload, in bytes per second.
     pub offload_bytes_per_second: f64,
     /// Fixed time of a restore, in milliseconds.
     pub restore_fixed_ms: u64,
-    /// Speed of the copy in a restore.
+    /// Speed of the copy in a restore, in bytes per second.
     pub restore_bytes_per_second: f64,
 }
 
@@ -104,8 +104,8 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
 }
 
 /// Fits a straight line through the durations of a small and a large offload or restore. Returns
-/// the milliseconds at 0 bytes, and the bytes per second. If noise makes the large one as fast as
-/// the small one, the whole duration counts as copying.
+/// the milliseconds at 0 bytes, and the bytes per second. Noise can make the large move as fast as
+/// the small move. The speed is then computed from the whole duration of the large move.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };

@@ -20,7 +20,7 @@ use crate::{
 const WAKES: usize = 10;
 /// Duration in seconds of the loop of CUDA calls. During most of it, the calls are traced.
 const LOOP_SECONDS: &str = "6";
-/// VRAM of a small process, in MiB. Its copy takes little time, so that other costs are visible.
+/// VRAM of a small process, in MiB. Little memory is copied fast, so that other costs are visible.
 const SMALL_MIB: u64 = 64;
 
 /// Measured cost of one function, parsed from a line of the program `call_cost`.
@@ -30,8 +30,9 @@ struct CallCost {
     ns_median: f64,
 }
 
-/// Compares the duration of hooked and direct calls of the driver. The calls run alternately in
-/// containers of Affinode's and of the stock runtime.
+/// Compares the duration of hooked driver calls with the duration of direct calls. The hooked calls
+/// run in a container of Affinode's runtime. The direct calls run in containers of the stock
+/// runtime, before and after the hooked calls.
 pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
         let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
@@ -125,8 +126,8 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     Ok((median(&driver), median(&felt)))
 }
 
-/// Measures how long a call takes that wakes the container. It is measured first without other
-/// load, and then while another container attacks the controller.
+/// Measures the duration of a CUDA call that wakes its container. The first measurement is without
+/// other load. During the second measurement, another container attacks the controller.
 pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
@@ -169,8 +170,8 @@ fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     Ok(felt)
 }
 
-/// Returns durations in milliseconds of the driver's restore plus unlock. The process is unmanaged
-/// and has the same size.
+/// Returns durations in milliseconds of the driver's restore plus unlock. They are measured with an
+/// unmanaged process that has `SMALL_MIB` MiB of VRAM.
 fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
     #[derive(Deserialize)]
     struct Step {

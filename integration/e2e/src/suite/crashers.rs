@@ -54,8 +54,8 @@ fn returns(world: &Testbed, call: &str) -> Result<usize> {
     Ok(good)
 }
 
-/// Whether a call ends the program without Affinode, after another program has checkpointed it by
-/// the driver's calls.
+/// Whether a CUDA call ends a program that runs without Affinode. Before the call, another program
+/// checkpoints the calling program by the driver's calls.
 fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;

@@ -54,21 +54,21 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// Time after which the GPU has scrubbed (cleared) released memory. Copies are slower before.
-/// Programs without Affinode copied 60 GiB at 49.7 GB/s directly after the release, and at 54.8
-/// GB/s from 0.2 s on.
+/// Time after the release of memory until the GPU has scrubbed (cleared) it. Copies are slower
+/// during the scrubbing. Programs without Affinode copied 60 GiB at 49.7 GB/s directly after the
+/// release, and at 54.8 GB/s from 0.2 s on.
 pub const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
 /// Delay between an offload and an early call. At the time of this call, the copier has not
 /// registered all memory yet, and the GPU is still scrubbing (clearing) released memory.
 const SOON: Duration = Duration::from_millis(300);
 
-/// Size of a process's memory, and number of its offloads. The memory is filled with a pattern in
-/// which each word depends on its position. After every restore, the memory is compared with the
-/// pattern.
+/// Load of a measurement: the size of a process's memory, and the number of its offloads. The
+/// memory is filled with a pattern in which each word depends on its position. After every restore,
+/// the memory is compared with the pattern.
 struct Load {
     filled_mib: u64,
-    /// Number of further allocations of the size `filled_mib`.
+    /// Number of allocations of the size `filled_mib` in addition to the first one.
     more: u64,
     rounds: usize,
 }
@@ -79,8 +79,8 @@ impl Load {
     }
 }
 
-/// Compares the engines with a small process. Little memory is copied fast, so the measured times
-/// show the other costs. [`super::torch`] uses a larger process.
+/// Compares the engines with a small process. The copy of little memory takes almost no time, so
+/// the measured times show the other costs. [`super::torch`] uses a larger process.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -283,9 +283,9 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     worker.running.delete(world)
 }
 
-/// Offloads the container, and soon afterwards makes a call. At that time the copier has not
-/// registered all memory and the GPU has not scrubbed it. Returns the time that the call waits, in
-/// milliseconds.
+/// Offloads the container, and makes a CUDA call [`SOON`] afterwards. At that time the copier has
+/// not registered all host memory yet, and the GPU is still scrubbing (clearing) the released VRAM.
+/// Returns the time that the call waits, in milliseconds.
 fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64> {
     if engine == PREPARED {
         wait_prepared(world, 1)?;
@@ -305,8 +305,9 @@ pub fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
-/// Measures the speed of offloads and restores of a program that maps its memory in pieces, as some
-/// allocators do. It is measured after each kind of change of the mappings.
+/// Measures how long offloads and restores take in a program that maps its memory in pieces, as
+/// some allocators do. Then offloads the program after each kind of change of the mappings, and
+/// verifies its memory.
 pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
@@ -432,8 +433,9 @@ struct Figure {
 /// measured because the speed differs between starts.
 const STARTS: usize = 7;
 
-/// Compares the speed of swappable allocations (which the library can move) with the driver's own,
-/// as the median over several starts. Also measures the speed of a copy from pinned memory.
+/// Compares the speed of swappable allocations (which the library can move) with the speed of the
+/// driver's own allocations. Each result is the median over several starts of the program. Also
+/// measures the speed of a copy from pinned memory.
 pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
         let program = format!("{CLIENTS}/memory_cost");
