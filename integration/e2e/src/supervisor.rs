@@ -59,19 +59,21 @@ impl Scope {
 pub struct Job {
     /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Variables that are added to the supervisor's own environment.
+    /// Environment variables of the program, in addition to those of the supervisor.
     pub env: BTreeMap<String, String>,
     /// File to which stdout and stderr are appended.
     pub log: PathBuf,
 }
 
-/// Reply of the supervisor to its own start, and to each [`Job`].
+/// A reply of the supervisor. It sends one reply after its own start, and one reply to each
+/// [`Job`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Reply {
-    /// The supervisor is ready, or the program runs. The value is its process id.
+    /// The start has succeeded. The value is the process id of the supervisor, or of the program
+    /// that a [`Job`] has started.
     Pid(u32),
-    /// The start has failed. The value is the reason.
+    /// The supervisor could not start the program of a [`Job`]. The value is the reason.
     Error(String),
 }
 

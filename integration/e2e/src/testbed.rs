@@ -406,7 +406,7 @@ impl Testbed {
         self.keeper.end();
     }
 
-    /// Prints the end of each log of the testbed's programs, for a failed test.
+    /// Prints the last lines of each log of the testbed's programs, to explain why a test failed.
     pub fn show_logs(&self) {
         crate::logs::show(&self.dir);
     }
@@ -417,7 +417,7 @@ impl Testbed {
         crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
     }
 
-    /// Restarts containerd as systemd does with containerd's unit.
+    /// Restarts containerd in the same way as systemd does with the settings of containerd's unit.
     ///
     /// # Errors
     /// When containerd does not end or start, or when the unit's settings would end other processes

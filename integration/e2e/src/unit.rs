@@ -42,7 +42,8 @@ struct UnitRun {
 }
 
 impl<'a> SimulatedSystemd<'a> {
-    /// Writes a script `systemctl` into the PATH of an installation.
+    /// Creates a simulated systemd for an installation. Writes a script `systemctl` into a folder
+    /// of the installation's PATH.
     ///
     /// # Errors
     /// When the script cannot be written.

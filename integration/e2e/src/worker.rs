@@ -136,8 +136,7 @@ pub struct Answer {
     pub pid: Option<i32>,
     /// Name of the GPU, as the driver reports it.
     pub device_name: Option<String>,
-    /// Free VRAM in bytes.
-    /// Free VRAM in bytes.
+    /// Free VRAM of the device in bytes.
     pub free_bytes: Option<u64>,
     /// Size of the VRAM in bytes.
     pub total_bytes: Option<u64>,

@@ -11,7 +11,8 @@ use std::{
 use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result};
 
-/// A call graph: the name of a file or module, and the names of the others to which it refers.
+/// A call graph. It maps the name of each file or module to the names of the files or modules to
+/// which it refers.
 type Calls = BTreeMap<String, BTreeSet<String>>;
 
 /// Checks that no files of the controller's core call each other in a circle. The core can then be
@@ -202,8 +203,8 @@ fn first_names(path: &str) -> Vec<String> {
     outer.split(',').map(|name| identifier(name.trim()).to_owned()).collect()
 }
 
-/// Collects the calls between files. It searches for functions after the name of their file, and
-/// for `node.method(` if the method belongs to `NodeState`.
+/// Collects the calls between files. A call is a function after the name of its file, as in
+/// `file::function(`. The call of a method of `NodeState` through `node.` or `self.` also counts.
 fn calls(files: &BTreeMap<String, String>) -> Calls {
     let product: BTreeMap<&String, String> =
         files.iter().map(|(name, text)| (name, without_tests(text))).collect();

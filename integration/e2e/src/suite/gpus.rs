@@ -234,8 +234,8 @@ impl<'w> Hops<'w> {
         Ok((gpu.vram_total_bytes, gpu.vram_used_bytes))
     }
 
-    /// Waits until the container is resident. Requires that it is on the other GPU, which becomes
-    /// its current GPU.
+    /// Waits until the container is resident again. Requires that its memory is on the other GPU,
+    /// which then becomes the container's current GPU.
     fn arrived(&mut self) -> Result<()> {
         self.on = 1 - self.on;
         self.world.cli().wait_resident(self.id)?;

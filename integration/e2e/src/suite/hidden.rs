@@ -1,5 +1,6 @@
-//! Test of an NVML call that bypasses Affinode's hooks, while the process's context is
-//! checkpointed. The call blocks until the process is restored.
+//! Test of a hidden call, which reaches NVML or the driver without passing Affinode's hooks. A
+//! process makes this call while its context is checkpointed. The call blocks until the process is
+//! restored.
 
 use anyhow::Result;
 
@@ -14,8 +15,9 @@ use crate::{
 
 const MIB: &str = "1024";
 
-/// Requires that the process is restored within seconds after the hidden call. From then on, its
-/// context must stay on the GPU.
+/// Makes a hidden call in an offloaded process. Affinode must report the call, and must restore the
+/// process within seconds and with unchanged contents. From then on, no offload may checkpoint the
+/// process's context.
 pub fn hidden_call_restores(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let way = if matches!(world.gpu(), Gpu::Real) { "nvml" } else { "call" };
     for engine in ["checkpoint", "full"] {

@@ -42,8 +42,9 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// Maximum time that a container waits for free VRAM.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 
-/// Runs each group of containers with each engine. If `wanted` is not empty, only runs whose names
-/// contain one of its words take place.
+/// Runs each group of containers with each engine. Each run has a name, such as
+/// `6 of 28 GiB, auto`. If `wanted` is not empty, only runs whose names contain one of its words
+/// are started.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -103,7 +104,8 @@ fn load(python: &Python, engine: &str, containers: usize, gib: u64, rows: &mut R
     python.world.remove_containers()
 }
 
-/// Result of one container.
+/// Results of one container: whether its contents were the same after each burst, and the time that
+/// each burst waited for the container's restore.
 struct BurstsFound {
     is_same: bool,
     waits_ms: Vec<f64>,

@@ -10,7 +10,8 @@ use crate::{containerd, supervisor::STORE, testbed::Testbed};
 /// Types of filesystems that can contain installed programs. Filesystems of other types belong to
 /// the kernel or are temporary.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
-/// Folders that the container runtime provides. They are not taken from the machine.
+/// Folders that the container runtime provides. The container does not get the machine's mounts in
+/// these folders.
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
 /// Mounts the machine's root below a writable overlay layer, and returns the mount point. The mount

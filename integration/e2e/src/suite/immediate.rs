@@ -1,5 +1,5 @@
-//! Test of the restore policy `immediate`. A call that needs a restore does not wait until the
-//! containers in use become idle.
+//! Test of the restore policy `immediate`. A container with this policy is restored as soon as it
+//! makes a call, even if the containers in use have to leave the GPU for it.
 
 use anyhow::Result;
 
@@ -12,8 +12,8 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Affinode's configuration for this test. A container is idle only after an hour, so every offload
-/// is forced.
+/// Affinode's configuration for this test. A container counts as idle only after an hour, so a
+/// command or another container must force each offload.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "pressure"
@@ -25,8 +25,9 @@ restore = "by-annotation"
 sample_interval = "50ms"
 "#;
 
-/// Returns two sizes in MiB: the VRAM of the device that the scenario uses, and the VRAM of each of
-/// its two containers. With its context, a container needs more than half of the first size.
+/// Returns two sizes in MiB. The first is the VRAM that the scenario uses. The second is the VRAM
+/// that each of its two containers allocates. With its context, a container needs more than half of
+/// the first size, so the containers do not fit together.
 fn sizes(world: &Testbed) -> (u64, u64) {
     match world.gpu() {
         Gpu::Real => (8192, 4096),

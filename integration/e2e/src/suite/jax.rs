@@ -1,4 +1,5 @@
-//! Tests of JAX: it is offloaded with each engine, and its CUDA calls while it is idle are listed.
+//! Tests of JAX: JAX is offloaded with each engine, and the CUDA calls that it makes while it is
+//! idle are listed.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,7 @@ const JAX: &[&str] = &["jax_worker.py"];
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
 /// Restricts JAX to one GPU. With several GPUs, JAX enables peer access between them.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
-/// JAX's training program, for the test that offloads a program with each engine.
+/// Description of JAX's training program, for the test that offloads a program with each engine.
 pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
 /// Time for which calls are recorded, in seconds. An idle JAX makes calls every five seconds.
 const SECONDS: &str = "12";

@@ -1,5 +1,5 @@
-//! Test with a program that ends when the driver's checkpoint is called in it. The default engine
-//! must not make such a call.
+//! Test with a program that ends when the driver's checkpoint functions are called in its process.
+//! The default engine must not call them.
 
 use anyhow::Result;
 
@@ -15,8 +15,9 @@ use crate::{
 /// Number of the driver's functions that the program overwrites with traps.
 const TRAPPED: i32 = 4;
 
-/// Requires that the program survives offloads by the engine `auto`. An offload by the engine
-/// `checkpoint` must end the program, because otherwise the trap in the program does not work.
+/// Requires that the program survives offloads by the engine `auto`. Then requires that an offload
+/// by the engine `checkpoint` ends the program, which proves that the program notices a checkpoint
+/// call.
 pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => ("1024", 5),

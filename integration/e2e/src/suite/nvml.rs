@@ -37,7 +37,8 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// Tests NVML queries from a C program that initialises NVML only after it was offloaded.
+/// Offloads a C program that has not initialised NVML yet, and then makes NVML queries in this
+/// program. The queries must return without a restore, with each engine.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {

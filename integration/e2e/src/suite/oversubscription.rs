@@ -27,12 +27,12 @@ const PAUSE: &str = "sleep 2000";
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
-/// Amounts of VRAM in the scenario. An unmanaged program allocates the other VRAM of the device.
+/// Amounts of VRAM in the scenario. An unmanaged program allocates all other VRAM of the device.
 struct Sizes {
     room_mib: u64,
-    /// VRAM that a worker uses, in MiB. The next field is the VRAM that the worker additionally
-    /// allocates and does not use.
+    /// VRAM that a worker uses, in MiB.
     works_on_mib: u64,
+    /// VRAM that a worker allocates in addition and does not use, in MiB.
     holds_more_mib: u64,
     piece_mib: u64,
 }

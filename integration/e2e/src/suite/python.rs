@@ -58,7 +58,7 @@ impl Answer {
     /// Returns the digest of the contents that the command requested.
     ///
     /// # Errors
-    /// When the reply has no digest. Two replies without a digest would count as equal.
+    /// When the reply has no digest. Otherwise the comparison of two such replies would succeed.
     pub fn digest(&self) -> Result<String> {
         ensure!(!self.digest.is_empty(), "the program's reply to {} has no digest", self.command);
         Ok(self.digest.clone())

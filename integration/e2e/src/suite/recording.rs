@@ -24,9 +24,9 @@ use crate::{
 const SECONDS: u64 = 45;
 /// Maximum size of a recording in bytes.
 const MAX_BYTES: u64 = 8 << 20;
-/// Name of the container that is offloaded in the recording. The next constant names a container
-/// that is resident and idle.
+/// Name of the container that is offloaded in the recording.
 const OFFLOADED: &str = "notebook";
+/// Name of the container that is resident and idle in the recording.
 const WAITING: &str = "model-server";
 const AT_WORK: &str = "training";
 

@@ -18,7 +18,7 @@ use crate::{container::Spec, worker::Worker};
 
 /// Number of steps in a turn.
 pub(super) const STEPS: u32 = 5;
-/// Pseudo engine name of the container that is never offloaded.
+/// Name in place of an engine's name for the container that is never offloaded.
 const STILL: &str = "off";
 /// Phases that a process can have while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
@@ -29,7 +29,7 @@ pub struct Flavour {
     pub name: &'static str,
     /// File name of the program in the folder of client programs, and its arguments.
     pub program: &'static [&'static str],
-    /// Environment variables, for example to select an allocator.
+    /// Environment variables of the program, for example to select its allocator.
     pub settings: &'static [(&'static str, &'static str)],
     /// Engines with which the program is run and offloaded.
     pub engines: &'static [&'static str],
@@ -45,8 +45,8 @@ pub struct Flavour {
 }
 
 impl Flavour {
-    /// Describes a program whose memory is so large that its copy takes most of the time. A run of
-    /// the program takes minutes.
+    /// Describes a program with so much memory that copying the memory takes most of the time of a
+    /// move. A run of the program takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -60,8 +60,8 @@ impl Flavour {
         }
     }
 
-    /// Describes a small program whose memory is large enough that the library copies it. A run of
-    /// the program takes seconds.
+    /// Describes a program with less memory than [`Self::large`], but enough memory for the library
+    /// to copy it. A run of the program takes seconds.
     pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
         Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
     }

@@ -49,7 +49,7 @@ impl Rows {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
 
-    /// Appends the rows of another part.
+    /// Appends all rows of `others` to these rows.
     pub(super) fn append(&mut self, mut others: Rows) {
         self.rows.append(&mut others.rows);
     }
@@ -78,7 +78,8 @@ impl Rows {
         }
     }
 
-    /// Adds a row with the value `good`. Its goal is met if `good` equals `of`.
+    /// Adds a row that counts successes: `good` of `of` attempts succeeded. The goal is met if all
+    /// attempts succeeded.
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
     }
@@ -113,8 +114,8 @@ impl Report {
         }
     }
 
-    /// Whether the report's words select this part of the suite. Without words, every part is
-    /// selected.
+    /// Whether this part of the suite is selected. It is selected if its name contains one of the
+    /// words with which the report was created, or if there are no such words.
     pub(super) fn wants(&self, part: &str) -> bool {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
@@ -153,7 +154,8 @@ impl Report {
         self.skipped.push((part.into(), why.into()));
     }
 
-    /// Adds the rows with the goals, if the GPU is the model for which the goals are set.
+    /// Compares values of the report with the project's goals, and adds a row for each comparison.
+    /// The goals apply to one GPU model only, so on other GPUs nothing is added.
     pub(super) fn judge(&mut self) {
         if self.gpu != "real" || !self.gpu_name.contains("H200") {
             return;
@@ -172,7 +174,8 @@ impl Report {
         name.clone_into(&mut self.gpu_name);
     }
 
-    /// Whether a part failed, a goal was missed, or the words selected no part.
+    /// Whether the run failed: a part failed, a goal was missed, or the requested words matched the
+    /// name of no part.
     #[must_use]
     pub fn failed(&self) -> bool {
         !self.errors.is_empty() || self.rows.iter().any(|row| !row.met) || self.is_empty()

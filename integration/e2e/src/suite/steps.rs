@@ -26,10 +26,11 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, decoding", &["programs.py", "llm"]),
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
-/// Engine of the containers with Affinode. With `full`, the library also serves allocations instead
-/// of the driver.
+/// Engine of the containers with Affinode. With the engine `full`, the library also serves the
+/// program's allocations in place of the driver.
 const ENGINE_ON: &str = "full";
-/// Number of containers with Affinode, and number of containers with the stock runtime.
+/// Number of containers of each kind. The two kinds are containers with Affinode, and containers
+/// with the stock runtime.
 const STARTS: usize = 4;
 /// Number of times that each container is measured.
 const ROUNDS: usize = 3;

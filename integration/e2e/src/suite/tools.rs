@@ -88,7 +88,8 @@ fn rounds() -> usize {
     asked.and_then(|rounds| rounds.parse().ok()).unwrap_or(20)
 }
 
-/// Runs torch.profiler in every order that the table of the module lists.
+/// Runs torch.profiler in every order that the table of the module lists. In each order, all
+/// processes must reply, and the results must equal those with the stock runtime.
 pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     let orders: [(&str, usize, Order); 5] = [
         ("begun while offloaded", rounds(), offloaded),
@@ -105,8 +106,8 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// Requires that Affinode does not treat the use of NVTX ranges as a profiler, so that the context
-/// is checkpointed.
+/// Offloads a program that uses NVTX ranges. Affinode must not treat NVTX as a profiler, because it
+/// would then not checkpoint the context.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -123,7 +124,8 @@ pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     )
 }
 
-/// Decodes video with NVDEC before and during an offload and restore.
+/// Decodes video with NVDEC, offloads the container, and decodes video again. All processes must
+/// reply, and the results must equal those with the stock runtime.
 pub fn video(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -271,8 +273,9 @@ impl<'w> Subject<'w> {
     }
 }
 
-/// Runs a sequence of profiling and offloading with each engine and with the stock runtime, all at
-/// the same time.
+/// Runs a sequence of profiling and offloading in several containers at the same time: one for each
+/// engine, and one with the stock runtime. Adds rows that compare the results of each engine with
+/// those of the stock runtime.
 fn beside_stock(
     python: &Python,
     name: &str,

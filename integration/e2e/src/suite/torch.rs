@@ -19,7 +19,7 @@ use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 const TORCH: &[&str] = &["torch_worker.py"];
 /// The training loop, offloaded with each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
-/// An inference loop. A pass of it changes only memory that the pass itself allocates.
+/// The inference loop. Each pass allocates its own memory, and changes no other memory.
 pub const INFERENCE: Flavour =
     Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
 /// The training loop with torch's allocator that maps memory itself (expandable segments).

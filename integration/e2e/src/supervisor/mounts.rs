@@ -11,23 +11,23 @@ use nix::{
 
 use super::{STORE, Scope};
 
-/// Folders that containerd, runc and crun use whatever their configuration. Each testbed gets
-/// private ones.
+/// Folders that containerd, runc and crun use with every configuration. Each testbed gets private
+/// folders at these paths.
 const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 
-/// Folders that a kubelet and the CNI plugins use whatever their configuration. A node's testbed
-/// gets private ones.
+/// Folders that a kubelet and the CNI plugins use with every configuration. The testbed of a node
+/// gets private folders at these paths.
 const KUBELET_STATE: [&str; 4] =
     ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers", "/var/lib/cni"];
 
-/// Folders of CDI specifications, which containerd reads whatever its configuration.
+/// Folders of CDI specifications that containerd reads with every configuration.
 const CDI_SPECS: [&str; 2] = ["/etc/cdi", "/run/cdi"];
 
-/// Folders that dockerd uses whatever its configuration.
+/// Folders that dockerd uses with every configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
-/// Moves this process into a private mount namespace. For the testbed of a node, also into a
-/// private network namespace.
+/// Moves this process into a private mount namespace. If the testbed is a node, also moves it into
+/// a private network namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();
