@@ -194,7 +194,8 @@ fn empty_node_shows_its_gpus() -> Result<()> {
     Ok(())
 }
 
-/// Starts a controller as its systemd unit does, without a container.
+/// Starts a controller with the command and the environment of its systemd unit. The start needs no
+/// container.
 fn start_unit(world: &Testbed) -> Result<()> {
     let shim = world.artifacts().bin("containerd-shim-affinode-v1")?;
     let path = |path: &str| world.dir().join(path).display().to_string();

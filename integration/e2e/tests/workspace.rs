@@ -42,8 +42,8 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
-/// Crates on which `controller/core` may depend, which makes the controller's decisions. They
-/// include no async runtime, no network protocol and no system calls.
+/// Crates on which `controller/core` may depend. `controller/core` makes the controller's
+/// decisions, so these crates include no async runtime, no network protocol and no system calls.
 const DECISIONS_LINK: [&str; 6] =
     ["affinode-proto", "foldhash", "humantime", "indexmap", "serde", "thiserror"];
 
@@ -66,7 +66,7 @@ const ROOT: [&str; 15] = [
     "proto",
     "runtime-shim",
 ];
-/// Configuration files in the root folder of tools that read them only there.
+/// Configuration files of tools that search for them only in the repository's root folder.
 const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
 /// Name of the crate for test notes. The tests of all crates may use it, but no product program

@@ -41,8 +41,9 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Runs rounds in which each offload or restore takes seconds. This is longer than the controller's
-/// time limits for an agent's report, for a hold of allocations and for a reading of NVML.
+/// Runs rounds in which each offload or restore takes seconds, and requires that no process is
+/// lost. Such a move takes longer than three time limits of the controller: for an agent's report,
+/// for a pause of allocations, and for a reading of NVML.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
@@ -53,8 +54,8 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Runs rounds on two GPUs. Two containers use one GPU, and the other containers use the other GPU.
-/// Each GPU has its own copier.
+/// Runs rounds on two GPUs, and requires that no process is lost. Two containers use one GPU, and
+/// all other containers use the other GPU. Each GPU has its own copier.
 #[test]
 fn rounds_on_two_gpus_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };

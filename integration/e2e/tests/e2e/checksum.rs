@@ -88,8 +88,9 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     Ok(())
 }
 
-/// Offloads repeatedly, and verifies the checksums each time. Between the offloads, contents are
-/// retained, skipped or changed.
+/// Offloads a worker repeatedly, with retained host copies and checksums. Before each offload, a
+/// command allocates, changes or frees memory, or leaves the contents unchanged. After each
+/// restore, the contents must be correct, and the controller must report no damage.
 #[test]
 fn unchanged_contents_are_reported() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -130,7 +130,9 @@ fn installed_unit_keeps_a_controller() -> Result<()> {
     })
 }
 
-/// Installs other builds of Affinode's programs while a container is offloaded.
+/// Installs another build of Affinode's programs while a container is offloaded. systemd must
+/// replace the controller, and the container's memory must be unchanged. The same installation a
+/// second time must change nothing.
 fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     let old = place.unit_serves()?;
     let from = build.display().to_string();
@@ -149,8 +151,9 @@ fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// Stops the unit as an operator does. The unit must stay stopped, and the container's shim starts
-/// another controller. When the unit is started again, that controller continues to run.
+/// Stops the unit as an operator does. The unit must stay stopped, and the container's shim must
+/// start a controller. After the unit is started again, the shim's controller must continue to run,
+/// and the unit's controller must wait until it ends.
 fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     place.world.cli().move_out("worker")?;
     let old = place.unit_serves()?;

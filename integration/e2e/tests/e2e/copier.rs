@@ -199,8 +199,9 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// Checks that legacy IPC fails for memory that a copier has restored, because the driver returns
-/// no IPC handle for it. The command `affinode` must show a warning that names a remedy.
+/// Checks that legacy IPC is refused for memory that a copier has restored, because the driver
+/// returns no IPC handle for such memory. The command `affinode` must show a warning that names a
+/// remedy.
 #[test]
 fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;

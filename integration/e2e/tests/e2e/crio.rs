@@ -114,8 +114,10 @@ fn crio_offloaded_container_can_be_ended() -> Result<()> {
     })
 }
 
-/// Kills the controller, the keeper (the process that keeps the controller alive) and CRI-O, one
-/// after the other, while the container is offloaded.
+/// Stops CRI-O and kills the controller while a container is offloaded. Later kills the keeper (the
+/// process that keeps the controller alive) and the controller, and the next container must start a
+/// controller. Each time the offloaded container must stay offloaded, and its memory must be
+/// unchanged after the restore.
 #[test]
 fn crio_pod_outlives_crio_and_the_controller() -> Result<()> {
     with_crio(|world, crio| {
@@ -152,7 +154,8 @@ fn crio_pod_outlives_crio_and_the_controller() -> Result<()> {
     })
 }
 
-/// Kills conmon, the container's monitor, while the container is offloaded.
+/// Kills conmon, the container's monitor, while the container is offloaded. The container must stay
+/// offloaded and return with unchanged memory, and its pod can then be removed.
 #[test]
 fn crio_pod_without_its_monitor_is_removed() -> Result<()> {
     with_crio(|world, crio| {

@@ -197,8 +197,9 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// Causes faults at two moments: directly after the offload, and while only a part of the contents
-/// is shared.
+/// Kills the copier, stops the copier or kills the controller, at two moments: directly after the
+/// offload, and while only a part of the contents is shared. Both containers must return with
+/// unchanged contents.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -254,8 +255,9 @@ fn contents_survive_copier_and_controller_death() -> Result<()> {
     Ok(())
 }
 
-/// Checks that no process can change shared contents. As root, it tries to write to the sealed
-/// files that store them. The writes must fail, even for the process that created the files.
+/// Checks that no process can change shared contents. The test tries to write as root to the sealed
+/// files that store these contents. The writes must fail, even for the process that created the
+/// files.
 #[test]
 fn a_sealed_file_is_read_alone() -> Result<()> {
     let world = world()?;

@@ -19,8 +19,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Finds Docker's programs. `None` if this machine cannot have them. In this case the test is
-/// recorded as skipped.
+/// Finds Docker's programs. If this machine has none, records the test as skipped and returns
+/// `None`.
 pub fn programs() -> Result<Option<DockerPrograms>> {
     let found = DockerPrograms::find(&Artifacts::find()?);
     if found.is_none() {
@@ -156,8 +156,9 @@ fn docker_update_raises_the_memory_limit() -> Result<()> {
     })
 }
 
-/// Runs a container with containerd's image store. Its root filesystem is then a snapshot instead
-/// of a folder of dockerd.
+/// Runs a container with containerd's image store, so that its root filesystem is a snapshot
+/// instead of a folder of dockerd. The container must be offloaded and restored with unchanged
+/// memory.
 #[test]
 fn docker_image_store_of_containerd_works() -> Result<()> {
     with_docker(r#"{"features": {"containerd-snapshotter": true}}"#, |world, docker| {
@@ -172,7 +173,8 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
 
 /// Runs a container with `--gpus all` and NVIDIA's hook. When the shim creates the container, only
 /// the environment names a GPU. The hook mounts the driver's libraries into the container's root
-/// only after Affinode's mounts exist.
+/// only after Affinode's mounts exist. The container must nevertheless be offloaded and restored
+/// with unchanged memory.
 #[test]
 fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
     with_docker("{}", |world, docker| {

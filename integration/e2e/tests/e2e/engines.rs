@@ -36,7 +36,8 @@ fn row(world: &Testbed, id: &str) -> Result<ContainerRow> {
     world.cli().known(id)
 }
 
-/// Waits until the VRAM in use, as NVML reports it, is only what the engine leaves on the GPU.
+/// Waits until NVML reports no more VRAM than this engine leaves in use: one context with the
+/// engine `copy`, and nothing with the other engines.
 fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
     if engine == "copy" {
         wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
@@ -112,8 +113,9 @@ fn request_sees_memory_of_this_moment() -> Result<()> {
     Ok(())
 }
 
-/// Checks that the default engine makes no driver checkpoint, with a program that overwrites the
-/// driver's functions itself. The simulated GPU needs no support for this test.
+/// Checks that the default engine makes no driver checkpoint. The test program itself overwrites
+/// the driver's checkpoint functions with traps, so the simulated GPU needs no support for this
+/// test.
 #[test]
 fn default_engine_calls_no_checkpoint() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -299,8 +301,8 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     Ok(())
 }
 
-/// Requires that CUDA calls on swappable memory (which the library can move) have the same results
-/// and guarantees as on the driver's own memory.
+/// Makes CUDA calls on swappable memory (which the library can move). The calls must have the same
+/// results and guarantees as on memory that the driver itself allocates.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = TestbedConfig::default().config(&config("copy")).world()?;
@@ -453,7 +455,8 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     Ok(())
 }
 
-/// Measures how long offloads and restores take, and runs a simulation with these costs.
+/// Measures how long offloads and restores take, and passes these costs to `affinode simulate`. The
+/// simulation must use exactly the measured costs.
 #[test]
 fn simulation_uses_measured_costs() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,6 @@
-//! Causes each fault of an installation, with the machine's own containerd. `cargo xtask matrix`
-//! causes the same faults with every containerd release.
+//! Causes each fault of an installation, with the machine's own containerd. After a fault, the node
+//! must be unchanged, or Affinode must be installed correctly. `cargo xtask matrix` causes the same
+//! faults with every containerd release.
 
 use affinode_e2e::{
     faults,

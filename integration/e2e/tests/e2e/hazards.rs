@@ -1,4 +1,6 @@
-//! Runs every hazard test, without Affinode and with it, as `cargo xtask hazards` does.
+//! Runs every hazard test, without Affinode and with it, as `cargo xtask hazards` does. With
+//! Affinode, every hazard must be survived. Without Affinode, the listed hazards must have their
+//! known results, such as a lost process.
 
 use affinode_e2e::{
     gpu::Gpu,

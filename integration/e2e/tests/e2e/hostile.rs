@@ -205,8 +205,8 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     Ok(())
 }
 
-/// Checks that other users of the host cannot open a container's socket and pipe, although they may
-/// traverse the folders of their own jobs.
+/// Checks that other users of the host cannot open a container's socket and other files. These
+/// users may only traverse the folder above, which also contains the folders of their own jobs.
 #[test]
 fn host_users_cannot_reach_container_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// Memory of the test program in MiB, without the memory that the hazard adds.
+/// Memory of the test program in MiB, in addition to the managed memory that it allocates.
 const PLAIN_MIB: u64 = 64;
 
 /// Offloads a program with managed memory (CUDA's `cuMemAllocManaged`). This memory must stay on

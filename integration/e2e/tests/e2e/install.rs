@@ -161,8 +161,9 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// Runs the installer in a container of the node. From there, the installer cannot directly see
-/// containerd, containerd's configuration or the installed files.
+/// Runs the installer in a container of the node, from which containerd, its configuration and the
+/// installed files are not directly visible. The installer must change the node, and the
+/// uninstaller must restore the node's configuration.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;

@@ -27,10 +27,11 @@ use crate::offload::{EAGER, wait_gpu_empty};
 /// User id of a user without any rights.
 const UNPRIVILEGED: u32 = 65_534;
 
-/// A node without containers, on which only a controller runs. It is started as systemd does.
+/// A node without containers, on which only a controller runs. The test starts the controller as
+/// systemd does.
 struct Node {
     world: Testbed,
-    /// Folder of the programs of the node's users. All users can read it.
+    /// Folder with the programs that the node's users run. All users can read the folder.
     shared: PathBuf,
 }
 

@@ -68,8 +68,9 @@ fn an_old_glibc_loads_it() -> Result<()> {
     Ok(())
 }
 
-/// Checks Affinode's library in an image with musl. musl ignores /etc/ld.so.preload, but loads the
-/// library with LD_PRELOAD.
+/// Runs a program in an image with musl, without and with Affinode's library. musl ignores
+/// /etc/ld.so.preload, so the program must run without the library. If LD_PRELOAD names the
+/// library, musl must load it, and the program must still work.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
     let world = TestbedConfig::default().world()?;

@@ -32,7 +32,8 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: false, then_checkpoint: false, check: true },
 };
 
-/// A program on the host, and its connection to a simulated controller, which sends it orders.
+/// A program that runs on the host, and its connection to the test. The test acts as a controller,
+/// and sends orders to the program over this connection.
 struct OrderedProgram {
     child: Child,
     commands: ChildStdin,

@@ -24,8 +24,8 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Finds Podman's programs. `None` if this machine cannot have them. In this case the test is
-/// recorded as skipped.
+/// Finds Podman's programs. If this machine has none, records the test as skipped and returns
+/// `None`.
 fn programs() -> Option<PodmanPrograms> {
     let found = PodmanPrograms::find();
     if found.is_none() {
@@ -57,7 +57,8 @@ pub fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
 }
 
 /// Checks that no long-running process of Affinode descends from conmon, the container's monitor.
-/// conmon adopts orphans of its descendants, and newer versions wait for them before they end.
+/// conmon adopts orphaned processes below it, and newer versions of conmon end only after these
+/// processes.
 pub fn conmon_has_none_of_our_processes(world: &Testbed) -> Result<()> {
     for monitor in pids(world, "conmon")? {
         let ours = processes::named("affinode-", monitor.as_raw())?;
@@ -223,7 +224,8 @@ fn podman_container_survives_a_second_create() -> Result<()> {
     })
 }
 
-/// Runs a container whose root user is mapped to another user of the machine.
+/// Runs a container whose root user is mapped to another user of the machine. The container must be
+/// offloaded and restored with unchanged memory.
 #[test]
 fn podman_container_has_users_of_its_own() -> Result<()> {
     with_podman(|world, podman, _| {

@@ -18,9 +18,9 @@ use crate::{
 const OUT_OF_MEMORY: i32 = 2;
 /// An image with its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
-/// VRAM that each program allocates, in MiB. The next constant is the VRAM limit that the other
-/// preloaded library enforces.
+/// VRAM that each program allocates, in MiB.
 const HELD_MIB: u64 = 32;
+/// VRAM limit that the other preloaded library enforces, in MiB.
 const LIMIT_MIB: &str = "48";
 
 fn limited(program: &str) -> Spec {
@@ -49,8 +49,8 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Mounts a list of libraries to preload into the container, as HAMi's device plugin does for the
-/// node's operator.
+/// Mounts a list of libraries to preload at the container's `/etc/ld.so.preload`, as HAMi's device
+/// plugin does. The list names the other library. Both libraries must work.
 #[test]
 fn a_library_that_the_host_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -64,7 +64,8 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     Ok(())
 }
 
-/// Runs an image whose own `/etc/ld.so.preload` contains the other library that hooks the driver.
+/// Runs an image whose own `/etc/ld.so.preload` names the other library that hooks the driver. Both
+/// libraries must work.
 #[test]
 fn a_library_that_the_image_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -80,7 +81,7 @@ fn a_library_that_the_image_preloads() -> Result<()> {
 }
 
 /// Runs a program whose environment variable LD_PRELOAD names the other library that hooks the
-/// driver.
+/// driver. Both libraries must work.
 #[test]
 fn a_library_of_the_environment() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

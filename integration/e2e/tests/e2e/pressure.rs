@@ -36,8 +36,9 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// Wakes a container while another container uses the VRAM. It must show this wait as its reason,
-/// and must be restored when the other container becomes idle. No process may be lost.
+/// Wakes a container while another container uses the VRAM. The woken container must show that it
+/// waits for VRAM, and must be restored with unchanged contents after the other container has
+/// ended.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;

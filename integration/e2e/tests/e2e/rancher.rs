@@ -45,9 +45,9 @@ fn template_gets_handler_without_imports() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// Installs on a node whose template is for containerd before 2.0. The handler must be added to the
-/// template. k3s and rke2 generate a file in the old form from such a template, and that file
-/// imports another folder.
+/// Installs on a node whose template is for containerd before 2.0. From such a template, k3s and
+/// rke2 generate a configuration in the old form, which imports another folder. So the handler must
+/// be added to the template.
 #[test]
 fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {

@@ -1,5 +1,5 @@
-//! Tests of the restore policy `immediate`. A call that needs a restore does not wait until the
-//! containers in use become idle.
+//! Tests of the restore policy `immediate`. A container with this policy is restored as soon as it
+//! makes a call, even if the containers in use have to leave the GPU for it.
 
 use affinode_e2e::{
     gpu::Gpu,

@@ -29,8 +29,8 @@ fn process(world: &Testbed, id: &str) -> Result<ProcessRow> {
     Ok(world.cli().registered(id)?.process()?.clone())
 }
 
-/// Offloads and restores the worker. Returns the MiB of all contents of the offload, and the MiB of
-/// these that were unchanged and not copied again.
+/// Offloads and restores the worker. Returns the size of all contents of the offload, and the size
+/// of the unchanged contents that were not copied again, both in MiB.
 fn cycle(world: &Testbed, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
     let offloaded = process(world, id)?;

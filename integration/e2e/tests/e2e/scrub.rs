@@ -1,6 +1,6 @@
-//! Tests of the time after an offload or restore, when the GPU scrubs (clears) the released device
-//! memory. The driver notices the end of the scrub only during the next allocation, so that
-//! allocation takes longer. It must not be an allocation of a restore.
+//! Tests of the scrub, in which the GPU clears device memory that an offload or restore has
+//! released. The driver notices the end of the scrub only during the next allocation, which
+//! therefore takes longer. This slow allocation must not be a part of a restore.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -17,8 +17,8 @@ const WORKER_MIB: u64 = 64;
 /// released as well.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
-/// VRAM in bytes that was released, but whose scrub the driver has not noticed yet. It is summed
-/// over all GPUs.
+/// Returns the bytes of VRAM that were released, but whose scrub the driver has not noticed yet.
+/// All GPUs are counted together.
 fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     let packet = Packet::connect(&world.dir().join("sim/gpu.sock"))?;
     packet.send(&Request::Snapshot, None)?;

@@ -18,8 +18,9 @@ fn start(world: &Testbed, program: &str, id: &str, engine: &str) -> Result<Worke
     Ok(worker)
 }
 
-/// Offloads a program that calls the driver as CUDA's runtime does. The program makes hundreds of
-/// look-ups in both variants, and checks that the private table is the driver's own.
+/// Offloads a program that looks up the driver's functions as CUDA's runtime does. It makes
+/// hundreds of look-ups, for both variants of the default stream, and checks that the private table
+/// is the driver's own. The look-ups must also work while the program is offloaded.
 #[test]
 fn runtime_with_private_table_is_moved() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

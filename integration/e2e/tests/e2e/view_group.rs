@@ -16,9 +16,9 @@ use anyhow::{Result, ensure};
 
 use crate::offload::MANUAL;
 
-/// Group id that the configuration names. The next constant is the id of a user without any other
-/// right.
+/// Group id that the configuration names.
 const GROUP: u32 = 60_100;
+/// Id of a user without any right except that of its group.
 const USER: u32 = 60_101;
 
 /// Runs the command `affinode` as an unprivileged user whose group has this id.

@@ -29,8 +29,9 @@ fn start(world: &Testbed, engine: &str, keep: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Offloads and restores the worker, and checks its contents. Returns its process's row while it
-/// was offloaded, and the MiB of its contents that were resident in host memory.
+/// Offloads and restores the worker, and checks its contents. Returns two values from the time at
+/// which the worker was offloaded: the row of its process, and the host memory in MiB that the
+/// process occupied.
 fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
@@ -91,9 +92,9 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
     Ok(())
 }
 
-/// Checks that few zeros are stored like other contents, so that a copier can restore the process.
-/// A restore by the copier saves more time than skipping a few zeros. The copier cannot restore a
-/// process that skips pages, because earlier contents of these pages would appear again.
+/// Checks that a small amount of zeros is stored like other contents, so that a copier can restore
+/// the process. This saves more time than skipping a few zeros. A copier cannot restore a process
+/// that skips pages, because earlier contents of these pages would appear again.
 #[test]
 fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -89,9 +89,9 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// Parses a record of the journal (the controller's file of offloaded containers). It is parsed as
-/// it is, and with a matching checksum. The record must be read, or rejected with a reason. A
-/// record that was read must be equal after it is written and read again.
+/// Reads the input as a record of the journal (the controller's file of offloaded containers). The
+/// record must be read, or rejected with a reason. If the input is valid apart from its checksum,
+/// it is also written with a matching checksum, and must be equal after it is read again.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

@@ -62,8 +62,8 @@ fn mount(layers: &[PathBuf]) -> Mount {
     }
 }
 
-/// Returns the content that a process would read whose root folder is `layer`. The kernel itself
-/// resolves the path.
+/// Returns the content that `/etc/ld.so.preload` has for a process with the root folder `layer`.
+/// The kernel itself resolves the path.
 fn by_the_kernel(layer: &Path) -> Option<Vec<u8>> {
     let root = File::open(layer).ok()?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -137,8 +137,8 @@ fn build(folder: &Path, bytes: &mut Unstructured<'_>) -> Result<Vec<PathBuf>> {
     Ok(layers)
 }
 
-/// Builds a path from a few names. If `is_target` is true, the input's bytes can make the path very
-/// long.
+/// Builds a path from a few names. If `is_target` is true, the path is the target of a symbolic
+/// link, and the input's bytes can make it very long.
 fn path(bytes: &mut Unstructured<'_>, is_target: bool) -> Result<PathBuf> {
     let mut path = PathBuf::new();
     if is_target && bytes.ratio(1, 2)? {

@@ -25,7 +25,8 @@ const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
 const HONEST_VRAM: u64 = 100;
-/// Part of an honest container's VRAM, in bytes, that its agent copies if the engine copies.
+/// Number of bytes of an honest container's VRAM that its agent copies. With the engine
+/// `checkpoint`, the agent copies nothing.
 const CARRIED: u64 = 75;
 const LIAR_VRAM: u64 = 50;
 /// VRAM of a GPU of the model, in bytes. It suffices for all containers, so only false values from

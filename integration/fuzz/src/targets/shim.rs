@@ -56,9 +56,9 @@ impl TaskService for Untouched {
     fn deleted(&self, _: &str) {}
 }
 
-/// Connects two peers through the shim's ttrpc proxy. The first byte of the input gives the length
-/// of the first peer's part. If no option is replaced, each peer receives the bytes of the other
-/// unchanged.
+/// Connects a simulated client and a simulated stock shim through the shim's ttrpc proxy. The first
+/// byte of the input determines how the other bytes are divided between the two. The proxy replaces
+/// no option here, so each side must receive the bytes of the other side unchanged.
 pub fn ttrpc(data: &[u8]) {
     let Some((share, data)) = data.split_first() else { return };
     let (client, stock) = data.split_at(data.len() * usize::from(*share) / 255);
@@ -78,7 +78,8 @@ pub fn ttrpc(data: &[u8]) {
 }
 
 /// Parses the input of the shim's command `start`, which containerd sends, and the reply of the
-/// stock shim's `start`.
+/// stock shim's `start`. If the address in a reply is replaced, the new address must be found when
+/// the reply is parsed again.
 pub fn start(data: &[u8]) {
     let _ = BootstrapInput::parse(data, "default", "id");
     if let Ok(answer) = BootstrapReply::parse(data) {
@@ -138,8 +139,8 @@ pub fn preload(data: &[u8]) {
 /// selects their type. The options must be translated to runc's options, or refused with a reason.
 /// A second translation must change nothing.
 pub fn options(data: &[u8]) {
-    /// First byte of the protobuf field that contains the path of a file of the node. This target
-    /// must not read such a file.
+    /// First byte of the field of `runtimeoptions.v1.Options` that contains the path of a file on
+    /// the node. This target must not read such a file, so it skips options that contain this byte.
     const CONFIG_PATH: u8 = 0x12;
     let Some((kind, value)) = data.split_first() else { return };
     let mut any = Any::new();
