@@ -139,7 +139,8 @@ impl Suites {
     }
 }
 
-/// Returns the line for sources.list that serves a suite, from this machine's apt configuration.
+/// Returns a line for sources.list with which apt finds the suite `codename`. Its mirror and
+/// keyring come from this machine's apt configuration.
 pub fn source_line(codename: &str) -> Result<String> {
     Ok(serving(codename)?.line(codename))
 }

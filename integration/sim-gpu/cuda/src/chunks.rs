@@ -65,7 +65,7 @@ pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
 }
 
 /// Replaces each word of the memory by `change(word)`. `W` is the size of a word in bytes. The
-/// length of every piece must be a multiple of it.
+/// length of every piece must be a multiple of `W`.
 pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
     for piece in pieces {
         for offset in (0..piece.bytes / W * W).step_by(W) {

@@ -30,8 +30,8 @@ struct Context {
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
     peers: BTreeSet<(u64, u64)>,
-    /// Whether peer access was used before a checkpoint. If so, peer access can no longer be
-    /// enabled.
+    /// Whether the process was checkpointed after it had used peer access. From then on, peer
+    /// access can no longer be enabled.
     peers_spoilt: bool,
     peers_used: bool,
     next: u64,
@@ -143,8 +143,8 @@ impl Contexts {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
-    /// Whether peer access is enabled before a checkpoint. If peer access was ever used, records
-    /// that it cannot be enabled again after the checkpoint.
+    /// Returns whether peer access is enabled, and prepares for a checkpoint. If the process has
+    /// ever used peer access, records that peer access can no longer be enabled.
     pub fn peer_access_before_checkpoint(&mut self) -> bool {
         self.peers_spoilt |= self.peers_used;
         !self.peers.is_empty()

@@ -171,8 +171,8 @@ impl Driver {
         self.gpus.get(self.gpu(device)?).ok_or(INVALID_DEVICE)
     }
 
-    /// Makes the driver continue after a restore. The restore may have moved all memory to other
-    /// GPUs: `gpu_map` has the new GPU for each earlier GPU.
+    /// Makes the driver continue after a restore, which may have moved all memory to other GPUs.
+    /// Entry n of `gpu_map` is the index of the GPU that replaces GPU n.
     pub fn resume(&self, gpu_map: &[usize]) {
         for gpu in guard(&self.ordinals).iter_mut() {
             *gpu = gpu_map.get(*gpu).copied().unwrap_or(*gpu);

@@ -23,8 +23,8 @@ use crate::abi::{CUresult, OPERATING_SYSTEM};
 /// Class of a driver function. It determines what a call does at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// The function needs `cuInit` but no GPU. (Functions of class `Always` in the lists do not
-    /// need `cuInit` either.)
+    /// The function needs `cuInit` but no GPU. (Functions of class `Always` in the lists work even
+    /// before `cuInit`.)
     Instant,
     Work,
     /// The function reads GPU state. This state does not exist while the process is checkpointed.

@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// Kind of a block of host memory, by the call that made the driver know it.
+/// Kind of a block of host memory. It depends on the call by which the driver learned of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Memory that `cuMemHostAlloc` has allocated.

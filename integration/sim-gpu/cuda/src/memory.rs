@@ -244,7 +244,8 @@ impl Memory {
         Some(*address)
     }
 
-    /// Closes another process's memory once. Returns the object if it must then be freed.
+    /// Closes another process's memory, which this process may have opened several times. Only the
+    /// last close removes the mapping. Returns the object if it must then be freed.
     pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
         let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
         let opened = opened.ok_or(INVALID_VALUE)?;
@@ -434,8 +435,9 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Copies the contents of VRAM to host memory and removes them from the GPU. Returns the result
-    /// that every restore will have. A restore fails if the process has memory of other processes.
+    /// Copies the contents of VRAM to host memory and removes them from the GPU. Returns 0 if the
+    /// process can be restored. Returns the error code of every later restore if the process has
+    /// memory of other processes.
     pub fn save(&mut self, extra_bytes: usize) -> Outcome<CUresult> {
         if self.host.has_managed() {
             return Err(NOT_SUPPORTED);

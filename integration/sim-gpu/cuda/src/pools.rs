@@ -21,8 +21,9 @@ use crate::pages::PAGE_BYTES;
 #[derive(Debug, Default)]
 pub struct Pool {
     pub device: CUdevice,
-    /// Settings that allow a stream to reuse memory: by event order, after completion, and with a
-    /// wait inserted into the stream.
+    /// Settings that allow a stream to reuse memory that another stream has freed. The three cases
+    /// are: an event orders both streams, the earlier work has completed, and the driver inserts a
+    /// wait into the stream.
     pub reuse: [i32; 3],
     pub threshold: u64,
     pub used: Level,
@@ -172,7 +173,8 @@ impl Driver {
         })
     }
 
-    /// Frees the unused memory that exceeds each pool's threshold. Called after a wait for work.
+    /// Frees the unused memory that exceeds each pool's threshold. Called after the application has
+    /// waited for queued work.
     pub fn trim_pools(&self) -> Outcome {
         self.trim_all(|pool| pool.threshold)
     }

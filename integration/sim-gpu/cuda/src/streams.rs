@@ -43,7 +43,8 @@ struct Stream {
 /// being executed.
 #[derive(Debug, Clone, Copy)]
 struct Capture {
-    /// Whether, during the capture, calls that can wait are forbidden in every thread.
+    /// Whether the capture was begun in the mode `global`. Calls that can block are then forbidden
+    /// in all threads, except in threads with the capture mode `relaxed`.
     is_global: bool,
     /// Whether a call has invalidated the capture.
     spoilt: bool,
@@ -158,14 +159,15 @@ impl Streams {
         self.lock().streams.get(&id).is_some_and(|stream| stream.capture.is_some())
     }
 
-    /// Fails if this stream is being captured, and then also invalidates the capture. For calls
+    /// Returns an error and invalidates the capture if this stream is being captured. Used by calls
     /// that are forbidden on a captured stream.
     pub fn spoils_own(&self, id: StreamId) -> Outcome {
         self.spoil(|of, _| of == id)
     }
 
-    /// Fails if the capture of any stream forbids this call, and then also invalidates the capture.
-    /// A call of a thread in `relaxed` mode is not forbidden.
+    /// Returns an error and invalidates the capture if the capture of any stream forbids calls that
+    /// can block. Such calls stay allowed if `relaxed` is true, which means that the calling thread
+    /// has the capture mode `relaxed`.
     pub fn spoils_global(&self, relaxed: bool) -> Outcome {
         self.spoil(|_, capture| capture.is_global && !relaxed)
     }
@@ -323,7 +325,7 @@ impl Streams {
         id
     }
 
-    /// Destroys an event. Operations that were queued for it still run.
+    /// Destroys an event. Operations that are already queued and refer to the event still run.
     pub fn destroy_event(&self, id: u64) -> Outcome {
         self.lock().events.remove(&id).map(drop).ok_or(INVALID_HANDLE)
     }

@@ -69,7 +69,8 @@ pub struct Table {
     functions: [Function; 3],
 }
 
-/// Type of all functions in the private tables. Each gets two numbers, and may ignore them.
+/// Type of all functions in the private tables. Each function gets two numbers, and may ignore
+/// these arguments.
 type Function = unsafe extern "C" fn(u64, u64) -> CUresult;
 
 const fn table(functions: [Function; 3]) -> Table {

@@ -9,8 +9,8 @@
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
 //!
-//! An operation is completed even if its caller ends. The next operation on the same process waits
-//! for that, even a `GetState`.
+//! The daemon completes an operation even if its caller ends. Until then, every other operation on
+//! the same process waits, even a `GetState`.
 
 use std::sync::Arc;
 use std::thread;

@@ -119,7 +119,8 @@ impl Driver {
         }
     }
 
-    /// Returns the CUDA process with this pid that attached last.
+    /// Returns the CUDA process with this pid, or `None` if there is none. If a pid was reused,
+    /// returns the process that attached most recently.
     pub fn process(&self, pid: u32) -> Option<Arc<Process>> {
         let state = self.state();
         state
@@ -197,7 +198,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Removes an exported descriptor, after the last copy of it was closed.
+    /// Removes an exported descriptor. Called after the last copy of the descriptor was closed.
     pub fn close_export(&self, name: u64) {
         let mut state = self.state();
         if let Some(object) = state.ledger.close_export(name) {

@@ -44,7 +44,8 @@ impl Saved {
 pub struct Ledger {
     capacities: Vec<u64>,
     context_bytes: u64,
-    /// Number of threads of a GPU. A stack limit of one byte takes this many bytes of VRAM.
+    /// Number of threads of a GPU. Each byte of a context's stack limit takes one byte of VRAM for
+    /// each of these threads.
     threads: u64,
     /// Stack limits that clients have set, in bytes for each thread, by client and GPU.
     stack_limits: BTreeMap<(ClientId, usize), u64>,
@@ -52,8 +53,9 @@ pub struct Ledger {
     objects: BTreeMap<ObjectId, Object>,
     /// Objects behind the exported descriptors that are open, by the descriptor's name.
     exports: BTreeMap<u64, ObjectId>,
-    /// Copies of shared objects, by client and original object. After a checkpoint, a client that
-    /// shared an object has a copy of its own under the original's id (measured with driver 580).
+    /// Copies of shared objects, by client and by the id of the original object. A client gets its
+    /// own copy if other clients still hold the object when the client is restored (measured with
+    /// driver 580). The client continues to use the original's id.
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
     /// Bytes of VRAM that were released since the last allocation, for each GPU.
     unnoted: Vec<u64>,
@@ -210,7 +212,8 @@ impl Ledger {
         self.objects.values().any(|object| of_another(object) && object.holders.contains(&client))
     }
 
-    /// Adds a client as a holder of an existing object.
+    /// Adds a client as a holder of an object. Returns the object's GPU and size in bytes, or
+    /// `None` if the object does not exist.
     pub fn hold(&mut self, client: ClientId, id: ObjectId) -> Option<(usize, u64)> {
         let object = self.objects.get_mut(&id)?;
         object.holders.insert(client);

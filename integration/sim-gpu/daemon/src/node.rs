@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Returns the host pid of a process that `caller` names by the pid `pid` in its own pid namespace.
+/// Translates a pid of the pid namespace of the process `caller` to a pid of the host. Returns
+/// `None` if no process has this pid.
 ///
 /// A real kernel driver translates the pid in the caller's pid namespace. This function reads
 /// `NSpid` instead.

@@ -207,8 +207,9 @@ fn bus_id(number: usize) -> String {
     format!("00000000:{:02X}:00.0", number + 1)
 }
 
-/// Writes items to an array of the caller, and their number to `count`. Before, `count` contains
-/// the size of the array.
+/// Writes items to an array of the caller, and their number to `count`. When the function is
+/// called, `count` contains the size of the array. If the array is too small, no item is written
+/// and the function returns an error.
 fn list<T>(items: Vec<T>, count: Out<u32>, to: Out<T>) -> Outcome {
     let room = count.get().ok_or(INVALID_ARGUMENT)?;
     let there = items.len() as u32;

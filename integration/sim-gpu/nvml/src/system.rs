@@ -23,7 +23,7 @@ nvml_api! {
     fn [nvmlDeviceGetCount nvmlDeviceGetCount_v2] (count: Out<u32>) { put(count, gpus()?.len() as u32) }
 }
 
-/// NVML function of this name, as in NVIDIA's management interface.
+/// Simulates the function `nvmlErrorString`, which returns the text of a result code.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
     let text: &CStr = match result {

@@ -77,7 +77,8 @@ pub const THREADS: u32 = 2048;
 pub enum Request {
     /// Register the caller as a CUDA process. Reply: [`Reply::Attached`] with the statistics page.
     Attach,
-    /// Send this process's orders on this connection. Reply: [`Reply::Done`], then orders.
+    /// Use this connection for the daemon's orders to this process. Reply: [`Reply::Done`], then
+    /// orders.
     Control {
         /// Id of the thread that executes the orders, in the process's own pid namespace.
         tid: i32,
@@ -242,7 +243,7 @@ pub enum Order {
     },
     /// Continue after a restore: all objects have their contents again.
     Resume {
-        /// Index of the new GPU, for the index of each earlier GPU.
+        /// Entry n is the index of the GPU that replaces GPU n.
         gpu_map: Vec<usize>,
     },
     /// Let waiting calls continue.
@@ -254,8 +255,8 @@ pub enum Order {
 pub struct Report {
     /// Result of the order, as a `CUresult`.
     pub code: i32,
-    /// Result that every later restore will have, after the order `Save`. 0 if restores can
-    /// succeed.
+    /// Result that every later restore will have. 0 if restores can succeed. It is set only in the
+    /// reply to the order `Save`.
     pub restore_code: i32,
 }
 

@@ -76,7 +76,7 @@ impl<T: Copy> In<T> {
         if self.0.is_null() { None } else { In(self.0.wrapping_add(index)).get() }
     }
 
-    /// Returns the address as a number, so that it can be read later.
+    /// Returns the address as a number, so that the memory can be read later.
     pub fn address(self) -> usize {
         self.0 as usize
     }

@@ -110,7 +110,8 @@ impl Node {
         worker
     }
 
-    /// Makes checkpoint calls on another process as root. Returns the result of each.
+    /// Makes these checkpoint calls on the process `pid` from a program that runs as root. Returns
+    /// the result code of each call.
     pub fn checkpoint(&self, pid: u32, calls: &[&str]) -> Vec<i64> {
         let answers = self.checkpoint_answers(pid, calls);
         answers.iter().map(|answer| answer["result"].as_i64().unwrap()).collect()

@@ -89,8 +89,8 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Number of times that the benchmark is started, with and without the library each. Several starts
-/// are measured because the speed differs between starts.
+/// Number of times that the benchmark is started with the library, and number of times without it.
+/// Several starts are measured because the speed differs between starts.
 const STARTS: usize = 6;
 
 /// Runs the benchmark without and with the library in turn, `STARTS` times each. Returns the median

@@ -88,7 +88,8 @@ fn allocate(driver: &Driver, bytes: usize) -> Outcome<CUdeviceptr> {
     memory.place(granted.object, bytes, current.context, Origin::Alloc)
 }
 
-/// Frees an allocation of device memory. No queued work may use it.
+/// Frees an allocation of device memory. The caller ensures that no queued work uses the
+/// allocation.
 pub fn free(driver: &Driver, address: CUdeviceptr) -> Outcome {
     let mut memory = driver.memory();
     if memory.host.remove(address as HostAddress, &[HostKind::Managed]).is_ok() {

@@ -87,7 +87,7 @@ fn call(
 macro_rules! cuda_api {
     ($( $class:ident $since:literal fn $names:tt $arguments:tt |$d:ident, $zero:ident| $body:block )*) => {
         $( $crate::api::cuda_function! { $class $names $arguments |$d, $zero| $body } )*
-        /// The exported functions of this list.
+        /// The driver functions that this list exports.
         pub const SYMBOLS: &[&[$crate::api::Symbol]] = &[ $( $crate::api::cuda_symbols!($names, $since), )* ];
     };
 }

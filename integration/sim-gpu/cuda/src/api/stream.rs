@@ -20,7 +20,8 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Whether this thread may make calls that can wait, even while a stream is captured.
+/// Whether this thread has the capture mode `relaxed`. In this mode, the thread may make calls that
+/// can block, even while a stream is captured.
 pub fn is_relaxed() -> bool {
     MODE.get() == RELAXED
 }
