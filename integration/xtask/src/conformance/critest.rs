@@ -127,7 +127,8 @@ impl Critest {
         Ok(world)
     }
 
-    /// Starts the environment's containerd with Affinode's handler, as it is installed there.
+    /// Starts the environment's containerd with Affinode's handler. Affinode's programs are first
+    /// linked at the paths of an installation.
     fn start_containerd(&self, world: &Testbed) -> Result<()> {
         // Folders that exist where Affinode is installed and that its programs need.
         fs::create_dir_all(world.prefix().join("lib"))?;

@@ -29,8 +29,8 @@ pub fn of_containerd(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// Writes the configuration file by which CRI-O pulls from the local registry. It is mounted where
-/// only the testbed sees it.
+/// Writes the configuration file by which CRI-O pulls from the local registry. Mounts the file's
+/// folder at `OF_CRIO`, where only the testbed sees it.
 pub fn of_crio(world: &Testbed) -> Result<()> {
     let folder = world.dir().join("registries");
     fs::create_dir_all(&folder)?;

@@ -33,8 +33,9 @@ const OCTETS: &str = "application/octet-stream";
 /// Address of the registry. It is fixed, because the names of the images are built into the suites.
 pub const ADDRESS: &str = "127.0.0.1:5055";
 
-/// Serves the images on a thread until the program ends. The registry listens on the machine's
-/// loopback, or on that of the network namespace `network`.
+/// Serves the images on a thread until the program ends. The registry listens on the loopback
+/// interface of the network namespace `network`. If `network` is `None`, it listens on the
+/// machine's own loopback interface.
 pub fn serve(network: Option<File>) -> Result<()> {
     images()?;
     let (told, ready) = mpsc::channel();

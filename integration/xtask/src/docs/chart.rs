@@ -53,8 +53,8 @@ struct Leaf {
     description: String,
 }
 
-/// Collects the values of the chart for the page. If the schema gives a value named fields, the
-/// fields are collected instead of the value. Values at the root come first.
+/// Collects the values of the chart for the page. If the schema describes the fields of a value,
+/// these fields are collected in place of the value. Values without such fields come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
     let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();

@@ -218,8 +218,8 @@ pub fn troubleshooting(known: &Reference) -> String {
     page.finish()
 }
 
-/// Adds meaning, cause and remedy of an entry to the page. The labels are those of `meaning` and
-/// `cause`.
+/// Adds the meaning, the cause and the remedy of an entry to the page. `labels` contains the labels
+/// of the meaning and of the cause.
 fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, remedy: &str) {
     let [first, second] = labels;
     page.list(&[

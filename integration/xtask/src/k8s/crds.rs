@@ -1,5 +1,5 @@
-//! Resource types of the Prometheus operator that the chart uses. Their fields are defined, so that
-//! the API server rejects a misspelt field.
+//! Definitions of those resource types of the Prometheus operator that the chart uses. They list
+//! the fields of each type, so that the API server rejects a misspelt field.
 
 use serde_json::{Value, json};
 

@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
 use crate::output;
 
-/// Name of the resource by which pods request a GPU. The next constant is the number of these
-/// resources on each node.
+/// Name of the resource by which pods request a GPU.
 pub const RESOURCE: &str = "nvidia.com/gpu";
+/// Number of these resources on each node.
 const DEVICES: u32 = 4;
 
 /// Path of a node's folder, as processes of the node see it. The path is the same on all nodes,
@@ -233,9 +233,9 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Returns the CDI specification that NVIDIA's container toolkit would create for the node's GPU,
-/// but with the parts of the simulated GPU. As the toolkit does by default, it names the GPU by its
-/// index.
+/// Returns a CDI specification like the one that NVIDIA's container toolkit creates for a node's
+/// GPU, but with the files and variables of the simulated GPU. The specification names the GPU by
+/// its index, which is the toolkit's default.
 pub fn toolkit_spec(node: &Node<'_>) -> Result<Value> {
     let world = node.world;
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;

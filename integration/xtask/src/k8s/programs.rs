@@ -22,8 +22,8 @@ use crate::{
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// Version of Kubernetes that is built.
 pub const VERSION: &str = "1.36.3";
-/// Version of those Go modules that have their source in Kubernetes' repository. It has Kubernetes'
-/// minor and patch number.
+/// Version of the Go modules whose source is in Kubernetes' own repository. Its minor and patch
+/// numbers are those of [`VERSION`].
 const STAGING_VERSION: &str = "v0.36.3";
 /// The components that are built from Kubernetes' source.
 const COMPONENTS: [&str; 5] =
@@ -31,7 +31,8 @@ const COMPONENTS: [&str; 5] =
 const DEVICE_PLUGIN: &str = include_str!("device_plugin.go");
 /// Name of the test's own device plugin.
 pub const DEVICE_PLUGIN_NAME: &str = "device-plugin";
-/// Packages of the distribution that are unpacked, each with a file that exists afterwards.
+/// Packages of the distribution that are unpacked. Each is listed with a file that exists if the
+/// package is unpacked already.
 const PACKAGES: [(&str, &str); 2] =
     [("etcd-server", "usr/bin/etcd"), ("containernetworking-plugins", "usr/lib/cni/ptp")];
 
@@ -75,8 +76,8 @@ impl Programs {
         self.folder.join("usr/lib/cni")
     }
 
-    /// Builds all programs from one module that requires the release of each, so that shared
-    /// packages are built once.
+    /// Builds all programs from one Go module that requires the release of each program. So
+    /// packages that several programs use are built once.
     fn build(&self) -> Result<()> {
         let bin = self.folder.join("bin");
         let wanted = self.folder.join("build/wanted");

@@ -120,7 +120,8 @@ fn wait_state(plane: &Plane<'_>, node: &str, is_it: impl Fn(&str) -> bool) -> Re
         .with_context(|| format!("the output of the last attempt: {last}\n{}", agent_log(plane)))
 }
 
-/// Whether the node has the label of a node on which the runtime is available.
+/// Whether the node has the label `LABEL`, which means that Affinode's runtime is available on the
+/// node.
 fn is_labelled(plane: &Plane<'_>, node: &str) -> Result<bool> {
     Ok(plane.get(&["node", node])?["metadata"]["labels"][LABEL] == "true")
 }

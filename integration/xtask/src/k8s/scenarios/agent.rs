@@ -11,8 +11,8 @@ use crate::{k8s::control_plane::Plane, output};
 
 const PORT: u16 = 9411;
 
-/// Checks that an agent's token permits changes to Affinode's labels of the agent's own node, and
-/// to nothing else.
+/// Checks what an agent's token permits. The agent may change Affinode's labels of its own node. It
+/// may not change other labels or annotations, other nodes, or taints.
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     step("An agent's token changes only Affinode's labels and annotations");
     let pod = agent_pod(plane, plane.first())?;
@@ -56,8 +56,8 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that an agent's token permits changes to one label and one condition of its own node's
-/// pods, and to nothing else.
+/// Checks what an agent's token permits for pods. The agent may change one label and one condition
+/// of pods on its own node. It may not change anything else of these pods, or pods of other nodes.
 fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     let pod = |name: &str, node: &str| {
         plane.apply(&json!({
@@ -167,8 +167,8 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that metrics can be fetched from a node without a controller. A node has none until the
-/// first container has run.
+/// Checks that metrics can be fetched from a node on which no container has run yet. Such a node
+/// has no controller, and its metrics must show this.
 fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     let pod = agent_pod(plane, node)?;

@@ -24,16 +24,19 @@ use crate::{
 
 /// Name of the resource by which a pod requests a seat.
 const RESOURCE: &str = "affinode.io/gpu";
-/// Number of seats of each GPU. The host memory of a machine that runs this check suffices for the
-/// contents of two further GPUs.
+/// Number of seats of each GPU. While one pod uses the GPU, the contents of the other two pods are
+/// in host memory, for which a machine that runs this check has enough space.
 const SEATS: usize = 3;
 /// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU of 1,024 MiB.
 const FILLED_MIB: u32 = 580;
-/// Folder on a node with the kubelet's sockets, and with its record of the devices of pods.
+/// Folder on a node that contains the sockets of the kubelet and of device plugins, and the
+/// kubelet's record of the devices that pods have.
 const SOCKETS: &str = "/var/lib/kubelet/device-plugins";
 const ENDPOINT: &str = "gpu.affinode.io.sock";
 
-/// Installs Affinode with the device plugin, and runs three pods on one GPU.
+/// Installs Affinode with the device plugin, and runs three pods on one GPU. Each pod must get a
+/// seat and keep it when the kubelet or the node agent restarts. A fourth pod must wait until a
+/// seat is free.
 pub fn pods_take_seats(plane: &Plane<'_>) -> Result<()> {
     step("helm install --set devicePlugin.enabled=true");
     dra::install_sharing(plane, &format!("devicePlugin.enabled=true,devicePlugin.seats={SEATS}"))?;
@@ -59,14 +62,15 @@ fn endpoint(node: &Node<'_>) -> PathBuf {
     node.path(&format!("{SOCKETS}/{ENDPOINT}"))
 }
 
-/// Returns the identity of a socket's file. Returns `None` if it does not exist.
+/// Returns the inode number and the modification time of a socket's file, which change when the
+/// socket is replaced. Returns `None` if the file does not exist.
 fn identity(path: &Path) -> Option<(u64, i64, i64)> {
     let data = fs::symlink_metadata(path).ok()?;
     Some((data.ino(), data.mtime(), data.mtime_nsec()))
 }
 
-/// Waits until the node offers its seats. If `earlier` is given, the plugin must also have replaced
-/// the socket with that identity.
+/// Waits until the node offers its seats. `earlier` identifies an earlier socket of the plugin. If
+/// it is given, the wait continues until the plugin has replaced this socket.
 fn offers_seats(
     plane: &Plane<'_>,
     node: &Node<'_>,

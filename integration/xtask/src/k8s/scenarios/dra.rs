@@ -1,4 +1,5 @@
-//! Checks of the DRA driver, by which pods share a GPU: each claims an amount of its memory.
+//! Checks of the DRA driver, by which pods share a GPU. Each pod claims an amount of the GPU's
+//! memory.
 
 mod slices;
 
@@ -30,9 +31,9 @@ use crate::{
 const DRIVER: &str = "gpu.affinode.io";
 /// Name of the extended resource that stands for the device class.
 const RESOURCE: &str = "example.com/gpu";
-/// Folder of CDI specifications on a node. The next constant is the beginning of the name of a
-/// claim's file.
+/// Folder of CDI specifications on a node.
 const CDI_DIR: &str = "/run/cdi";
+/// Beginning of the name of a claim's CDI file.
 const CLAIM_FILE: &str = "gpu.affinode.io-claim_";
 /// Memory that each claim requests: 60 % of the VRAM of 1,024 MiB. With an oversubscription of 2,
 /// three claims fit, and a fourth does not.
@@ -42,7 +43,9 @@ const FILLED_MIB: u32 = 580;
 /// Idle timeout in the policy of the claims. It differs from the timeout in the chart's values.
 const IDLE_TIMEOUT_MS: u64 = 3_000;
 
-/// Installs Affinode with the DRA driver, and runs three pods on one GPU.
+/// Installs Affinode with the DRA driver, and runs three pods on one GPU. The pods must take turns
+/// on the GPU, and keep their claims when the kubelet or the node agent restarts. A fourth pod must
+/// wait until a claim is released.
 pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     step("helm install --set dra.enabled=true");
     install_driver(plane)?;
@@ -77,8 +80,9 @@ fn install_driver(plane: &Plane<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))
 }
 
-/// Installs the chart with these values. The node agents find the simulated driver in the same way
-/// as on a node whose loader finds the real driver.
+/// Installs the chart with these values, and waits until the runtime is available on all nodes.
+/// Environment variables let the loader of the node agents find the simulated driver, as it would
+/// find a real driver.
 pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
     for node in plane.nodes() {
         fs::write(node.path("/etc/cdi/nvidia.json"), toolkit_spec(node)?.to_string())?;
@@ -282,7 +286,8 @@ fn force_delete(plane: &Plane<'_>, node: &Node<'_>, pod: &Pod<'_>) -> Result<()>
     })
 }
 
-/// Checks a pod that requests the extended resource. It must get a share of the size of the VRAM.
+/// Checks a pod that requests the extended resource instead of a claim. The pod must get a share
+/// that equals the GPU's whole VRAM.
 fn by_extended_resource(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step(&format!("A pod that requests {RESOURCE}: 1, without a claim"));
     let mut pod = node.gpu_pod("extended", SMALL_MIB)?;

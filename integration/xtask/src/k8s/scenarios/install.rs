@@ -19,13 +19,14 @@ use crate::{
 /// text.
 const BROKEN: &str = "missing.toml";
 
-/// Returns the node with the broken configuration, with which its containerd would not start. It is
-/// the last node, or none if the cluster has only one node.
+/// Returns the node whose configuration is broken, so that its containerd would not start again. It
+/// is the last node. Returns `None` if the cluster has only one node.
 fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
     plane.nodes()[1..].last()
 }
 
-/// Installs Affinode on all nodes. If there are several nodes, one has a broken configuration.
+/// Installs Affinode on all nodes. If there are several nodes, one has a broken configuration and
+/// must report why Affinode is not installed. The runtime must become available on all other nodes.
 pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
     step("helm install");
     release::load_image(plane, plane.world().artifacts())?;
@@ -129,7 +130,8 @@ pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     rolled_out(plane)
 }
 
-/// Checks that nodes do not use an invalid policy, with which a controller would not start.
+/// Upgrades the chart with an invalid policy, with which a controller would not start. Every node
+/// must keep its earlier configuration and report this.
 pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set policy.mode=sometimes");
     release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;

@@ -55,7 +55,8 @@ pub fn gpus_are_published(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that an agent's token permits no ResourceSlice of another node or driver.
+/// Checks that an agent's token does not permit the creation of a ResourceSlice for another node or
+/// for another driver.
 pub fn foreign_slices_are_refused(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let pod = agent_pod(plane, node)?;
     let pod = pod["metadata"]["name"].as_str().context("the agent's pod has no name")?;
