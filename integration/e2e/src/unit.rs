@@ -98,7 +98,7 @@ impl<'a> SimulatedSystemd<'a> {
         std::mem::take(&mut self.state().calls)
     }
 
-    /// Runs `work`. Meanwhile, executes the calls of `systemctl` that arrive.
+    /// Runs `work`. While it runs, executes every call of `systemctl` that arrives.
     ///
     /// # Errors
     /// When `work` fails, or the unit cannot be run.

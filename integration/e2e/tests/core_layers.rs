@@ -250,7 +250,8 @@ fn names_function_of(text: &str, file: &str) -> bool {
     })
 }
 
-/// Returns a file's product code without comments. Chains of calls are joined to one line.
+/// Returns the product code of a file, without its tests and comments. Lines that begin with a
+/// method call are joined to the line before.
 fn without_tests(text: &str) -> String {
     let is_tests =
         |rest: &str| rest.lines().next().is_some_and(|line| line.ends_with("mod tests {"));

@@ -1,4 +1,4 @@
-//! Runs every client program on the simulated GPU, with each way to load the driver.
+//! Tests of the simulated GPU with the client programs, which load the driver in different ways.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 

@@ -35,8 +35,8 @@ fn sizes(world: &Testbed) -> (u64, u64) {
     }
 }
 
-/// Requires that a container in use is offloaded for a waiting container, and continues later. Also
-/// requires that a container is ended if it cannot be offloaded.
+/// Wakes an offloaded container while another container uses the VRAM. The container in use must be
+/// offloaded, and must continue later. A container in use that cannot be offloaded must be ended.
 pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (room_mib, each_mib) = sizes(world);
     let _ballast = hazards::ballast(world, room_mib * MIB)?;

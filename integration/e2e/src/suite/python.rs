@@ -119,7 +119,8 @@ impl<'w> Python<'w> {
     /// run on this machine.
     ///
     /// # Errors
-    /// When the program prints something else, or could run outside a container.
+    /// When the program prints any other line. Also when it reports that it cannot run, although it
+    /// runs outside a container.
     pub fn greet(&self, worker: &mut Worker, program: &[&str]) -> Result<Option<String>> {
         let first = parse(worker.receive_first_line(IMPORTS)?)?;
         match (first.command.as_str(), first.result) {

@@ -237,14 +237,14 @@ impl Flavour {
     }
 }
 
-/// The report rows of one container, and either its results or an error.
+/// Outcome of the run of one container: its report rows, and either its results or an error.
 type Finished = (Rows, Result<Lane>);
 
 fn panicked(_: Box<dyn Any + Send>) -> Finished {
     (Rows::default(), Err(anyhow!("the thread of a container panicked")))
 }
 
-/// Results of the container of one engine.
+/// Results of the container that ran with one engine.
 #[derive(Default)]
 struct Lane {
     engine: &'static str,

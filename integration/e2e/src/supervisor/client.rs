@@ -63,8 +63,8 @@ impl Keeper {
         pipes.reply().with_context(|| format!("cannot start {}", job.argv.join(" ")))
     }
 
-    /// Builds a command that runs in the supervisor's mount and network namespaces, as a child of
-    /// the caller.
+    /// Builds a command that runs as a child of the caller, but in the supervisor's mount and
+    /// network namespaces.
     #[must_use]
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");

@@ -1,4 +1,5 @@
-//! A short crash campaign. `cargo xtask chaos` runs long campaigns.
+//! A short crash campaign (rounds in which random processes are killed). `cargo xtask chaos` runs
+//! long campaigns.
 
 use affinode_e2e::{
     chaos::{self, Options, Report},
@@ -7,8 +8,7 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// Runs the rounds of a crash campaign, and requires that they have no finding (no violated
-/// invariant).
+/// Runs the rounds of a crash campaign. Requires that the rounds violate no invariant.
 fn without_findings(options: &Options) -> Result<Report> {
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, options, &mut |text| {

@@ -15,7 +15,8 @@ use crate::{copier::fills, offload::MANUAL};
 /// File names of the driver libraries that the controller and its copiers load.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libcuda.so.1"];
 
-/// Copies the driver's libraries into a folder of another root folder.
+/// Copies the driver's libraries into the folder `folder` below the root folder `root`, which is
+/// not the machine's own.
 fn install(world: &Testbed, root: &Path, folder: &str) -> Result<()> {
     let folder = root.join(folder);
     fs::create_dir_all(&folder)?;

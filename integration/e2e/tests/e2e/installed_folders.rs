@@ -1,5 +1,5 @@
-//! Test of an installation whose folders are not the default ones, under a containerd whose
-//! environment does not contain their paths.
+//! Test of an installation whose folders are not the default ones. containerd's environment does
+//! not contain the paths of the folders, so Affinode's programs must find them without it.
 
 use std::{fs, process::Command};
 

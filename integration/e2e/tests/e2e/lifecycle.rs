@@ -1,5 +1,5 @@
-//! Tests of the life of containers without a GPU. Every test runs with the stock runtime and with
-//! Affinode's, and the results must be equal.
+//! Tests of starting, stopping and removing containers without a GPU. Every test runs with the
+//! stock runtime and with Affinode's, and the results must be equal.
 
 use std::{
     io::Read,

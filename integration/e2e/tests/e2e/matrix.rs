@@ -1,4 +1,4 @@
-//! Runs the same tests with every containerd release of the machine.
+//! Defines tests that run with every containerd release of the machine.
 
 use affinode_e2e::{
     artifacts::Artifacts,

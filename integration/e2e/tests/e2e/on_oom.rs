@@ -150,7 +150,8 @@ fn controller_restart_keeps_allocation_waiting() -> Result<()> {
     Ok(())
 }
 
-/// Runs the oversubscription scenario of the suite for GPU machines.
+/// Runs the oversubscription scenario of the suite for GPU machines. All bursts and allocations
+/// must succeed.
 #[test]
 fn newcomer_and_three_tenants_all_proceed() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");

@@ -16,7 +16,7 @@ use crate::{
 };
 
 const OUT_OF_MEMORY: i32 = 2;
-/// An image with its own `/etc/ld.so.preload`.
+/// Name of an image that has its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
 /// VRAM that each program allocates, in MiB.
 const HELD_MIB: u64 = 32;

@@ -21,7 +21,8 @@ fn busy(world: &Testbed) -> Result<Worker> {
     Ok(busy)
 }
 
-/// Runs the `immediate` scenario of the suite for GPU machines.
+/// Runs the `immediate` scenario of the suite for GPU machines. Only the container that cannot be
+/// offloaded may be ended.
 #[test]
 fn immediate_restore_ends_only_immovable() -> Result<()> {
     let world = world(512)?;

@@ -1,4 +1,4 @@
-//! The limit of a container's VRAM (`affinode.io/vram-limit`).
+//! Tests of the annotation `affinode.io/vram-limit`, which limits the VRAM of a container.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},

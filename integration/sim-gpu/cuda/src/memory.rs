@@ -233,8 +233,8 @@ impl Memory {
         Ok(mapping.origin)
     }
 
-    /// Opens an object of another process once more, if this context has already opened it. Counts
-    /// the open, and returns the object's address.
+    /// Counts one more opening of another process's object, if this context has already opened the
+    /// object. Returns the object's address, or `None` if the context has not opened it.
     pub fn opened_again(&mut self, object: ObjectId, context: u64) -> Option<CUdeviceptr> {
         let same = |mapping: &Mapping| {
             (mapping.object, mapping.context, mapping.origin) == (object, context, Origin::Ipc)

@@ -44,7 +44,8 @@ fn inner_pid(pid: u32) -> Option<u32> {
         .ok()
 }
 
-/// Returns the lowest memory limit of the process's cgroup and the cgroups above it.
+/// Returns the lowest memory limit of the process's cgroup and the cgroups above it, in bytes.
+/// Returns `None` if none of them has a limit.
 pub fn memory_limit_bytes(pid: u32) -> Option<u64> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let limits = cgroups.lines().filter_map(|line| {
