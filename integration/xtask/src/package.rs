@@ -146,7 +146,8 @@ fn write(out: &Path, packages: &Packages) -> Result<()> {
     Ok(fs::write(out.join("SHA256SUMS"), sums)?)
 }
 
-/// Returns the version of the packages, which may be requested. It must begin with the version in
+/// Checks the version that was requested for the packages and returns it. If none was requested,
+/// returns the version in Cargo.toml. A requested version must begin with the version in
 /// Cargo.toml, which the programs print.
 fn version(asked: Option<&str>) -> Result<String> {
     let own = env!("CARGO_PKG_VERSION");

@@ -1,8 +1,9 @@
-//! `cargo xtask personas`: runs what users type according to the documents, from nothing to a
-//! container that gave its GPU back.
+//! `cargo xtask personas`: runs the commands of the documents as users type them. The commands
+//! begin without Affinode and end with a container that has given its GPU back.
 //!
 //! Each persona is a kind of user with a machine or a cluster. The commands are read from the
-//! documents, counted and run, so this fails if a document is wrong. The GPU is simulated.
+//! documents, counted and run, so a wrong document makes `cargo xtask personas` fail. The GPU is
+//! simulated.
 
 mod cluster;
 mod containerd;
@@ -103,7 +104,7 @@ impl Persona {
 pub enum Outcome {
     /// The commands were run. The text is what the user saw.
     Passed(String),
-    /// The commands were run as far as they need no cluster. The text is what was seen.
+    /// Only the commands that need no cluster were run. The text is what was seen.
     Checked(String),
     /// The commands were not run. The text is the reason.
     NotRun(String),
@@ -220,7 +221,8 @@ pub fn of_one_machine(artifacts: &Artifacts, release: &Release) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Fails when a document has lost its commands, or has more commands than the limit.
+    /// The documents of each persona must contain commands, and no more of them than the persona's
+    /// limit.
     #[test]
     fn documents_keep_within_the_limits() -> Result<()> {
         for played in count(Persona::value_variants())? {

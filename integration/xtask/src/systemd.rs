@@ -7,8 +7,8 @@
 //!                                       ──> steps ──> table ──> power off, nothing is left
 //! ```
 //!
-//! A step passes if its result was observed, and its row contains the observation. CI does not run
-//! these tests, because the first run fetches a Debian.
+//! A step passes if the expected result was observed. Its row in the table contains the
+//! observation. CI does not run these tests, because the first run downloads a Debian system.
 
 mod controller;
 mod install;

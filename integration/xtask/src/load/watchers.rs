@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// Time limit until a watcher receives a change.
+/// Maximum time until a watcher must have received a change.
 const GUARD: Duration = Duration::from_secs(10);
 
 /// A reader of one event stream. It records each line with its arrival time.
@@ -59,8 +59,8 @@ impl Watcher {
     }
 }
 
-/// Pins containers one after the other. For each change, returns the times in milliseconds until
-/// each watcher has received it.
+/// Pins `changes` containers one after the other. Returns, for each pin and each watcher, the time
+/// in milliseconds until the watcher has received the change.
 pub fn time_changes(
     socket: &Path,
     watchers: &[Watcher],

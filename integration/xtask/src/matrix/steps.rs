@@ -26,8 +26,8 @@ const POD_MIB: u64 = 64;
 /// Configuration in which no container is offloaded without a request.
 pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
-/// Time limit until the controller exits. It exits only after it has waited a minute for another
-/// container.
+/// Maximum time until the controller exits. Before its exit, the controller waits a minute for
+/// another container.
 pub(super) const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;

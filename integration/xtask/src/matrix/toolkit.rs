@@ -72,8 +72,8 @@ fn make(folder: &Path, program: &Path, version: &str) -> Result<()> {
 }
 
 impl Toolkit {
-    /// Runs the toolkit, and then restarts containerd, as the toolkit's container does at its
-    /// start.
+    /// Runs the toolkit, and then restarts containerd, as the toolkit's container does when it
+    /// starts.
     pub fn start(&self, world: &Testbed, source: Source, default: bool) -> Result<()> {
         let file = world.containerd().config_file();
         let folder = world.dir().join("tools");

@@ -76,8 +76,8 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
     })
 }
 
-/// The programs of the packages: target, crate and program. They are built one at a time, because
-/// cargo refuses linker arguments for several programs.
+/// The programs of the packages, each with its target, its crate and its name. They are built one
+/// at a time, because cargo refuses linker arguments for several programs.
 const PROGRAMS: [(&str, &str, &str); 5] = [
     (GNU, "affinode-cli", "affinode"),
     (GNU, "affinode-shim", "containerd-shim-affinode-v1"),
@@ -223,7 +223,8 @@ mod tests {
 
     use super::*;
 
-    /// The crates of the packages must contain no program that the packages do not build.
+    /// [`PROGRAMS`] must list exactly the programs of the packages' crates, so that each of them is
+    /// built.
     #[test]
     fn every_program_of_the_crates_is_built() -> Result<()> {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

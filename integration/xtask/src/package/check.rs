@@ -144,8 +144,8 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the image's programs run, and that `affinode install` of the package finds its
-/// files.
+/// Checks that the image's programs run in containerd. Also checks that `affinode install
+/// --dry-run`, run from the unpacked package, finds the files that it would copy.
 fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     output::step("Running the image");
     let world = TestbedConfig::default().artifacts(build::all(Profile::Dev)?).world()?;

@@ -1,5 +1,5 @@
-//! Plays a platform engineer with a Kubernetes cluster, as far as no cluster is needed: the image
-//! is built and copied, and the chart is rendered. `cargo xtask k8s` installs the chart.
+//! Plays a platform engineer without a Kubernetes cluster: the image is built and copied, and the
+//! chart is rendered. `cargo xtask k8s` installs the chart.
 
 use std::{fs, path::Path};
 

@@ -1,5 +1,5 @@
-//! Plays an administrator of JupyterHub, as far as no cluster is needed: KubeSpawner creates pods
-//! from the values that the documents name.
+//! Plays an administrator of JupyterHub without a cluster: KubeSpawner creates the manifests of
+//! pods from the values that the documents name.
 
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
 
@@ -17,8 +17,8 @@ const PROGRAM: &str = "integration/jupyterhub/pods.py";
 /// Option of the helm command that names the file of values.
 const VALUES: &str = "--values ";
 
-/// Creates pods with KubeSpawner and checks them: from the values that the command names, and from
-/// the values on the documents' page.
+/// Checks the pods that KubeSpawner creates from two sets of values: those in the file that the
+/// helm command `upgrade` names, and those on the page `docs/jupyterhub.md`.
 pub fn check(upgrade: &DocLine, artifacts: &Artifacts) -> Result<Outcome> {
     let named = upgrade.text.split(VALUES).nth(1).context("the command names no values")?;
     let python = python(artifacts)?;
@@ -49,7 +49,8 @@ pub fn check(upgrade: &DocLine, artifacts: &Artifacts) -> Result<Outcome> {
     Ok(Outcome::Checked(format!("{SPAWNER} makes the pods of {} profiles", pods.len())))
 }
 
-/// Returns the first block of values on the page, which is for a hub without profiles.
+/// Returns the first block of values on the page `docs/jupyterhub.md`. These values are for a hub
+/// without profiles.
 fn values_of_the_page() -> Result<String> {
     let text = fs::read_to_string(workspace_dir().join(PAGE))?;
     let block = text.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next());

@@ -29,8 +29,8 @@ pub enum Engine {
     Containerd,
 }
 
-/// Starts a machine. Its containerd finds Affinode in the folders to which an installation copies
-/// it.
+/// Starts a machine whose containerd finds Affinode's programs in the folders to which an
+/// installation copies them.
 pub fn start(artifacts: &Artifacts, release: &Release, engine: Engine) -> Result<Testbed> {
     let recipe = TestbedConfig::default();
     let recipe = match engine {

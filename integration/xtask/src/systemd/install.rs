@@ -1,4 +1,4 @@
-//! Steps that install Affinode, with restarts of containerd through systemd, and remove it.
+//! Steps that install and remove Affinode. The installer restarts containerd through systemd.
 
 use affinode_e2e::snapshot::Snapshot;
 use anyhow::{Context, Result, ensure};

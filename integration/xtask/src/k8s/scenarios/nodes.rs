@@ -24,8 +24,8 @@ const SIGN: &str = "another build, for a test";
 /// Tag of the image of the second build.
 const NEXT: &str = "next";
 
-/// Runs a pod on each node except the first. Each must be offloaded and restored, like the pod of
-/// the first node.
+/// Runs one pod on each node except the first. Affinode must offload and restore each pod, as on
+/// the first node. Returns the pods.
 pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
     let others = plane.nodes()[1..].iter();
     others
@@ -106,7 +106,8 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// Suspends the node agent of one node, and then kills it. Pods must still run there with Affinode.
+/// Suspends the node agent of one node, and then kills it. While the agent is suspended, the pod on
+/// this node must still be offloaded and restored.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) =

@@ -1,6 +1,6 @@
-//! Plays users of the documents on this cluster. A platform engineer runs the commands of the
-//! Kubernetes page, until a pod has given its GPU back. Then a user of JupyterHub starts a server
-//! there.
+//! Plays two users of the documents on the test cluster. A platform engineer runs the commands of
+//! the Kubernetes page, until a pod has given its GPU back. Then a user of JupyterHub starts a
+//! notebook server on the cluster.
 
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use crate::{
 };
 
 const SKOPEO: [(&str, &str); 1] = [("skopeo", "skopeo")];
-/// Name of the image on the nodes.
+/// Name of Affinode's image on the nodes.
 const IMAGE: &str = "affinode/affinode";
 
 /// Runs the commands of the Kubernetes page, and then a GPU pod whose manifest does not name

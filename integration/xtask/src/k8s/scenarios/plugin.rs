@@ -12,10 +12,10 @@ use crate::{
     output,
 };
 
-/// Time limit until a new right of the account takes effect. The node agents cache a denial for 10
-/// s.
+/// Maximum time until a new right of the account takes effect. The node agents cache a denial for
+/// 10 s.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit until the row of a node shows an expected state.
+/// Maximum time until `kubectl affinode status` shows a node in the expected state.
 const ROW_TIMEOUT: Duration = Duration::from_secs(90);
 /// Name of the account, and of its role bindings.
 const ACCOUNT: &str = "plugin";
@@ -27,7 +27,8 @@ const SUBJECT: &str = "--serviceaccount=default:plugin";
 /// Output of a command: exit status, standard output and standard error.
 type Printed = (i32, String, String);
 
-/// Checks that the account can see and move what its roles allow, and no more.
+/// Checks what the account may do with `kubectl affinode`: nothing without a role, show pods as a
+/// viewer, and also move pods as an operator.
 pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
     step("kubectl affinode, by an account with the chart's roles");
     account(plane)?;
@@ -123,7 +124,8 @@ pub fn row(plane: &Plane<'_>, node: &str, is_it: impl Fn(&Value) -> bool) -> Res
     row.with_context(|| format!("the last output was {last}"))
 }
 
-/// Checks that Affinode works on each node, with the node's own simulated GPU and one container.
+/// Checks that `kubectl affinode status` shows each node as serving, with one simulated GPU and one
+/// container.
 fn every_node_serves(plane: &Plane<'_>) -> Result<()> {
     let (_, out, said) = run(plane, &["status", "-o", "json"])?;
     let status: Value = serde_json::from_str(&out).with_context(|| said)?;
@@ -146,8 +148,8 @@ fn containers(list: &Value) -> impl Iterator<Item = &Value> {
     list["containers"].as_array().into_iter().flatten()
 }
 
-/// Checks that the report of all nodes lists every pod with its node, and with the GPU hours that
-/// its offload freed.
+/// Checks that `kubectl affinode report` lists every pod with the pod's node, and with the GPU time
+/// that the pod's offload has freed.
 fn every_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     let report: Value = serde_json::from_str(&until(plane, &["report", "-A", "-o", "json"], 0)?)?;
     let pods = plane.get(&["pods", "-l", GPU_STATE])?;

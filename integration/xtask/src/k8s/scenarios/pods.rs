@@ -78,7 +78,8 @@ pub fn staying_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     tight.delete()
 }
 
-/// Ends a pod while no node agent runs. The pod's label and condition then keep their last state.
+/// Creates a pod that ends at once, and then sets Affinode's label and condition on it. The pod
+/// then looks as if it had ended while no node agent ran.
 pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     plane.apply(&json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},
@@ -240,7 +241,9 @@ impl<'a> Pod<'a> {
         self.tells("GPURestored")
     }
 
-    /// Waits until the pod's label and condition have these values.
+    /// Waits until the pod's label has one of the values `states`, and its condition has this
+    /// status and this reason. An empty `reason` stands for any reason. Returns the message of the
+    /// condition.
     fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
         self.plane
             .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {

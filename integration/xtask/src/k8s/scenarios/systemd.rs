@@ -1,5 +1,5 @@
-//! Checks of the chart's default, by which the node agent restarts containerd through systemd. Each
-//! node has a fake `systemctl` that sends the request to this program.
+//! Checks the restarts of containerd through systemd, which are the chart's default. Each node has
+//! a fake `systemctl`, which sends each request of the node agent to this program.
 
 use std::{
     fs, os::unix::fs::PermissionsExt, path::PathBuf, process::Command, thread, time::Duration,
@@ -18,8 +18,8 @@ use crate::{
     output,
 };
 
-/// Part of the reported state of a node whose installation waits until the installations on other
-/// nodes are complete.
+/// Text in the reported state of a node that has not installed Affinode yet, because it waits until
+/// the installations on other nodes are complete.
 const TURN: &str = "waits for its turn";
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -119,7 +119,7 @@ fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
     none_asks(plane)
 }
 
-/// Checks that no node agent requests a further restart through `systemctl`.
+/// Checks that no node agent is requesting a restart of containerd through `systemctl`.
 pub fn none_asks(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         ensure!(!signs(node)[0].exists(), "containerd of {} would be restarted again", node.name);

@@ -53,8 +53,8 @@ fn keys(object: &Value) -> Vec<String> {
     object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
 }
 
-/// Runs `helm uninstall` while a pod runs whose shim would be ended by it. It must fail, and
-/// nothing may change on any node.
+/// Runs `helm uninstall` while a pod of Affinode's runtime class runs on one node. The command must
+/// fail, because the removal would end the pod's shim. Nothing may change on any node.
 pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, while a pod of the class runs on one node");
     for node in &plane.nodes()[1..] {
