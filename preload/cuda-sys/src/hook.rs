@@ -27,7 +27,7 @@ pub enum Class {
     /// another process, or can be shared later. If the exporter were checkpointed, the driver would
     /// restore its memory as a separate copy, which is not shared with the importer.
     Import = 7,
-    /// Calls concern memory that the library may copy, contexts or captures. They are held and
+    /// Calls concern contexts, captures, or memory that the library may copy. They are held and
     /// counted like [`Class::Work`]. The library has a wrapper for each of these functions.
     Memory = 8,
     /// Calls query attributes of an address. They pass, because they return at once even while the
@@ -36,8 +36,8 @@ pub enum Class {
     /// out.
     Pointer = 9,
     /// Calls wait for GPU work. They are handled like [`Class::Work`]. After such a call, the
-    /// library releases memory that was freed in a stream. So these calls take the slower thorough
-    /// path once the library can have such memory.
+    /// library releases memory that was freed in a stream. Once the process can have memory of this
+    /// kind, these calls take the slower thorough path.
     Sync = 10,
     /// Calls of `cuGetExportTable`, which returns the driver's private tables of functions.
     /// Requests for tables of the CUDA runtime and its libraries pass unrecorded. Any other request
@@ -105,8 +105,9 @@ impl Class {
 
 macro_rules! define_hooks {
     ($($class:ident { $($name:ident)* })*) => {
-        /// Every listed function. The number of a hook in counters and messages is `function as u32
-        /// + 1`. Number 0 means no function, and [`UNLISTED`] an unlisted function.
+        /// The driver functions in the list of `hooked_functions`. Counters and messages identify a
+        /// function's hook by the number `function as u32 + 1`. Number 0 stands for no function,
+        /// and [`UNLISTED`] for every function outside of the list.
         #[allow(missing_docs, nonstandard_style)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]

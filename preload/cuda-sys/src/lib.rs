@@ -28,10 +28,11 @@ pub mod result {
     pub const INVALID_CONTEXT: u32 = 201;
     /// The context has ended.
     pub const CONTEXT_IS_DESTROYED: u32 = 709;
-    /// Work was still running at the end of the timeout. Returned by the lock of a process.
+    /// Work was still running at the end of the timeout. `cuCheckpointProcessLock` returns this
+    /// code.
     pub const NOT_READY: u32 = 600;
-    /// The process uses something that cannot be checkpointed. Returned by the checkpoint of a
-    /// process.
+    /// The process uses something that cannot be checkpointed. `cuCheckpointProcessCheckpoint`
+    /// returns this code.
     pub const NOT_SUPPORTED: u32 = 801;
 
     /// Whether this code means that the context is lost. The driver then returns the code for every
@@ -64,7 +65,7 @@ pub mod result {
 pub mod process_state {
     /// The process runs and uses the device without restriction.
     pub const RUNNING: u32 = 0;
-    /// The driver blocks the process's calls. Its state is still on the device.
+    /// The driver blocks the calls of the process. The state of the process is still on the device.
     pub const LOCKED: u32 = 1;
     /// The state of the process is in host memory, not on the device.
     pub const CHECKPOINTED: u32 = 2;
@@ -123,7 +124,7 @@ pub struct CheckpointRestoreArgs {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAccessDesc {
-    /// [`LOCATION_DEVICE`] or another kind of location.
+    /// Kind of the location: [`LOCATION_DEVICE`] or another kind.
     pub location_type: u32,
     /// Ordinal of the device, if the location is a device.
     pub location_id: i32,
@@ -135,11 +136,11 @@ pub struct MemAccessDesc {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAllocationProp {
-    /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
+    /// Kind of the allocation: [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
     /// Bit set of the handle types with which the memory can be exported.
     pub handle_types: u32,
-    /// [`LOCATION_DEVICE`] or another kind of location.
+    /// Kind of the location: [`LOCATION_DEVICE`] or another kind.
     pub location_type: u32,
     /// Ordinal of the device.
     pub location_id: i32,
@@ -159,11 +160,11 @@ pub struct MemAllocationProp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemPoolProps {
-    /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
+    /// Kind of the pool's allocations: [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
     /// Bit set of the handle types with which the pool's memory can be exported.
     pub handle_types: u32,
-    /// [`LOCATION_DEVICE`] or another kind of location.
+    /// Kind of the location: [`LOCATION_DEVICE`] or another kind.
     pub location_type: u32,
     /// Ordinal of the device, if the location is a device.
     pub location_id: i32,

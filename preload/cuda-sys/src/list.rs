@@ -1,9 +1,9 @@
 //! The list of all driver functions that the gate holds, by class.
 //!
 //! The list contains all names to which CUDA 13's headers can make a program refer, including old
-//! versions and variants for per-thread default streams. A linked program needs each of them
-//! exported. Functions that need not be held are not listed: see [`crate::hook::passes`]. Names are
-//! sorted within their class.
+//! versions and variants for per-thread default streams. The preload library exports each of them,
+//! because a program that is linked against libcuda needs these symbols. Functions that the gate
+//! passes are not listed: see [`crate::hook::passes`]. Names are sorted within their class.
 
 /// Calls a macro with the list of functions, in the form `Class { name … } …`.
 #[macro_export]

@@ -2,10 +2,10 @@
 //! how the library handles calls while the process's context is checkpointed. NVML itself would
 //! block until the context is restored.
 
-/// How the library handles a call of an NVML function while the context is checkpointed. The table
-/// in `docs/nvml.md` lists the functions of each class. Most comments begin with the function's
-/// arguments. "The same call" is a call with the same arguments. A reading is a figure that the
-/// controller has read from NVML and sent.
+/// How the library handles calls of NVML functions while the context is checkpointed. The table in
+/// `docs/nvml.md` lists the functions of each class. Most comments begin with the arguments of the
+/// functions. A cached result comes from an earlier call that reached NVML. A reading is a figure
+/// that the controller has read from NVML and sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
@@ -17,42 +17,57 @@ pub enum Class {
     /// The function shuts NVML down. The library only counts the call. NVML stays initialised in a
     /// process that uses CUDA.
     Shutdown,
-    /// Arguments `(u32 *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(u32 *)`. The library returns the cached result.
     Word,
-    /// Arguments `(char *, length)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(char *, length)`. The library returns the cached text.
     Text,
-    /// Arguments `(index, device *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(index, device *)`. The library returns the cached handle for
+    /// the same index.
     Handle,
-    /// Arguments `(text, device *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(text, device *)`. The library returns the cached handle for
+    /// the same text.
     HandleByText,
-    /// Arguments `(device, char *, length)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, char *, length)`. The library returns the cached text
+    /// for the same device.
     DeviceText,
-    /// Arguments `(device, u32 *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, u32 *)`. The library returns the cached result for
+    /// the same device.
     DeviceWord,
-    /// Arguments `(device, u64 *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, u64 *)`. The library returns the cached result for
+    /// the same device.
     DeviceLong,
-    /// Arguments `(device, u32 *, u32 *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, u32 *, u32 *)`. The library returns both cached
+    /// results for the same device.
     DevicePair,
-    /// Arguments `(device, kind, u32 *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, kind, u32 *)`. The library returns the cached result
+    /// for the same device and kind.
     DeviceKindWord,
-    /// Arguments `(device, nvmlPciInfo_t *)`. The library returns the last result of the same call.
+    /// Functions with the arguments `(device, nvmlPciInfo_t *)`. The library returns the cached
+    /// result for the same device.
     DevicePci,
-    /// Arguments `(device, nvmlMemory_t *)`. The library returns a reading of the controller.
+    /// Functions with the arguments `(device, nvmlMemory_t *)`. The library returns the
+    /// controller's reading of the device.
     Memory,
-    /// Arguments `(device, nvmlMemory_v2_t *)`. The library returns a reading of the controller.
+    /// Functions with the arguments `(device, nvmlMemory_v2_t *)`. The library returns the
+    /// controller's reading of the device.
     MemoryV2,
-    /// Arguments `(device, nvmlUtilization_t *)`. The library returns a reading of the controller.
+    /// Functions with the arguments `(device, nvmlUtilization_t *)`. The library returns the
+    /// controller's reading of the device.
     Utilization,
-    /// Arguments `(device, sensor, u32 *)`. The library returns a reading of this sensor.
+    /// Functions with the arguments `(device, sensor, u32 *)`. The library returns the controller's
+    /// reading of this sensor.
     Temperature,
-    /// Arguments `(device, nvmlTemperature_t *)`. The library returns a reading of the controller.
+    /// Functions with the arguments `(device, nvmlTemperature_t *)`. The library returns the
+    /// controller's reading of the device.
     TemperatureV,
-    /// Arguments `(device, u32 *)`. The library returns a reading of the controller, in milliwatts.
+    /// Functions with the arguments `(device, u32 *)`. The library returns the controller's reading
+    /// of the device, in milliwatts.
     Power,
-    /// Arguments `(device, count *, processes *)`. The library returns an empty list.
+    /// Functions with the arguments `(device, count *, processes *)`. The library returns an empty
+    /// list.
     Processes,
-    /// Arguments `(set, data *, timeout)`. The function waits for events. The library waits outside
-    /// NVML instead, and does not restore the process.
+    /// Functions with the arguments `(set, data *, timeout)`, which wait for events. The library
+    /// waits outside NVML instead, and does not restore the process.
     Wait,
     /// The call waits until the process is restored.
     Held,
@@ -60,7 +75,7 @@ pub enum Class {
 
 macro_rules! define_functions {
     ($($class:ident { $($name:ident)* })*) => {
-        /// Every listed function, in the order of the list.
+        /// The NVML functions in the list of `nvml_functions`, in the order of the list.
         #[allow(missing_docs, nonstandard_style, reason = "the names are NVIDIA's")]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]

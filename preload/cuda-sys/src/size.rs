@@ -2,8 +2,9 @@
 
 use crate::hook;
 
-/// Returns the number of bytes that a call of the function with this number names in its register
-/// arguments, or 0 if the arguments name none. This is the requested size, even if the call fails.
+/// Returns the size in bytes that a call requests in its register arguments. `number` is the hook
+/// number of the function. Returns 0 if the arguments contain no size. The result is the requested
+/// size even if the call fails.
 #[must_use]
 pub fn of_call(number: u32, arguments: &[u64; 6]) -> u64 {
     let Some(name) = hook::name(number).map(str::as_bytes) else { return 0 };
