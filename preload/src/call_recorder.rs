@@ -32,7 +32,8 @@ pub struct CallSampler {
     pub skip: AtomicU32,
     /// State of the random number generator.
     draw: AtomicU32,
-    /// Value of the slot's counters (calls plus polls) when its last call was recorded.
+    /// Sum of the slot's counters of calls and polls, as it was when a call of the slot was last
+    /// recorded.
     told: AtomicU64,
 }
 

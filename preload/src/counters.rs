@@ -29,17 +29,19 @@ pub struct ThreadSlot {
     pub allocating: AtomicU32,
     /// Number of threads that wait at the gate and own no slot. Only used in slot 0.
     waiting: AtomicU32,
-    /// Time at which the wait at the gate stops to count, unless the waiting thread renews it. For
-    /// slot 0, the last renewal by any of its threads applies.
+    /// Time at which the thread's wait at the gate is no longer counted, unless the thread renews
+    /// the wait. Slot 0 has several threads, and contains the time that results from their last
+    /// renewal.
     waits_until_us: AtomicU64,
 }
 
 /// The owner of a slot, as one word. The lower half is the owner's thread id, or 0 while the slot
 /// is free. The upper half is the number of times that a thread has claimed the slot.
 ///
-/// A thread claims a slot by one compare-and-exchange of the whole word: if the slot is free, if
-/// its owner has ended, or if the ended owner had this thread's id. The upper half distinguishes an
-/// owner from a later owner with the same id, so two threads never claim the same slot.
+/// A thread claims a slot by one compare-and-exchange of the whole word. It can claim a free slot,
+/// and the slot of a thread that has ended. If the owner's id is that of the claiming thread, the
+/// owner has ended and its id is used again. The upper half distinguishes an owner from a later
+/// owner with the same id, so two threads never claim the same slot.
 #[repr(transparent)]
 pub struct SlotOwner(AtomicU64);
 
@@ -60,8 +62,8 @@ impl SlotOwner {
     }
 }
 
-/// Time after which a thread's wait at the gate is no longer counted unless the thread renews it,
-/// in microseconds.
+/// Time, in microseconds, for which a thread's wait at the gate is counted if the thread does not
+/// renew the wait.
 const WAIT_COUNTS_US: u64 = 3_000_000;
 
 /// The shared memory that contains all counters of a process. Its size is at least one page.
@@ -73,15 +75,18 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    /// Generation of the copy out that the controller cancels. A generation is the number of times
-    /// that the gate has been closed. The controller writes this field.
+    /// Value that the gate's generation has during the copy out that the controller cancels. The
+    /// generation is the number of times that the gate was closed. The controller writes this
+    /// field.
     turn_back: AtomicU64,
     /// Bytes of host memory that the copy out in progress has not yet touched, so that the kernel
     /// has not yet allocated them.
     pub filling_bytes: AtomicU64,
-    /// Number of the last recall of VRAM allowances. The controller writes this field.
+    /// Number of the controller's last recall of VRAM allowances. Only an allowance with the same
+    /// number is valid. The controller writes this field.
     pub vram_epoch: AtomicU64,
-    /// Bytes of allocations under a VRAM limit that were admitted and have not ended.
+    /// Total bytes of allocating calls that the container's VRAM limit has admitted and that have
+    /// not ended yet.
     pub vram_pending: AtomicU64,
     pub gate: AtomicU32,
     /// The sampling rate of recorded calls: about one of this many calls is recorded. 0: no calls
@@ -188,9 +193,10 @@ impl CounterPage {
     /// Whether a counter is zero in all slots except those of dead threads. `count` selects the
     /// counter.
     ///
-    /// The caller must first issue a barrier on all threads. A thread that passed the gate before
-    /// the barrier has published that it owns its slot, and after that its count. So if the owner
-    /// was dead both before and after the count is read, the count belongs to no living thread.
+    /// The caller must first execute a barrier on all threads. A thread that passed the gate before
+    /// the barrier has first published itself as the owner of its slot, and then its count. So if
+    /// the slot has the same dead owner before and after the count is read, the count belongs to no
+    /// living thread.
     pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
         self.slots.iter().all(|slot| {
             let seen = slot.owner.seen();
@@ -212,8 +218,8 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// Extends the time for which a thread's wait at the gate is counted. Returns true if the wait
-    /// was no longer counted before.
+    /// Extends the time for which a thread's wait at the gate is counted. Returns true if that time
+    /// had already passed, so that the wait was not counted.
     pub fn renew_wait(&self, slot: &ThreadSlot, now_us: u64) -> bool {
         slot.waits_until_us.swap(now_us.saturating_add(WAIT_COUNTS_US), Ordering::SeqCst) <= now_us
     }
@@ -282,7 +288,7 @@ impl CounterPage {
         before & hazards.0 != hazards.0
     }
 
-    /// Sets or clears a flag of the process that the controller reads.
+    /// Sets or clears a flag of this process. The controller reads these flags.
     pub fn note(&self, what: ProcessFlags, is_so: bool) {
         if is_so {
             self.notes.fetch_or(what.0, Ordering::Relaxed);
@@ -370,7 +376,7 @@ pub mod tests {
         }
     }
 
-    /// Creates a page of counters for a test, which no process uses.
+    /// Creates a page of counters for a test. The page is not the page of any process.
     pub fn page() -> Box<CounterPage> {
         // SAFETY: all fields are integers, for which zero is a value.
         let page: Box<CounterPage> = unsafe { Box::new(core::mem::zeroed()) };
@@ -437,9 +443,9 @@ pub mod tests {
         }
     }
 
-    /// Two threads try to claim the slot of a dead owner whose thread id is used again. One thread
-    /// has found the owner dead and is then stopped. The other thread has the owner's id. The test
-    /// runs both orders in which the two threads can claim the slot.
+    /// If two threads try to claim the slot of a dead owner, only one of them may get it. One
+    /// thread has found the owner dead and is then stopped. The other thread has the same id as the
+    /// dead owner. The test runs both orders of the two claims.
     #[test]
     fn slot_of_dead_owner_goes_to_one_thread() {
         const DEAD: u32 = 11;
@@ -460,8 +466,9 @@ pub mod tests {
         assert!(!owner.take(seen, OTHER));
     }
 
-    /// One thread counts the waiting callers. Before it publishes the number, another thread ends
-    /// its wait and publishes its own number.
+    /// An outdated number of waiting callers must not stay published. One thread counts the
+    /// callers. Before it publishes the number, another thread ends its wait and publishes a newer
+    /// number.
     #[test]
     fn older_count_of_waiters_does_not_stay() {
         let page = page();

@@ -148,8 +148,8 @@ fn own_mark() -> u64 {
     u64::from(sys::gettid()) << 32 | u64::from(process::registration())
 }
 
-/// Makes the calling thread the one whose releases are recorded, unless another thread of this
-/// process already is. Returns whether the calling thread is now that thread.
+/// Makes the calling thread the owner of the recorded releases, unless another thread of this
+/// process is the owner. Returns whether the calling thread is the owner afterwards.
 fn becomes_owner() -> bool {
     let own = own_mark();
     let owner = OWNER.load(Ordering::SeqCst);

@@ -81,7 +81,7 @@ pub struct HookFrame {
     /// What the call allocates under the container's VRAM limit. `None`: it is not limited, or the
     /// size is not known.
     limited: Option<AllocRequest>,
-    /// Bytes of the call that are pending under the limit.
+    /// Bytes of the call's allocation that count as pending under the container's VRAM limit.
     pending_bytes: u64,
 }
 
@@ -282,8 +282,8 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     oom_wait::settle(oom_wait, want, frame.result, &mut frame.waits_until_us).into()
 }
 
-/// Decides about a counted call under the container's VRAM limit. A nested call is not limited,
-/// because it must not leave the gate to ask for an allowance.
+/// Decides whether the container's VRAM limit admits a counted call. A nested call is always
+/// admitted, because it must not leave the gate to ask for an allowance.
 fn admit(
     frame: &mut HookFrame,
     entry: &HookEntry,
@@ -311,7 +311,9 @@ fn admit(
     frame.limited.map_or(Admission::Admitted(0), |want| limit.admit(page, &want, attempts))
 }
 
-/// Ends a call under the container's VRAM limit.
+/// Applies the container's VRAM limit after a call has returned. For an allocation of known size,
+/// its pending bytes end. After another allocation, allowances are dropped. The results of
+/// `cuMemGetInfo` are reduced to the limit.
 fn end_limit(frame: &mut HookFrame, class: Class) {
     let limit = &PROCESS.vram_limit;
     let Some((want, page)) = frame.limited.zip(process::page()) else { return };

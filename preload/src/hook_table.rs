@@ -70,8 +70,8 @@ impl HookEntry {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
-    /// Records the entry of an exported function that waits for GPU work in [`EXPORTED_WAITS`].
-    /// Returns false if that table is full.
+    /// Adds this entry to [`EXPORTED_WAITS`], the table of exported functions that wait for GPU
+    /// work. Returns false if the table is full.
     fn is_noted(&'static self) -> bool {
         let own = core::ptr::from_ref(self).cast_mut();
         EXPORTED_WAITS.iter().any(|place| {

@@ -149,8 +149,8 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library.
 /// Objects loaded earlier are skipped, because their `dlsym` may be a hook that calls this
-/// library's `dlsym`. Returns 0 if no later object has a `dlsym`. Without this library, a weak
-/// reference of the program would also be 0.
+/// library's `dlsym`. Returns 0 if no object after this library has a `dlsym`. A weak reference of
+/// the program to `dlsym` would also be 0 then, if this library were not loaded.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);

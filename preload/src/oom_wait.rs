@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A waiting allocation does not count as a call inside the driver, so its process may be offloaded
-//! like any other. The agent reports only one allocation of a process at a time. If further
-//! allocations fail, they wait until the state is FREE.
+//! like any other. The agent reports only one allocation of a process at a time. If another
+//! allocation fails meanwhile, it waits until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -196,7 +196,8 @@ impl OomWaiter {
     }
 }
 
-/// Maximum sleep before the state is checked again. It limits the delay if a wake-up were lost.
+/// Maximum sleep of a waiting thread before it checks the state again. If a wake-up were lost, this
+/// would limit the delay.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
 /// Whether a call of this function may be repeated after it failed for lack of memory. This
@@ -268,10 +269,11 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Makes a failed call wait for VRAM, or ends the wait of a repeated call that did not fail again
-/// for lack of VRAM. Must be called after the call has returned and is no longer counted. Returns
-/// true if the call must be repeated. `until_us` is the time at which the wait ends. It must be 0
-/// the first time, and the value that is stored in it must be passed the next time.
+/// Makes a failed call wait for VRAM. If the call was repeated after a wait and did not fail again
+/// for lack of VRAM, ends its wait instead. Must be called after the call has returned and is no
+/// longer counted. Returns true if the call must be repeated. `until_us` is the time at which the
+/// wait ends. It must be 0 after the first attempt, and keep the stored value after each
+/// repetition.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,

@@ -6,10 +6,10 @@
 //!  └──────────────────────────── fork: the child finds zeroes ───────┘
 //! ```
 //!
-//! The state is in one page, which the kernel zeroes in a forked child. So the child is New without
-//! a fork handler. Each registration has a token. A thread's thread-local block contains the token
-//! of the registration to which the thread belongs. A process and its forked descendants all have
-//! different tokens.
+//! The state is in one page, which the kernel zeroes in a forked child. Zero means New, so the
+//! child needs no fork handler. Each registration has a token. A thread's thread-local block
+//! contains the token of the registration to which the thread belongs. A process and its forked
+//! descendants all have different tokens.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};

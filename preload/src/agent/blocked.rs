@@ -35,12 +35,12 @@ const MAX_THREADS: usize = 256;
 /// restore. A place is a system call, a stack pointer and a program counter. A new place replaces
 /// the oldest.
 const MAX_EXCUSED: usize = 16;
-/// Number of restores without effect on the suspect thread after which the process is no longer
-/// watched.
+/// Number of false alarms after which the process is no longer watched. A false alarm is a restore
+/// after which the suspect thread does not continue.
 const MAX_FALSE_ALARMS: u32 = 3;
 const INTERVAL_US: u64 = 900_000;
-/// Maximum time in microseconds within which a blocked thread continues after the restore. A thread
-/// that takes longer waits for something else.
+/// Maximum time, in microseconds, that a thread which was blocked inside the driver takes to
+/// continue after the restore. A thread that takes longer was waiting for something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
 /// Number of words of a thread's stack that are searched for the first return address outside libc.
 const STACK_WORDS: usize = 128;
@@ -58,8 +58,8 @@ struct ThreadLocation {
 struct ThreadSample {
     tid: u32,
     place: ThreadLocation,
-    /// Number of the thread's voluntary context switches when it was last found at an unchanged
-    /// place. `None`: it was found at this place only once.
+    /// Number of the thread's voluntary context switches at the last sample that found the thread
+    /// at the same place as the sample before. `None`: only one sample has found it at this place.
     switches: Option<u64>,
     /// Place of the thread before the driver locked the process. `None`: the thread did not exist,
     /// or it was running.
@@ -80,8 +80,8 @@ pub struct BlockedThreadWatch {
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
-    /// Sum of the context switches of all threads except the agent at the last sample. The next
-    /// field is the number of consecutive samples with the same sum.
+    /// Sum of the context switches of all threads except the agent's thread at the last sample. The
+    /// field `quiet_looks` counts the consecutive samples with this sum.
     switches: u64,
     quiet_looks: u32,
 }
@@ -345,8 +345,8 @@ impl Code {
 /// there is no code at the address.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
-/// Whether a thread that sleeps at this place was called from the code of a driver library,
-/// directly or through libc.
+/// Whether a driver library, directly or through libc, made the system call in which a thread
+/// sleeps at this place.
 fn is_inside_driver(place: ThreadLocation) -> bool {
     const CHUNK: usize = 32;
     let mut words: Words = [(0, None); STACK_WORDS + 1];

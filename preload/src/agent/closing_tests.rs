@@ -302,8 +302,8 @@ struct Found {
     /// A call was inside the driver while the process was locked, or while the machine reported
     /// that allocations are paused.
     violated: bool,
-    /// Whether the gate was closed in some run. The next field says whether a call, outer or
-    /// nested, was inside the driver at the end of some run.
+    /// True if the gate was closed in at least one run. The field `made` is true if a call, outer
+    /// or nested, was inside the driver at the end of at least one run.
     closed: bool,
     made: bool,
 }

@@ -20,7 +20,8 @@ use crate::counters::CounterPage;
 use crate::swap::pending_work::GpuWork;
 use crate::{constants, hook_table, libcuda, lookup, nvml, process, swap, sys, tools};
 
-/// The process into which this library is loaded, for the order machine.
+/// Implementation of [`Host`] for the process into which this library is loaded. The order machine
+/// executes its operations.
 pub struct DriverHost {
     /// The process's shared counters.
     pub page: &'static CounterPage,
@@ -41,8 +42,8 @@ const FOLDER: &CStr = c"/.affinode/lib";
 
 /// Limits the waits for the node's lock, because any container can keep that lock for any time. A
 /// wait tries the lock up to [`Self::MAX_TRIES`] times, a millisecond apart. After a failed wait,
-/// each wait tries the lock only once, until a wait gets it. `refused` is true if the last wait
-/// failed.
+/// each wait makes only one try, until one of them gets the lock. `refused` is true if the last
+/// wait failed.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -68,8 +69,8 @@ impl WaitBudget {
     }
 }
 
-/// Maximum time, in milliseconds, that the agent waits for calls inside NVML to end before it calls
-/// the driver's lock.
+/// Maximum time, in milliseconds, that the agent waits for the end of calls inside NVML. The wait
+/// precedes `cuCheckpointProcessLock`, which is not called if calls are still inside NVML.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {

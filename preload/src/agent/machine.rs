@@ -51,7 +51,7 @@ pub struct OrderMachine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
-    /// Number of consecutive restores that failed with a code of a lost context.
+    /// Number of consecutive restores that failed with a code which means that the context is lost.
     lost_returns: u32,
     /// The code that the driver returns for every call since the context is lost; `None`: not lost.
     broken: Option<u32>,
@@ -90,8 +90,8 @@ impl OrderMachine {
 
     /// Executes an order that the controller decided at `decided_ms` (0: time unknown). Refuses a
     /// restore that is older than [`PROOF_TTL_MS`], and executes an equally old copy out without
-    /// the copier. In these cases this process or the controller was stopped in between, and the
-    /// VRAM may now be granted to another process.
+    /// the copier. An order gets this old if this process or the controller is stopped meanwhile,
+    /// and the VRAM may then be granted to another process.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
@@ -493,8 +493,8 @@ fn admits(phase: Phase, action: Action) -> bool {
 
 /// Waits until no call of the set `calls` is inside the driver, then seals the gate. False:
 /// `deadline_ms` has passed, or a caller has arrived at the gate while another call was still
-/// inside. The process is then not idle, and the call inside might need the waiting call to
-/// continue.
+/// inside the driver. In the second case the process is not idle. In addition, the call inside the
+/// driver might not end before the caller at the gate continues.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;

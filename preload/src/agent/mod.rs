@@ -125,18 +125,20 @@ struct Agent {
     /// Reason why allocations are paused, if [`OrderMachine::allocations_held`] is true.
     hold: AllocationHold,
     told_hazards: Hazards,
-    /// Generation of the gate and time of the last Wake (the request for a restore). `None`: no
-    /// Wake was sent on this connection.
+    /// The gate's generation at the last Wake (the request for a restore), and the time of that
+    /// Wake. `None`: no Wake was sent on this connection.
     wake_sent: Option<(u64, u64)>,
-    /// Ticket and number of attempts in the last AllocWait, the message that an allocation waits
-    /// for VRAM. `None`: no wait is reported.
+    /// Ticket and number of attempts in the last AllocWait. This message reports that an allocation
+    /// waits for VRAM. `None`: no waiting allocation is reported.
     want_sent: Option<(u64, u32)>,
     /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: no unneeded
     /// host memory is left.
     tidy_us: Option<u64>,
-    /// State of the scrub of freed device memory, whose end the driver may not have noticed yet.
+    /// Progress of the scrub (clearing) of freed device memory. The driver notices the end of the
+    /// scrub only at its next allocation.
     released: swap::ScrubState,
-    /// True if there may be unanswered requests of other processes or messages of the copier.
+    /// True if more messages may have arrived already: requests of other processes, or messages of
+    /// the copier. The agent then handles them without a sleep.
     more_asked: bool,
 }
 
@@ -160,8 +162,8 @@ enum AgentMode {
 }
 
 impl Agent {
-    /// Runs the agent's loop while the controller manages the process. Returns when this has ended
-    /// and calls pass the gate again.
+    /// Runs the agent's loop until the controller no longer manages the process. Returns after
+    /// calls can pass the gate again.
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
@@ -371,7 +373,8 @@ impl Agent {
         }
     }
 
-    /// Sends requests for VRAM allowances, and that the last reply was used.
+    /// Sends two kinds of messages about VRAM allowances to the controller: new requests, and the
+    /// confirmation that the last reply was used.
     fn tell_vram_requests(&mut self) {
         // Order: VramTaken ends the service of a request that was sent earlier.
         if PROCESS.vram_limit.was_taken() {
@@ -481,8 +484,9 @@ impl Agent {
     }
 }
 
-/// Whether a message orders a pause of allocations. Before the Welcome the agent accepts no other
-/// order, because the Welcome lets allocations pass.
+/// Whether a message orders a pause of allocations. The agent accepts this order even before the
+/// Welcome, because the Welcome would otherwise let allocations pass. It accepts no other order
+/// before the Welcome.
 fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }

@@ -37,10 +37,11 @@ enum AnswerShape {
 /// not listed here.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
-    /// Number of leading arguments that must be equal in both calls.
+    /// Number of leading arguments that must be equal in two calls, so that both calls have the
+    /// same result.
     numbers: usize,
-    /// Number of bytes at the start of the result's structure that the caller has filled in. They
-    /// must also be equal.
+    /// Number of bytes at the start of the result's structure that the caller fills in before the
+    /// call. These bytes must also be equal in both calls.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -92,7 +93,8 @@ pub fn uuid_key(handle: u64) -> u64 {
 /// cached.
 ///
 /// # Safety
-/// `arguments` must be those of a call of a function of this shape, with addresses.
+/// `arguments` must be those of a call of a function of this shape, and its addresses must be
+/// valid.
 unsafe fn key(place: u64, class: Class, shape: AnswerLayout, arguments: &[u64; 6]) -> Option<u64> {
     const MAX_TEXT: usize = 128;
     let index = functions::index(place)?;
@@ -291,10 +293,11 @@ pub unsafe fn limit(class: Class, frame: &NvmlFrame, asks: bool) {
     }
 }
 
-/// Writes a reading of the controller.
+/// Writes a reading of the controller to the address `at`, in the form in which the called function
+/// returns its result.
 ///
 /// # Safety
-/// The address must be that of a call of a function of this class.
+/// `at` must be the address of the result in a call of a function of this class.
 unsafe fn give_reading(
     class: Class,
     arguments: &[u64; 6],
@@ -366,11 +369,11 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     digits.next().is_none().then_some(uuid)
 }
 
-/// Returns an empty list for the arguments (device, count, processes). The container's own
-/// processes are not on the device, and other processes are not visible.
+/// Answers a query of a device's processes with an empty list. The container's own processes are
+/// not on the device, and other processes are not visible.
 ///
 /// # Safety
-/// `frame` must be of a call of such a function.
+/// `frame` must be of a call of a function with the arguments (device, count, processes).
 unsafe fn no_processes(frame: &NvmlFrame) -> Option<u32> {
     let [device, count, ..] = frame.arguments;
     uuid(device)?;

@@ -98,9 +98,9 @@ static REFERENCES: AtomicU32 = AtomicU32::new(0);
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Whether one of the counted `nvmlInit` calls has attached NVML to the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// Number of the process registration that closed the gate, or 0 while the gate is open. A child
-/// that is forked while the gate is closed inherits the parent's number. Its copy of NVML has locks
-/// that are never released.
+/// Registration number of the process that closed the gate, or 0 while the gate is open. A child
+/// that is forked while the gate is closed inherits the parent's number. The locks of NVML are then
+/// never released in the child.
 static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
 /// What the thunk does next with a call, after [`enter`] has returned.
@@ -362,8 +362,8 @@ fn wait() {
     }
 }
 
-/// Opens or closes the gate as this phase of a move requires. It is closed from before the driver
-/// locks the process until after the driver unlocks it.
+/// Opens or closes the gate as this phase of a move requires. The gate is closed from before the
+/// driver locks the process until after the driver unlocks the process.
 pub fn set_phase(phase: Phase) {
     let blocks = matches!(
         phase,

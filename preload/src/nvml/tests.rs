@@ -32,8 +32,8 @@ fn cache_gives_the_last_result_of_the_same_call() {
     assert!(cache::find(key(&[], b"GPU-2")).is_none());
 }
 
-/// A thread that reads a cache entry never sees a partly written result while another thread renews
-/// the entry.
+/// While one thread renews a cache entry, another thread that reads the entry must never see a
+/// partly written result.
 #[test]
 fn cache_entry_is_never_seen_half_written() {
     use std::sync::atomic::{AtomicBool, Ordering};

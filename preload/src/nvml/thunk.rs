@@ -57,9 +57,9 @@ impl NvmlFrame {
         self.until_us.saturating_sub(sys::now_us())
     }
 
-    /// Sets the timeout of the next wait in NVML: 100 ms, or the remaining time if that is shorter. So
-    /// a call that waits longer returns here often, and notices soon that the gate was closed.
-    /// Returns false if no time remains. The first call always returns true.
+    /// Sets the timeout of the next wait in NVML to the remaining time of the call, but to 100 ms
+    /// at most. So a long wait is split into short ones, and the call soon notices that the gate
+    /// was closed. Returns false if no time remains. The first use for a call always returns true.
     pub fn slice_wait(&mut self) -> bool {
         const SLICE_MS: u64 = 100;
         let is_first = self.until_us == 0;

@@ -30,8 +30,8 @@ impl EventWaits {
             || self.0.iter().any(|entry| replace(entry, 0, ONE | u64::from(tid)))
     }
 
-    /// Counts one wait of this thread less. Returns false if the table counts no wait of this
-    /// thread.
+    /// Subtracts one wait of this thread from the table. Returns false if the table counts no wait
+    /// of this thread.
     pub fn uncount(&self, tid: u32) -> bool {
         self.change(tid, |entry| if entry < 2 * ONE { 0 } else { entry - ONE })
     }

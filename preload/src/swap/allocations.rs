@@ -96,8 +96,9 @@ pub struct Allocation {
     /// This library's number of the CUDA memory pool from which the application allocated the
     /// memory. 0: it was not allocated from a pool.
     pub pool: u64,
-    /// Event of the last `cuMemFreeAsync` of this memory, if the memory is used again after that
-    /// call. The next such call reuses the event. An empty mark: there is no event to reuse.
+    /// Event of the last `cuMemFreeAsync` of this memory. It is kept if the memory is allocated
+    /// again, because the next `cuMemFreeAsync` of the memory reuses the event. An empty mark:
+    /// there is no event to reuse.
     pub mark: CompletionMark,
 }
 

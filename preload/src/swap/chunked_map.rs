@@ -230,8 +230,8 @@ mod tests {
         assert_eq!(all(&sorted), [1, 5]);
     }
 
-    /// Compares random operations with the same operations on a `BTreeMap`. The entries are large,
-    /// so that a group has few of them, and groups are created and removed often.
+    /// Random operations must have the same results as on a `BTreeMap`. The entries are large, so
+    /// that a group has few of them, and groups are created and removed often.
     #[test]
     fn it_is_as_a_tree_whatever_comes_and_goes() {
         let mut seed = 1_u64;
@@ -270,8 +270,8 @@ mod tests {
         assert!(sorted.is_empty());
     }
 
-    /// An entry that was removed can be inserted again without a new group, so it is not lost even
-    /// if no memory for a group is left.
+    /// After an entry was removed, inserting it again must not need a new group. So the entry is
+    /// not lost, even if no memory for a group is left.
     #[test]
     fn removed_entry_fits_again_without_a_new_group() {
         let mut sorted = ChunkedMap::empty();

@@ -242,12 +242,12 @@ fn is_off(piece: &AllocationPiece) -> bool {
 pub(super) type Summary = (u32, u64, i32);
 
 /// Returns the summary of the pieces whose content is at `place`. `None`: a copier cannot create
-/// such memory. The memory must be contiguous in the staging pool, on one device and without
-/// special properties, and its pieces must have a minimum size on average. The application must not
-/// be able to export the memory, because the process imports what a copier creates, and the driver
-/// does not export imported memory. Memory of `cuMemAlloc` is allowed even if this library created
-/// it as exportable. The application cannot export it, and memory that this library has exported
-/// stays on the device.
+/// such memory. A copier can create the memory if it is contiguous in the staging pool, on one
+/// device and without special properties, and its pieces have a minimum size on average. It must
+/// also be memory that the application cannot export. The process imports what a copier creates,
+/// and the driver does not export imported memory. Memory of `cuMemAlloc` meets this condition even
+/// if this library created it as exportable. The application cannot export it, and memory that this
+/// library has exported stays on the device.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;

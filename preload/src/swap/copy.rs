@@ -382,8 +382,9 @@ pub fn is_broken(code: u32) -> bool {
 }
 
 /// Unregisters the staging pool from the driver before a checkpoint, and offers its content to the
-/// copier. Each registered byte of host memory makes checkpoint and restore slower. The copy in
-/// registers the pool again while its copies run, or a copier registers the pool earlier.
+/// copier. Each registered byte of host memory makes checkpoint and restore slower. This process
+/// registers the pool again during the copy to the device, unless a copier has registered it
+/// earlier.
 pub fn release_copied_out(vram_bytes: u64) {
     if is_copied_out() {
         with_pool(|pool| {

@@ -73,13 +73,13 @@ impl Export {
 struct Device {
     next: u64,
     handles: BTreeMap<u64, Handle>,
-    /// Number of the physical memory object that is mapped at each address.
+    /// Mappings: the number that identifies the mapped physical memory object, by address.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
     /// Content of each slot that was written. The key is a physical memory object and the slot's
     /// index in it.
     contents: BTreeMap<(u64, u64), u64>,
-    /// Contents of the memory that the driver allocated by itself, by address.
+    /// Contents of the memory that `cuMemAlloc` of the fake driver has allocated, by address.
     own: BTreeMap<u64, Vec<u64>>,
     exports: Vec<Export>,
     /// Sizes of registered host memory, by address.
@@ -96,7 +96,8 @@ struct Device {
     current: Vec<usize>,
     /// Stack limits of contexts, in bytes. A context that is not in the map has [`STACK_LIMIT`].
     limits: BTreeMap<usize, usize>,
-    /// Number of further event queries that report running work.
+    /// Number of event queries that will still report running work. Each such query reduces the
+    /// number by one.
     runs: usize,
     /// Number of allocations in the driver's own pools.
     pooled: usize,
@@ -156,7 +157,7 @@ impl Fake {
         device(|device| device.fails.clear());
     }
 
-    /// Whether a failure that a test has requested has not happened yet.
+    /// Whether a failure that a test has requested is still pending.
     pub fn is_still_to_fail(&self) -> bool {
         device(|device| !device.fails.is_empty())
     }

@@ -137,7 +137,8 @@ pub mod tests {
 
     use super::*;
 
-    /// Number of bytes that [`is_critical`] counts as used in addition to the memory that is used.
+    /// Number of bytes that a test sets as used by other processes. [`is_critical`] adds them to
+    /// the memory that is really in use.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]

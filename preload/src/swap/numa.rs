@@ -11,8 +11,9 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// Maximum length, in bytes, of the kernel's list of the processors of a node. A list in which 4096
-/// processors alternate between two nodes is longer. Then processors of any node are used.
+/// Maximum length, in bytes, of the kernel's list of the processors of a node. A longer list is
+/// possible, for example if 4096 processors alternate between two nodes. In that case processors of
+/// any node are used.
 const MAX_BYTES: usize = 4096;
 
 /// The processors nearest to the device of a context. `None`: no node is nearer than others, or it
@@ -109,7 +110,8 @@ mod tests {
         .unwrap();
     }
 
-    /// Reads the machine on which the test runs: all of its nodes are found, and no others.
+    /// The library must find exactly the NUMA nodes of the machine on which the test runs, each
+    /// with the processors in the kernel's list.
     #[test]
     fn the_nodes_of_this_machine_are_known() {
         for node in 0..1_000 {

@@ -393,8 +393,8 @@ pub mod tests {
         });
     }
 
-    /// The helpers must not touch memory if another process has used the promised host memory
-    /// before.
+    /// If other processes have used up the host memory before the helpers touch it, the helpers
+    /// must touch none of it. The next prefault must succeed when memory is free again.
     #[test]
     fn memory_that_others_took_is_not_touched() {
         let _own = SHARED.lock();

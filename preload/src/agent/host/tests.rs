@@ -66,7 +66,8 @@ extern "C" fn handle(_: i32) {
 }
 
 static STOP: AtomicBool = AtomicBool::new(false);
-/// Cache lines that all callers write, so that a later store takes longer to become visible.
+/// Cache lines that all calling threads write without a pause. Other stores of these threads then
+/// take longer to become visible.
 static CONTENDED: [[AtomicU64; 8]; 48] = [const { [const { AtomicU64::new(0) }; 8] }; 48];
 
 fn call_without_pause(tids: &AtomicU32) {

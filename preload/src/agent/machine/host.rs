@@ -41,8 +41,8 @@ pub trait Host {
     fn set_phase(&mut self, phase: Phase);
     /// Increments the generation, which is the number of times that the gate was closed.
     fn next_generation(&mut self);
-    /// Makes the gate's value visible to all threads, and their counts to the agent.
-    /// `false`: the barrier failed.
+    /// Executes a memory barrier on all threads. It makes the gate's value visible to the threads,
+    /// and the counts of the threads visible to the agent. `false`: the barrier failed.
     fn fence(&mut self) -> bool;
     /// Sets whether the gate is sealed. A sealed gate also holds nested calls, which are made while
     /// another call of the same thread is in progress.
@@ -55,7 +55,7 @@ pub trait Host {
     fn sleep_us(&mut self, us: u64);
     /// Monotonic time in microseconds.
     fn now_us(&mut self) -> u64;
-    /// Whether the process can be moved, which means that none of its hazards prevents this.
+    /// Whether the process can be moved. It can be moved if it has no hazard that prevents a move.
     fn is_eligible(&mut self) -> bool;
     /// Whether the driver must not checkpoint the process, because the process has managed or
     /// shared memory, or has loaded a tool or a video library. Call it only while the gate is
@@ -63,8 +63,8 @@ pub trait Host {
     fn keeps_context(&mut self) -> bool;
     /// Records the places at which the threads sleep, before the driver locks the process.
     fn note_threads(&mut self);
-    /// Whether the driver has shut down before its process has ended. The driver then returns
-    /// DEINITIALIZED.
+    /// Whether the driver in this process has shut down, although the process still runs. The
+    /// driver then returns DEINITIALIZED.
     fn has_driver_ended(&mut self) -> bool;
     /// Makes a call of the driver's checkpoint interface. `None`: the driver has no such function.
     fn call(&mut self, call: DriverCall) -> Option<u32>;

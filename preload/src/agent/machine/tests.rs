@@ -25,7 +25,7 @@ struct Fake {
     fails_late: bool,
     calls: Vec<DriverCall>,
     returns_ended: u32,
-    /// Whether memory is swappable. The next field says whether that memory is copied out.
+    /// True if memory is swappable. The field `copied_out` is true if that memory is copied out.
     can_copy: bool,
     copied_out: bool,
     /// True if the host memory was unregistered from the driver.
@@ -451,8 +451,8 @@ fn exit_while_offloaded_is_allowed() {
     assert_eq!(host.returns_ended, 1);
 }
 
-/// If the driver fails three times to restore a process, calls must return an error and no longer
-/// wait. No call may reach the driver, because its state is not restored.
+/// If three restores fail because the context is lost, calls must return an error and no longer
+/// wait. No call may reach the driver, because the driver's state of the process is not restored.
 #[test]
 fn lost_restore_is_told_after_three_attempts() {
     for failing in [DriverCall::Restore, DriverCall::Unlock] {
@@ -468,8 +468,8 @@ fn lost_restore_is_told_after_three_attempts() {
     }
 }
 
-/// After each step, the state that the driver reports decides the phase, whatever the step
-/// returned.
+/// The phase after a step must be the one that matches the state reported by the driver, even if
+/// the step has returned a different result.
 #[test]
 fn drivers_state_decides_against_its_code() {
     let steps = [
@@ -526,7 +526,8 @@ fn drivers_state_decides_against_its_code() {
     assert_eq!(machine.phase(), Phase::Locked);
 }
 
-/// If the driver cannot report the state of the process, the returned code decides.
+/// If the driver reports no known state of the process, the code that the step returned must decide
+/// the phase.
 #[test]
 fn code_decides_where_driver_has_no_state() {
     for says in [None, Some(77)] {

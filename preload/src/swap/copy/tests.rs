@@ -181,7 +181,8 @@ fn exported_block_stays() {
     }
 }
 
-/// Only the context of the copied-out memory may be queried to decide whether it is broken.
+/// A context must count as broken only if its memory is copied out and the driver confirms the
+/// code. The library may query no other context for this.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
@@ -208,8 +209,9 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The controller, which sees the memory limit of the pod, cancels a copy out. The cancellation
-/// must apply only to this copy.
+/// If the controller cancels a copy out, because host memory is short at the limit of the pod, all
+/// memory must stay on the device. The cancellation must apply only to this copy, so the next copy
+/// out must succeed.
 #[test]
 fn copy_turned_back_by_controller_leaves_all() {
     use affinode_proto::wire::Phase;
@@ -226,7 +228,8 @@ fn copy_turned_back_by_controller_leaves_all() {
     });
 }
 
-/// Makes driver calls of a copy out fail, each at each piece. All memory must stay on the device.
+/// If a driver call of a copy out fails, all memory must stay on the device, and the next attempt
+/// must succeed. The test makes several functions fail, the copy function at each piece.
 #[test]
 fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
@@ -257,8 +260,8 @@ fn failed_copy_in_is_repeated_from_the_pool() {
     }
 }
 
-/// A failed restore must leave no local memory on the device, because the next attempt may be much
-/// later.
+/// After a failed restore, the local memory of the contexts must be released again, because the
+/// next attempt may be much later.
 #[test]
 fn local_memory_leaves_with_the_copy() {
     let world = World::new();
@@ -277,8 +280,8 @@ fn local_memory_leaves_with_the_copy() {
     );
 }
 
-/// Makes driver calls of a copy in fail, also if mapped memory then cannot be unmapped. The next
-/// attempt must fill memory that is still mapped.
+/// If a driver call of a copy in fails, the next attempt must succeed. It must also fill memory
+/// that is still mapped, because the failed attempt could not unmap it.
 #[test]
 fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {

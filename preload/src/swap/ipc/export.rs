@@ -101,8 +101,8 @@ fn be_reachable() -> Option<ExportIdentity> {
 /// Replies to processes that request to open memory of this process. Only the agent calls this
 /// function, while the driver runs. True: there may be more requests.
 pub fn answer() -> bool {
-    /// Maximum number of requests per call. The agent then reads the controller's messages, even if
-    /// more requests wait.
+    /// Maximum number of requests that one call of `answer` handles. The agent then reads the
+    /// controller's messages, even if more requests wait.
     const MAX_REQUESTS_PER_TURN: u32 = 16;
     if !is_in_use() {
         return false;

@@ -158,8 +158,8 @@ fn request_with_another_descriptor_harms_nothing() {
     );
 }
 
-/// Changes each byte of a valid request, and tries each length. The exporter must refuse all of
-/// them.
+/// The exporter must refuse a request that differs from a valid request in any byte that has a
+/// meaning, or in its length. It must still reply to a valid request afterwards.
 #[test]
 fn request_that_differs_gets_nothing() {
     let exporter = Exporter::new();
