@@ -25,7 +25,8 @@ use affinode_cuda_sys::result;
 use crate::hook_table::HookEntry;
 use crate::{elf, libc, libcuda, process, swap, sys};
 
-/// Maximum number of recorded releases. If more are needed, the process is restored.
+/// Maximum number of releases that can be recorded. If a program makes more of them during its
+/// exit, its process is restored.
 const MAX_NOTED: usize = 4096;
 /// Number of bytes of the stack that are searched for a return address into `exit`.
 const MAX_STACK_BYTES: usize = 256 << 10;

@@ -1,6 +1,7 @@
 //! Tracks this library's own file descriptors in the application's process. They are moved to high
-//! numbers and checked before each use, because the application may have closed one and opened
-//! another file under the same number. Such a number is forgotten and never closed.
+//! numbers. The library checks a number before each use, because the application may have closed
+//! the descriptor and opened another file under the same number. In that case the library forgets
+//! the number, and never closes it.
 
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 

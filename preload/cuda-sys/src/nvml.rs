@@ -11,8 +11,8 @@
 pub enum Class {
     /// Calls pass in every state, because they do not reach the driver.
     Pass,
-    /// The function initialises NVML. While NVML is initialised, the library only counts the call.
-    /// Otherwise the process is restored first.
+    /// The function initialises NVML. If NVML is already initialised, the library only counts the
+    /// call. If not, the call waits until the process is restored.
     Init,
     /// The function shuts NVML down. The library only counts the call. NVML stays initialised in a
     /// process that uses CUDA.

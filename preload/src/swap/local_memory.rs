@@ -7,12 +7,12 @@
 //! copy in, before others: the former limit   ──> allocated again; no VRAM: tried again later
 //! ```
 //!
-//! Local memory has no content while no kernel runs. A kernel that needs more than the limit raises
-//! the limit. A limit of 4 KiB, for example, takes 1056 MiB. Measured on an H200 with driver
-//! 580.159: the change of the limit takes 0.2 to 1.1 ms. Graphs that were uploaded before a change
-//! run correctly after it. On a full device the change fails with `OUT_OF_MEMORY`, and the limit
-//! stays as it was. The driver's checkpoint of a context without local memory takes 0.24 s instead
-//! of 0.39 s.
+//! Local memory has no content while no kernel runs. The stack limit of a context determines the
+//! size of its local memory: 4 KiB per thread, for example, take 1056 MiB. A kernel that needs more
+//! than the limit raises the limit. Measured on an H200 with driver 580.159: the change of the
+//! limit takes 0.2 to 1.1 ms. Graphs that were uploaded before a change run correctly after it. On
+//! a full device the change fails with `OUT_OF_MEMORY`, and the limit stays as it was. The driver's
+//! checkpoint of a context without local memory takes 0.24 s instead of 0.39 s.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 

@@ -261,8 +261,8 @@ fn with_pool<R>(body: impl FnOnce(&mut StagingPool) -> R) -> R {
 }
 
 /// Same as [`with_pool`], but returns `None` at once if the lock of contexts is held, for example
-/// because a context is ending. The end of a context takes up to the time of the work in it, and
-/// the agent must continue to receive messages meanwhile.
+/// because a context is ending. The end of a context waits for the context's work, and the agent
+/// must continue to receive messages meanwhile.
 fn with_pool_if_free<R>(body: impl FnOnce(&mut StagingPool) -> R) -> Option<R> {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.contexts_lock.hold_if_free(|| body(unsafe { &mut *SWAP.pool.get() }))

@@ -23,7 +23,7 @@ use super::table::Column;
 pub(super) const HANDLER: &str = "affinode";
 /// VRAM in MiB that the program of a pod fills.
 const POD_MIB: u64 = 64;
-/// Configuration in which no container is offloaded without a request.
+/// Configuration in which a container is offloaded only on request.
 pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
 /// Maximum time until the controller exits. Before its exit, the controller waits a minute for

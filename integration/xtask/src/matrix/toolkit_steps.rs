@@ -204,8 +204,9 @@ impl Scene<'_> {
         self.is_served()
     }
 
-    /// Makes the toolkit change containerd's default handler several times. Affinode's handler must
-    /// follow each change, with one restart for each.
+    /// Makes the toolkit set and reset containerd's default handler, each twice. Affinode's handler
+    /// must follow each change, with one restart of containerd. A repetition without a change must
+    /// cause no restart.
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();

@@ -20,7 +20,7 @@ const STAND_INS: [(&str, &str); 3] = [
     (" pytorch/pytorch ", " docker.io/pytorch/pytorch:latest notebook "),
 ];
 
-/// Runs the command lines. The last step starts the container on a terminal.
+/// Runs the persona's commands. The last step starts the container, on a terminal.
 pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Result<Ran> {
     let world = machine::start(artifacts, release, machine::Engine::Containerd)?;
     let outcome = prepare(&world).and_then(|installation| {

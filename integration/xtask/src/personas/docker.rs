@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 
 use super::{Outcome, Ran, document::DocLine, machine, plays, shell::Shell};
 
-/// Runs the command lines. The last step starts the container on a terminal.
+/// Runs the persona's commands. The last step starts the container, on a terminal.
 pub fn run(lines: &[DocLine], artifacts: &Artifacts, release: &Release) -> Result<Ran> {
     let Some(programs) = DockerPrograms::find(artifacts) else {
         return Ok((Outcome::NotRun("this machine can have no dockerd".into()), Vec::new()));

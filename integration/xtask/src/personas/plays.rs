@@ -10,8 +10,9 @@ use super::{
 };
 
 /// Runs the commands of a user with one machine. The last step starts a container with a CUDA
-/// program on a terminal. Checks that the idle program is offloaded and the document's commands
-/// show it. Then makes the program call CUDA again, and checks its memory.
+/// program on a terminal. Checks that the idle program is offloaded, and that the documents'
+/// commands then show it as offloaded. Then makes the program call CUDA again, and checks its
+/// memory.
 pub fn on_a_terminal(world: &Testbed, shell: &mut Shell<'_>, lines: &[DocLine]) -> Result<String> {
     let (steps, looks): (Vec<_>, Vec<_>) =
         lines.iter().partition(|line| line.purpose == Purpose::Step);

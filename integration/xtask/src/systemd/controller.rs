@@ -14,7 +14,7 @@ use super::{
     units::gone,
 };
 
-/// The steps of this part, in order.
+/// The steps with the controller's unit, in the order in which they run.
 pub fn steps<'a>() -> [Step<Controller<'a>>; 12] {
     [
         ("the unit that `install` wrote", written),

@@ -10,7 +10,7 @@ use super::{
     rows::Step,
 };
 
-/// The steps of this part, in order.
+/// The steps of installation and removal, in the order in which they run.
 pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
     [
         ("systemd has booted", booted),

@@ -13,7 +13,7 @@ use super::{
     units::gone,
 };
 
-/// The steps of this part, in order.
+/// The steps with Slurm jobs, in the order in which they run.
 pub fn steps<'a>() -> [Step<Slurm<'a>>; 6] {
     [
         ("slurmctld and slurmd serve", serves),

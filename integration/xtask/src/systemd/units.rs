@@ -11,7 +11,7 @@ use super::{
     rows::Step,
 };
 
-/// The steps of this part, in order.
+/// The steps with transient units, in the order in which they run.
 pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
     [
         ("offload, host memory counts for the unit", offload),

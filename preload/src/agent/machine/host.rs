@@ -7,7 +7,8 @@ use affinode_proto::wire::message::CopyOptions;
 
 use crate::swap::pending_work::GpuWork;
 
-/// A set of calls that must not be inside the driver before the order machine continues.
+/// Set of calls for whose end the order machine waits. It continues only when none of them is
+/// inside the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallAdmission {
     /// Calls of every class.

@@ -46,7 +46,7 @@ struct Fake {
     /// Code that the driver returns for every call; `None`: calls succeed.
     broken: Option<u32>,
     damaged: bool,
-    /// State that the fake driver reports in place of the real one. The inner `None`: it reports no
+    /// State that the fake driver reports. `None`: the real state. `Some(None)`: it reports no
     /// state.
     says: Option<Option<u32>>,
     /// Result of a wait for the GPU's work.

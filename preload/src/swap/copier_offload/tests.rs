@@ -176,8 +176,8 @@ fn export_is_held_by_descriptors_until_copied() {
     }
 }
 
-/// A pool with shared chunks must not be offered to another copier. Its file has holes in place of
-/// these chunks, so that copier would restore zeros.
+/// A pool with shared chunks must not be offered to another copier. The pool's file has holes in
+/// place of these chunks, and another copier would restore zeros from them.
 #[test]
 fn shared_chunks_are_offered_to_no_other_copier() {
     for shared in [false, true] {

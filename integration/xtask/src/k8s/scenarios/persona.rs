@@ -78,9 +78,9 @@ pub fn platform_engineer(plane: &Plane<'_>) -> Result<()> {
     systemd::uninstall(plane)
 }
 
-/// Starts a pod for the JupyterHub profile with a shared GPU. KubeSpawner creates the pod's
-/// manifest from the repository's values. Three parts of the pod are replaced: the program, its
-/// node, and the idle timeout of five minutes.
+/// Starts a pod with the annotations, the runtime class and the resources of the JupyterHub profile
+/// with a shared GPU. KubeSpawner creates these three parts from the repository's values. The rest
+/// of the pod is a test program on the first node. The idle timeout is 2 s instead of five minutes.
 fn notebook(plane: &Plane<'_>) -> Result<()> {
     const NAME: &str = "jupyter-ana";
     step("A user of JupyterHub starts a server with the profile GPU");
