@@ -1,6 +1,7 @@
-//! Prefaults host memory for the next offload while the process is resident. The pages of the
-//! staging pool are made present, and a copier (a process that copies VRAM for others) registers
-//! them. The copier can then copy out as soon as an offload is ordered.
+//! Prefaults host memory for the next offload while the process is resident. The agent makes the
+//! pages of the staging pool present, and a copier (a process that copies VRAM for others)
+//! registers these pages with the driver. The copier can then copy out as soon as an offload is
+//! ordered.
 //!
 //! ```text
 //! NOTHING ──prepare──> FILLING_PAGES ──all pages are present──> TOLD ──the copier sends Ready──> READY
@@ -63,7 +64,8 @@ pub fn prepare(on: bool) {
     }
 }
 
-/// Ends the prefault, if one is in progress or complete.
+/// Ends the prefault of host memory, in whichever state it is. Does nothing if there is no
+/// prefault.
 pub fn end_preparation() {
     if is_on() {
         prepare(false);
@@ -151,9 +153,9 @@ pub fn is_over() {
     }
 }
 
-/// Closes the connection to a copier that has the file of the staging pool. Callers do so before
-/// they free pages of the pool, because the memory that the copier has registered is then no longer
-/// the pool's.
+/// Closes the connection to a copier that has the file of the staging pool. Callers must call this
+/// function before they free pages of the pool. After that, the pages that the copier has
+/// registered no longer belong to the pool.
 pub fn is_spoilt() {
     if is_told() {
         copier_restore::hang_up();

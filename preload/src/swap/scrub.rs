@@ -32,8 +32,8 @@ pub enum ScrubState {
 
 impl ScrubState {
     /// Updates the state, and returns whether the agent must make the small allocation now.
-    /// `parked`: memory is copied out, and the driver can be called. `held`: allocations are
-    /// paused, because VRAM is granted to another process, possibly all free VRAM.
+    /// `parked` is true if memory is copied out and the driver can be called. `held` is true if
+    /// allocations are paused, because VRAM is granted to another process, possibly all free VRAM.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::None,
@@ -47,8 +47,8 @@ impl ScrubState {
         false
     }
 
-    /// Time in milliseconds until the agent must make the small allocation. `u64::MAX`: no
-    /// allocation is due, or the agent waits for the end of a pause of allocations, which wakes it.
+    /// Time until the agent must make the small allocation, in milliseconds. `u64::MAX`: no
+    /// allocation is due, or allocations are paused. The end of the pause wakes the agent.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Scrubbing(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),

@@ -49,7 +49,7 @@ pub struct StagingPool {
     of_file: usize,
     /// 1 if the whole content is retained after a restore while host memory suffices.
     keeps: usize,
-    /// 1 if a large part of the content was skipped as zero, so that a copier would not help.
+    /// 1 if so much of the content was skipped as zero that a copier would not help.
     sparse: usize,
     /// 1 if a copier may still be writing to the memory. The memory is then replaced before its
     /// next use.
@@ -57,29 +57,29 @@ pub struct StagingPool {
     registered: ChunkQueue,
     /// Chunks that are replaced by a mapping of a sealed file, which other processes map too.
     shared: ChunkQueue,
-    /// The digest of each slot's content, where it is known.
+    /// The digest of the content of each slot (`SLOT_BYTES` bytes), where it is known.
     known: DigestTable,
 }
 
 /// Where the content of a slot is stored after the copy out in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
-    /// In the pool. The copy out in progress copies it there.
+    /// The content will be in the pool: the copy out in progress copies it there.
     Anew,
-    /// In the pool already, since an earlier copy-out.
+    /// The content is in the pool already, since an earlier copy out.
     Already,
-    /// Not stored, because it is all zero.
+    /// The content is not stored, because it is all zero.
     Nowhere,
 }
 
 /// Result of an attempt to free unused host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TrimResult {
-    /// No unused memory is left.
+    /// No more memory can be freed. Only the chunks that the pool always keeps are left.
     All,
     /// More unused memory can be freed.
     Part,
-    /// The remaining memory is retained for the next offload.
+    /// No more memory can be freed, because the remaining memory is retained for the next offload.
     Kept,
 }
 
@@ -113,7 +113,7 @@ impl StagingPool {
     /// [`Self::ready`] waits for each chunk, and [`Self::end`] must be called afterwards. False:
     /// the address space is exhausted.
     ///
-    /// No memory may be copied out to the pool at the time of the call. `context` must exist.
+    /// At the time of the call, the pool must not hold copied-out memory, and `context` must exist.
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = fds::COPIER.get().is_some();
@@ -257,8 +257,9 @@ impl StagingPool {
         (self.start + offset) as *mut c_void
     }
 
-    /// Stops the prefault and waits until its helpers have ended. Does nothing if this process has
-    /// no pool yet, because the helpers of a parent process do not run here.
+    /// Stops the prefault and waits until its helper threads have ended. Does nothing if this
+    /// process has no pool yet. The helpers that are recorded then belong to the parent process,
+    /// and do not run in this process.
     pub fn end(&mut self) {
         if self.start != 0 {
             PREFAULT.end();
@@ -308,8 +309,8 @@ impl StagingPool {
         self.keeps = usize::from(keeps);
     }
 
-    /// Returns where the content at `offset` is stored after this copy out, and the number of bytes
-    /// from `offset` on for which this is true. All these bytes are in one chunk, and they are at
+    /// Returns where the content at `offset` is stored after this copy out, and how many bytes from
+    /// `offset` on are stored in the same way. All these bytes are in one chunk, and they are at
     /// most `most`.
     pub fn stored(
         &self,
@@ -341,13 +342,13 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether the part that was skipped as zero is so large that a copier would not help at the
-    /// next offload.
+    /// Whether so much of the content was skipped as zero that a copier would not help at the next
+    /// offload.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
 
-    /// The digest of each slot's content, where it is known.
+    /// Returns the digest of the content of each slot (`SLOT_BYTES` bytes), where it is known.
     pub fn known(&self) -> &[Digest] {
         self.known.all()
     }
@@ -397,8 +398,8 @@ impl StagingPool {
     }
 
     /// Frees or unregisters a part of a pool that is not in use. `prepared` is true if the pool is
-    /// prefaulted for the next offload. `short` returns whether host memory is short. In this case
-    /// nothing is retained.
+    /// prefaulted for the next offload. `short` returns whether host memory is short. If it is
+    /// short, no memory is retained for the next offload.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;

@@ -6,9 +6,10 @@
 //! own ──sealed file of the copier, same bytes──> shared ──resident, or before next use──> own, empty
 //! ```
 //!
-//! The process maps the file itself, so the file outlives the copier and the other processes.
-//! The copier creates the file from content that two processes have. Before a process replaces its
-//! chunk, it compares the file with the chunk again, because the chunk's own content is then freed.
+//! Each process maps the sealed file itself, so the file exists for this process even after the
+//! copier and the other processes have ended. The copier creates the file from content that two
+//! processes have. A process compares the file with its chunk again before it replaces the chunk,
+//! because the chunk's own content is then freed.
 
 use super::{CHUNK_BYTES, PREFAULT, StagingPool, chunk_bytes};
 use crate::sys::{self, PagePlacement, SealedFile};
@@ -84,9 +85,10 @@ impl StagingPool {
         put_back
     }
 
-    /// Repairs a chunk after the kernel has unmapped it but had no memory to map its replacement:
-    /// maps the pool's own file there again. The content is then only in that file, and the agent
-    /// cannot continue without it. Therefore the function tries again until it succeeds.
+    /// Maps the pool's own file at a chunk's addresses again, after the kernel has removed the
+    /// chunk's mapping but could not map the shared file there for lack of memory. The content is
+    /// then only in the pool's file, and the agent cannot continue without it. Therefore the
+    /// function tries again until it succeeds.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {

@@ -190,8 +190,8 @@ fn copier_is_left_before_its_pages_are_freed() {
     }
 }
 
-/// A copy that covers only a part of a slot must remove the slot's digest. Such copies occur behind
-/// a piece whose size is not a multiple of a slot.
+/// If a copy overwrites only a part of a slot, the digest of this slot must be removed. Copies
+/// begin or end inside a slot if the size of a piece is not a multiple of the slot size.
 #[test]
 fn partial_copy_forgets_the_digests_it_touches() {
     let _own = SHARED.lock();

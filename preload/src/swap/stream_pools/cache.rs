@@ -24,8 +24,8 @@ pub struct CompletionMark {
     pub context: usize,
 }
 
-/// A piece of memory that the application has freed. It is unused once the work before its mark has
-/// ended.
+/// A piece of memory that the application has freed in a stream. The GPU no longer uses the piece
+/// once the stream's work before the mark has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreePiece {
     /// Time of the free, from `AllocationTables::now`.
@@ -36,7 +36,7 @@ pub struct FreePiece {
     pub pool: u64,
     /// Id of the stream in which the piece was freed.
     pub stream: u64,
-    /// Point in that stream's work after which the GPU no longer uses the piece.
+    /// Point in the work of `stream` after which the GPU no longer uses the piece.
     pub mark: CompletionMark,
     /// True once all work before the mark has ended.
     pub ended: bool,
@@ -48,8 +48,8 @@ impl HasKey for FreePiece {
     }
 }
 
-/// A memory pool of the application. This library makes or has made allocations of the pool itself,
-/// so that it can copy them.
+/// A memory pool of the application. This library allocates the pool's memory in place of the
+/// driver, so that it can copy the memory. If `left` is true, the driver makes the new allocations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamPool {
     /// The application's handle of the pool.
@@ -101,7 +101,8 @@ pub struct PieceRequest {
     pub context: usize,
     /// Size in bytes, rounded up to whole granules.
     pub bytes: u64,
-    /// True if pieces of other streams are allowed, once their work has ended.
+    /// True if a piece of another stream may be used, once that stream's work before the piece's
+    /// mark has ended.
     pub of_others: bool,
 }
 
@@ -200,7 +201,7 @@ impl PoolCache {
         self.pools.insert(pool).then_some(number)
     }
 
-    /// Resets the highest number of one of a pool's byte counters to its current number. `of`
+    /// Sets the highest number of one byte counter of a pool to the counter's current number. `of`
     /// selects the counter.
     pub fn forget_highs(&mut self, handle: usize, of: impl Fn(&mut StreamPool) -> &mut SizeClass) {
         if let Some(pool) = self.pools.at(handle as u64) {
@@ -218,7 +219,7 @@ impl PoolCache {
         self.numbered(number).map_or(0, |pool| pool.handle)
     }
 
-    /// Adds a new piece to the byte counters of its pool, as in use.
+    /// Adds a new allocation and its physical memory to the byte counters of its pool.
     pub fn made(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.rise(allocation.asked_bytes);
@@ -277,20 +278,20 @@ impl PoolCache {
         self.unused.iter().any(|one| one.pool == number)
     }
 
-    /// Returns the first piece, of those freed at `from` or later, whose work has not ended. Skips
-    /// the streams in `busy`: their earlier work has not ended, so their later work has not ended
-    /// either.
+    /// Returns the oldest piece whose work has not ended, among the pieces freed at the time `from`
+    /// or later. Skips pieces of the streams in `busy`: earlier work of these streams has not
+    /// ended, so their later work has not ended either.
     pub fn waiting(&mut self, from: u64, busy: &PendingFree) -> Option<FreePiece> {
         let waits = |one: &&FreePiece| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
     }
 
-    /// Whether any unused piece still waits for work.
+    /// Whether any unused piece still waits for the end of GPU work.
     pub fn waits(&mut self) -> bool {
         self.waiting(0, &PendingFree::default()).is_some()
     }
 
-    /// Whether there is no unused piece.
+    /// True if the cache contains no pieces.
     pub fn is_empty(&mut self) -> bool {
         self.unused.is_empty()
     }
@@ -327,8 +328,9 @@ impl PoolCache {
         self.take_out(|_| true)
     }
 
-    /// Records that a context has ended. The work that the context received before `before` has
-    /// ended, and its events no longer exist.
+    /// Records that a context has ended. Each piece that was freed before the time `before` and has
+    /// its mark in this context is recorded as ended. It loses the mark, because the mark's event
+    /// no longer exists.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
@@ -337,8 +339,9 @@ impl PoolCache {
         }
     }
 
-    /// Removes and returns the oldest piece of a context that ended at `before`. Skips a piece that
-    /// waits for work of another context, because that work may still use the piece.
+    /// Removes and returns the oldest piece whose memory belongs to a context that ended at the
+    /// time `before`. Skips a piece that waits for work in another context, because that work may
+    /// still use the piece.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<FreePiece> {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }

@@ -1,9 +1,9 @@
 //! Finds GPU work that has ended, and frees the memory that was waiting for it. Makes the driver
 //! calls for the decisions of [`super::cache`].
 //!
-//! A call that frees memory records the event in the stream that it names. At any other time
-//! another thread may be capturing that stream. Only one thread at a time queries and destroys
-//! events.
+//! The event that shows the end of a piece's work is recorded during the call that frees the piece,
+//! in the stream that this call names. At any other time another thread may be capturing that
+//! stream. Only one thread at a time queries and destroys events.
 
 use core::sync::atomic::Ordering;
 
@@ -18,8 +18,8 @@ use super::cache::{CompletionMark, FreePiece, PendingFree, StreamPool};
 use super::stream::Stream;
 use crate::sys;
 
-/// Runs `body` in the relaxed capture mode. Its driver calls then invalidate no capture of a
-/// stream, in this thread or another.
+/// Runs `body` in the relaxed capture mode. The driver calls of `body` then do not invalidate a
+/// capture of a stream by this thread or another thread.
 pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
@@ -99,7 +99,7 @@ fn look() {
 }
 
 /// Frees the unused pieces that have no pool. With `pools`, also frees what each pool holds above
-/// its threshold. Returns whether a later wait for work may free more. The caller must hold
+/// its threshold. True: pieces are left that a later call may free. The caller must hold
 /// `unused_lock`.
 fn give_back_surplus(pools: bool) -> bool {
     while let Some(one) = tables(|tables| tables.cache.take_loose()) {
@@ -148,11 +148,11 @@ pub fn unsettle() {
     SWAP.unsettled.store(1, Ordering::Release);
 }
 
-/// Frees the unused pieces that need not be kept, if any piece was freed since the last check or
-/// still waits for work. With `waited`, the calling function has waited for work, and pieces of
-/// pools are freed too, as the driver does. If another thread is freeing pieces now, this call
-/// frees nothing and leaves the pieces to the next call. The other thread may be ending a context
-/// whose work needs this thread to continue.
+/// Frees the unused pieces that need not be kept. Does nothing if no piece was freed since the last
+/// call and no piece still waits for work. `waited` is true if the calling function has waited for
+/// work. In this case pieces of pools are freed too, as the driver does. If another thread is
+/// freeing pieces now, this call frees nothing and leaves the pieces to the next call. It must not
+/// wait for that thread, which may be ending a context whose work needs this thread to continue.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;
@@ -173,7 +173,8 @@ pub fn settle(waited: bool) {
 /// waits until the work of a piece has ended. True: memory was freed, so the allocation can be
 /// tried again.
 pub fn make_room() -> bool {
-    /// Time limit of the wait. Work that takes longer may be waiting for this thread.
+    /// Maximum time to wait for the end of work, in microseconds. Work that takes longer may itself
+    /// be waiting for the thread that waits here.
     const MAX_US: u64 = 10_000_000;
     const BETWEEN_US: u64 = 500;
     if !is_in_use() {

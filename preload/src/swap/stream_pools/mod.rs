@@ -100,8 +100,9 @@ pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
     unsafe { serve(address, ours, driver) }
 }
 
-/// Serves an allocation call of the application. Writes the address that `ours` returns to
-/// `address`. If `ours` returns none, or `address` is null, calls the driver.
+/// Serves an allocation call of the application. If `ours` returns an address, this address is
+/// written to the place `address`. If `ours` returns `None`, or `address` is null, `driver` is
+/// called instead.
 ///
 /// # Safety
 /// `address` must be null, or a place for an address.
@@ -228,10 +229,11 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Removes an allocation that is being freed from the table, so that no other thread can free it.
-/// `context` is the context of the stream in which it is freed. If the allocation's mark belongs to
-/// another context, the mark's event is destroyed. Otherwise the library would miss the end of that
-/// context while the mark is outside the table.
+/// Removes an allocation that is being freed from the table of allocations, so that no other thread
+/// can free it too. `context` is the context of the stream in which it is freed. If the
+/// allocation's mark belongs to another context, this function destroys the mark's event. The end
+/// of that other context resets only marks in the table, and would miss this mark while it is
+/// outside the table.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
@@ -279,9 +281,9 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     Some(result::SUCCESS)
 }
 
-/// Stores an allocation, which was just removed from the table, in the cache of unused pieces. It
-/// counts as in use until the work before its mark, in the stream with the id `after`, has ended.
-/// If `after` is `None`, it is unused at once.
+/// Stores an allocation in the cache of unused pieces, after the caller has removed it from the
+/// table of allocations. The piece waits until the work before the allocation's mark, in the stream
+/// with the id `after`, has ended. If `after` is `None`, the piece is unused at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
     // A piece to which something else refers must not be reused for another allocation.

@@ -150,8 +150,9 @@ pub unsafe extern "C" fn pool_trim_to(handle: usize, keep_bytes: usize) -> u32 {
     code
 }
 
-/// Wrapper of `cuMemPoolSetAccess`. Gives other devices access to the pool's existing allocations,
-/// which then stay on the device. From then on the driver makes new allocations of the pool.
+/// Wrapper of `cuMemPoolSetAccess`. Also gives the other devices access to the pool's existing
+/// allocations, which this library then never moves to host memory. From then on the driver makes
+/// new allocations of the pool.
 pub unsafe extern "C" fn pool_set_access(
     handle: usize,
     access: *const MemAccessDesc,

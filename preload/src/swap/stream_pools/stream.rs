@@ -16,8 +16,8 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl Stream {
-    /// Returns the stream that an argument of a function with per-thread default streams means.
-    /// Null means the default stream of the thread.
+    /// Returns the stream for a handle that the application passed to a function with per-thread
+    /// default streams (`_ptsz`). The null handle means the default stream of the calling thread.
     pub fn per_thread(handle: *mut c_void) -> Stream {
         let is_default = handle as usize == NONE;
         Stream(if is_default { PER_THREAD as *mut c_void } else { handle })

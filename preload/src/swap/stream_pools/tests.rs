@@ -92,8 +92,8 @@ fn memory_of_the_devices_pool_is_carried() {
     assert_eq!(swappable.fake.held().mappings, 0);
 }
 
-/// If the application gives another device access to a pool before all other calls, the driver must
-/// make the pool's allocations. Programs for several devices make such calls first.
+/// If the application gives another device access to a pool before it allocates from the pool, the
+/// driver must make the pool's allocations. Programs for several devices set the access first.
 #[test]
 fn pool_with_peer_access_is_the_drivers() {
     let swappable = SwapDevice::new();
@@ -143,8 +143,8 @@ fn wait_for_work_ignores_an_ending_context() {
     assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next call frees the pieces");
 }
 
-/// Memory that is allocated while the end of its context waits for the lock of contexts must be
-/// freed with the context.
+/// A thread that ends a context waits for the lock of contexts. Memory that another thread
+/// allocates in this context meanwhile must be freed together with the context.
 #[test]
 fn context_end_frees_its_earlier_memory() {
     let swappable = SwapDevice::new();
@@ -163,8 +163,9 @@ fn context_end_frees_its_earlier_memory() {
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
-/// While one thread takes a reference to find the primary context, no other thread may release its
-/// reference. Otherwise the reference of the first thread would be the last one.
+/// To find the primary context, a thread takes a reference to it for a short time. Another thread
+/// must not release its own reference in this time, because the reference of the first thread would
+/// then be the last one.
 #[test]
 fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
@@ -194,8 +195,8 @@ fn primary_context_is_not_held_during_release() {
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
 
-/// If memory was freed after work in another context, and that context ends, the next free must
-/// make no call in it.
+/// An allocation has a mark in another context, and that other context ends while a thread frees
+/// the allocation. The free must not make a driver call in the context that has ended.
 #[test]
 fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;

@@ -206,8 +206,8 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert!(cache.is_empty() && !cache.waits());
 }
 
-/// State of a piece in the model: in use, or freed. A freed piece becomes unused after the part
-/// `after` of its stream's work.
+/// State that the model expects of a piece: in use, or freed in a stream. The GPU no longer uses a
+/// freed piece once the stream has ended its first `after` parts of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
     Used,
