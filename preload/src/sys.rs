@@ -340,8 +340,9 @@ fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
     plain(number::FCNTL, [fd as usize, command, argument, 0, 0, 0])
 }
 
-/// Moves a descriptor to a high number and closes the old one, because some programs rely on low
-/// numbers. Returns the old number if the limit of descriptors is too low.
+/// Moves a descriptor to a high number and closes the old one, because some programs expect certain
+/// low numbers for their own descriptors. Returns the old number if the limit of descriptors is too
+/// low.
 pub fn lift(fd: i32) -> i32 {
     const F_DUPFD_CLOEXEC: usize = 1030;
     for lowest in [1000, 400, 200] {

@@ -217,7 +217,8 @@ unsafe extern "C" {
     static affinode_stubs: u8;
 }
 
-/// Returns the address of the stub that belongs to the pool's entry with this index.
+/// Returns the address of the assembly stub that belongs to one entry of the hook pool. `index` is
+/// the position of the entry in the pool.
 pub fn stub(index: usize) -> usize {
     (&raw const affinode_stubs) as usize + index * layout::STRIDE
 }

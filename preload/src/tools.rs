@@ -5,10 +5,10 @@
 //! hold calls of these functions. The tables cannot be replaced by wrappers, because the CUDA
 //! runtime checks them by a hash. But the request for a table is an ordinary call, which this
 //! library sees. A table of the CUDA runtime or its libraries is harmless: its functions are called
-//! only from inside calls that the gate holds. Any table that is not listed here is treated as a
-//! tool's, whose threads call at any time. While the context is checkpointed, such a call hangs,
-//! and the process is lost at the restore (CUPTI, H200, driver 580.159). So a process that has
-//! requested such a table keeps its context permanently.
+//! only from inside calls that the gate holds. A table that is not listed here is treated as the
+//! table of a tool. The threads of a tool call the table's functions at any time. While the context
+//! is checkpointed, such a call hangs, and the process is lost at the restore (CUPTI, H200, driver
+//! 580.159). So a process that has requested such a table keeps its context permanently.
 //!
 //! ```text
 //! request ──bit in the counters──> gate ──resident──> driver: the tool gets the table
@@ -27,8 +27,9 @@ pub type TableId = [u8; 16];
 
 /// Ids of harmless tables: those that the CUDA runtime, its math libraries, NVRTC and NVML request
 /// in programs without any tool (CUDA 13.0, driver 580.159.04, H200). The first byte of an id is
-/// the highest. Table `1734dc26-800d-4745-8726-c0f1e7dd8bca` of cuBLASLt is not listed, because no
-/// test has shown that a process may call its functions while it is checkpointed.
+/// the highest byte of the number. Table `1734dc26-800d-4745-8726-c0f1e7dd8bca` of cuBLASLt is not
+/// listed, because no test has shown that a process may call its functions while it is
+/// checkpointed.
 const HARMLESS: [u128; 11] = [
     0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
     0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9,
@@ -89,8 +90,8 @@ pub fn of_request(table: u128) -> Hazards {
     }
 }
 
-/// Returns the hazard of tools that environment variables load into the process. It is known before
-/// the first call.
+/// Returns the hazard of tools that environment variables load into the process. This hazard is
+/// known before the process makes its first CUDA call.
 pub fn in_environment() -> Hazards {
     let is_set = |name: &&[u8]| libc::environment(name).is_some_and(|value| !value.is_empty());
     if INJECTIONS.iter().any(is_set) { Hazards::TOOLS } else { Hazards(0) }
@@ -105,10 +106,10 @@ pub fn found() -> Hazards {
 const MAPS: &CStr = c"/proc/self/maps";
 
 /// Whether the process has mapped a file whose name begins with one of `names`. The function reads
-/// the file `maps`, not the loader's list of objects: glibc does not reset that list's lock in a
-/// forked child, so a child that is forked while the agent walks the list would hang. If `maps`
-/// cannot be read, the function walks the list, because the process could be lost if a tool were
-/// not found.
+/// the file `maps` instead of the loader's list of objects. If the agent walked that list during a
+/// fork, the child would hang, because glibc does not reset the list's lock in the child. If `maps`
+/// cannot be read, the function walks the list in spite of this, because an undetected tool could
+/// cost the process.
 fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
     let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };

@@ -9,11 +9,12 @@
 //!         begins again                      ─────────> VramTaken
 //! ```
 //!
-//! The controller divides what the limit leaves between the processes of the container, and reads
-//! NVML for it. This module therefore counts neither contexts nor freed memory. An allowance is
-//! valid while the epoch in the counters is the one with which it was given: the controller changes
-//! the epoch to recall it. A caller adds its bytes before it reads the epoch, so the controller
-//! never misses an allocation that a recalled allowance has let through.
+//! The controller reads from NVML how much VRAM the container uses, and divides the rest of the
+//! limit between the container's processes. Each process gets an allowance: a number of bytes that
+//! it may still allocate on a GPU. This module therefore counts neither contexts nor freed memory.
+//! An allowance is valid while the epoch in the counters is the one with which it was given: the
+//! controller changes the epoch to recall it. A caller adds its bytes before it reads the epoch, so
+//! the controller never misses an allocation that a recalled allowance has let through.
 //!
 //! The limit is cooperative: a program that talks to the driver by itself is not held. If no
 //! controller replies within [`ANSWER_MS`], allocations are not limited until one does, because a
@@ -31,21 +32,24 @@ use crate::{process, sys};
 const GPUS: usize = 16;
 /// Maximum time that an allocation waits for an allowance.
 const ANSWER_MS: u64 = 10_000;
-/// Maximum sleep before the state is checked again. The limit only guards against a lost wake.
+/// Maximum time that a waiting caller sleeps before it checks again for a reply, in milliseconds.
+/// The check is needed only if a wake was lost.
 const LOOK_AGAIN_MS: u64 = 1_000;
-/// Maximum number of requests for one allocation whose size was free each time. Other threads can
-/// use up an allowance before the thread that asked for it.
+/// Maximum number of requests that one allocation makes while each reply states that its size is
+/// free. Other threads can use up an allowance before the thread that requested it.
 const MAX_ASKS: u32 = 20;
-/// Size of the driver's pieces of VRAM. The size of a larger allocation is rounded up to it.
+/// Unit in which the driver takes VRAM, in bytes. The size of an allocation of at least one unit is
+/// rounded up to whole units.
 const PIECE_BYTES: u64 = 2 << 20;
 
 /// The limit and the process's allowances. All zero in a forked child.
 pub struct VramLimit {
     /// Limit of the container on each GPU, in bytes; 0: there is none.
     limit_bytes: AtomicU64,
-    /// 1 after a request got no reply in time, until a controller sends something.
+    /// 1 after a request got no reply in time. It becomes 0 when a controller accepts the process
+    /// or sends a reply.
     is_unanswered: AtomicU32,
-    /// Number of replies that their callers have used.
+    /// Number of replies that calls have used since the agent last read this number.
     taken: AtomicU32,
     gpus: [GpuAllowance; GPUS],
 }
@@ -62,7 +66,8 @@ struct GpuAllowance {
     free_bytes: AtomicU64,
     /// Size of the largest allocation that waits for a reply.
     wanted_bytes: AtomicU64,
-    /// Number of requests so far. A request with a higher number includes the lower ones.
+    /// Number of requests so far. The reply to a request also answers all requests with lower
+    /// numbers.
     asked: AtomicU32,
     /// Number of the last request that was sent on this connection.
     sent: AtomicU32,
@@ -70,14 +75,14 @@ struct GpuAllowance {
     answered: AtomicU32,
 }
 
-/// The requests of one call so far.
+/// Counts the requests for an allowance that one call has made so far.
 #[derive(Default)]
 pub struct LimitAttempts {
     asked: u32,
 }
 
 impl LimitAttempts {
-    /// Whether the call has not asked yet.
+    /// Whether the call has made no request yet.
     pub fn is_first(&self) -> bool {
         self.asked == 0
     }
@@ -86,10 +91,11 @@ impl LimitAttempts {
 /// Whether a call may reach the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// It may. These bytes are pending until [`VramLimit::end`]; 0: none.
+    /// The call may reach the driver. The value is the number of its bytes that are pending until
+    /// [`VramLimit::end`]; 0: none.
     Admitted(u64),
-    /// The allowance does not suffice: ask for another with [`VramLimit::ask`], outside the gate,
-    /// and begin again.
+    /// The allowance is too small. The caller must leave the gate, request another allowance with
+    /// [`VramLimit::ask`], and begin again.
     Ask,
     /// The limit does not leave enough: the call must fail, unless memory of the process can be
     /// freed.
@@ -163,8 +169,8 @@ impl VramLimit {
         (limit_bytes != 0).then_some(limit_bytes)
     }
 
-    /// Sets the limit of the controller that has just accepted the process. 0: there is none.
-    /// Requests without a reply are sent again.
+    /// Stores the limit that the controller has sent with its acceptance of the process, in bytes.
+    /// 0: there is no limit. Requests without a reply are sent again.
     pub fn set_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Release);
         self.is_unanswered.store(0, Ordering::Release);
@@ -194,7 +200,8 @@ impl VramLimit {
         Some(gpu)
     }
 
-    /// Decides about an allocation. `attempts` are those of the same call.
+    /// Decides whether an allocation may reach the driver. `attempts` counts the requests that the
+    /// same call has made.
     pub fn admit(
         &self,
         page: &CounterPage,
@@ -220,9 +227,9 @@ impl VramLimit {
         }
     }
 
-    /// Asks the controller for an allowance and sleeps until the reply. The call must not be
-    /// counted, so that the process can be offloaded meanwhile. `want.bytes` 0: only
-    /// [`VramLimit::view`] is of interest.
+    /// Requests an allowance from the controller and sleeps until the reply. The caller must be
+    /// outside the gate and not counted as a call in progress, so that the process can be offloaded
+    /// meanwhile. If `want.bytes` is 0, the request only updates the values of [`VramLimit::view`].
     pub fn ask(&self, want: &AllocRequest, attempts: &mut LimitAttempts) {
         let Some(gpu) = self.gpu(&want.uuid) else { return };
         attempts.asked += 1;
@@ -243,7 +250,8 @@ impl VramLimit {
         }
     }
 
-    /// Tells the controller that a call has used its last reply.
+    /// Informs the controller that a call has used the reply to its last request. Does nothing if
+    /// the call has made no request.
     pub fn end_attempts(&self, attempts: &mut LimitAttempts) {
         if core::mem::take(&mut attempts.asked) > 0 {
             self.taken.fetch_add(1, Ordering::AcqRel);
@@ -298,7 +306,8 @@ impl VramLimit {
         }
     }
 
-    /// The next request that was not sent yet, for the agent. Calls count it as sent.
+    /// Returns the next request that the agent must send, and counts it as sent. `None`: no request
+    /// is left to send.
     pub fn next_request(&self) -> Option<AgentMessage> {
         self.bytes()?;
         let gpu = self.gpus.iter().find(|gpu| {
@@ -327,7 +336,7 @@ mod tests {
 
     const WANT: AllocRequest = AllocRequest { bytes: 5 * PIECE_BYTES, uuid: [9; 16] };
 
-    /// Counters of their own, which stay mapped.
+    /// Returns zeroed counters for one test. Their memory is never freed.
     fn page() -> &'static CounterPage {
         let layout = std::alloc::Layout::from_size_align(PAGE_BYTES, 4096).unwrap();
         // SAFETY: zeroed memory of the size and alignment of the counters, all of atomics.

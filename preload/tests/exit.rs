@@ -92,7 +92,8 @@ fn interrupted_releases_are_made_once() {
     }
 }
 
-/// A release of a handle outside of `exit` must wait until the process is restored.
+/// A process is offloaded, and has not begun to exit. A call that releases memory must wait until
+/// the process is restored.
 #[test]
 fn releases_before_exit_come_home() {
     let (mut client, mut agent) = offloaded(Build::Glibc, "", "count");

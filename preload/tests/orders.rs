@@ -117,8 +117,8 @@ fn caller_during_close_reopens_the_gate() {
     client.ask("join");
 }
 
-/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
-/// interrupt. It must soon stop to count as waiting.
+/// A waiting caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
+/// interrupt. The library must soon stop counting this caller as waiting.
 #[test]
 fn caller_that_jumps_out_waits_no_more() {
     let controller = Controller::new();

@@ -1,5 +1,5 @@
-//! Tests that CUDA calls pass the gate by whichever route the program got the function, with
-//! arguments and results intact.
+//! Tests that CUDA calls pass the gate, whichever way the program got the function's address.
+//! Arguments and results must arrive unchanged.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

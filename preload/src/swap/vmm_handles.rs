@@ -59,7 +59,7 @@ impl HasKey for VmmMapping {
     }
 }
 
-/// Circumstances of a driver call: the current context, its device, and the time.
+/// Context, device and time of a driver call that changes the access to mapped memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappingPart {
     /// The current context; 0: no context is current.
@@ -73,12 +73,13 @@ pub struct MappingPart {
 /// Meaning of a handle that the application passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handle {
-    /// The value is the driver's own handle.
+    /// The application passed the driver's own handle.
     Drivers,
-    /// The value is a name that the library gave the application. It stands for this handle of the
-    /// driver.
+    /// The application passed a name of this library. The value is the driver's handle for which
+    /// the name stands.
     Named(u64),
-    /// The value is a name of this library, but the memory for which it stands no longer exists.
+    /// The application passed a name of this library, but the memory for which the name stands no
+    /// longer exists.
     Stale,
 }
 
@@ -173,8 +174,8 @@ impl VmmHandleTable {
         }
     }
 
-    /// Releases one reference of the application to a block. Its name must have a
-    /// [handle](Self::handle).
+    /// Releases one reference of the application to the block with this name. The block must exist:
+    /// [`Self::handle`] returns [`Handle::Named`] for its name.
     pub fn release(&mut self, name: u64) -> HandleRelease {
         self.change(name, |block| block.references = block.references.saturating_sub(1));
         self.bury(name)
@@ -412,8 +413,9 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
-    /// If the last reference to a block is released, memory that was imported and marked to stay
-    /// must be reported, because other references may keep it allocated.
+    /// If a block was imported and is marked to stay on the device, the release of its last
+    /// reference must be reported as [`HandleRelease::Strays`], because other references may still
+    /// keep the memory allocated.
     #[test]
     fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {

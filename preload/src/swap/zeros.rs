@@ -1,6 +1,6 @@
-//! Skips memory that is all zero, so that it costs no host memory and no copy. Such memory was not
-//! written yet, as in an arena that is allocated at once or in a cache that is not full. The kernel
-//! of `digest` detects it exactly.
+//! Skips memory that is all zero, so that it costs no host memory and no copy. Memory is all zero
+//! if it was not written yet, as in an arena that is allocated at once or in a cache that is not
+//! full. The GPU kernel of the module `digest` detects such memory exactly.
 //!
 //! ```text
 //! run of zeros:  short ──────────> stored and copied as any other memory
@@ -18,9 +18,9 @@ use super::prefault::CHUNK_BYTES;
 /// copy into many small copies.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
-/// Number of zero bytes from which on it saves more time to skip them than to use a copier. A
-/// copier saves the time of restoring a context, about a quarter of a second. In that time the bus
-/// copies 16 GiB.
+/// If at least this many bytes are zero, to skip them saves more time than a copier saves. A copier
+/// saves the time of restoring a context, about a quarter of a second. In that time the bus copies
+/// 16 GiB.
 const WORTH_BYTES: usize = 16 << 30;
 
 /// Marks the runs of zeros that a copy out skips, and returns their total number of bytes.
@@ -43,7 +43,7 @@ pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     bytes
 }
 
-/// Whether it saves more time to skip `bytes` of zeros than to restore by a copier. `slots` is the
+/// Whether to skip `bytes` zero bytes saves more time than a restore by a copier. `slots` is the
 /// number of slots of the whole content.
 pub fn is_worth_a_copier(bytes: usize, slots: usize) -> bool {
     bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)

@@ -65,10 +65,10 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Attaches the filter to a socket. The kernel then drops all datagrams that do not match
-    /// inside the sender's call, and closes their descriptors there. Otherwise this process would
-    /// have to close the descriptors, and the creator of a descriptor's file can delay the close
-    /// for any time.
+    /// Attaches the filter to a socket. During the sender's call, the kernel then drops a datagram
+    /// that does not match, and closes the datagram's descriptors. Otherwise this process would
+    /// have to close these descriptors, and the creator of a descriptor's file can delay such a
+    /// close for any time.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -239,9 +239,9 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// A datagram that does not match the filter is dropped in the sender's call. Otherwise the
-    /// receiver would have to close its descriptors, which the creator of a descriptor's file can
-    /// delay for any time.
+    /// If a datagram does not match the filter, the kernel must drop it and close its descriptors
+    /// during the sender's call. Otherwise the receiver would have to close the descriptors, and
+    /// the creator of a descriptor's file can delay such a close for any time.
     #[test]
     fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));

@@ -223,9 +223,9 @@ impl SealedFile {
         })
     }
 
-    /// Moves this mapping into a part of a range that [`map_private`] mapped, in place of its old
-    /// mapping. So the range has the same file that [`Self::is_same`] has compared, even if its
-    /// descriptor refers to another file by now.
+    /// Moves this mapping into a part of a range that [`map_private`] mapped, in place of the
+    /// part's old mapping. The part then maps the file that [`Self::is_same`] has compared, even if
+    /// the file's descriptor number refers to another file by now.
     ///
     /// # Safety
     /// Nothing may write to the replaced part from now on.
@@ -379,8 +379,8 @@ mod tests {
         close(fd);
     }
 
-    /// Creation of a memory file beyond the limit RLIMIT_FSIZE returns an error. The kernel's usual
-    /// reaction is a signal, which would end the application.
+    /// A memory file larger than the limit RLIMIT_FSIZE must not be created: the call must return
+    /// an error. The kernel's usual reaction is a signal, which would end the application.
     #[test]
     fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};

@@ -193,7 +193,8 @@ impl Connection {
         }
     }
 
-    /// Discards the Wake messages that have arrived, such as a repeated one of an earlier wait.
+    /// Discards the Wake messages that arrived while the test waited for other messages. An agent
+    /// repeats its Wake, so such a message can belong to an earlier wait.
     pub fn forget_wakes(&mut self) {
         self.wakes.clear();
     }

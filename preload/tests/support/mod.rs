@@ -102,8 +102,8 @@ impl Build {
 }
 
 /// Returns the folder of another stub driver, built with `flags`: for example one without a
-/// checkpoint interface, or one in which other libraries can replace the functions that it calls
-/// itself.
+/// checkpoint interface, or one whose calls to its own functions other libraries can redirect to
+/// themselves.
 pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
     let built = format!("libcuda-{name}.so");
     let shared = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"];
