@@ -19,8 +19,8 @@ macro_rules! reasons {
                 match self { $(Reason::$name => $word,)* }
             }
 
-            /// Returns one sentence for operators. It states the cause, and the command or setting
-            /// that changes it, if there is one.
+            /// Returns one sentence for operators. It states the cause and, if there is one, the
+            /// command or setting with which an operator can change the situation.
             #[must_use]
             pub const fn sentence(self) -> &'static str {
                 match self { $(Reason::$name => $sentence,)* }
@@ -74,14 +74,15 @@ reasons! {
     /// A CUDA process of the container is unmanaged: it has not registered with the controller.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, AFFINODE_DISABLE, or more than 256 CUDA processes)";
     /// A process uses managed memory (`cuMemAllocManaged`), so the driver must not checkpoint it.
-    /// With the current engine an offload would need a checkpoint, or the process has no other
-    /// memory that can be copied.
+    /// The reason applies if an offload with the current engine needs a checkpoint, or if the
+    /// process has no other memory that can be copied.
     ManagedMemory = "managed-memory", "the container uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the other memory";
     /// A process enabled peer access between GPUs.
     PeerAccess = "peer-access", "the container uses peer access between GPUs, which does not survive a checkpoint";
     /// A process exported memory to another process or imported memory from one, by legacy IPC or a
-    /// shareable handle, so the driver must not checkpoint it. With the current engine an offload
-    /// would need a checkpoint, or the process has no other memory that can be copied.
+    /// shareable handle, so the driver must not checkpoint it. The reason applies if an offload
+    /// with the current engine needs a checkpoint, or if the process has no other memory that can
+    /// be copied.
     SharedMemory = "shared-memory", "the container shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the other memory";
     /// Another device or another API may access memory of a process, without a call that the
     /// library intercepts.
@@ -89,14 +90,14 @@ reasons! {
     /// A process is a client of MPS, NVIDIA's Multi-Process Service.
     Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so the driver must not checkpoint
-    /// its context. With the current engine an offload would need a checkpoint.
+    /// its context. The reason applies if an offload with the current engine needs a checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, or a library requested a table of driver functions that Affinode does not know, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
-    /// A process has loaded a video library, so the driver must not checkpoint its context. With
-    /// the current engine an offload would need a checkpoint.
+    /// A process has loaded a video library, so the driver must not checkpoint its context. The
+    /// reason applies if an offload with the current engine needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A thread entered the driver on a path without a hook while the process was offloaded, so the
-    /// driver must not checkpoint its context again. With the current engine an offload would need
-    /// a checkpoint.
+    /// driver must not checkpoint the process's context again. The reason applies if an offload
+    /// with the current engine needs a checkpoint.
     HiddenWay = "hidden-way", "a thread called the driver past Affinode's hooks while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The memory of a process after a restore differs from the memory that was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";

@@ -9,7 +9,7 @@ use crate::reason::Reason;
 pub struct ReasonHelp {
     /// Explains which events or settings lead to the reason.
     pub cause: &'static str,
-    /// Describes what an operator can do about it.
+    /// Describes what an operator can do to remove the cause.
     pub remedy: &'static str,
 }
 

@@ -57,7 +57,8 @@ impl Announcer {
         Announcer { orders, task }
     }
 
-    /// Announces a container to the controller. The container's Create is still in progress.
+    /// Announces a container to the controller while the container's Create request is still in
+    /// progress.
     pub fn add(&self, container: Announcement) {
         // Sending fails only if the task has ended, which it does when its last sender is dropped.
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));

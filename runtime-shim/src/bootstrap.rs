@@ -150,7 +150,8 @@ impl BootstrapReply {
         }
     }
 
-    /// Encodes the reply in the same form, with another address.
+    /// Encodes the reply in the form in which the stock shim wrote it, with this address in place
+    /// of the stock shim's.
     pub fn with_address(self, address: &str) -> Result<Vec<u8>, BootstrapReplyError> {
         let failed = || BootstrapReplyError(address.to_owned());
         match self {

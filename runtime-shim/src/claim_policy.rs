@@ -155,8 +155,8 @@ mod tests {
         }
     }
 
-    /// The pod and its claim set the same setting, when the container is offloaded, by different
-    /// annotations. The pod's annotation must replace the claim's.
+    /// The pod and its claim use different annotations for the same setting: when the container is
+    /// offloaded. The pod's annotation must replace the claim's.
     #[test]
     fn pod_replaces_the_same_setting_of_its_claim() {
         let claim = r#"{"affinode.io/latency-sensitive": "true"}"#;

@@ -99,7 +99,7 @@ struct LentBundles(BTreeSet<PathBuf>);
 
 impl LentBundles {
     /// Creates an empty bundle folder if it is missing. containerd may remove a bundle at any time
-    /// while `delete` runs, so this is called before each attempt.
+    /// while `delete` runs, so the folder is checked before each attempt to clean up.
     fn lend(&mut self, path: &Path) {
         if fs::create_dir(path).is_ok() {
             self.0.insert(path.to_owned());

@@ -49,9 +49,10 @@ pub enum HostFileError {
     Io(#[from] std::io::Error),
 }
 
-/// Appends Affinode's line to a preload list of the image or node. If that list has a library that
-/// hooks the driver (such as HAMi's), that library is then called before Affinode's. In the
-/// opposite order, the library's own calls would reach the driver without passing the gate.
+/// Appends Affinode's line to a preload list of the image or node. That list may name a library
+/// that hooks the driver, such as HAMi's. The other library is then called before Affinode's. In
+/// the opposite order, the calls of the other library would reach the driver without passing the
+/// gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {

@@ -173,7 +173,8 @@ impl ContainerDir {
     }
 
     /// Locks the folder that contains all containers' folders. Creating or removing a container's
-    /// folder takes several system calls, and another process must not see the folder in between.
+    /// folder takes several system calls, and another process must not see a folder that is only
+    /// partly created or removed.
     fn lock(&self) -> io::Result<File> {
         let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
         containers.lock()?;

@@ -23,7 +23,7 @@ use ttrpc::proto::{Code, Request, Response};
 
 use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE, read_header};
 
-/// Size of the chunks in which frames are copied that need not be decoded.
+/// Size of the chunks in which the proxy copies the frames that it does not decode.
 const CHUNK_BYTES: usize = 8 << 10;
 /// Size of the read-ahead buffer of a connection.
 const AHEAD_BYTES: usize = 2 << 10;

@@ -138,7 +138,7 @@ fn death_of_either_shim_is_the_death_of_both() {
     }
 }
 
-/// Returns the two sockets in a proxy's command line: its own and the stock shim's.
+/// Returns the two socket paths in a proxy's command line: the proxy's own and the stock shim's.
 fn sockets(proxy: i32) -> Vec<String> {
     let line = fs::read(format!("/proc/{proxy}/cmdline")).unwrap();
     let line = String::from_utf8(line).unwrap();

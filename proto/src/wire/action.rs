@@ -8,9 +8,9 @@ pub struct CopyOptions {
     /// Whether the agent retains the host copy after the restore, so that the next copy out skips
     /// unchanged memory. Requires [`Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
-    /// Whether the driver's checkpoint follows, during which a copier may copy the memory. If so,
-    /// the phase becomes CopiedOut before all memory has left the GPU. Requires
-    /// [`Capabilities::PREFAULTS`].
+    /// Whether the driver's checkpoint follows this copy out. A copier may then copy the memory
+    /// during the checkpoint, and the phase becomes CopiedOut before all memory has left the GPU.
+    /// Requires [`Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
     /// Whether the restore verifies by checksums that the memory is unchanged. Requires
     /// [`Capabilities::CHECKS`].

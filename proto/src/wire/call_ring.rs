@@ -82,9 +82,10 @@ pub struct CallRecord {
 pub struct CallRingReader {
     /// Number of the first record that the reader has not read yet.
     read: u64,
-    /// Value of the page's `dropped` counter at the last reading.
+    /// Value of the page's `dropped` counter when [`CallRingReader::take`] last read it.
     dropped: u64,
-    /// Whether the next record to read (number `read`) was unfinished at the last reading.
+    /// Whether [`CallRingReader::take`] ended before the record with the number `read`, because a
+    /// thread was still writing this record.
     stuck: bool,
 }
 

@@ -46,7 +46,7 @@
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
 /// Maximum number of pieces into which the copied memory of one process is divided. With more
-/// pieces, the fixed cost of each piece would add up to more than the cost of the copies.
+/// pieces, the fixed costs of all pieces together would be higher than the cost of the copies.
 pub const MAX_PIECES: usize = 4096;
 /// Minimum mean size of a process's pieces of GPU memory, in bytes. With smaller pieces a restore
 /// without a copier is faster: to allocate and export one piece takes as long as to copy this many

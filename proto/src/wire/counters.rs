@@ -31,11 +31,12 @@ pub const SLOT_BYTES: usize = 64;
 /// Number of counter slots, including the slot that threads share.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// Maximum cost of a hook that the controller accepts from a container, in picoseconds (1
-/// microsecond).
+/// Maximum time per call that the controller believes a hook to add, in picoseconds (1
+/// microsecond). The time comes from a container, and a higher value is reduced to this maximum.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// Maximum amount of retained memory that the controller accepts from a container, in bytes (1
-/// pebibyte). The limit prevents an overflow of sums over thousands of processes.
+/// Maximum amount of retained memory that the controller believes a process to have, in bytes (1
+/// pebibyte). The amount comes from a container, and a higher value is reduced to this maximum, so
+/// that sums over thousands of processes do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Offsets of the fields in the header of the counters, in bytes.
@@ -51,17 +52,18 @@ pub mod header {
     /// Offset of a u64: host memory retained for the next copy out, in bytes. 0 while memory is
     /// copied out.
     pub const KEPT_BYTES: usize = 24;
-    /// Offset of a u64: the generation whose copy out the agent must cancel at its next step. Only
-    /// the controller writes it, when host memory outside the container's own limit runs short. It
-    /// needs no reset, because a copy out of another generation ignores it.
+    /// Offset of a u64: a generation. If the copy out in progress belongs to this generation, the
+    /// agent must cancel it at the next step. Only the controller writes this word, when host
+    /// memory outside the container's own limit runs short. The word needs no reset, because a copy
+    /// out of another generation ignores it.
     pub const TURN_BACK: usize = 32;
     /// Offset of a u64: host memory that the copy out in progress has not yet touched, in bytes.
     pub const FILLING_BYTES: usize = 40;
     /// u64: number of the last recall of VRAM allowances. The controller, which is the only writer,
     /// changes it to make all earlier allowances of the process invalid.
     pub const VRAM_EPOCH: usize = 48;
-    /// u64: bytes of the allocations under a VRAM limit that were allowed and have not returned from
-    /// the driver yet. An allocation is added before it reads [`VRAM_EPOCH`].
+    /// u64: total size of the allocations that a VRAM limit has allowed and whose driver calls have
+    /// not returned yet, in bytes. A thread adds its allocation before it reads [`VRAM_EPOCH`].
     pub const VRAM_PENDING: usize = 56;
     /// u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a cache line
     /// of its own.

@@ -33,8 +33,9 @@ pub const WAKE_REPEAT_MS: u64 = 1_000;
 /// controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// Maximum age of the controller's proof that VRAM is free, in milliseconds. The agent does not
-/// execute an older restore order. The age limit is more than [`WAKE_REPEAT_MS`] shorter than
-/// [`RESCUE_AFTER_MS`], after which other processes may restore themselves and use the VRAM.
+/// execute an older restore order. [`RESCUE_AFTER_MS`] after its first Wake without a reply,
+/// another process may restore itself and use the VRAM. The maximum age is more than
+/// [`WAKE_REPEAT_MS`] shorter than this time.
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
@@ -43,8 +44,8 @@ wire_enum! {
         /// The agent executed the order. The report has the new phase.
         Done = 0,
         /// The deadline passed, because calls in progress did not end or the driver did not lock
-        /// the process. For a copy out, another thread holds the dynamic loader's lock. The agent
-        /// undid every step.
+        /// the process. In the report of a lock or copy out, this outcome can also mean that
+        /// another thread holds the dynamic loader's lock. The agent undid every step.
         Busy = 1,
         /// The order is not valid in the current phase. The agent did nothing.
         WrongPhase = 2,
@@ -140,8 +141,8 @@ pub enum AgentMessage {
         driver_version: u32,
         /// Facts about the process that make a checkpoint unsafe.
         hazards: Hazards,
-        /// Capabilities of the library that not every library of its version has. Older libraries
-        /// send none.
+        /// Capabilities of this library. Libraries of the same version can differ in them. Older
+        /// libraries send none.
         abilities: Capabilities,
         /// Device memory that the agent can copy, in bytes.
         swappable_bytes: u64,
@@ -211,21 +212,24 @@ pub enum AgentMessage {
         /// Whether the allocation succeeded.
         served: bool,
     },
-    /// A process of a container with a VRAM limit needs a new allowance. Sent again after each
-    /// Welcome while it is unanswered. The reply is a [`ControllerMessage::VramAllowance`].
+    /// Requests a new allowance for a process of a container with a VRAM limit. The agent repeats
+    /// the message after each Welcome until it has a reply. The reply is a
+    /// [`ControllerMessage::VramAllowance`].
     AskVram {
         /// Number of the request. A reply answers all requests for the GPU up to its number.
         ticket: u32,
-        /// Bytes that the process is about to allocate; 0: it only wants to know what is free.
+        /// Bytes that the process is about to allocate; 0: the process requests only the free
+        /// amount.
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The allocation that asked for an allowance has used the reply, or has seen that it is too
-    /// small. The controller then serves the next process of the container.
+    /// Reports that the allocation for which an allowance was requested has used the reply, or has
+    /// found that the reply is too small. The controller then serves the next process of the
+    /// container.
     VramTaken,
-    /// A call to NVML needs readings of the GPUs, but must not reach the driver's NVML now. The
-    /// reply is a [`ControllerMessage::Reading`] for each GPU.
+    /// Requests readings of the GPUs for a call to NVML that must not reach the driver's NVML now.
+    /// The reply is a [`ControllerMessage::Reading`] for each GPU.
     AskReadings,
 }
 
@@ -305,7 +309,7 @@ pub enum ControllerMessage {
     /// Lists the GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. A later
     /// [`Action::RestoreOnGpu`] identifies GPUs by their position in this list.
     Gpus {
-        /// Position in the list of the first GPU of this message.
+        /// Position of this message's first GPU in the list of all GPUs.
         first: u8,
         /// Number of GPUs on the node, in all messages together.
         total: u8,

@@ -56,8 +56,8 @@ impl Hazards {
     /// Another device on the bus or another API may access memory of the process, without a call
     /// that the library intercepts.
     pub const DIRECT_ACCESS: Hazards = Hazards(1 << 9);
-    /// Hazards of single allocations. The library does not copy the allocations concerned, and can
-    /// copy all others.
+    /// Hazards that concern single allocations. The library does not copy these allocations, and
+    /// can copy all others.
     pub const KEEPS_MEMORY: Hazards = Hazards(Hazards::MANAGED_MEMORY.0 | Hazards::SHARED_MEMORY.0);
     /// Hazards with which the driver must not checkpoint the process. The library can copy the
     /// memory, but the CUDA context stays on the GPU.
@@ -128,7 +128,8 @@ impl Capabilities {
     /// The library waits for the GPU's work itself, so that a copy out does not need the driver's
     /// lock.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
-    /// The library can copy other memory of a process that has [`Hazards::KEEPS_MEMORY`].
+    /// If a process has a hazard of [`Hazards::KEEPS_MEMORY`], the library can copy the memory
+    /// without the hazard, and leaves the rest on the GPU.
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
     /// The library enforces a limit of the container's VRAM.
     pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
@@ -261,8 +262,8 @@ impl ProcessFlags {
     /// The process has memory imported from a copier, so a checkpoint without a copy out is
     /// refused. Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// No copier could have restored the process's memory when the process was last prefaulted or
-    /// copied out. Cleared when a copier can restore it.
+    /// The last prefault or copy out has shown that no copier can restore the process's memory.
+    /// Cleared when a later one shows that a copier can.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
     /// The process exported memory to a copier that has not copied all of it yet. The memory not
     /// yet copied stays in VRAM in every phase. Cleared when all of it is copied or mapped in the

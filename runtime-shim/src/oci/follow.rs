@@ -33,11 +33,11 @@ use crate::paths::ShimPaths;
 use crate::process::{self, start_ticks};
 use crate::{BINARY, cgroup, report};
 
-/// Internal command that the first process executes. This process leaves the session and the cgroup
-/// of the container engine.
+/// Internal command with which this program runs as the first of two processes. The first process
+/// leaves the session and the cgroup of the container engine, and starts the second.
 const FOLLOW: &str = "affinode-follow";
-/// Internal command that the second process executes. This process announces the container. No
-/// parent waits for it.
+/// Internal command with which this program runs as the second of two processes. The second process
+/// announces the container. No parent waits for it.
 const FOLLOWED: &str = "affinode-followed";
 /// First pause between two attempts to find the container that the command `run` creates. The pause
 /// doubles each time.
@@ -78,7 +78,8 @@ struct PassedOrder {
     runtime: PathBuf,
     root: Option<PathBuf>,
     step: FollowedStep,
-    /// Process id and start time of this process, which the runtime will replace.
+    /// Process id and start time of the process that called [`spawn`]. The runtime will replace the
+    /// program of that process.
     process: (i32, u64),
     /// Whether the command may leave processes behind: the controller and the keeper.
     stays: bool,
@@ -119,8 +120,8 @@ pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     Some(crate::finish(followed(&paths, order).map_err(Box::from)))
 }
 
-/// Executes the first process: leaves the session and the cgroup of the container engine, and
-/// starts the second process.
+/// Does the work of the first process: leaves the session and the cgroup of the container engine,
+/// and starts the second process.
 fn leave(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     let _ = rustix::process::setsid();
     let _ = cgroup::make_and_join(crate::launch::CGROUP, std::process::id());

@@ -70,8 +70,9 @@ fn delete(id: &str, exec: &str) -> DeleteRequest {
     request
 }
 
-/// Sends these bytes through a proxy, first those of one side, then those of the other side.
-/// Returns the bytes that the stock shim and the client received.
+/// Runs a proxy between a client that sends `requests` and a stock shim that then sends
+/// `responses`. Returns the bytes that the stock shim received, the bytes that the client received,
+/// and the result of the proxy.
 async fn exchange(
     tasks: &Recorder,
     requests: &[u8],

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::RootfsError;
 
-/// Maximum number of symlinks that a lookup follows, equal to the kernel's.
+/// Maximum number of symlinks that a lookup follows. The kernel has the same limit.
 const MAX_SYMLINKS: usize = 40;
 /// Maximum number of names in a path, including those of symlink targets.
 const MAX_NAMES: usize = 4096;

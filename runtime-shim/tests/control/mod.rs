@@ -21,8 +21,8 @@ pub struct Controller {
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
     run_dir: PathBuf,
-    /// The lock that a real controller would hold. It prevents the start of a real controller
-    /// between `end` and a restart.
+    /// The lock that a real controller would hold. The fake controller keeps the lock even while it
+    /// does not serve, so that no real controller starts before the restart.
     _lock: File,
 }
 
