@@ -28,7 +28,7 @@ use crate::gate::{HookFrame, enter, leave};
 use crate::hook_table::{ENTRIES, POOL, layout};
 use crate::process::PROCESS;
 
-/// Offset, within a slot, of the number of calls before the next recorded call.
+/// Offset in a thread slot of the number of calls that are still made before a call is recorded.
 const SKIP: usize = core::mem::offset_of!(ThreadSlot, pick.skip);
 
 global_asm!(

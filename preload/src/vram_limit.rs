@@ -28,7 +28,7 @@ use crate::counters::CounterPage;
 use crate::oom_wait::AllocRequest;
 use crate::{process, sys};
 
-/// Maximum number of GPUs of a process whose VRAM is limited.
+/// Maximum number of GPUs on which the VRAM of one process can be limited.
 const GPUS: usize = 16;
 /// Maximum time that an allocation waits for an allowance.
 const ANSWER_MS: u64 = 10_000;
@@ -54,15 +54,16 @@ pub struct VramLimit {
     gpus: [GpuAllowance; GPUS],
 }
 
-/// The allowance on one GPU.
+/// The allowance of the process on one GPU.
 struct GpuAllowance {
-    /// Halves of the GPU's UUID. 0: the entry is free.
+    /// The two halves of the GPU's UUID. 0: the entry is free.
     uuid: [AtomicU64; 2],
-    /// Bytes that may still be allocated.
+    /// Bytes that the process may still allocate under the allowance.
     left_bytes: AtomicU64,
-    /// The allowance is valid while the counters have this epoch. 0: it is not valid.
+    /// Epoch of the allowance, which is valid while the counters have the same epoch. 0: the
+    /// allowance is not valid.
     epoch: AtomicU64,
-    /// Bytes that the container could allocate at the time of the last reply.
+    /// Bytes that the container could still allocate at the time of the last reply.
     free_bytes: AtomicU64,
     /// Size of the largest allocation that waits for a reply.
     wanted_bytes: AtomicU64,
@@ -71,7 +72,8 @@ struct GpuAllowance {
     asked: AtomicU32,
     /// Number of the last request that was sent on this connection.
     sent: AtomicU32,
-    /// Futex. Number of the last request that has a reply.
+    /// Number of the last request that has a reply. Callers that wait for a reply sleep on this
+    /// word (futex).
     answered: AtomicU32,
 }
 
@@ -97,8 +99,8 @@ pub enum Admission {
     /// The allowance is too small. The caller must leave the gate, request another allowance with
     /// [`VramLimit::ask`], and begin again.
     Ask,
-    /// The limit does not leave enough: the call must fail, unless memory of the process can be
-    /// freed.
+    /// The limit does not leave enough VRAM. The call must fail, unless memory of the process can
+    /// be freed.
     Exceeded,
 }
 
@@ -259,7 +261,8 @@ impl VramLimit {
         }
     }
 
-    /// Ends a call that was admitted with pending bytes. `failed`: it has allocated nothing.
+    /// Ends a call that was admitted with pending bytes. `failed` is true if the call has allocated
+    /// nothing.
     pub fn end(&self, page: &CounterPage, uuid: &[u8; 16], bytes: u64, failed: bool) {
         if failed && let Some(gpu) = self.gpu(uuid) {
             gpu.left_bytes.fetch_add(bytes, Ordering::SeqCst);

@@ -1,5 +1,5 @@
-//! Tests of calls whose result is constant. While the process is offloaded, they must return
-//! without requesting a restore.
+//! Tests of CUDA calls whose result is constant. Such calls must return without a restore while the
+//! process is offloaded.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

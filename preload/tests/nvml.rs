@@ -210,7 +210,8 @@ fn call_inside_nvml_keeps_the_process() {
     client.finish();
 }
 
-/// Threads call NVML all the time. No call may be inside NVML when the driver locks the process.
+/// Threads call NVML all the time while the process is offloaded again and again. No call may be
+/// inside NVML when the driver locks the process.
 #[test]
 fn calls_in_a_storm_never_meet_the_lock() {
     let controller = Controller::new();
@@ -224,8 +225,8 @@ fn calls_in_a_storm_never_meet_the_lock() {
     client.finish();
 }
 
-/// A call while the driver has locked the process must return the last result. It must neither
-/// cancel the move nor wait for its end.
+/// A call into NVML while the driver has locked the process must return the same value as the call
+/// before the lock. It must neither cancel the offload nor wait for its end.
 #[test]
 fn call_while_locked_is_answered_as_before() {
     let controller = Controller::new();

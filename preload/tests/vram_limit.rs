@@ -22,7 +22,8 @@ fn limited(controller: &Controller) -> (Client, Connection) {
     (client, controller.welcome_to_limit(LIMIT))
 }
 
-/// Waits for a request, and replies with an allowance.
+/// Waits for the request `ticket` for `wanted_bytes`, and replies with an allowance. `allowance`
+/// has the bytes for the process and the bytes that are free for the container.
 fn allow(
     agent: &mut Connection,
     ticket: u32,

@@ -51,7 +51,7 @@ reasons! {
     /// The container holds less VRAM than the minimum for an offload (`policy.minimum_vram_mib`).
     TooSmall = "too-small", "the container holds less VRAM than policy.minimum_vram_mib";
     /// The library can copy no memory of the container, and no other container needs the VRAM of
-    /// its CUDA context.
+    /// this container's CUDA context.
     NothingToCopy = "nothing-to-copy", "the container holds no memory that the library can copy, so its context stays until another container needs the VRAM";
     /// A hint (a program's or an operator's report) states that the container is busy.
     HintedBusy = "hinted-busy", "a hint reports the container as busy (its hint file or `affinode hint`)";

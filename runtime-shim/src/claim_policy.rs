@@ -69,8 +69,8 @@ fn sets_any(annotations: &BTreeMap<String, String>, name: &str) -> bool {
     annotations.keys().any(|other| set_the_same(other, name))
 }
 
-/// Returns the files of this folder that are mounted into the container at the place for claims'
-/// policies.
+/// Returns the files of this folder that are mounted into the container's folder for policies of
+/// claims ([`CONTAINER_CLAIMS_DIR`]).
 fn files(folder: &Path, spec: &Value) -> impl Iterator<Item = PathBuf> {
     let folder = identity(folder);
     spec::mounts(spec).filter_map(move |(source, destination)| {
@@ -107,7 +107,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the annotations of a container that mounts these files of the run directory.
+    /// Returns the announced annotations of a container that has the annotations `own` and mounts
+    /// these files of the run directory.
     fn annotations(files: &[(&str, &str)], own: &[(&str, &str)]) -> BTreeMap<String, String> {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join(CLAIMS_DIR);

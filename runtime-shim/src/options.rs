@@ -44,7 +44,7 @@ pub enum OptionsError {
     ConfigPath {
         /// Path that the handler names.
         path: PathBuf,
-        /// Error of the file's read.
+        /// Error of reading the file.
         source: std::io::Error,
     },
     /// A setting in the options has the wrong type.

@@ -125,7 +125,7 @@ pub fn is_on() -> bool {
     !SWAP.ahead.is(NOTHING)
 }
 
-/// Whether the copier already has the file of the staging pool.
+/// Whether the agent has sent the file of the staging pool to the copier.
 pub fn is_told() -> bool {
     SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
 }

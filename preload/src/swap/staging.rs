@@ -49,7 +49,8 @@ pub struct StagingPool {
     of_file: usize,
     /// 1 if the whole content is retained after a restore while host memory suffices.
     keeps: usize,
-    /// 1 if so much of the content was skipped as zero that a copier would not help.
+    /// 1 if the last copy out skipped a large part of the content as zero. A copier would then not
+    /// help.
     sparse: usize,
     /// 1 if a copier may still be writing to the memory. The memory is then replaced before its
     /// next use.
@@ -151,7 +152,7 @@ impl StagingPool {
         self.tainted = 1;
     }
 
-    /// Descriptor of the memory file; `None`: the pool is anonymous memory.
+    /// Returns the descriptor of the memory file. `None`: the pool is anonymous memory.
     pub fn file(&self) -> Option<i32> {
         fds::POOL.get().filter(|_| self.of_file == 1)
     }
@@ -342,8 +343,8 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether so much of the content was skipped as zero that a copier would not help at the next
-    /// offload.
+    /// Whether the last copy out skipped a large part of the content as zero. A copier would then
+    /// not help at the next offload.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
@@ -372,7 +373,8 @@ impl StagingPool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
-    /// Returns the number of bytes that the pool already contains, as the digests in `found` show.
+    /// Returns the number of bytes that need no copy, because the pool contains them already.
+    /// `found` has the digests of the present content.
     pub fn unchanged(&self, found: &DigestTable) -> u64 {
         let known = self.known.all().iter().zip(found.all());
         let same = known.filter(|(known, found)| known == found && **known != Digest::UNKNOWN);

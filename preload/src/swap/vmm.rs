@@ -33,8 +33,8 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
 }
 
 /// Runs `body` with the driver's handle that belongs to a handle of the application. The second
-/// argument of `body` is true if the application's handle is a name, which this library has given
-/// out in place of the driver's handle.
+/// argument of `body` is true if the application's handle is a name (a number that this library has
+/// given out in place of the driver's handle).
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -239,8 +239,8 @@ pub(super) unsafe extern "C" fn mem_map_array_ptsz(
     unsafe { each_array(list, many, map) }
 }
 
-/// Maps memory to parts of sparse arrays, one part at a time. Passes the driver's handle in place
-/// of the application's handle to each call.
+/// Maps memory to parts of sparse arrays. Calls `map` for one part at a time, with the driver's
+/// handle in place of the application's handle.
 ///
 /// # Safety
 /// `list` must point to `many` entries, or be null.

@@ -96,7 +96,7 @@ pub enum HandleRelease {
 }
 
 /// Table of all blocks (memory that the application created with `cuMemCreate`) and their mappings.
-/// An all-zero value is empty.
+/// The all-zero value is an empty table.
 #[repr(C)]
 pub struct VmmHandleTable {
     blocks: ChunkedMap<VmmHandle>,
@@ -263,8 +263,8 @@ impl VmmHandleTable {
         Some(self.bury(mapping.block))
     }
 
-    /// Records which devices may access a range. A block can become swappable by this, or lose this
-    /// property.
+    /// Records which devices may access a range. A block in the range can become swappable or stop
+    /// being swappable by this.
     pub fn set_access(
         &mut self,
         address: u64,

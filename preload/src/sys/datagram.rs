@@ -40,8 +40,8 @@ fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     plain(call, [socket.number() as usize, at, address.length, 0, 0, 0]).map(drop)
 }
 
-/// The only datagrams that a socket accepts. They are recognised by their first bytes and their
-/// length.
+/// Description of the datagrams that a socket accepts. A datagram is recognised by its first bytes
+/// and its length.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedSender<'a> {
     /// The first bytes that an accepted datagram must have.
@@ -50,7 +50,7 @@ pub struct ExpectedSender<'a> {
     pub length: usize,
 }
 
-/// Number of bytes at the start of a datagram that are compared.
+/// Number of bytes at the start of a datagram that are compared with the expected bytes.
 pub const BEGIN_BYTES: usize = 24;
 const BEGIN_WORDS: usize = BEGIN_BYTES / 4;
 

@@ -49,9 +49,9 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
-/// Maps a part of a file, shared, in place of a part of a range that [`map_private`] mapped.
-/// Neither mapping exists in a forked child. Returns false if this fails. The state of the range is
-/// then unknown.
+/// Replaces a part of a range that [`map_private`] mapped by a shared mapping of a part of a file.
+/// Like the old mapping, the new one does not exist in a forked child. Returns false if this fails.
+/// The state of the range is then unknown.
 ///
 /// # Safety
 /// Nothing may refer to the part that is replaced.
@@ -81,12 +81,13 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Allocates the pages of new memory at once. Pages of a file are allocated as huge pages if the
-/// kernel allows it, because the default of `shmem_enabled` prevents huge pages on most machines.
+/// Allocates the pages of new memory at once. If the kernel allows it, pages of a file are
+/// allocated as huge pages. The default of `shmem_enabled` prevents this on most machines unless it
+/// is requested explicitly.
 ///
 /// # Safety
-/// The range must be mapped, begin and end with a huge page, and have no content: on kernels
-/// before 5.14, zeroes are written.
+/// The range must be mapped, must begin and end at the border of a huge page, and must have no
+/// content, because zeros are written on kernels before 5.14.
 pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_POPULATE_WRITE: usize = 23;
     const PAGE_BYTES: usize = 4096;

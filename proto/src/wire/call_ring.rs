@@ -89,8 +89,7 @@ pub struct CallRingReader {
     stuck: bool,
 }
 
-/// Losses between two readings of the ring: numbers of calls and records that the reader did not
-/// get.
+/// Numbers of the calls and records that the reader did not get, between two readings of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Number of calls since the last reading that were not recorded because the ring was full.
@@ -101,7 +100,7 @@ pub struct CallBatch {
 }
 
 impl CallRingReader {
-    /// Creates a reader that starts after the records begun so far.
+    /// Creates a reader that skips all records that were begun before the call.
     #[must_use]
     pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
         CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }

@@ -99,8 +99,9 @@ pub enum ToCopier {
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// Requests that the copier copies the next piece of the list to the piece's place in the
-    /// memory file. The message has the descriptor of the piece.
+    /// Requests that the copier copies the next piece of the announced list
+    /// ([`ToCopier::CopiedOut`]) to the piece's place in the memory file. The message has the
+    /// descriptor of the piece.
     CopyOut,
     /// Announces the list of pieces. Their content is, or will be, in a memory file: the file of
     /// this message, or the file of an earlier Prefaulted. In the file the pieces are in the order
@@ -189,8 +190,9 @@ pub enum CopierOrder {
         /// fill it, and the process restores itself.
         most_bytes: u64,
     },
-    /// Begins or ends a pause, while VRAM is proven free or allocated for a container. During the
-    /// pause the copier allocates VRAM only for a [`CopierOrder::Fill`].
+    /// Begins or ends a pause of the copier's allocations, while the controller proves VRAM free or
+    /// a container allocates it. During the pause the copier allocates VRAM only for a
+    /// [`CopierOrder::Fill`].
     HoldVram {
         /// True if the pause begins, false if it ends.
         on: bool,

@@ -209,9 +209,9 @@ mod tests {
         end(&pool);
     }
 
-    /// Before its next use, a pool must have only memory of its own again, without shared chunks.
+    /// Before a pool is used again, its shared chunks must be replaced by memory of the pool's own.
     /// This also applies if the process is offloaded again before `tidy`, and if the pool's file is
-    /// gone.
+    /// closed.
     #[test]
     fn pool_is_unshared_before_its_next_use() {
         let _own = SHARED.lock();

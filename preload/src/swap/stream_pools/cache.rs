@@ -120,7 +120,8 @@ impl PieceRequest {
 /// stream has this id. Two pieces with this value may belong to different streams.
 pub const NO_STREAM: u64 = u64::MAX;
 
-/// Streams whose work has not ended, as a query has shown, each with its context.
+/// List of streams that have unfinished work, as a query of an event has shown. Each stream is
+/// stored with its context.
 #[derive(Default)]
 pub struct PendingFree {
     streams: [(u64, usize); 8],

@@ -125,8 +125,9 @@ fn no_pool_ends_while_pools_are_looked_at() {
     assert_eq!(swappable.fake.pools(), 0);
 }
 
-/// A thread that has waited for work must not be blocked by a thread that is ending a context. The
-/// end of a context waits for the context's work, which may need an action of the first thread.
+/// A thread that has waited for work must not be blocked while another thread ends a context. The
+/// end of a context waits for the context's work, and this work may need an action of the first
+/// thread.
 #[test]
 fn wait_for_work_ignores_an_ending_context() {
     let _carried = SwapDevice::new();
