@@ -300,15 +300,22 @@ fn admit(
         frame.limited = uuid.map(|uuid| AllocRequest { bytes: 0, uuid });
         return match frame.limited {
             Some(_) if attempts.is_first() => Admission::Ask,
-            _ => {
-                limit.end_attempts(attempts);
-                Admission::Admitted(0)
-            }
+            _ => Admission::Admitted(0),
         };
     }
     // SAFETY: these are the arguments of a call of this function.
-    frame.limited = unsafe { oom_wait::request(entry, &frame.arguments) };
-    frame.limited.map_or(Admission::Admitted(0), |want| limit.admit(page, &want, attempts))
+    let want = unsafe { oom_wait::request(entry, &frame.arguments) };
+    frame.limited = want.or_else(|| oom_wait::takes_unknown_size(entry));
+    let Some(want) = want else { return Admission::Admitted(0) };
+    let admission = limit.admit(page, &want, attempts);
+    // The driver may allocate from memory that the pool already holds, which NVML counts.
+    let pool =
+        (admission == Admission::Exceeded).then(|| oom_wait::pool_of(entry, &frame.arguments));
+    if pool.flatten().is_some_and(|pool| swap::unused_pool_bytes(pool) >= want.bytes) {
+        limit.end_attempts(attempts);
+        return Admission::Admitted(0);
+    }
+    admission
 }
 
 /// Applies the container's VRAM limit after a call has returned. For an allocation of known size,
@@ -316,7 +323,9 @@ fn admit(
 /// `cuMemGetInfo` are reduced to the limit.
 fn end_limit(frame: &mut HookFrame, class: Class) {
     let limit = &PROCESS.vram_limit;
-    let Some((want, page)) = frame.limited.zip(process::page()) else { return };
+    // In a child that was forked during the call, the counters are the child's own.
+    let page = process::page().filter(|_| frame.place.slot().is_some());
+    let Some((want, page)) = frame.limited.zip(page) else { return };
     let succeeded = frame.result as u32 == result::SUCCESS;
     if class == Class::MemoryInfo {
         if succeeded && let Some((limit_bytes, free_bytes)) = limit.view(&want.uuid) {

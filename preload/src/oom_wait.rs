@@ -241,7 +241,7 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
     let name = hook::name(entry.number())?.as_bytes();
     let (bytes, device) = match hook::base(name) {
         b"cuMemAlloc" | b"cuMemAllocAsync" | b"cuMemAllocFromPoolAsync" => (second, None),
-        b"cuMemAllocPitch" => (third.saturating_mul(fourth), None),
+        b"cuMemAllocPitch" => (pitched(third).saturating_mul(fourth), None),
         b"cuMemCreate" => {
             // SAFETY: (handle, size, prop, flags); the driver reads this prop in the same call.
             let place = unsafe { (third as *const MemAllocationProp).as_ref() }?;
@@ -312,6 +312,31 @@ pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
         waiter.leave(sys::gettid(), false);
     }
+}
+
+/// Returns a request of unknown size (0 bytes) if the function may take device memory and its size
+/// cannot be told before the call. The launch of a graph is not included, because programs launch
+/// graphs far more often than they allocate.
+pub fn takes_unknown_size(entry: &HookEntry) -> Option<AllocRequest> {
+    let takes = entry.class() == Class::Alloc && may_be_repeated(entry);
+    takes.then_some(AllocRequest { bytes: 0, uuid: [0; 16] })
+}
+
+/// Returns the memory pool of an allocation: `Some(None)` for the device's current pool. `None`: the
+/// function does not allocate from a pool.
+pub fn pool_of(entry: &HookEntry, arguments: &[u64; 6]) -> Option<Option<usize>> {
+    let [_, _, pool, ..] = *arguments;
+    match hook::base(hook::name(entry.number())?.as_bytes()) {
+        b"cuMemAllocAsync" => Some(None),
+        b"cuMemAllocFromPoolAsync" => Some(Some(pool as usize)),
+        _ => None,
+    }
+}
+
+/// Number of bytes that the driver uses for a row of this width: it aligns rows to 512 bytes.
+fn pitched(width: u64) -> u64 {
+    const ALIGNMENT: u64 = 512;
+    width.checked_next_multiple_of(ALIGNMENT).unwrap_or(width)
 }
 
 /// The UUID of the calling thread's device.

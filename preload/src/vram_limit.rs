@@ -22,7 +22,8 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use affinode_proto::wire::message::AgentMessage;
+use affinode_proto::wire::counters::Gate;
+use affinode_proto::wire::message::{AgentMessage, UNLIMITED_VRAM_BYTES};
 
 use crate::counters::CounterPage;
 use crate::oom_wait::AllocRequest;
@@ -107,10 +108,17 @@ pub enum Admission {
 /// VRAM that an allocation of this size takes, in bytes. The driver puts several small allocations
 /// into one piece.
 fn rounded(bytes: u64) -> u64 {
-    match bytes {
-        0..PIECE_BYTES => bytes,
-        _ => bytes.checked_next_multiple_of(PIECE_BYTES).unwrap_or(bytes),
+    match PIECE_BYTES.checked_div(bytes) {
+        None => 0,
+        Some(0) => bytes.checked_next_multiple_of(PIECE_BYTES).unwrap_or(bytes),
+        // As many of them as fit into a piece use up the whole piece.
+        Some(in_a_piece) => PIECE_BYTES.checked_div(in_a_piece).unwrap_or(bytes),
     }
+}
+
+/// Whether the gate is closed, because the process is being offloaded or restored, or is offloaded.
+fn is_moving(page: &CounterPage) -> bool {
+    page.gate.load(Ordering::SeqCst) == Gate::Closed as u32
 }
 
 fn halves(uuid: &[u8; 16]) -> [u64; 2] {
@@ -176,6 +184,8 @@ impl VramLimit {
     pub fn set_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Release);
         self.is_unanswered.store(0, Ordering::Release);
+        // The allowances of an earlier controller do not include what other processes got since.
+        self.drop_allowances();
         for gpu in &self.gpus {
             gpu.sent.store(gpu.answered.load(Ordering::Relaxed), Ordering::Relaxed);
             if limit_bytes == 0 {
@@ -224,7 +234,13 @@ impl VramLimit {
         let is_short = gpu.free_bytes.load(Ordering::Acquire) < bytes;
         match attempts.asked {
             0 => Admission::Ask,
-            asked if is_short || asked >= MAX_ASKS => Admission::Exceeded,
+            _ if is_short => Admission::Exceeded,
+            MAX_ASKS.. => {
+                // The size was free each time. The call must not fail because others were faster.
+                page.vram_pending.fetch_add(bytes, Ordering::SeqCst);
+                self.end_attempts(attempts);
+                Admission::Admitted(bytes)
+            }
             _ => Admission::Ask,
         }
     }
@@ -238,8 +254,15 @@ impl VramLimit {
         gpu.wanted_bytes.fetch_max(rounded(want.bytes), Ordering::AcqRel);
         let ticket = gpu.asked.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         process::poke_agent();
-        let end_us = sys::now_us() + ANSWER_MS * 1_000;
+        if self.is_unanswered.load(Ordering::Acquire) == 1 {
+            return;
+        }
+        let mut end_us = sys::now_us() + ANSWER_MS * 1_000;
         while !gpu.has_answer(ticket) && self.bytes().is_some() {
+            // While the process is being moved, its agent reads no messages.
+            if process::page().is_some_and(is_moving) {
+                end_us = sys::now_us() + ANSWER_MS * 1_000;
+            }
             let left_us = end_us.saturating_sub(sys::now_us());
             if left_us == 0 {
                 self.is_unanswered.store(1, Ordering::Release);
@@ -267,7 +290,9 @@ impl VramLimit {
         if failed && let Some(gpu) = self.gpu(uuid) {
             gpu.left_bytes.fetch_add(bytes, Ordering::SeqCst);
         }
-        page.vram_pending.fetch_sub(bytes, Ordering::SeqCst);
+        // The counters of a child that was forked in the call do not have the bytes.
+        let less = |pending: u64| Some(pending.saturating_sub(bytes));
+        let _ = page.vram_pending.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 
     /// Drops all allowances after a call that has taken an unknown amount of VRAM. The next
@@ -280,15 +305,18 @@ impl VramLimit {
     /// in bytes. `None`: there is no limit, or there was no reply.
     pub fn view(&self, uuid: &[u8; 16]) -> Option<(u64, u64)> {
         let known = self.gpu(uuid).filter(|gpu| gpu.answered.load(Ordering::Acquire) > 0)?;
-        self.bytes().map(|limit_bytes| (limit_bytes, known.free_bytes.load(Ordering::Acquire)))
+        let free_bytes = known.free_bytes.load(Ordering::Acquire);
+        let limit_bytes = self.bytes().filter(|_| free_bytes < UNLIMITED_VRAM_BYTES)?;
+        Some((limit_bytes, free_bytes))
     }
 
     /// Same as [`VramLimit::view`], but asks the controller first. Must be called outside the gate.
     pub fn fresh_view(&self, uuid: &[u8; 16]) -> Option<(u64, u64)> {
         self.bytes()?;
-        let mut attempts = LimitAttempts::default();
-        self.ask(&AllocRequest { bytes: 0, uuid: *uuid }, &mut attempts);
-        self.end_attempts(&mut attempts);
+        // While the process is being moved, its agent reads no messages.
+        if !process::page().is_some_and(is_moving) {
+            self.ask(&AllocRequest { bytes: 0, uuid: *uuid }, &mut LimitAttempts::default());
+        }
         self.view(uuid)
     }
 
@@ -304,7 +332,9 @@ impl VramLimit {
             gpu.free_bytes.store(free_bytes, order);
             gpu.left_bytes.store(bytes, order);
             gpu.wanted_bytes.store(0, order);
-            gpu.answered.store(ticket, order);
+            if !gpu.has_answer(ticket) {
+                gpu.answered.store(ticket, order);
+            }
             sys::futex_wake_all(&gpu.answered);
         }
     }
@@ -377,6 +407,23 @@ mod tests {
     }
 
     #[test]
+    fn size_includes_what_the_driver_cannot_use() {
+        let mib = 1 << 20;
+        for (bytes, charged) in [
+            (0, 0),
+            (4096, 4096),
+            (mib, mib),
+            (mib + 1, 2 * mib),
+            (700 << 10, mib),
+            (2 * mib, 2 * mib),
+            (3 * mib, 4 * mib),
+            (u64::MAX, u64::MAX),
+        ] {
+            assert_eq!(rounded(bytes), charged, "{bytes}");
+        }
+    }
+
+    #[test]
     fn recalled_allowance_admits_nothing() {
         let (limit, page) = (limit(), page());
         allow(&limit, page, 2 * WANT.bytes, 7);
@@ -398,7 +445,9 @@ mod tests {
         limit.answer(1, &WANT.uuid, 0, WANT.bytes, 7);
         assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Ask);
         attempts.asked = MAX_ASKS;
-        assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Exceeded);
+        let admitted = limit.admit(page, &WANT, &mut attempts);
+        assert_eq!(admitted, Admission::Admitted(WANT.bytes), "the size was free each time");
+        attempts.asked = 1;
         limit.end_attempts(&mut attempts);
         assert!(limit.was_taken() && !limit.was_taken());
     }

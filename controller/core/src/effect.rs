@@ -105,6 +105,13 @@ pub enum Effect {
         /// All processes of the container.
         processes: Vec<ProcessId>,
     },
+    /// Recall the VRAM allowances of processes.
+    RecallVram {
+        /// Number of the recall.
+        epoch: u64,
+        /// All processes of a container with a VRAM limit.
+        processes: Vec<ProcessId>,
+    },
     /// Write the file that shows a container its VRAM under a limit. An empty list: there is no limit
     /// any more, so remove the file.
     ShowVram {

@@ -276,9 +276,16 @@ pub(super) fn check_alloc_wait(node: &mut NodeState, key: &Key) {
         container.usage.last_use = now; // A container that waits is not idle.
     }
     queue_alloc_wait(node, key);
-    let Some((id, want)) = node.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
-        return;
-    };
+    let waits =
+        node.registry.processes.of(key).filter_map(|(id, p)| Some((id, p.alloc_wait.clone()?)));
+    for (id, want) in waits.collect::<Vec<_>>() {
+        check_wait_of(node, key, id, &want);
+    }
+}
+
+/// Ends the wait of one process's allocation, under the conditions of [`check_alloc_wait`].
+fn check_wait_of(node: &mut NodeState, key: &Key, id: ProcessId, want: &PendingAlloc) {
+    let now = node.clock.now;
     let late = want.resumed_at.is_some_and(|resumed_at| now.saturating_sub(resumed_at) > TRY_MS);
     let resumed_at = want.resumed_at.is_some();
     let policy = node.registry.containers.get(key).map(|container| &container.policy);

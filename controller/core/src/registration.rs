@@ -61,6 +61,7 @@ pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> boo
 }
 
 pub(super) fn withdrawn(node: &mut NodeState, key: &Key) {
+    vram_limit::forget_container(node, key);
     for process in node.members(key) {
         node.registry.processes.remove(&process);
         holds::forget_holds(node, process);
@@ -206,12 +207,10 @@ fn use_by_newcomer(node: &mut NodeState, key: &Key, phase: Phase) -> bool {
 fn welcome(node: &mut NodeState, key: &Key, id: ProcessId) {
     holds::hold_newcomer(node, id);
     holds::hold_for_siblings(node, id);
+    let vram_limit_bytes = vram_limit::limit_newcomer(node, key, id);
     let Some(container) = node.registry.containers.get(key) else { return };
     let wait_for_room_ms = oom_wait::wait_for_room_ms(&container.policy);
     let engine = container.policy.engine;
-    let process = node.registry.processes.get(&id);
-    let capabilities = process.map_or(Capabilities::default(), |p| p.agent.capabilities);
-    let vram_limit_bytes = vram_limit::limit_bytes(&container.policy, capabilities);
     let welcome =
         ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine, vram_limit_bytes };
     node.output.effects.push(Effect::Send(id, welcome));

@@ -302,7 +302,8 @@ pub(super) fn check_grants(node: &mut NodeState) {
 /// neither resident nor offloaded, for example because its agent sends no report.
 fn is_unused(node: &NodeState, key: &Key) -> bool {
     let covers = node.admission.grants.get(key).is_some_and(|grant| !grant.covers.is_empty());
-    let resumed = node.alloc_wait_of(key).is_some_and(|(_, want)| want.resumed_at.is_some());
+    let mut waits = node.registry.processes.of(key).filter_map(|(_, p)| p.alloc_wait.as_ref());
+    let resumed = waits.any(|want| want.resumed_at.is_some());
     !covers && !resumed
 }
 

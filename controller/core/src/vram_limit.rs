@@ -20,11 +20,11 @@
 //! it cannot. Otherwise two processes that ask at the same time could recall each other's
 //! allowances forever.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_proto::wire::{
     Capabilities, Phase,
-    message::{ControllerMessage, MAX_GPUS},
+    message::{ControllerMessage, MAX_GPUS, UNLIMITED_VRAM_BYTES},
     vram_view::VramView,
 };
 
@@ -32,29 +32,43 @@ use super::{
     DeviceBytes, Effect, GpuSample, Key, Millis, ProcessId,
     gpu_uuid::{nvml_uuid, uuid_bytes},
     node_state::NodeState,
-    policy::Policy,
     process::Process,
 };
 
-/// Allowance without a limit. Sums of it with real sizes do not overflow.
-const UNLIMITED_BYTES: u64 = u64::MAX >> 1;
 /// Time in which a process must send VramTaken after it got an allowance, in milliseconds.
 const TAKE_MS: Millis = 1_000;
+/// Maximum number of GPUs for which a process can wait at the same time.
+const MAX_WAITING_GPUS: usize = 16;
+/// Maximum number of readings for one request. The GPUs are read again if only pending bytes, which
+/// may be in NVML's reading too, make the allowance too small.
+const MAX_READINGS: u32 = 20;
 
 /// Requests of processes for VRAM allowances.
 #[derive(Debug, Default)]
 pub(super) struct VramRequests {
-    /// For each process that waits for a reply, its most recent request.
-    waiting: BTreeMap<ProcessId, VramRequest>,
-    /// For each container, the request that the controller serves now.
-    served: BTreeMap<Key, ServedRequest>,
+    /// Processes whose library got a limit with its Welcome. Requests of other processes are ignored.
+    limited: BTreeSet<ProcessId>,
+    /// The last request of each process for each GPU that has no reply yet, with its number of
+    /// arrival.
+    waiting: BTreeMap<(ProcessId, [u8; 16]), (u64, VramRequest)>,
+    /// The request for which the GPUs are being read. There is one at a time on the node, so that
+    /// requests of containers never delay the readings for restores by more than one reading.
+    reading: Option<VramReading>,
+    /// For each container, the process that got an allowance last, and the time until which
+    /// VramTaken is awaited.
+    granted: BTreeMap<Key, (ProcessId, Millis)>,
+    /// For each container, when it was served last, as a number of arrival. The container that was
+    /// served longest ago is next.
+    last_served: BTreeMap<Key, u64>,
     /// What the file of each container with a limit shows.
     shown: BTreeMap<Key, Vec<VramView>>,
+    /// Number of the last arrival.
+    arrivals: u64,
     /// Number of the last recall.
     recalls: u64,
 }
 
-/// The request of one process.
+/// The request of one process for one GPU.
 #[derive(Clone, Copy, Debug)]
 struct VramRequest {
     ticket: u32,
@@ -62,64 +76,103 @@ struct VramRequest {
     uuid: [u8; 16],
 }
 
-/// The stage of a request that is being served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ServedRequest {
-    /// The VRAM is being read for this process.
-    Reading(ProcessId),
-    /// The process got its allowance, and has until this time to send VramTaken.
-    Granted(ProcessId, Millis),
+/// A request for which the GPUs are being read.
+#[derive(Clone, Debug)]
+struct VramReading {
+    key: Key,
+    process: ProcessId,
+    request: VramRequest,
+    /// Number of readings so far.
+    readings: u32,
 }
 
-/// The limit that a process's library enforces, in bytes. 0: none.
-pub(super) fn limit_bytes(policy: &Policy, capabilities: Capabilities) -> u64 {
-    if capabilities.contains(Capabilities::LIMITS_VRAM) { policy.vram_limit_bytes } else { 0 }
+/// Returns the limit that the library of a new process enforces, in bytes; 0: none. Recalls the
+/// allowances of the container's other processes, because they do not include the new one.
+pub(super) fn limit_newcomer(node: &mut NodeState, key: &Key, id: ProcessId) -> u64 {
+    let limit_bytes = limit_bytes(node, key);
+    let able = node
+        .registry
+        .processes
+        .get(&id)
+        .is_some_and(|process| process.agent.capabilities.contains(Capabilities::LIMITS_VRAM));
+    if limit_bytes == 0 || !able {
+        return 0;
+    }
+    node.vram_requests.limited.insert(id);
+    let processes = node.members(key);
+    if processes.len() > 1 {
+        let epoch = next_epoch(node);
+        node.output.effects.push(Effect::RecallVram { epoch, processes });
+    }
+    limit_bytes
+}
+
+/// Returns the number of the next recall. The start time distinguishes the recalls of this
+/// controller from those of an earlier one.
+fn next_epoch(node: &mut NodeState) -> u64 {
+    node.vram_requests.recalls += 1;
+    node.clock.started_ticks.wrapping_shl(20).wrapping_add(node.vram_requests.recalls)
 }
 
 /// Handles the request of a process for an allowance.
 pub(super) fn asked(node: &mut NodeState, id: ProcessId, ticket: u32, bytes: u64, uuid: [u8; 16]) {
-    let Some(process) = node.registry.processes.get(&id) else { return };
-    let key = process.key.clone();
-    node.vram_requests.waiting.insert(id, VramRequest { ticket, bytes, uuid });
+    let requests = &mut node.vram_requests;
+    let of_process = requests.waiting.range((id, [0; 16])..=(id, [u8::MAX; 16])).count();
+    let is_known = requests.waiting.contains_key(&(id, uuid));
+    if !requests.limited.contains(&id) || (!is_known && of_process >= MAX_WAITING_GPUS) {
+        return;
+    }
+    requests.arrivals += 1;
+    let request = (requests.arrivals, VramRequest { ticket, bytes, uuid });
+    requests.waiting.insert((id, uuid), request);
     taken(node, id);
-    read_next(node, &key);
+    serve_next(node);
 }
 
 /// Records that a process has used the allowance that it got, or no longer needs it. The controller
 /// then serves the next request of the container.
 pub(super) fn taken(node: &mut NodeState, id: ProcessId) {
-    let is_its =
-        |served: &ServedRequest| matches!(served, ServedRequest::Granted(to, _) if *to == id);
-    let key = node.vram_requests.served.iter().find(|(_, served)| is_its(served));
-    if let Some(key) = key.map(|(key, _)| key.clone()) {
-        node.vram_requests.served.remove(&key);
-        read_next(node, &key);
-    }
+    node.vram_requests.granted.retain(|_, (to, _)| *to != id);
+    serve_next(node);
 }
 
 /// Stops waiting for VramTaken if its time has passed.
 pub(super) fn check_taken(node: &mut NodeState, key: &Key) {
-    if let Some(ServedRequest::Granted(id, until)) = node.vram_requests.served.get(key).copied()
-        && node.clock.now >= until
-    {
-        taken(node, id);
+    let now = node.clock.now;
+    if node.vram_requests.granted.get(key).is_some_and(|(_, until)| now >= *until) {
+        node.vram_requests.granted.remove(key);
+        serve_next(node);
     }
 }
 
-/// Begins to read the VRAM of a container if a process of it waits for an allowance. One reading
-/// serves one request.
-fn read_next(node: &mut NodeState, key: &Key) {
-    let members = node.members(key);
-    let requests = &mut node.vram_requests;
-    if requests.served.contains_key(key) {
+/// Begins to read the GPUs for the next request, if no reading is in progress. Among the containers
+/// that do not owe a VramTaken, the one that was served longest ago is next.
+fn serve_next(node: &mut NodeState) {
+    let requests = &node.vram_requests;
+    if requests.reading.is_some() {
         return;
     }
-    let Some(id) = members.iter().find(|id| requests.waiting.contains_key(*id)) else { return };
-    requests.served.insert(key.clone(), ServedRequest::Reading(*id));
-    requests.recalls += 1;
-    // The start time distinguishes the recalls of this controller from those of an earlier one.
-    let epoch = node.clock.started_ticks.wrapping_shl(20).wrapping_add(requests.recalls);
-    node.output.effects.push(Effect::ReadVram { key: key.clone(), epoch, processes: members });
+    let candidates = requests.waiting.iter().filter_map(|((id, _), (arrival, request))| {
+        let key = &node.registry.processes.get(id)?.key;
+        let last = requests.last_served.get(key).copied().unwrap_or_default();
+        (!requests.granted.contains_key(key)).then_some(((last, *arrival), *id, key, *request))
+    });
+    let Some((_, process, key, request)) = candidates.min_by_key(|(place, ..)| *place) else {
+        return;
+    };
+    let key = key.clone();
+    let requests = &mut node.vram_requests;
+    requests.waiting.remove(&(process, request.uuid));
+    requests.arrivals += 1;
+    requests.last_served.insert(key.clone(), requests.arrivals);
+    begin_reading(node, VramReading { key, process, request, readings: 0 });
+}
+
+fn begin_reading(node: &mut NodeState, reading: VramReading) {
+    let (epoch, key) = (next_epoch(node), reading.key.clone());
+    let processes = node.members(&key);
+    node.vram_requests.reading = Some(VramReading { readings: reading.readings + 1, ..reading });
+    node.output.effects.push(Effect::ReadVram { key, epoch, processes });
 }
 
 /// Replies to the request for which VRAM was read. `pending` contains the pending bytes of each
@@ -131,47 +184,70 @@ pub(super) fn read(
     pending: &[(ProcessId, u64)],
     gpus: Result<Vec<GpuSample>, String>,
 ) {
-    if let Some(ServedRequest::Reading(id)) = node.vram_requests.served.remove(key)
-        && let Some(request) = node.vram_requests.waiting.remove(&id)
-    {
-        let free_bytes = free_bytes(node, key, &nvml_uuid(&request.uuid), pending, gpus);
-        // If NVML cannot be read, the process gets what it needs now: it must not fail because of
-        // that.
-        let free_bytes = free_bytes.unwrap_or(request.bytes);
-        let (VramRequest { ticket, bytes, uuid }, others) =
-            (request, node.members(key).len().saturating_sub(1));
-        let rest_bytes = free_bytes.checked_sub(bytes);
-        // Other processes of the container may need VRAM soon. A recall costs both sides time.
-        let bytes = rest_bytes.map_or(0, |rest| bytes + rest / (others as u64 + 1));
-        let reply = ControllerMessage::VramAllowance { ticket, uuid, bytes, free_bytes, epoch };
-        node.output.effects.push(Effect::Send(id, reply));
-        let granted = ServedRequest::Granted(id, node.clock.now + TAKE_MS);
-        node.vram_requests.served.insert(key.clone(), granted);
+    let Some(reading) = node.vram_requests.reading.take_if(|reading| reading.key == *key) else {
+        return;
+    };
+    if node.registry.processes.get(&reading.process).is_none_or(|process| process.key != *key) {
+        return serve_next(node);
     }
-    read_next(node, key);
+    let VramRequest { ticket, bytes, uuid } = reading.request;
+    let pending = pending.iter().fold(0_u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+    let unpromised = unpromised_bytes(node, key, &nvml_uuid(&uuid), gpus);
+    let free_bytes = unpromised.map_or(u64::MAX, |unpromised| unpromised.saturating_sub(pending));
+    if free_bytes < bytes
+        && unpromised.is_some_and(|unpromised| unpromised >= bytes)
+        && reading.readings < MAX_READINGS
+    {
+        return begin_reading(node, reading);
+    }
+    // Other processes of the container may need VRAM soon. A recall costs both sides time.
+    let members = node.members(key).len().max(1) as u64;
+    let (allowance, free_bytes) = match unpromised {
+        // NVML cannot be read. The process gets what it needs now, because it must not fail for
+        // that.
+        None => (bytes, limit_bytes(node, key).max(bytes)),
+        Some(UNLIMITED_VRAM_BYTES) => (UNLIMITED_VRAM_BYTES, UNLIMITED_VRAM_BYTES),
+        Some(_) => {
+            let rest = free_bytes.checked_sub(bytes);
+            (rest.map_or(0, |rest| bytes + rest / members), free_bytes)
+        }
+    };
+    let reply =
+        ControllerMessage::VramAllowance { ticket, uuid, bytes: allowance, free_bytes, epoch };
+    node.output.effects.push(Effect::Send(reading.process, reply));
+    // A process that only wants to know what is free allocates nothing under the reply.
+    if bytes > 0 {
+        let until = node.clock.now + TAKE_MS;
+        node.vram_requests.granted.insert(key.clone(), (reading.process, until));
+    }
+    serve_next(node);
 }
 
-/// VRAM that a container may still allocate on a GPU, in bytes. `None`: NVML cannot be read.
-fn free_bytes(
+/// Returns the limit of a container's VRAM on each GPU, in bytes. 0: there is none.
+fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
+    node.registry.containers.get(key).map_or(0, |container| container.policy.vram_limit_bytes)
+}
+
+/// Returns what the limit leaves on a GPU without regard to pending bytes, in bytes. `None`: NVML
+/// cannot be read.
+fn unpromised_bytes(
     node: &NodeState,
     key: &Key,
     uuid: &str,
-    pending: &[(ProcessId, u64)],
     gpus: Result<Vec<GpuSample>, String>,
 ) -> Option<u64> {
-    let limit_bytes = node.registry.containers.get(key)?.policy.vram_limit_bytes;
     let gpus = gpus.ok()?;
     // NVML reports the VRAM of whole GPUs only, not of parts (MIG).
     let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid && !gpu.mig) else {
-        return Some(UNLIMITED_BYTES);
+        return Some(UNLIMITED_VRAM_BYTES);
     };
+    let limit_bytes = limit_bytes(node, key);
     if limit_bytes == 0 {
-        return Some(UNLIMITED_BYTES);
+        return Some(UNLIMITED_VRAM_BYTES);
     }
     let processes = node.registry.processes.of(key);
-    let held: u64 = processes.map(|(_, process)| held_bytes(process, gpu)).sum();
-    let pending: u64 = pending.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes));
-    Some(limit_bytes.saturating_sub(held.saturating_add(pending)))
+    let held = processes.map(|(_, process)| held_bytes(process, gpu));
+    Some(limit_bytes.saturating_sub(held.fold(0, u64::saturating_add)))
 }
 
 /// VRAM of a process on a GPU, in bytes. For an offloaded process, this includes the VRAM that it
@@ -188,10 +264,21 @@ fn held_bytes(process: &Process, gpu: &GpuSample) -> u64 {
     read.max(known.iter().filter(on_gpu).map(|held| held.bytes).sum())
 }
 
-/// Forgets the request of a process that has ended or will send it again.
+/// Forgets the requests of a process that has ended, or that will send them again.
 pub(super) fn forget(node: &mut NodeState, id: ProcessId) {
-    node.vram_requests.waiting.remove(&id);
+    let requests = &mut node.vram_requests;
+    requests.limited.remove(&id);
+    requests.waiting.retain(|(process, _), _| *process != id);
     taken(node, id);
+}
+
+/// Forgets a container that was deleted.
+pub(super) fn forget_container(node: &mut NodeState, key: &Key) {
+    for id in node.members(key) {
+        forget(node, id);
+    }
+    node.vram_requests.granted.remove(key);
+    node.vram_requests.last_served.remove(key);
 }
 
 /// Updates the files of the containers with a limit after a sample of all GPUs.

@@ -1,22 +1,12 @@
 //! Feeds inputs to the core, and executes the effects that the core returns, in their order.
 
-use std::{
-    fs::{self, Permissions},
-    os::unix::fs::PermissionsExt,
-    path::Path,
+use affinode_core::{Effect, Input};
+use affinode_proto::wire::{
+    copier::CopierOrder,
+    message::{Action, ControllerMessage},
 };
 
-use affinode_core::{Effect, Input, Key, ProcessId};
-use affinode_proto::{
-    paths,
-    wire::{
-        copier::CopierOrder,
-        message::{Action, ControllerMessage},
-        vram_view::VramView,
-    },
-};
-
-use super::{actor::NodeActor, copiers};
+use super::{actor::NodeActor, copiers, vram};
 use crate::{
     agents::AgentHandle,
     conversion,
@@ -62,8 +52,9 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             actor.inventory.ask(InventoryQuery::Survey { key, processes, known })
         }
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
-        Effect::ReadVram { key, epoch, processes } => read_vram(actor, key, epoch, &processes),
-        Effect::ShowVram { key, views } => show_vram(&actor.run_dir, &key, &views),
+        Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),
+        Effect::RecallVram { epoch, processes } => drop(vram::recall(actor, epoch, &processes)),
+        Effect::ShowVram { key, views } => vram::show(&actor.run_dir, &key, &views),
         Effect::Answer(command, answer) => {
             if let Some(waiter) = actor.commands.take(command) {
                 let _ = waiter.send(conversion::response_of(answer));
@@ -93,43 +84,6 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
                 tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
             }
         }
-    }
-}
-
-/// Recalls the VRAM allowances of processes, reads their pending bytes, and then asks for a reading
-/// of the GPUs.
-fn read_vram(actor: &NodeActor, key: Key, epoch: u64, processes: &[ProcessId]) {
-    let pending = processes.iter().map(|id| (*id, recall_vram(actor, *id, epoch))).collect();
-    actor.inventory.ask(InventoryQuery::Vram { key, epoch, pending });
-}
-
-/// Recalls the VRAM allowances of a process and returns its pending bytes.
-fn recall_vram(actor: &NodeActor, id: ProcessId, epoch: u64) -> u64 {
-    let recalled = actor.agents.get(&id).map(|agent| agent.recall_vram(epoch));
-    recalled.unwrap_or(Ok(0)).unwrap_or_else(|error| {
-        tracing::warn!(
-            process = id.0, %error,
-            "process {}: cannot recall its VRAM allowance. Its container may exceed its limit", id.0
-        );
-        0
-    })
-}
-
-/// Writes the file that shows a container its VRAM under a limit. Errors are ignored: the container
-/// may just have been deleted, and the next sample writes again.
-fn show_vram(run_dir: &Path, key: &Key, views: &[VramView]) {
-    let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str());
-    let (file, fresh) =
-        (folder.join(paths::MOUNT_DIR).join(paths::VRAM_FILE), folder.join(".vram"));
-    // The new file is written in the folder that no container reaches, and is then moved.
-    let written = match views.is_empty() {
-        true => fs::remove_file(&file),
-        false => fs::write(&fresh, views.iter().flat_map(VramView::encode).collect::<Vec<u8>>())
-            .and_then(|()| fs::set_permissions(&fresh, Permissions::from_mode(0o644)))
-            .and_then(|()| fs::rename(&fresh, &file)),
-    };
-    if let Err(error) = written {
-        tracing::debug!(%key, %error, "container {key}: cannot show its VRAM");
     }
 }
 

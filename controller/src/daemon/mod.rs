@@ -33,6 +33,7 @@ mod serve;
 mod tick;
 mod utilization_polling;
 mod viewers;
+mod vram;
 
 use std::{
     ffi::OsString,

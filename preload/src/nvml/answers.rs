@@ -285,7 +285,7 @@ pub unsafe fn limit(class: Class, frame: &NvmlFrame, asks: bool) {
         let free = word(free_at).read_unaligned().min(left_bytes).min(total);
         word(first).write_unaligned(total);
         word(free_at).write_unaligned(free);
-        word(free_at + 1).write_unaligned(total - free);
+        word(free_at + 1).write_unaligned(total.saturating_sub(left_bytes));
         if class == Class::MemoryV2 {
             // What the driver reserves on the device is not the container's.
             word(first + 1).write_unaligned(0);

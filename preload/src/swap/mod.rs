@@ -95,7 +95,7 @@ pub use self::prefault_ahead::{
 pub use self::scrub::{ScrubState, absorb_scrub_stall};
 use self::staging::StagingPool;
 pub use self::staging::TrimResult;
-pub use self::stream_pools::make_room;
+pub use self::stream_pools::{make_room, unused_pool_bytes};
 pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
 use crate::{libc, libcuda, process, sys};

@@ -85,6 +85,9 @@ pub const BUSY_LOADER: u32 = 0xffff_0002;
 pub const MAX_GPUS: usize = 32;
 /// Maximum number of GPUs in one [`ControllerMessage::Gpus`] frame.
 pub const GPUS_PER_FRAME: usize = 5;
+/// Value of `free_bytes` in [`ControllerMessage::VramAllowance`] if the limit does not apply to the
+/// GPU. Sums of it with real sizes do not overflow.
+pub const UNLIMITED_VRAM_BYTES: u64 = u64::MAX >> 1;
 
 /// Identity of one GPU of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

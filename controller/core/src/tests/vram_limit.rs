@@ -47,6 +47,8 @@ struct LimitedProcess {
     allocation: Option<Allocation>,
     ticket: u32,
     inbox: VecDeque<ControllerMessage>,
+    /// What the container held or was about to allocate when the last reply was sent, in bytes.
+    held_at_reply: u64,
     /// Whether the process must still send VramTaken for its current allowance.
     owes_taken: bool,
     never_says_taken: bool,
@@ -62,6 +64,8 @@ struct LimitedContainer {
     /// each process.
     reading: Option<(u64, Vec<(ProcessId, u64)>)>,
     others_bytes: u64,
+    /// VRAM that an offloaded process needs for its restore.
+    offloaded_bytes: u64,
     /// The contents of the file that shows the container its VRAM.
     shown: Vec<Vec<VramView>>,
     now: Millis,
@@ -82,6 +86,7 @@ impl LimitedContainer {
             processes: (0..processes).map(|_| LimitedProcess::default()).collect(),
             reading: None,
             others_bytes: 0,
+            offloaded_bytes: 0,
             shown: Vec::new(),
             now: 0,
         };
@@ -123,6 +128,11 @@ impl LimitedContainer {
                     };
                     self.reading = Some((epoch, processes.iter().map(recall).collect()));
                 }
+                Effect::RecallVram { epoch, processes } => {
+                    for id in processes {
+                        self.processes[id.0 as usize - 1].epoch = epoch;
+                    }
+                }
                 Effect::ShowVram { views, .. } => self.shown.push(views),
                 _ => {}
             }
@@ -145,6 +155,20 @@ impl LimitedContainer {
     fn read(&mut self) {
         let Some((epoch, pending)) = self.reading.take() else { return };
         let gpus = Ok(vec![self.gpu()]);
+        let asked = |process: &LimitedProcess| match process.allocation {
+            Some(Allocation::Announced(bytes) | Allocation::InDriver(bytes)) => bytes,
+            _ => 0,
+        };
+        let held_bytes: u64 = self.processes.iter().map(|p| p.held_bytes + asked(p)).sum();
+        let held_bytes = held_bytes + self.offloaded_bytes;
+        let has_no_reply = |process: &&mut LimitedProcess| {
+            let reply =
+                |m: &ControllerMessage| matches!(m, ControllerMessage::VramAllowance { .. });
+            !process.inbox.iter().any(reply)
+        };
+        for process in self.processes.iter_mut().filter(has_no_reply) {
+            process.held_at_reply = held_bytes;
+        }
         self.feed(Input::VramRead { key: key(1), epoch, pending, gpus });
     }
 
@@ -162,6 +186,7 @@ impl LimitedContainer {
         if let Some(Allocation::Asked(wanted)) = process.allocation {
             process.allocation = None;
             if wanted > free_bytes {
+                assert!(wanted + process.held_at_reply > LIMIT, "refused below the limit");
                 process.refused.push((wanted, free_bytes));
                 self.say_taken(n);
             } else {
@@ -290,6 +315,7 @@ fn offloaded_process_keeps_its_share() {
     let process = container.node.state.registry.processes.get_mut(&id(0)).unwrap();
     process.agent.phase = Phase::CopyingOut;
     container.processes[0].held_bytes = 0;
+    container.offloaded_bytes = LIMIT / 2;
     container.allocate(1, LIMIT / 2 + 1);
     assert_eq!(container.processes[1].refused, [(LIMIT / 2 + 1, LIMIT / 2)]);
 }
@@ -316,6 +342,45 @@ fn exit_of_the_asking_process_serves_the_next() {
     container.feed(Input::Exited(id(0)));
     container.settle();
     assert_eq!(container.processes[1].held_bytes, 5);
+}
+
+#[test]
+fn each_gpu_gets_a_reply_of_its_own() {
+    let mut container = LimitedContainer::new(1);
+    let ask = |ticket, uuid| AgentMessage::AskVram { ticket, bytes: 5, uuid };
+    for (ticket, uuid) in [(1, UUID), (2, [8; 16]), (3, UUID)] {
+        container.feed(Input::Message(id(0), ask(ticket, uuid)));
+    }
+    // The reading for the first request has begun before the third came, so the third waits.
+    for expected in [(1, UUID), (2, [8; 16]), (3, UUID)] {
+        container.read();
+        let replies = container.processes[0].inbox.drain(..).filter_map(|message| match message {
+            ControllerMessage::VramAllowance { ticket, uuid, .. } => Some((ticket, uuid)),
+            _ => None,
+        });
+        assert_eq!(replies.collect::<Vec<_>>(), [expected]);
+        container.feed(Input::Message(id(0), AgentMessage::VramTaken));
+    }
+}
+
+#[test]
+fn process_without_a_limit_reads_nothing() {
+    let mut container = LimitedContainer::new(1);
+    container.feed(Input::Exited(id(0)));
+    container.join(0, Capabilities::RECORDS_CALLS);
+    let ask = AgentMessage::AskVram { ticket: 1, bytes: 5, uuid: UUID };
+    container.feed(Input::Message(id(0), ask));
+    assert!(container.reading.is_none());
+}
+
+#[test]
+fn newcomer_recalls_the_allowances_of_others() {
+    let mut container = LimitedContainer::new(1);
+    container.allocate(0, 5);
+    let before = container.processes[0].epoch;
+    container.processes.push(LimitedProcess::default());
+    container.join(1, Capabilities::LIMITS_VRAM);
+    assert_ne!(container.processes[0].epoch, before);
 }
 
 #[test]

@@ -256,7 +256,7 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } => self.questions.push_back(effect),
-                Effect::ReadVram { .. } | Effect::ShowVram { .. } => {
+                Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
                     panic!("no container here has a limit")
                 }
                 Effect::Prove(..) => {

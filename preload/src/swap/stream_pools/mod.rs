@@ -43,7 +43,7 @@ pub use self::completion::{clear, context_ends, make_room, settle};
 use self::registry::with_swappable;
 pub use self::registry::{
     pool_create, pool_destroy, pool_get_attribute, pool_set_access, pool_set_attribute,
-    pool_trim_to,
+    pool_trim_to, unused_pool_bytes,
 };
 use self::stream::Stream;
 use super::alloc_wrappers::{MIN_BYTES, make, unmake};

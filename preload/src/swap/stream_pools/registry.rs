@@ -119,6 +119,26 @@ pub unsafe extern "C" fn pool_get_attribute(
     code
 }
 
+/// Bytes that a pool holds and that are not in use, the driver's and this library's. `None` as the
+/// pool means the current pool of the current device. 0 if the driver does not report them.
+pub fn unused_pool_bytes(pool: Option<usize>) -> u64 {
+    let (mut device, mut current) = (-1, 0);
+    let pool = pool.or_else(|| {
+        let known = call!(ctx_get_device(&raw mut device)) == result::SUCCESS
+            && call!(device_get_pool(&raw mut current, device)) == result::SUCCESS;
+        known.then_some(current)
+    });
+    let Some(pool) = pool else { return 0 };
+    let bytes_of = |attribute| {
+        let mut bytes = 0_u64;
+        // SAFETY: the pool is the driver's or the application's own, and each of these attributes
+        // is a u64.
+        let code = unsafe { pool_get_attribute(pool, attribute, (&raw mut bytes).cast()) };
+        if code == result::SUCCESS { bytes } else { 0 }
+    };
+    bytes_of(pool_attribute::RESERVED).saturating_sub(bytes_of(pool_attribute::USED))
+}
+
 pub unsafe extern "C" fn pool_set_attribute(
     handle: usize,
     attribute: u32,
