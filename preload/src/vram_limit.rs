@@ -111,7 +111,7 @@ fn rounded(bytes: u64) -> u64 {
     match PIECE_BYTES.checked_div(bytes) {
         None => 0,
         Some(0) => bytes.checked_next_multiple_of(PIECE_BYTES).unwrap_or(bytes),
-        // As many of them as fit into a piece use up the whole piece.
+        // A piece has room for a whole number of them, and the rest of it stays unused.
         Some(in_a_piece) => PIECE_BYTES.checked_div(in_a_piece).unwrap_or(bytes),
     }
 }
