@@ -45,7 +45,7 @@ pub struct Flavour {
 }
 
 impl Flavour {
-    /// Describes a program with so much memory that copying the memory takes most of the time of a
+    /// Describes a program whose memory is so large that copying it takes most of the time of a
     /// move. A run of the program takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
