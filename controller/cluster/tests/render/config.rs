@@ -26,6 +26,7 @@ policy:
   prefault: true
   allow_gpu_migration: true
   minimum_vram_mib: 1048576
+  vram_limit: 64Gi
   offload_window: always
   victims: lru
   namespace:
