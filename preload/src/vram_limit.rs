@@ -33,9 +33,9 @@ use crate::{process, sys};
 const GPUS: usize = 16;
 /// Maximum time that an allocation waits for an allowance.
 const ANSWER_MS: u64 = 10_000;
-/// Maximum time that a waiting caller sleeps before it checks again for a reply, in milliseconds.
-/// The check is needed only if a wake was lost.
-const LOOK_AGAIN_MS: u64 = 1_000;
+/// Maximum time that a waiting caller sleeps before it checks again for a reply, and whether the gate
+/// has closed, in milliseconds.
+const LOOK_AGAIN_MS: u64 = 100;
 /// Maximum number of requests that one allocation makes while each reply states that its size is
 /// free. Other threads can use up an allowance before the thread that requested it.
 const MAX_ASKS: u32 = 20;
@@ -82,6 +82,8 @@ struct GpuAllowance {
 #[derive(Default)]
 pub struct LimitAttempts {
     asked: u32,
+    /// Whether the last request got a reply.
+    is_answered: bool,
 }
 
 impl LimitAttempts {
@@ -234,7 +236,7 @@ impl VramLimit {
         let is_short = gpu.free_bytes.load(Ordering::Acquire) < bytes;
         match attempts.asked {
             0 => Admission::Ask,
-            _ if is_short => Admission::Exceeded,
+            _ if is_short && attempts.is_answered => Admission::Exceeded,
             MAX_ASKS.. => {
                 // The size was free each time. The call must not fail because others were faster.
                 page.vram_pending.fetch_add(bytes, Ordering::SeqCst);
@@ -248,20 +250,22 @@ impl VramLimit {
     /// Requests an allowance from the controller and sleeps until the reply. The caller must be
     /// outside the gate and not counted as a call in progress, so that the process can be offloaded
     /// meanwhile. If `want.bytes` is 0, the request only updates the values of [`VramLimit::view`].
+    ///
+    /// Returns without a reply if the gate closes. The caller must then wait at the gate, because only
+    /// callers at the gate cause a restore.
     pub fn ask(&self, want: &AllocRequest, attempts: &mut LimitAttempts) {
         let Some(gpu) = self.gpu(&want.uuid) else { return };
-        attempts.asked += 1;
+        (attempts.asked, attempts.is_answered) = (attempts.asked.saturating_add(1), false);
         gpu.wanted_bytes.fetch_max(rounded(want.bytes), Ordering::AcqRel);
         let ticket = gpu.asked.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         process::poke_agent();
         if self.is_unanswered.load(Ordering::Acquire) == 1 {
             return;
         }
-        let mut end_us = sys::now_us() + ANSWER_MS * 1_000;
+        let end_us = sys::now_us() + ANSWER_MS * 1_000;
         while !gpu.has_answer(ticket) && self.bytes().is_some() {
-            // While the process is being moved, its agent reads no messages.
             if process::page().is_some_and(is_moving) {
-                end_us = sys::now_us() + ANSWER_MS * 1_000;
+                return;
             }
             let left_us = end_us.saturating_sub(sys::now_us());
             if left_us == 0 {
@@ -273,6 +277,7 @@ impl VramLimit {
                 sys::futex_wait(&gpu.answered, seen, (left_us / 1_000 + 1).min(LOOK_AGAIN_MS));
             }
         }
+        attempts.is_answered = gpu.has_answer(ticket);
     }
 
     /// Informs the controller that a call has used the reply to its last request. Does nothing if
@@ -439,7 +444,9 @@ mod tests {
     fn too_small_a_reply_ends_the_attempts() {
         let (limit, page) = (limit(), page());
         allow(&limit, page, WANT.bytes - 1, 7);
-        let mut attempts = LimitAttempts { asked: 1 };
+        let mut attempts = LimitAttempts { asked: 1, is_answered: false };
+        assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Ask, "it got no reply");
+        attempts.is_answered = true;
         assert_eq!(limit.admit(page, &WANT, &mut attempts), Admission::Exceeded);
         // The size was free, but other threads took it.
         limit.answer(1, &WANT.uuid, 0, WANT.bytes, 7);

@@ -100,6 +100,22 @@ fn process_is_offloaded_while_it_asks() {
     assert_eq!(client.answer(), 0);
 }
 
+/// A caller that waits for a reply must cause a restore like any other caller. Otherwise the process
+/// would stay offloaded if the reply never came.
+#[test]
+fn caller_without_a_reply_wakes_the_process() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = limited(&controller);
+    client.send("cuMemAlloc");
+    let request = AgentMessage::AskVram { ticket: 1, bytes: BYTES, uuid: UUID };
+    assert_eq!(agent.vram(), request);
+    agent.done(&OFFLOAD);
+    agent.wake();
+    agent.done(&BRING_BACK);
+    allow(&mut agent, 2, BYTES, (BYTES, BYTES), 9);
+    assert_eq!(client.answer(), 0);
+}
+
 #[test]
 fn next_controller_gets_the_request_too() {
     let controller = Controller::new();

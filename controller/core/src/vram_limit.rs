@@ -13,8 +13,8 @@
 //!
 //! The order of the steps keeps the container below its limit. After the recall, no process begins
 //! an allocation under its old allowance. What was begun before is pending, and is added to NVML's
-//! reading: it may not be in the reading yet. Memory that is in both sums counts twice until the
-//! next request, so an error only makes an allowance too small.
+//! reading: it may not be in the reading yet. Memory may be in both sums. If an allowance is too
+//! small only because of pending bytes, the GPUs are therefore read again.
 //!
 //! A container's next request is served after VramTaken: the process has allocated, or has seen that
 //! it cannot. Otherwise two processes that ask at the same time could recall each other's
