@@ -11,6 +11,10 @@
  *
  *   large     bytes per second, the median of several copies
  *
+ * "memory_cost many N" measures N pairs of a cuMemAlloc and a cuMemFree of 2 MiB, in microseconds:
+ *
+ *   median, mean   of one pair
+ *
  * Run this program with and without the preload library. The difference is the library's cost. */
 #include "client.h"
 
@@ -45,6 +49,26 @@ static int pairs(struct cuda *cuda, size_t mib, int more)
     qsort(took_ns, PAIRS, sizeof took_ns[0], compare);
     printf("{\"what\":\"%zu MiB%s\",\"value\":%.1f}\n", mib, more == 0 ? "" : " beside others",
            (double)took_ns[PAIRS / 2] / 1e3);
+    return 0;
+}
+
+static int many(struct cuda *cuda, size_t count)
+{
+    uint64_t *took_ns = malloc(count * sizeof *took_ns), sum_ns = 0;
+    if (!took_ns || count == 0)
+        return 1;
+    for (size_t i = 0; i < count; i++) {
+        CUdeviceptr address;
+        uint64_t start = now_ns();
+        if (cuda->mem_alloc(&address, 2 << 20) != 0 || cuda->mem_free(address) != 0)
+            return 1;
+        took_ns[i] = now_ns() - start;
+        sum_ns += took_ns[i];
+    }
+    qsort(took_ns, count, sizeof took_ns[0], compare);
+    printf("{\"what\":\"median\",\"value\":%.3f}\n{\"what\":\"mean\",\"value\":%.3f}\n",
+           (double)took_ns[count / 2] / 1e3, (double)sum_ns / 1e3 / (double)count);
+    free(took_ns);
     return 0;
 }
 
@@ -116,6 +140,8 @@ int main(int argc, char **argv)
         return 1;
     if (argc == 3 && strcmp(argv[1], "large") == 0)
         return large(&client.cuda, strtoull(argv[2], NULL, 10)) == 0 ? 0 : 4;
+    if (argc == 3 && strcmp(argv[1], "many") == 0)
+        return many(&client.cuda, strtoull(argv[2], NULL, 10)) == 0 ? 0 : 5;
     if (argc == 2 && strcmp(argv[1], "copy") == 0)
         return copies(&client.cuda) == 0 ? 0 : 3;
     for (int more = 0; more <= MORE; more += MORE) {

@@ -20,6 +20,7 @@
 //! | [`jax`] | JAX with each engine, and the calls that an idle JAX makes |
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
+//! | [`vram_limit`] | the VRAM limit with a C program, torch, CuPy and JAX, its cost, and limited containers that need 2.4 times the GPU |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine |
 //! | [`cost`] | a hooked call compared with a direct call, a torch step with and without the library, a wake compared with the driver's own restore, a wake while another container attacks |
 //!
@@ -51,6 +52,7 @@ mod report;
 mod steps;
 mod tools;
 mod torch;
+mod vram_limit;
 mod witness;
 
 use std::{
@@ -130,6 +132,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, four processes", engines::four_processes);
     report.part(&world, "engines, held once", dedup::held_once);
     report.part(&world, "engines, large", engines::large);
+    vram_limit::plain(&world, &mut report);
     match python::Python::find(&world) {
         Ok(python) => {
             with_python(&mut report, &python);
@@ -177,6 +180,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     } else {
         report.skip(engines, "python3 has no jax that sees the GPU");
     }
+    vram_limit::with_python(python, report);
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
 

@@ -17,12 +17,7 @@ use super::{
     python::{Python, ask_within},
     report::Rows,
 };
-use crate::{
-    gpu::Gpu,
-    release::Release,
-    testbed::{Testbed, TestbedConfig},
-    worker::Worker,
-};
+use crate::{gpu::Gpu, release::Release, testbed::TestbedConfig, worker::Worker};
 
 const CONFIG: &str = r#"
 [policy]
@@ -59,8 +54,10 @@ pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Re
             }
             let world = recipe().world()?;
             match Python::find(&world) {
-                Ok(python) => report
-                    .part(&world, &part, |_, rows| load(&python, engine, containers, gib, rows)),
+                Ok(python) => report.part(&world, &part, |_, rows| {
+                    let annotations = &[("affinode.io/engine", engine)];
+                    run(&python, &Load { containers, gib, annotations }, rows)
+                }),
                 Err(why) => report.skip(&part, &format!("{why:#}")),
             }
         }
@@ -68,57 +65,75 @@ pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Re
     Ok(report)
 }
 
-fn load(python: &Python, engine: &str, containers: usize, gib: u64, rows: &mut Rows) -> Result<()> {
+/// A group of containers that work in bursts.
+pub(super) struct Load<'a> {
+    pub containers: usize,
+    /// VRAM that each container fills, in GiB.
+    pub gib: u64,
+    /// Annotations of the containers besides `affinode.io/on-oom`.
+    pub annotations: &'a [(&'a str, &'a str)],
+}
+
+/// Runs the containers of `load` at the same time, and adds rows with their results.
+///
+/// # Errors
+/// When a container fails. The rows are complete nevertheless.
+pub(super) fn run(python: &Python, load: &Load, rows: &mut Rows) -> Result<()> {
     let is_over = AtomicBool::new(false);
     let began = Instant::now();
     let (ended, least_available) = thread::scope(|scope| {
         let watch = scope.spawn(|| least_available_bytes(&is_over));
         let busy: Vec<_> =
-            (0..containers).map(|n| scope.spawn(move || bursts(python, engine, n, gib))).collect();
+            (0..load.containers).map(|n| scope.spawn(move || bursts(python, load, n))).collect();
         let ended: Vec<_> = busy.into_iter().map(|thread| thread.join()).collect();
         is_over.store(true, Ordering::Release);
         (ended, watch.join())
     });
-    let (mut waits, mut same, mut whys) = (Vec::new(), 0, Vec::new());
+    let (mut waits, mut same, mut offloads, mut whys) = (Vec::new(), 0, 0, Vec::new());
     for outcome in ended {
         match outcome {
             Ok(Ok(found)) => {
                 same += usize::from(found.is_same);
+                offloads += found.offloads;
                 waits.extend(found.waits_ms);
             }
             Ok(Err(why)) => whys.push(format!("{why:#}")),
             Err(_) => whys.push("its thread panicked".into()),
         }
     }
+    let containers = load.containers;
     rows.count("containers that lived to the end", containers - whys.len(), containers);
     rows.count("containers whose sums are as before", same, containers);
     rows.tell("wait for a turn, median", median(&waits), "ms");
     rows.tell("wait for a turn, longest", waits.iter().copied().fold(0.0, f64::max), "ms");
     let least = least_available.unwrap_or(0);
     rows.tell("host memory available, least", least as f64 / f64::from(1 << 30), "GiB");
-    rows.tell("offloads", offloads(python.world)? as f64, "times");
+    rows.tell("offloads", offloads as f64, "times");
     rows.tell("took", began.elapsed().as_secs_f64(), "s");
     if !whys.is_empty() {
         bail!("{}", whys.join("; "));
     }
-    python.world.remove_containers()
+    Ok(())
 }
 
-/// Results of one container: whether its contents were the same after each burst, and the time that
-/// each burst waited for the container's restore.
+/// Results of one container: whether its contents were the same after each burst, the time that
+/// each burst waited for the container's restore, and the number of its offloads.
 struct BurstsFound {
     is_same: bool,
     waits_ms: Vec<f64>,
+    offloads: u64,
 }
 
-fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<BurstsFound> {
-    let id = format!("load-{number}");
-    let spec = python
+fn bursts(python: &Python, load: &Load, number: usize) -> Result<BurstsFound> {
+    let (world, id) = (python.world, format!("load-{number}"));
+    let mut spec = python
         .spec(&id, "root", &PROGRAM)?
-        .annotation("affinode.io/engine", engine)
         .annotation("affinode.io/on-oom", "wait")
         .annotation("affinode.io/on-oom-timeout", "5m");
-    let mut worker = Worker::start_as(python.world, spec)?;
+    for (name, value) in load.annotations {
+        spec = spec.annotation(name, value);
+    }
+    let mut worker = Worker::start_as(world, spec)?;
     if let Some(why) = python.greet(&mut worker, &PROGRAM)? {
         bail!("{id}: the program cannot run here: {why}");
     }
@@ -126,7 +141,7 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
         ask_within(&mut worker, command, MAX_WAIT)
             .with_context(|| format!("container {id}: the command {command} failed"))
     };
-    ask(&format!("hold {gib}"))?;
+    ask(&format!("hold {}", load.gib))?;
     let before = ask("check")?.digest()?;
     let (mut is_same, mut waits_ms) = (true, Vec::new());
     for _ in 0..ROUNDS {
@@ -137,11 +152,10 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
         waits_ms.push(asked.elapsed().as_secs_f64() * 1_000.0);
         is_same &= ask("check")?.digest()? == before;
     }
-    Ok(BurstsFound { is_same, waits_ms })
-}
-
-fn offloads(world: &Testbed) -> Result<u64> {
-    Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
+    let offloads = world.cli().known(&id)?.offloads;
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    Ok(BurstsFound { is_same, waits_ms, offloads })
 }
 
 /// Returns a value of `/proc/meminfo`, in bytes.

@@ -1,6 +1,7 @@
 //! Runs programs in the machine's Python with torch, and reads their replies.
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     process::{Command, Stdio},
     time::Duration,
@@ -41,8 +42,8 @@ pub struct Python<'w> {
 pub struct Answer {
     command: String,
     result: i32,
-    /// Reason why the program cannot run on this machine.
-    why: String,
+    /// Reason why the command failed, or why the program cannot run on this machine.
+    pub why: String,
     digest: String,
     /// Median duration of a step, in milliseconds.
     pub step_ms: f64,
@@ -52,6 +53,8 @@ pub struct Answer {
     pub sync_ms: f64,
     /// Device memory in bytes that all allocators of the program have reserved together.
     pub held_bytes: Option<u64>,
+    /// Size of the GPU's VRAM in bytes, by the name of the library or tool that returned it.
+    pub sizes_bytes: BTreeMap<String, u64>,
 }
 
 impl Answer {
