@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use affinode_proto::annotations::set_the_same;
+use affinode_proto::annotations::{CLAIMED_VRAM, set_the_same};
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CLAIMS_DIR, CONTAINER_CLAIMS_DIR};
 use serde_json::Value;
@@ -32,6 +32,7 @@ const MAX_BYTES: u64 = 32 << 10;
 /// alphabetically last has precedence, so that a container has the same policy after each start.
 pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     let mut claimed = BTreeMap::<String, String>::new();
+    let mut memory = ClaimedMemory::default();
     let mut files: Vec<_> = files(&run_dir.join(CLAIMS_DIR), spec).collect();
     // A container engine may add the devices of a container in any order.
     files.sort();
@@ -43,6 +44,7 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     for file in files {
         match read(&file) {
             Ok(policy) => {
+                memory.add(policy.get(CLAIMED_VRAM));
                 claimed.retain(|name, _| !sets_any(&policy, name));
                 claimed.extend(policy);
             }
@@ -61,6 +63,36 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
         if !full && may_be_claimed(&name, &value) {
             announcement.annotations.entry(name).or_insert(value);
         }
+    }
+    // A pod with the maximum number of annotations must not escape its limit.
+    if let Some(bytes) = memory.limit_bytes() {
+        announcement.annotations.insert(CLAIMED_VRAM.into(), bytes.to_string());
+    }
+}
+
+/// Memory that the devices of a container's claims were allocated.
+#[derive(Default)]
+struct ClaimedMemory {
+    /// Bytes of each device, summed over the claims of the container.
+    of_devices: BTreeMap<String, u64>,
+}
+
+impl ClaimedMemory {
+    /// Adds the amount of one policy file: `DEVICE=BYTES`.
+    fn add(&mut self, amount: Option<&String>) {
+        let Some((device, bytes)) = amount.and_then(|amount| amount.split_once('=')) else {
+            return;
+        };
+        if let Ok(bytes) = bytes.parse::<u64>() {
+            let sum = self.of_devices.entry(device.to_owned()).or_default();
+            *sum = sum.saturating_add(bytes);
+        }
+    }
+
+    /// Returns the limit of the container's VRAM on each GPU. A container has one limit for all
+    /// its GPUs, so it is the largest amount of a device.
+    fn limit_bytes(&self) -> Option<u64> {
+        self.of_devices.values().max().copied()
     }
 }
 
@@ -166,6 +198,26 @@ mod tests {
         let later = r#"{"affinode.io/offload": "auto"}"#;
         let got = annotations(&[("u-1-0", claim), ("u-2-0", later)], &[]);
         assert_eq!(got, map(&[("affinode.io/offload", "auto")]));
+    }
+
+    #[test]
+    fn memory_of_claims_is_summed_by_device() {
+        let amount = |text: &str| format!(r#"{{"affinode.io/claimed-vram": "{text}"}}"#);
+        let [one, two, other] = ["gpu-a=100", "gpu-a=50", "gpu-b=120"].map(amount);
+        let of = |files: &[(&str, &str)]| annotations(files, &[]);
+        assert_eq!(of(&[("u-1-0", &one)]), map(&[("affinode.io/claimed-vram", "100")]));
+        let all = [("u-1-0", &*one), ("u-2-0", &two), ("u-2-1", &other)];
+        assert_eq!(of(&all), map(&[("affinode.io/claimed-vram", "150")]));
+        assert_eq!(of(&[("u-1-0", &amount("gpu-a"))]), map(&[]));
+    }
+
+    #[test]
+    fn pod_with_many_annotations_keeps_its_limit() {
+        let file = r#"{"affinode.io/claimed-vram": "gpu-a=100"}"#;
+        let many: Vec<String> =
+            (0..MAX_ANNOTATIONS).map(|number| format!("affinode.io/{number}")).collect();
+        let own: Vec<_> = many.iter().map(|name| (&**name, "v")).collect();
+        assert_eq!(annotations(&[("u-1-0", file)], &own)["affinode.io/claimed-vram"], "100");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Reads the names of a container that are displayed, from its annotations or from Docker's files.
 
+use affinode_proto::annotations::CLAIMED_VRAM;
 use affinode_proto::api::control::Announcement;
 use containerd_shim_protos::api::CreateTaskRequest;
 use serde_json::Value;
@@ -74,7 +75,9 @@ fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
 }
 
 fn is_own(name: &str, value: &str) -> bool {
-    name.starts_with(OWN_PREFIX) && name.len() + value.len() <= MAX_ANNOTATION_BYTES
+    name != CLAIMED_VRAM
+        && name.starts_with(OWN_PREFIX)
+        && name.len() + value.len() <= MAX_ANNOTATION_BYTES
 }
 
 /// Whether a ResourceClaim may set this annotation of Affinode. Only annotations of the pod decide
@@ -106,6 +109,12 @@ mod tests {
         let got = announcement("ns", &request(), &json!({"annotations": annotations})).annotations;
         assert_eq!(got.len(), MAX_ANNOTATIONS);
         assert!(got.contains_key("affinode.io/000") && !got.contains_key("affinode.io/000-long"));
+    }
+
+    #[test]
+    fn pod_cannot_set_the_amount_of_its_claim() {
+        let spec = json!({"annotations": {"affinode.io/claimed-vram": "1"}});
+        assert!(announcement("ns", &request(), &spec).annotations.is_empty());
     }
 
     #[test]

@@ -6,12 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use affinode_proto::annotations::LATENCY_SENSITIVE;
+use affinode_proto::annotations::{CLAIMED_VRAM, LATENCY_SENSITIVE};
 
 use super::{
     Key,
     node_state::NodeState,
-    policy::{Policies, SETTINGS, Setting, apply},
+    policy::{Policies, SETTINGS, Setting, apply, limit_to_claims},
 };
 
 /// The source of a setting's value.
@@ -85,12 +85,18 @@ impl Policies {
     #[must_use]
     pub fn explain(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> Vec<Value> {
         let (policy, _) = self.resolve(namespace, annotations);
-        let (rule, before) = (self.rule(namespace), self.before_annotations(namespace));
+        let (rule, mut before) = (self.rule(namespace), self.before_annotations(namespace));
+        limit_to_claims(&mut before, annotations);
         let mut values = self.explain_node();
         for (value, setting) in values.iter_mut().zip(SETTINGS) {
             value.value = (setting.shown)(&policy);
             if rule.is_some_and(setting.is_ruled) {
                 value.origin = Origin::Namespace(namespace.to_owned());
+            }
+            let claimed = annotations.get(CLAIMED_VRAM).filter(|_| setting.name == "vram_limit");
+            if let Some(bytes) = claimed.filter(|text| text.parse() == Ok(before.vram_limit_bytes))
+            {
+                value.origin = Origin::Annotation(format!("{CLAIMED_VRAM}={bytes}"));
             }
             for name in setting.annotations {
                 let Some(text) = annotations.get(*name) else { continue };

@@ -16,7 +16,7 @@ pub use self::{
     words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
 use super::history::KeepAliveTarget;
-use affinode_proto::annotations::LATENCY_SENSITIVE;
+use affinode_proto::annotations::{CLAIMED_VRAM, LATENCY_SENSITIVE};
 pub use affinode_proto::wire::Engine;
 
 impl Policy {
@@ -53,11 +53,13 @@ impl Policies {
         annotations: &BTreeMap<String, String>,
     ) -> (Policy, Vec<String>) {
         let mut policy = self.before_annotations(namespace);
+        limit_to_claims(&mut policy, annotations);
         let mut warnings = Vec::new();
         // `latency-sensitive` is applied last, so that it replaces what other annotations set.
         let (last, first): (Vec<_>, Vec<_>) =
             annotations.iter().partition(|(name, _)| *name == LATENCY_SENSITIVE);
-        for (name, value) in first.into_iter().chain(last) {
+        let first = first.into_iter().filter(|(name, _)| *name != CLAIMED_VRAM);
+        for (name, value) in first.chain(last) {
             if let Err(accepted) = apply(&mut policy, name, value) {
                 let shown: String = value.chars().take(80).collect();
                 warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
@@ -90,6 +92,16 @@ impl Policies {
     #[must_use]
     pub fn rule(&self, namespace: &str) -> Option<&NamespaceRule> {
         self.rules.iter().find(|rule| rule.name == namespace)
+    }
+}
+
+/// Limits the VRAM of a container to the memory that its resource claims were allocated. The
+/// container's own annotation can then only lower the limit.
+pub(crate) fn limit_to_claims(policy: &mut Policy, annotations: &BTreeMap<String, String>) {
+    let claimed = annotations.get(CLAIMED_VRAM).and_then(|bytes| bytes.parse::<u64>().ok());
+    let operators = (policy.vram_limit_bytes != 0).then_some(policy.vram_limit_bytes);
+    if let Some(limit) = claimed.into_iter().filter(|bytes| *bytes > 0).chain(operators).min() {
+        policy.vram_limit_bytes = limit;
     }
 }
 
@@ -171,7 +183,7 @@ fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> 
 fn annotated_vram_limit(operators: &u64, chosen: &u64) -> Result<(), InvalidValue> {
     match *operators != 0 && (*chosen == 0 || chosen > operators) {
         true => Err(InvalidValue::NotPermitted(
-            "an amount up to the limit that an operator has set with policy.vram_limit",
+            "an amount up to policy.vram_limit and up to the memory that resource claims allocate",
         )),
         false => Ok(()),
     }
@@ -182,6 +194,33 @@ mod tests {
     use affinode_proto::annotations::set_the_same;
 
     use super::*;
+
+    #[test]
+    fn claims_limit_the_vram() {
+        let claimed = (20_u64 << 30).to_string();
+        for (operators_gib, annotated, effective_gib, warns) in [
+            (0, None, 20, 0),
+            (0, Some("10Gi"), 10, 0),
+            (0, Some("30Gi"), 20, 1),
+            (0, Some("0"), 20, 1),
+            (10, None, 10, 0),
+            (30, None, 20, 0),
+        ] {
+            let node = Policy { vram_limit_bytes: operators_gib << 30, ..Policy::default() };
+            let policies = Policies { node, ..Policies::default() };
+            let mut set = BTreeMap::from([(CLAIMED_VRAM.to_owned(), claimed.clone())]);
+            set.extend(
+                annotated.map(|text| ("affinode.io/vram-limit".to_owned(), text.to_owned())),
+            );
+            let (policy, warnings) = policies.resolve("", &set);
+            let got = (policy.vram_limit_bytes >> 30, warnings.len());
+            assert_eq!(got, (effective_gib, warns), "{operators_gib} {annotated:?}");
+        }
+        for invalid in ["", "0", "-1", "20Gi"] {
+            let set = BTreeMap::from([(CLAIMED_VRAM.to_owned(), invalid.to_owned())]);
+            assert_eq!(Policies::default().resolve("", &set).0, Policy::default(), "{invalid}");
+        }
+    }
 
     #[test]
     fn vram_limit_has_a_unit() {

@@ -223,9 +223,14 @@ pub(super) fn read(
     serve_next(node);
 }
 
-/// Returns the limit of a container's VRAM on each GPU, in bytes. 0: there is none.
+/// Returns the limit of a container's VRAM on each GPU, in bytes. 0: there is none, or each GPU of
+/// the node is at most as large as the limit. A limit is a multiple of 1 MiB, so a GPU that is less
+/// than 1 MiB larger counts as equal.
 fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
-    node.registry.containers.get(key).map_or(0, |container| container.policy.vram_limit_bytes)
+    let limit = node.registry.containers.get(key).map_or(0, |known| known.policy.vram_limit_bytes);
+    let gpus = &node.gpus.samples;
+    let holds = gpus.is_empty() || gpus.iter().any(|gpu| gpu.total_bytes >= limit + (1 << 20));
+    if holds { limit } else { 0 }
 }
 
 /// Returns what the limit leaves on a GPU without regard to pending bytes, in bytes. `None`: NVML
@@ -284,9 +289,10 @@ pub(super) fn forget_container(node: &mut NodeState, key: &Key) {
 /// Updates the files of the containers with a limit after a sample of all GPUs.
 pub(super) fn show(node: &mut NodeState) {
     let mut shown = BTreeMap::new();
-    for (key, container) in &node.registry.containers {
-        if container.policy.vram_limit_bytes > 0 {
-            shown.insert(key.clone(), views(node, key, container.policy.vram_limit_bytes));
+    for key in node.registry.containers.keys() {
+        let limit = limit_bytes(node, key);
+        if limit > 0 {
+            shown.insert(key.clone(), views(node, key, limit));
         }
     }
     let before = std::mem::take(&mut node.vram_requests.shown);

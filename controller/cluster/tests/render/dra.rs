@@ -26,6 +26,7 @@ fn enabled_driver_has_class_rights_and_limits() {
     let arguments = agents["containers"][0]["args"].to_string();
     assert!(arguments.contains("--dra=true"), "{arguments}");
     assert!(arguments.contains("--dra-oversubscription=1.5"), "{arguments}");
+    assert!(arguments.contains("--dra-limit-memory=true"), "{arguments}");
     let rules = rendered.get("ClusterRole", "affinode-node")["rules"].clone();
     let ours = |resource: &str| {
         let rules = rules.as_array().unwrap().iter();

@@ -1,13 +1,16 @@
 //! Reads from a ResourceClaim which GPUs the scheduler allocated to it.
 
 use affinode_proto::annotations::set_the_same;
-use k8s_openapi::api::resource::v1::{
-    DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
+use k8s_openapi::{
+    api::resource::v1::{
+        DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
+    },
+    apimachinery::pkg::api::resource::Quantity,
 };
 use kube::ResourceExt;
 
 use super::{
-    DRIVER,
+    DRIVER, MEMORY,
     policy::{self, Annotations, PolicyError},
 };
 
@@ -27,6 +30,9 @@ pub struct AllocatedGpu {
     pub share_id: Option<String>,
     /// Policy for the containers of the claim, as annotations.
     pub policy: Annotations,
+    /// Memory of the GPU that the scheduler allocated, in bytes. `None`: the allocation names no
+    /// amount.
+    pub memory_bytes: Option<u64>,
 }
 
 /// Reason why a claim cannot be prepared.
@@ -63,6 +69,16 @@ pub enum AllocationError {
         pool: String,
         /// Name of this node.
         node: String,
+    },
+    /// The allocated amount of memory cannot be parsed.
+    #[error(
+        "claim {claim} has the memory {amount:?}; expected a whole number with a unit, such as 20Gi"
+    )]
+    Amount {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// The amount as the API server returned it, cut to 80 characters.
+        amount: String,
     },
     /// An opaque configuration in the claim's allocation is invalid.
     #[error("claim {claim}, opaque configuration {number} of its allocation")]
@@ -127,7 +143,45 @@ fn allocated_gpu(
         device: result.device.clone(),
         share_id: result.share_id.clone(),
         policy,
+        memory_bytes: memory_bytes(result, claim)?,
     })
+}
+
+/// Returns the memory that a result of the scheduler allocates, in bytes.
+fn memory_bytes(
+    result: &DeviceRequestAllocationResult,
+    claim: &str,
+) -> Result<Option<u64>, AllocationError> {
+    let amount = result.consumed_capacity.as_ref().and_then(|all| all.get(MEMORY));
+    let read = |amount: &Quantity| {
+        bytes(&amount.0).ok_or_else(|| AllocationError::Amount {
+            claim: claim.to_owned(),
+            amount: amount.0.chars().take(80).collect(),
+        })
+    };
+    amount.map(read).transpose()
+}
+
+/// Parses an amount of bytes as the API server writes it: a whole number, with a unit or a decimal
+/// exponent or without one.
+fn bytes(text: &str) -> Option<u64> {
+    let end = text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let binary = |unit: &str| "KMGTPE".find(unit).map(|power| 1_u64 << (10 * (power + 1)));
+    let scale = match unit {
+        "" => 1,
+        "k" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
+        "P" => 1_000_000_000_000_000,
+        "E" => 1_000_000_000_000_000_000,
+        _ => match unit.strip_suffix('i') {
+            Some(letter) if letter.len() == 1 => binary(letter)?,
+            _ => 10_u64.checked_pow(unit.strip_prefix(['e', 'E'])?.parse().ok()?)?,
+        },
+    };
+    number.parse::<u64>().ok()?.checked_mul(scale)
 }
 
 /// Parses the opaque configurations for this driver. Each result contains the requests to which the

@@ -229,6 +229,7 @@ mod tests {
             device: "gpu-a".into(),
             share_id: None,
             policy: BTreeMap::new(),
+            memory_bytes: None,
         };
         let gpu = "nvidia.com/gpu=GPU-A".into();
         ClaimSpec::new(&name, &[ClaimDevice { allocated, gpu, policy_file: None }])

@@ -50,6 +50,8 @@ use crate::error_chain;
 
 /// Name of the driver. Devices, attributes and configurations refer to it.
 pub const DRIVER: &str = "gpu.affinode.io";
+/// Name of the capacity of a GPU from which claims request an amount.
+const MEMORY: &str = "memory";
 /// Folder in which CDI specifications are searched, in addition to the folder of `--dra-cdi-dir`.
 const STATIC_CDI_DIR: &str = "/etc/cdi";
 /// Maximum time to wait until a ResourceSlice that is being withdrawn is deleted.
@@ -67,6 +69,10 @@ pub struct DraOptions {
     /// 1 to 16. The node's host memory limits it further.
     #[arg(long = "dra-oversubscription", value_name = "FACTOR", default_value = "2.0")]
     pub(super) factor: OversubscriptionFactor,
+    /// Whether the memory that a claim is allocated limits the VRAM of the claim's containers. If
+    /// false: only the scheduler counts the amounts.
+    #[arg(long = "dra-limit-memory", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    limit_memory: bool,
     /// Folder of the kubelet on the node. It must be no symbolic link.
     #[arg(long = "dra-kubelet-dir", value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
@@ -211,7 +217,14 @@ impl DraDriver {
         };
         let driver = DraDriver {
             publisher,
-            preparer: ClaimPreparer::new(client.clone(), node, files.clone(), lookup, gpus_read),
+            preparer: ClaimPreparer::new(
+                client.clone(),
+                node,
+                files.clone(),
+                lookup,
+                gpus_read,
+                options.limit_memory,
+            ),
             sockets: DriverSockets::new(&options.kubelet_dir, places),
             registration,
             problem: problem_sender,

@@ -7,7 +7,7 @@ use std::{
 };
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
-use affinode_proto::paths;
+use affinode_proto::{annotations::CLAIMED_VRAM, paths};
 use futures_util::future;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::{Api, Client};
@@ -66,6 +66,8 @@ pub struct ClaimPreparer {
     lookup: CdiLookup,
     /// The GPUs of the node, as the publisher read them last.
     gpus: watch::Receiver<NodeGpus>,
+    /// Whether the memory of a claim limits the VRAM of the claim's containers.
+    limit_memory: bool,
     /// Lock that is held while files of claims are changed.
     turn: Mutex<()>,
 }
@@ -79,9 +81,11 @@ impl ClaimPreparer {
         files: ClaimFiles,
         lookup: CdiLookup,
         gpus: watch::Receiver<NodeGpus>,
+        limit_memory: bool,
     ) -> Arc<ClaimPreparer> {
         let node = node.to_owned();
-        Arc::new(ClaimPreparer { client, node, files, lookup, gpus, turn: Mutex::new(()) })
+        let turn = Mutex::new(());
+        Arc::new(ClaimPreparer { client, node, files, lookup, gpus, limit_memory, turn })
     }
 
     /// Prepares each claim. For a claim that is already prepared, the result is the same as before.
@@ -175,10 +179,14 @@ impl ClaimPreparer {
     ) -> Result<ClaimDevice, ClaimError> {
         let index = self.index(&allocated.device);
         let gpu = self.lookup.find(&GpuNames { device: allocated.device.clone(), index })?;
-        let policy_file = match allocated.policy.is_empty() {
+        let mut policy = allocated.policy.clone();
+        if let Some(bytes) = allocated.memory_bytes.filter(|_| self.limit_memory) {
+            policy.insert(CLAIMED_VRAM.to_owned(), format!("{}={bytes}", allocated.device));
+        }
+        let policy_file = match policy.is_empty() {
             true => None,
             false => {
-                let file = self.files.write_policy(&name.uid, number, &allocated.policy)?;
+                let file = self.files.write_policy(&name.uid, number, &policy)?;
                 let inside =
                     format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
                 Some([file.display().to_string(), inside])

@@ -16,7 +16,7 @@ use k8s_openapi::{
 use kube::ResourceExt;
 
 use super::{
-    DRIVER,
+    DRIVER, MEMORY,
     capacity::{self, OversubscriptionFactor},
 };
 
@@ -90,7 +90,7 @@ fn device(node: &NodeGpus, gpu: &GpuFacts, factor: OversubscriptionFactor) -> De
         name: device_name(&gpu.uuid),
         allow_multiple_allocations: Some(true),
         attributes: Some(attributes(node, gpu)),
-        capacity: Some(BTreeMap::from([("memory".to_owned(), memory)])),
+        capacity: Some(BTreeMap::from([(MEMORY.to_owned(), memory)])),
         ..Device::default()
     }
 }

@@ -39,7 +39,10 @@ const CLAIM_FILE: &str = "gpu.affinode.io-claim_";
 /// three claims fit, and a fourth does not.
 const CLAIM_MEMORY: &str = "615Mi";
 /// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU.
-const FILLED_MIB: u32 = 580;
+const FILLED_MIB: u32 = 540;
+/// Further VRAM in MiB that exceeds the claim. The GPU has room for it while the other pods are
+/// offloaded.
+const EXCESS_MIB: u32 = 200;
 /// Idle timeout in the policy of the claims. It differs from the timeout in the chart's values.
 const IDLE_TIMEOUT_MS: u64 = 3_000;
 
@@ -56,6 +59,7 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     let mut sharing = three_share(plane, node)?;
     let waiting = one_finds_no_room(plane, node)?;
     take_turns(node, &mut sharing)?;
+    claims_limit_memory(node, &mut sharing)?;
     kubelet_restarts(plane, node, &mut sharing)?;
     agent_is_killed(plane, node, &mut sharing)?;
     // An allocation fails if a pod that is not idle has the VRAM.
@@ -205,6 +209,23 @@ pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
         }
     }
     output::note("9 turns: contents as before, two of three always offloaded");
+    Ok(())
+}
+
+/// Checks that no pod can allocate more memory than its claim, although the GPU has room for it.
+fn claims_limit_memory(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
+    step(&format!("Each pod asks for {EXCESS_MIB} MiB beyond its claim"));
+    for pod in &mut *pods {
+        pod.comes_back()?;
+        pod.is_refused_memory(EXCESS_MIB)?;
+        let used = node.world.gpu().holders(node.world.dir(), 0)?.used_bytes;
+        let free_mib = (VRAM_BYTES - used) >> 20;
+        ensure!(free_mib > EXCESS_MIB.into(), "only {free_mib} MiB of the GPU are free");
+        pod.comes_back()?;
+    }
+    output::note(
+        "refused with CUDA_ERROR_OUT_OF_MEMORY, while the GPU had room; contents as before",
+    );
     Ok(())
 }
 

@@ -203,10 +203,27 @@ impl<'a> Pod<'a> {
         })
     }
 
-    /// Makes the pod's program call CUDA, by a command through `kubectl exec`.
+    /// Makes the pod's program allocate `mib` MiB more. The allocation must fail for lack of memory.
+    pub fn is_refused_memory(&mut self, mib: u32) -> Result<()> {
+        self.send(&format!("alloc {mib} -"))?;
+        let line = self.lines.receive()?;
+        ensure!(
+            line.contains("\"result\":2"),
+            "expected CUDA_ERROR_OUT_OF_MEMORY in {}, got {line}",
+            self.name
+        );
+        Ok(())
+    }
+
+    /// Makes the pod's program call CUDA.
     fn call(&self) -> Result<()> {
+        self.send("verify")
+    }
+
+    /// Sends a command to the pod's program, through `kubectl exec`.
+    fn send(&self, command: &str) -> Result<()> {
         let pipe = affinode_e2e::container::PIPES;
-        let script = format!("echo verify > {pipe}/in");
+        let script = format!("echo '{command}' > {pipe}/in");
         containerd::run(
             self.plane.kubectl().args(["exec", &self.name, "--", "/bin/sh", "-c", &script]),
         )

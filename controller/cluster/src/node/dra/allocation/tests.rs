@@ -29,6 +29,40 @@ fn refusal(claim: &ResourceClaim, uid: &str) -> String {
 }
 
 #[test]
+fn amounts_of_the_api_server_are_parsed() {
+    for (text, expected) in [
+        ("614Mi", Some(614 << 20)),
+        ("20Gi", Some(20 << 30)),
+        ("7Ki", Some(7 << 10)),
+        ("5k", Some(5_000)),
+        ("1000341504", Some(1_000_341_504)),
+        ("3e9", Some(3_000_000_000)),
+        ("2E", Some(2_000_000_000_000_000_000)),
+        ("0", Some(0)),
+        ("", None),
+        ("Gi", None),
+        ("-1Gi", None),
+        ("1.5Gi", None),
+        ("1KMi", None),
+        ("1i", None),
+        ("3e99", None),
+        ("99Ei", None),
+    ] {
+        assert_eq!(bytes(text), expected, "{text:?}");
+    }
+}
+
+#[test]
+fn allocated_memory_is_read() {
+    let mut share = result("gpu", "gpu-a");
+    share["consumedCapacity"] = json!({"memory": "614Mi"});
+    let found = allocated(&claim(&[share.clone()], &[]), "u-1", "one").unwrap();
+    assert_eq!(found[0].memory_bytes, Some(614 << 20));
+    share["consumedCapacity"] = json!({"memory": "much"});
+    assert!(refusal(&claim(&[share], &[]), "u-1").contains(r#"the memory "much""#));
+}
+
+#[test]
 fn devices_of_other_drivers_are_left_out() {
     let mut other = result("nic", "nic-0");
     other["driver"] = "nic.example.com".into();
@@ -39,6 +73,7 @@ fn devices_of_other_drivers_are_left_out() {
         device: "gpu-a".into(),
         share_id: Some("s-1".into()),
         policy: Annotations::new(),
+        memory_bytes: None,
     };
     assert_eq!(found, [expected]);
 }

@@ -12,6 +12,7 @@ fn device(request: &str, share: Option<&str>, policy: bool) -> ClaimDevice {
             device: "gpu-a".into(),
             share_id: share.map(str::to_owned),
             policy: BTreeMap::new(),
+            memory_bytes: None,
         },
         gpu: "nvidia.com/gpu=GPU-A".into(),
         policy_file: policy

@@ -127,7 +127,7 @@ impl Plugin {
         };
         let lookup = CdiLookup { folders: vec![path("cdi")], kind: "nvidia.com/gpu".into() };
         let (_, gpus) = watch::channel(NodeGpus::default());
-        let preparer = ClaimPreparer::new(self.claims.client(), "one", files, lookup, gpus);
+        let preparer = ClaimPreparer::new(self.claims.client(), "one", files, lookup, gpus, true);
         let plugin = PluginService(preparer);
         let (sender, state) = watch::channel(Registration::default());
         let registration =
