@@ -27,10 +27,8 @@ pub type TableId = [u8; 16];
 
 /// Ids of harmless tables: those that the CUDA runtime, its math libraries, NVRTC and NVML request
 /// in programs without any tool (CUDA 13.0, driver 580.159.04, H200). The first byte of an id is
-/// the highest byte of the number. Table `1734dc26-800d-4745-8726-c0f1e7dd8bca` of cuBLASLt is not
-/// listed, because no test has shown that a process may call its functions while it is
-/// checkpointed.
-const HARMLESS: [u128; 11] = [
+/// the highest byte of the number.
+const HARMLESS: [u128; 12] = [
     0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
     0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9,
     0xa094798c_2e742e74_93f20800_200c0a66,
@@ -42,6 +40,8 @@ const HARMLESS: [u128; 11] = [
     // well.
     0x21318c60_97143248_8ca641ff_7324c8f2,
     0x6e163fbe_b958444d_835ce182_aff1991e,
+    // Requested by cuBLASLt in language models.
+    0x1734dc26_800d4745_8726c0f1_e7dd8bca,
     // Requested by NVRTC.
     0xda9151d3_3ae6cc41_a5c04f26_d533e328,
     // Requested by NVML.
