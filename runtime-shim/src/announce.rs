@@ -110,7 +110,9 @@ impl AnnouncerState {
                     None => return,
                 },
                 () = ended(&mut self.watch) => {
-                    info!("controller: its connection to this shim ended, so the shim connects again");
+                    info!(
+                        "shim: the connection to the controller ended, so the shim connects again"
+                    );
                     self.watch = None;
                     self.next_attempt = Instant::now() + spread();
                 }
@@ -157,7 +159,8 @@ impl AnnouncerState {
             Err(error) => {
                 if self.failures == 0 {
                     warn!(
-                        "controller: cannot connect to it, so containers run unmanaged until it replies: {}",
+                        "shim: cannot connect to the controller, so containers run unmanaged until \
+                         the controller replies: {}",
                         report(&error)
                     );
                 }

@@ -38,7 +38,9 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     files.sort();
     if files.len() > MAX_FILES {
         let (id, count) = (&announcement.id, files.len());
-        warn!("container {id} has {count} devices of claims; the policy of {MAX_FILES} is used");
+        warn!(
+            "container {id}: has {count} policy files of claims, of which only {MAX_FILES} are used"
+        );
         files.truncate(MAX_FILES);
     }
     for file in files {
@@ -50,7 +52,7 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
             }
             Err(error) => {
                 let (id, file) = (&announcement.id, file.display());
-                warn!("container {id}: the policy of its claim in {file} is not used: {error}");
+                warn!("container {id}: cannot use the policy of its claim in {file}: {error}");
             }
         }
     }

@@ -79,7 +79,8 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
             warn!(
-                "container {id}: the stock shim did not delete it in time after the shim of its pod ended"
+                "container {id}: after the proxy of its pod ended, the stock shim did not delete \
+                 the container in time"
             );
         }
     }
@@ -142,7 +143,8 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
         // the pod.
         ProbedPeer::Silent(error) => {
             warn!(
-                "proxy {listen}: no reply to the probe, so its containers and its stock shim are not ended: {error}"
+                "proxy {listen}: did not reply, so its containers and its stock shim are left \
+                 running: {error}"
             );
             return BTreeSet::new();
         }

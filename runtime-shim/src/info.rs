@@ -18,16 +18,16 @@ const STDIN_MAX_BYTES: u64 = 10 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum InfoError {
     /// stdin could not be read.
-    #[error("cannot read the options on stdin")]
+    #[error("cannot read the runtime options from stdin")]
     Stdin(#[source] io::Error),
     /// The options cannot be decoded or translated.
-    #[error("cannot use the runtime options")]
+    #[error("cannot use the options of the runtime handler in containerd's configuration")]
     Options(#[from] OptionsError),
     /// The stock shim failed.
     #[error("cannot run the stock shim with -info")]
     Stock(#[from] RuncShimError),
     /// A message could not be decoded or encoded.
-    #[error("cannot decode the messages exchanged with the stock shim")]
+    #[error("cannot decode containerd's options or the stock shim's reply to -info")]
     Decode(#[from] protobuf::Error),
 }
 

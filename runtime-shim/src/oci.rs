@@ -125,7 +125,10 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
         create::prepare(&preparing, namespace, &request, engine_of).container
     });
     let Ok(announcement) = prepared.join() else {
-        warn!("container {id}: runs unmanaged: the edit of its spec failed");
+        warn!(
+            "container {id}: runs unmanaged: the edit of the container's spec panicked, which is a \
+             bug: please report it"
+        );
         return None;
     };
     let mut announcement = announcement?;

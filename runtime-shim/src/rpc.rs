@@ -32,7 +32,7 @@ pub struct RpcCaller {
 #[derive(Debug, thiserror::Error)]
 pub enum RpcError {
     /// The connection could not be made, it broke, or the peer did not reply in time.
-    #[error("no reply from the controller or the stock shim")]
+    #[error("the connection failed, ended, or got no reply within {TIMEOUT:?}")]
     Io(#[from] io::Error),
     /// The reply is not a ttrpc frame.
     #[error("the reply is not a ttrpc frame")]

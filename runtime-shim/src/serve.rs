@@ -56,7 +56,7 @@ pub enum ServeError {
     #[error("the stock shim exited right after its start")]
     Gone,
     /// A system call of the setup failed.
-    #[error("cannot set up the daemon of the shim")]
+    #[error("cannot set up the proxy, because a system call failed")]
     Io(#[from] io::Error),
 }
 
@@ -159,7 +159,9 @@ async fn serve(
                     clients.spawn_local(client(stream, upstream, identity, containers));
                 }
                 Err(error) => {
-                    warn!("proxy: cannot accept a connection: {error}");
+                    warn!(
+                        "proxy: cannot accept the connection of a client, and tries again: {error}"
+                    );
                     // In most cases the process has no free descriptor. The pause avoids a busy
                     // loop.
                     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -198,7 +200,7 @@ async fn client(
     match stream.peer_cred() {
         // As in the stock shim, only a peer with the same user may connect.
         Ok(peer) if peer.uid() == rustix::process::geteuid().as_raw() => {}
-        _ => return warn!("proxy: rejected a connection of another user"),
+        _ => return warn!("proxy: rejected a client that does not run as the proxy's user"),
     }
     let result = async {
         let Some(first) = read_header(&mut stream).await? else {

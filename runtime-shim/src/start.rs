@@ -42,10 +42,10 @@ const READY_MAX_BYTES: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The working folder or stdin could not be read.
-    #[error("cannot read containerd's input")]
+    #[error("cannot read stdin or the working folder, which containerd set for this command")]
     Input(#[source] io::Error),
     /// The runtime handler's options are invalid.
-    #[error("cannot use the runtime options")]
+    #[error("cannot use the options of the runtime handler in containerd's configuration")]
     Options(#[from] OptionsError),
     /// The stock shim could not be found or started.
     #[error("cannot start the stock shim")]
@@ -54,7 +54,7 @@ pub enum StartError {
     #[error("cannot parse the output of containerd-shim-runc-v2")]
     Answer(#[from] BootstrapReplyError),
     /// The proxy cannot serve in front of this address.
-    #[error("cannot place the proxy in front of the stock shim")]
+    #[error("cannot derive the proxy's address from the stock shim's address")]
     Address(#[from] AddressError),
     /// The proxy's socket could not be bound.
     #[error("cannot listen on {address}")]
@@ -65,7 +65,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// Another proxy listens at this address and does not reply.
-    #[error("the proxy at {address}, which serves this container's group, does not reply")]
+    #[error("the proxy at {address}, which serves the other containers of the pod, does not reply")]
     Silent {
         /// Address of that proxy.
         address: String,

@@ -69,12 +69,13 @@ pub enum SessionError {
     #[error("the process sent an invalid frame")]
     Frame(#[from] FrameError),
     /// The process has sent a message that is not allowed in the session's current state.
-    #[error("the process sent a message that is not allowed in its state")]
+    #[error("the process sent a message that is not allowed at this point of the session")]
     Order,
     /// The process has announced too many pieces, more bytes than the controller allows, or another
     /// GPU than the copier's.
     #[error(
-        "the process announced {bytes} bytes in {pieces} pieces; the limit is {most_bytes} bytes"
+        "the process announced {bytes} bytes in {pieces} pieces; accepted: at most {most_bytes} \
+         bytes in at most {MAX_PIECES} pieces, on the copier's GPU"
     )]
     Claim {
         /// Number of bytes that the process announced.
@@ -94,11 +95,14 @@ pub enum SessionError {
     #[error("cannot copy out the memory that the process exported")]
     HandedOver(#[source] CudaError),
     /// The process must be restored now, but the driver has not registered all of its memory yet.
-    #[error("the memory of the process is not registered yet")]
+    #[error("the restore came before the copier had registered the memory of the process")]
     NotHeld,
     /// A time limit has expired, because the process does not read its messages or there is no VRAM
     /// for its memory.
-    #[error("a copy or a message of the process took too long")]
+    #[error(
+        "the time limit passed, because the copy was slow, VRAM was missing, or the process did \
+         not send or read its messages"
+    )]
     Late,
 }
 

@@ -48,15 +48,18 @@ const QUICK_MS: Millis = 1_000;
 /// Why an allocation may not wait for VRAM and fails at once.
 #[derive(Debug, thiserror::Error)]
 enum OomWaitRefusal {
-    #[error("no such container")]
+    #[error("the controller does not know its container")]
     NoContainer,
     #[error("the container's policy has on_oom = \"fail\"")]
     Policy,
-    #[error("{MAX_ATTEMPTS} attempts failed, although VRAM was free")]
+    #[error("the driver refused it {MAX_ATTEMPTS} times, each time although enough VRAM was free")]
     Attempts,
     #[error("NVML does not list the GPU {0}")]
     UnknownGpu(String),
-    #[error("the GPU is too small: the container already holds {} of its VRAM", size(*own_bytes))]
+    #[error(
+        "the GPU's VRAM is too small for it: the container already holds {} there",
+        size(*own_bytes)
+    )]
     GpuTooSmall {
         /// VRAM that the container has on the GPU already, in bytes.
         own_bytes: u64,

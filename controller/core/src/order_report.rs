@@ -249,7 +249,7 @@ impl OrderReport {
     }
 
     fn failed(&self, call: &str, pid: u32) -> String {
-        format!("{call} of process {pid} failed with CUDA error {}", self.cuda_error)
+        format!("process {pid}: {call} failed with CUDA error {}", self.cuda_error)
     }
 
     /// Describes, for a message, the work in a process that made an order fail.

@@ -42,7 +42,7 @@ pub struct ContainerStatus {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
     /// The name is empty.
-    #[error("name a container; `affinode ps` lists them")]
+    #[error("no container name was given; `affinode ps` lists the names")]
     Unnamed,
     /// No container matches the name.
     #[error("no container is named {0:?}; `affinode ps` lists them")]

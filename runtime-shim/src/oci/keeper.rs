@@ -76,12 +76,17 @@ async fn watch(launcher: &Launcher) {
             Ok(stream) => {
                 failures = 0;
                 ended(&mut Some(stream)).await;
-                info!("controller: its connection to the keeper ended");
+                info!(
+                    "keeper: the connection to the controller ended, so the keeper connects again"
+                );
                 Duration::ZERO
             }
             Err(error) => {
                 if failures == 0 {
-                    warn!("controller: the keeper cannot connect to it: {}", report(&error));
+                    warn!(
+                        "keeper: cannot connect to the controller, and tries again: {}",
+                        report(&error)
+                    );
                 }
                 failures += 1;
                 back_off(failures - 1)

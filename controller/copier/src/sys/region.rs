@@ -35,10 +35,12 @@ pub enum RegionError {
     #[error("cannot map the memory file")]
     Io(#[from] io::Error),
     /// The size of the file is not sealed, so it could change during a copy.
-    #[error("the size of the memory file is not sealed")]
+    #[error(
+        "the size of the memory file is not sealed, so the process could change it during a copy"
+    )]
     NotSealed,
     /// The file may have pages that are not charged to the process's container.
-    #[error("the memory file does not consist of ordinary pages")]
+    #[error("the memory file is not on tmpfs with ordinary pages")]
     NotPlain,
     /// The file is smaller than the process announced it to be.
     #[error("the memory file has {has} of the announced {wanted} bytes")]
@@ -50,11 +52,14 @@ pub enum RegionError {
     },
     /// Pages of the file are missing. A registration would allocate these pages and charge them to
     /// the copier.
-    #[error("pages of the memory file are missing")]
+    #[error("the process has not allocated all pages of the memory file")]
     Missing,
     /// The process reported that it uses a segment in place of a chunk, but it has not freed the
     /// chunk.
-    #[error("the memory file still has pages of a chunk whose content is in a shared segment")]
+    #[error(
+        "the process has not freed a chunk of the memory file, although a shared segment stores \
+         its content"
+    )]
     NotGivenUp,
     /// The driver has refused a call.
     #[error(transparent)]
