@@ -234,6 +234,6 @@ mod tests {
         let said = ttrpc::get_status(ttrpc::Code::NOT_FOUND, "no container is named \"x\"");
         let told =
             affinode_controller::error_chain::chain(&client.error(ttrpc::Error::RpcStatus(said)));
-        assert_eq!(told, "the controller refused: no container is named \"x\"");
+        assert_eq!(told, "the controller refused the request: no container is named \"x\"");
     }
 }

@@ -159,7 +159,7 @@ enum CliError {
         #[source]
         source: ttrpc::Error,
     },
-    #[error("the controller refused: {0}")]
+    #[error("the controller refused the request: {0}")]
     Refused(String),
     #[error("{0}")]
     NotDone(String),
@@ -175,9 +175,9 @@ enum CliError {
     },
     #[error("cannot write the text of the metrics")]
     Metrics(#[from] std::fmt::Error),
-    #[error("cannot write JSON")]
+    #[error("cannot encode the output as JSON")]
     Json(#[from] serde_json::Error),
-    #[error("cannot write YAML")]
+    #[error("cannot encode the output as YAML")]
     Yaml(#[from] serde_yaml_ng::Error),
     #[error(transparent)]
     Install(#[from] affinode_installer::install::InstallError),
@@ -340,7 +340,7 @@ async fn reload(
     if !waits.is_empty() {
         let waits = waits.join(", ");
         let how = "systemctl restart affinode-controller, or end its process";
-        words += &format!("; the next start of the controller applies {waits} ({how})");
+        words += &format!("; changes of {waits} apply when the controller starts again ({how})");
     }
     say(out, output, &words, &serde_json::json!({ "changed": changed, "waits": waits }))
 }

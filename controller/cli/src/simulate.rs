@@ -122,10 +122,10 @@ enum SimulateOutput {
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
     /// The trace or the calibration is invalid, or the run failed.
-    #[error("cannot simulate")]
+    #[error("cannot simulate the trace")]
     Simulation(#[from] SimulationError),
     /// The configuration to simulate is invalid.
-    #[error("cannot simulate")]
+    #[error("cannot simulate the configuration")]
     Config(#[from] ConfigError),
     /// An argument is invalid.
     #[error("{0}")]
@@ -138,9 +138,9 @@ pub enum SimulateError {
         #[source]
         source: std::io::Error,
     },
-    #[error("cannot write JSON")]
+    #[error("cannot encode the output as JSON")]
     Json(#[from] serde_json::Error),
-    #[error("cannot write YAML")]
+    #[error("cannot encode the output as YAML")]
     Yaml(#[from] serde_yaml_ng::Error),
 }
 
@@ -201,7 +201,7 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
         Ok((value * f64::from(1 << 30)) as u64)
     } else {
         Err(SimulateError::Argument(format!(
-            "{name}: expected GiB, more than 0 and less than a million"
+            "{name}: expected a number of GiB, more than 0 and less than 1000000"
         )))
     }
 }

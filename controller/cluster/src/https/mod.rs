@@ -87,7 +87,10 @@ pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
             Err(error) => {
                 // The process probably has no free descriptor. Connections that close release their
                 // descriptors.
-                tracing::warn!(%error, "listener: cannot accept a connection");
+                tracing::warn!(
+                    %error,
+                    "https server: cannot accept the connection of a client, and tries again"
+                );
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
                 continue;
             }

@@ -151,7 +151,10 @@ impl ServedCertificate {
                 tracing::info!("certificate: serving the certificate in {}", cert.display())
             }
             Ok(false) => {}
-            Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
+            Err(error) => tracing::warn!(
+                "certificate: cannot reload it, so the earlier certificate stays in use: {}",
+                error_chain::chain(&error)
+            ),
         }
     }
 

@@ -40,10 +40,10 @@ const SAID_BYTES: usize = 300;
 #[derive(Debug, thiserror::Error)]
 pub enum AgentClientError {
     /// The agent has not published a certificate, so it must not receive a token.
-    #[error("the node's agent has not published its certificate")]
+    #[error("the node's agent has not published its certificate in an annotation of the node")]
     NoCertificate,
     /// The peer does not present the certificate that the agent has published, or does not use TLS.
-    #[error("{0} does not present the certificate of the node's agent")]
+    #[error("{0} does not present the certificate that the node's agent published")]
     Tls(String, #[source] io::Error),
     /// The TLS client could not be configured.
     #[error("cannot set up the TLS client for the node's agent")]

@@ -118,7 +118,7 @@ pub enum PluginError {
     #[error("cannot write to standard output")]
     Print(#[from] io::Error),
     /// The result cannot be written as JSON.
-    #[error("cannot write JSON")]
+    #[error("cannot encode the output as JSON")]
     Json(#[from] serde_json::Error),
 }
 

@@ -71,7 +71,10 @@ fn target(text: &str) -> Result<TargetName, String> {
         _ => return Err("expected POD, POD/CONTAINER or NAMESPACE/POD/CONTAINER".to_owned()),
     };
     if parts.iter().any(|part| part.is_empty()) {
-        return Err("a part of the name is empty".to_owned());
+        return Err(
+            "a part of the name is empty; expected POD, POD/CONTAINER or NAMESPACE/POD/CONTAINER"
+                .to_owned(),
+        );
     }
     Ok(TargetName { namespace, pod: pod.to_owned(), container })
 }
@@ -251,7 +254,7 @@ pub async fn has_right(
     };
     let reviews: Api<SelfSubjectAccessReview> = Api::all(access.client.clone());
     let review = reviews.create(&PostParams::default(), &review).await;
-    let review = review.map_err(PluginError::api("ask for the user's rights"))?;
+    let review = review.map_err(PluginError::api("check the user's rights"))?;
     Ok(review.status.is_some_and(|status| status.allowed))
 }
 
@@ -312,7 +315,9 @@ async fn ask(
             })
         }
         AgentAnswer::Controller(_, body) => Err(PluginError::Reply(agent_client::said(&body))),
-        AgentAnswer::NoController => Err(PluginError::Reply("the container has ended".to_owned())),
+        AgentAnswer::NoController => Err(PluginError::Reply(
+            "no controller runs on the node, so the container has ended".to_owned(),
+        )),
     }
 }
 

@@ -22,12 +22,12 @@ const VISIBLE_DEVICES: (&str, &str) = ("NVIDIA_VISIBLE_DEVICES", "void");
 #[derive(Debug, thiserror::Error)]
 pub enum AllocationError {
     /// The request names no seat.
-    #[error("the request names no device")]
+    #[error("the kubelet's request names no device")]
     Empty,
     /// The request names seats that the node does not have.
     #[error(
-        "this node has no devices {names} ({count} of the request are unknown); delete the pod, so \
-         that it gets another one"
+        "this node does not have {count} of the requested devices, for example {names}; delete the \
+         pod, so that its replacement gets other devices"
     )]
     Unknown {
         /// Identities of the first unknown seats, as text.

@@ -80,7 +80,7 @@ pub enum LinkError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     /// The plugin's server has ended.
-    #[error("the server of the plugin's socket ended")]
+    #[error("the server of the plugin's socket failed")]
     Server(#[source] TransportError),
     /// The plugin cannot connect to the kubelet's socket.
     #[error("cannot connect to {}; check that the kubelet runs", .0.display())]
@@ -123,7 +123,10 @@ impl KubeletLink {
         loop {
             match self.session().await {
                 Ok(why) => {
-                    tracing::info!("device plugin {}: registers again: {why}", self.resource);
+                    tracing::info!(
+                        "device plugin {}: registering again, because {why}",
+                        self.resource
+                    );
                     said = None;
                 }
                 Err(error) => {
@@ -170,7 +173,7 @@ impl KubeletLink {
         tokio::select! {
             ended = services::serve(listener, move |request| service.clone().answer(request)) => {
                 ended.map_err(LinkError::Server)?;
-                Ok("its server ended")
+                Ok("the server of its socket ended")
             }
             lost = registered => lost,
         }
@@ -200,7 +203,7 @@ impl KubeletLink {
         loop {
             tokio::time::sleep(self.pace.look).await;
             if socket_file(&self.folder.join(KUBELET)) != Some(kubelet) {
-                return "the kubelet's socket was removed or made again";
+                return "the kubelet's socket was removed or replaced";
             }
             if !own.is_in_place() {
                 return "the plugin's socket was removed";
@@ -208,7 +211,7 @@ impl KubeletLink {
             // A kubelet that gave up a plugin waits for its registration.
             unwatched = if self.seats.receiver_count() == 0 { unwatched + 1 } else { 0 };
             if unwatched >= self.pace.unwatched_looks {
-                return "the kubelet does not watch the devices";
+                return "the kubelet no longer watches the list of devices";
             }
         }
     }

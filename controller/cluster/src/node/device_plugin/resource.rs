@@ -13,7 +13,7 @@ pub struct ResourceName(String);
 /// Error for a text that is not the name of an extended resource.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{0:?} is no name of an extended resource; accepted: a domain other than kubernetes.io, a \
+    "{0:?} is not the name of an extended resource; accepted: a domain other than kubernetes.io, a \
      slash and a name, such as affinode.io/gpu"
 )]
 pub struct ResourceNameError(String);

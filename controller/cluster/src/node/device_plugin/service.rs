@@ -80,7 +80,9 @@ impl SeatService {
         let answer = service_fn(move |_: Request<Empty>| {
             let lists = match self.seats.receiver_count() < MAX_WATCHERS {
                 true => Ok(Response::new(lists(self.seats.subscribe()))),
-                false => Err(Status::resource_exhausted("too many watchers of the devices")),
+                false => {
+                    Err(Status::resource_exhausted("too many clients watch the list of devices"))
+                }
             };
             std::future::ready(lists)
         });

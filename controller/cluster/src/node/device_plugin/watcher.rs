@@ -116,12 +116,15 @@ impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
                 match &gpu.fault {
                     Some(fault) if earlier.is_none_or(|it| it.fault.as_ref() != Some(fault)) => {
                         tracing::warn!(
-                            "device plugin: GPU {} is not handed out: {fault}",
+                            "device plugin: the seats of GPU {} are not offered: {fault}",
                             gpu.uuid
                         );
                     }
                     None if earlier.is_some_and(|it| it.fault.is_some()) => {
-                        tracing::info!("device plugin: GPU {} is handed out again", gpu.uuid);
+                        tracing::info!(
+                            "device plugin: the seats of GPU {} are offered again",
+                            gpu.uuid
+                        );
                     }
                     _ => {}
                 }

@@ -40,7 +40,10 @@ pub struct AllocatedGpu {
 pub enum AllocationError {
     /// Another claim with the same name has replaced the claim that the kubelet names. The UIDs of
     /// the two claims differ.
-    #[error("claim {claim} has UID {found:?} instead of {wanted}; it was replaced, delete the pod")]
+    #[error(
+        "claim {claim} was replaced by a claim of the same name (UID {found:?} instead of \
+         {wanted}); delete the pod, so that its replacement uses the new claim"
+    )]
     Replaced {
         /// `namespace/name` of the claim.
         claim: String,
@@ -61,7 +64,7 @@ pub enum AllocationError {
         count: usize,
     },
     /// The device belongs to another node.
-    #[error("claim {claim} has a device of pool {pool}, but this is node {node}")]
+    #[error("claim {claim} has a device of pool {pool}, but the pool of this node is {node}")]
     OtherNode {
         /// `namespace/name` of the claim.
         claim: String,
@@ -81,7 +84,7 @@ pub enum AllocationError {
         amount: String,
     },
     /// An opaque configuration in the claim's allocation is invalid.
-    #[error("claim {claim}, opaque configuration {number} of its allocation")]
+    #[error("claim {claim}, opaque configuration {number} (from 0) of its allocation")]
     Policy {
         /// `namespace/name` of the claim.
         claim: String,

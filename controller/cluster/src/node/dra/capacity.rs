@@ -10,7 +10,7 @@ pub struct OversubscriptionFactor(f64);
 
 /// Error for a text that is not an oversubscription factor.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is no oversubscription factor; accepted: a number from 1 to 16, such as 2.0")]
+#[error("{0:?} is not an oversubscription factor; accepted: a number from 1 to 16, such as 2.0")]
 pub struct FactorError(String);
 
 impl std::str::FromStr for OversubscriptionFactor {

@@ -34,7 +34,7 @@ pub struct ClaimUid(String);
 
 /// Error for a text that is not a valid UID of a claim.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is no UID of a claim; accepted: 1 to 63 letters, digits and hyphens")]
+#[error("{0:?} is not the UID of a claim; accepted: 1 to 63 letters, digits and hyphens")]
 pub struct UidError(String);
 
 impl std::str::FromStr for ClaimUid {

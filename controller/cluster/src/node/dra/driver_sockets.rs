@@ -23,10 +23,13 @@ pub enum ServeError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     /// Another process removed or replaced a socket, so the kubelet does not reach this driver.
-    #[error("a socket of the driver was removed or replaced by another process")]
+    #[error(
+        "another process removed or replaced a socket of the driver, so the kubelet cannot reach \
+         the driver"
+    )]
     Replaced,
     /// The server of a socket failed.
-    #[error("the server of a socket failed")]
+    #[error("the server of one of the driver's sockets failed")]
     Server(#[from] tonic::transport::Error),
 }
 
@@ -106,7 +109,7 @@ async fn check(
             Registration::Registered => None,
             Registration::Refused(why) => Some(format!("the kubelet refuses it: {why}")),
             Registration::Pending if due => Some(
-                "the kubelet has not asked for it; check that dra.kubeletDir is the kubelet's \
+                "the kubelet has not registered it; check that dra.kubeletDir is the kubelet's \
                  folder"
                     .to_owned(),
             ),

@@ -109,7 +109,10 @@ pub enum InUseError {
         names: String,
     },
     /// The node's ResourceSlice is not deleted yet, so the scheduler may still assign GPUs to pods.
-    #[error("the ResourceSlice of this node is not deleted yet")]
+    #[error(
+        "the ResourceSlice of this node is not deleted yet, so the scheduler may still assign GPUs \
+         of the node; try again"
+    )]
     Offered,
     /// The files of the claims cannot be read, so it is unknown whether claims are in use.
     #[error(transparent)]
@@ -242,11 +245,11 @@ impl DraDriver {
                 let served =
                     self.sockets.serve(&self.preparer, &self.registration, &self.problem).await;
                 let why = match served {
-                    Ok(()) => "its server ended".to_owned(),
+                    Ok(()) => "the server of its sockets ended".to_owned(),
                     Err(error) => error_chain::chain(&error),
                 };
                 if said.replace(why.clone()).as_ref() != Some(&why) {
-                    tracing::error!("DRA driver {DRIVER}: starts again: {why}");
+                    tracing::error!("DRA driver {DRIVER}: stopped, and is started again: {why}");
                 }
                 self.problem.send_replace(Some(why));
                 // The kubelet does not use sockets that are gone.

@@ -30,11 +30,15 @@ pub type Annotations = BTreeMap<String, String>;
 pub enum PolicyError {
     /// The configuration is not an object of the expected form.
     #[error(
-        "the opaque configuration is no {KIND} of {API_VERSION}; write apiVersion, kind and policy"
+        "the opaque configuration has an invalid form; expected apiVersion {API_VERSION}, kind \
+         {KIND} and policy"
     )]
     Form(#[source] serde_json::Error),
     /// The configuration has an unsupported `apiVersion` or `kind`.
-    #[error("the opaque configuration has {0:?}; expected {API_VERSION} and {KIND}")]
+    #[error(
+        "apiVersion and kind of the opaque configuration are {0:?}; expected {API_VERSION} and \
+         {KIND}"
+    )]
     Kind([String; 2]),
     /// The configuration has more settings than the maximum.
     #[error("the opaque configuration has {0} settings; accepted: at most {MAX_SETTINGS}")]

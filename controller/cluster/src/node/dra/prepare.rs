@@ -45,7 +45,9 @@ pub enum ClaimError {
     #[error("cannot read ResourceClaim {0} within {READ_TIMEOUT:?}; the kubelet tries again")]
     Late(String),
     /// The kubelet reverted the preparation while the driver still read the claim.
-    #[error("claim {0}: the kubelet reverted the preparation while it ran")]
+    #[error(
+        "claim {0}: the kubelet called NodeUnprepareResources before the preparation was complete"
+    )]
     Reverted(String),
     /// The claim is not for this node, or is invalid.
     #[error(transparent)]
@@ -96,7 +98,7 @@ impl ClaimPreparer {
                 Ok(devices) => PreparedClaim { devices, error: String::new() },
                 Err(error) => {
                     let error = error_chain::chain(&error);
-                    tracing::warn!("claim {}: not prepared: {error}", shown(&claim));
+                    tracing::warn!("claim {}: cannot prepare it: {error}", shown(&claim));
                     PreparedClaim { devices: Vec::new(), error }
                 }
             };
@@ -128,7 +130,8 @@ impl ClaimPreparer {
                 Err(error) => {
                     let spec = files.spec(&name.uid).ok_or(error)?;
                     tracing::info!(
-                        "claim {}: prepared earlier, answered from its file",
+                        "claim {}: cannot be read now, so the kubelet gets the devices of the \
+                         earlier preparation",
                         shown(claim)
                     );
                     spec
@@ -216,12 +219,12 @@ impl ClaimPreparer {
                 .and_then(|uid| Ok(self.change_files(|files| files.remove(&uid))?));
             let error = match removed {
                 Ok(()) => {
-                    tracing::info!("claim {}: its preparation is reverted", shown(&claim));
+                    tracing::info!("claim {}: unprepared", shown(&claim));
                     String::new()
                 }
                 Err(error) => {
                     let error = error_chain::chain(&error);
-                    tracing::warn!("claim {}: not reverted: {error}", shown(&claim));
+                    tracing::warn!("claim {}: cannot unprepare it: {error}", shown(&claim));
                     error
                 }
             };

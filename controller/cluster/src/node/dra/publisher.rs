@@ -124,7 +124,7 @@ impl SlicePublisher {
                     Ok(()) => RETRY_INTERVAL,
                     Err(error) => {
                         tracing::warn!(
-                            "ResourceSlice: not up to date: {}",
+                            "ResourceSlice: cannot update it: {}",
                             error_chain::chain(&error)
                         );
                         match *self.demand.borrow() {

@@ -259,7 +259,10 @@ async fn accept(listener: &UnixListener) -> UnixStream {
         match listener.accept().await {
             Ok((stream, _)) => return stream,
             Err(error) => {
-                tracing::warn!("socket of the kubelet: cannot accept a connection: {error}");
+                tracing::warn!(
+                    "plugin socket: cannot accept a connection of the kubelet, and tries again: \
+                     {error}"
+                );
                 // Without a pause, a lack of file descriptors would use a processor fully.
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
             }
