@@ -59,7 +59,10 @@ impl ActivationSockets {
     #[must_use]
     pub fn take(run_dir: &Path) -> ActivationSockets {
         let kept = sys::handed_over().unwrap_or_else(|error| {
-            tracing::warn!(%error, "cannot use the sockets that systemd stored; creating new ones");
+            tracing::warn!(
+                %error,
+                "controller: cannot use the sockets that systemd stored, so it creates new ones"
+            );
             Vec::new()
         });
         ActivationSockets::with(run_dir, kept)
@@ -100,7 +103,11 @@ impl ActivationSockets {
         match sd_notify::notify_with_fds(&state, &[listener.as_fd()]) {
             Ok(()) => drop(self.stored.insert(file.to_owned(), name)),
             Err(error) => {
-                tracing::warn!(%error, file, "socket {file}: cannot be stored in systemd")
+                tracing::warn!(
+                    %error, file,
+                    "socket {file}: cannot store it in systemd, so the next controller must create \
+                     it again"
+                )
             }
         }
     }
@@ -163,7 +170,7 @@ fn remove(name: &str) {
 /// Sends a notification to systemd. Does nothing if systemd does not supervise this process.
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "cannot notify systemd");
+        tracing::warn!(%error, "controller: cannot send a notification to systemd");
     }
 }
 

@@ -8,7 +8,7 @@ const [folder, shots] = process.argv.slice(2);
 const COUNT = 1000;
 const GIB = 2 ** 30;
 const STATES = [
-  ["Active", "recent-calls", "the last CUDA call was less than the idle timeout ago"], ["Idle", "managed-memory", "the container uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint: process 4211"],
+  ["Active", "recent-calls", "the time since the last CUDA call is less than the idle timeout"], ["Idle", "managed-memory", "the container uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint: process 4211"],
   ["Offloaded", "idle-timeout", "the container made no CUDA call for the idle timeout"], ["Offloaded", "idle-timeout", "the container made no CUDA call for the idle timeout"],
   ["Offloaded", "pressure", "another container needed the VRAM of this container"], ["Queued", "called", "the container waits for VRAM that other containers hold"], ["Restoring", "called", "a CUDA call arrived"],
 ];

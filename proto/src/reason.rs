@@ -31,7 +31,7 @@ macro_rules! reasons {
 
 reasons! {
     /// The container made a CUDA call less than the idle timeout ago.
-    RecentCalls = "recent-calls", "the last CUDA call was less than the idle timeout ago";
+    RecentCalls = "recent-calls", "the time since the last CUDA call is less than the idle timeout";
     /// A process of the container is in a CUDA call.
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
     /// Work that the container launched earlier still runs on the GPU.
@@ -66,7 +66,7 @@ reasons! {
     /// An operator turned automatic offloads off on this node.
     AutoOff = "auto-offload-off", "auto-offload is off on this node: run `affinode auto-offload on` to turn it on";
     /// The container was restored less than the minimum residency ago.
-    MinimumResidency = "minimum-residency", "the container was restored less than the minimum residency ago";
+    MinimumResidency = "minimum-residency", "the time since the last restore is less than the minimum residency";
     /// No CUDA process of the container has registered with the controller.
     NotRegistered = "not-registered", "no process of the container uses CUDA now";
     /// NVML reports no VRAM of the container.
@@ -98,7 +98,7 @@ reasons! {
     /// A thread entered the driver on a path without a hook while the process was offloaded, so the
     /// driver must not checkpoint the process's context again. The reason applies if an offload
     /// with the current engine needs a checkpoint.
-    HiddenWay = "hidden-way", "a thread called the driver past Affinode's hooks while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
+    HiddenWay = "hidden-way", "a thread called the driver without passing Affinode's hooks while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The memory of a process after a restore differs from the memory that was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// A process runs on a GPU in MIG mode (divided into instances).
@@ -128,7 +128,7 @@ reasons! {
     /// A process is running, but the connection of its agent has ended.
     AgentSilent = "agent-silent", "Affinode's library in the process does not reply";
     /// A call of the driver's checkpoint API returned an error.
-    DriverError = "driver-error", "the driver returned an error; the process was left as it was";
+    DriverError = "driver-error", "the driver returned an error, and the process stays as it was before the attempt";
     /// The driver reported that it cannot restore a process.
     DriverLost = "driver-lost", "the driver reports a failed restore";
     /// A process sent data that does not follow the protocol.

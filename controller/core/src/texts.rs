@@ -38,8 +38,8 @@ pub(super) fn ipc_refused_text(pid: u32) -> String {
 /// Text of the event about a process that calls the driver without the library's hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
-        "a thread of process {pid} bypassed the library's hooks and blocked in the driver: \
-         the process was restored, and its context stays on the GPU from now on"
+        "a thread of process {pid} called the driver without passing the library's hooks, and \
+         blocked there: the process was restored, and its context stays on the GPU from now on"
     )
 }
 

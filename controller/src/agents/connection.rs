@@ -30,7 +30,7 @@ const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
 enum ConnectionRefusal {
-    #[error("the process sent no Hello within {} s", HELLO.as_secs())]
+    #[error("the agent of a process sent no first message (Hello) within {} s", HELLO.as_secs())]
     Late,
     #[error("cannot read the agent's first message")]
     Io(#[from] io::Error),

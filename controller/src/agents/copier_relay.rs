@@ -22,7 +22,7 @@ pub async fn carry(process: OwnedFd, copier: OwnedFd) {
     };
     let Err(error) = ended;
     if error.kind() == io::ErrorKind::InvalidInput {
-        tracing::warn!(%error, "the relay between a process and its copier was closed");
+        tracing::warn!(%error, "the controller closed the connection of a process to its copier");
     }
 }
 

@@ -163,7 +163,11 @@ async fn accept(
             Err(error) => {
                 // The controller probably has no free descriptor. It tries again, because other
                 // connections release descriptors.
-                tracing::warn!(%key, %error, "container {key}: cannot accept a connection");
+                tracing::warn!(
+                    %key, %error,
+                    "container {key}: the controller cannot accept the connection of a process, \
+                     and tries again"
+                );
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }

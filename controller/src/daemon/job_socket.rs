@@ -51,7 +51,11 @@ async fn accept(listener: UnixListener, calls: mpsc::Sender<Command>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "jobs: cannot accept a connection");
+                tracing::warn!(
+                    %error,
+                    "jobs: the controller cannot accept the connection of an `affinode run` \
+                     command, and tries again"
+                );
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }

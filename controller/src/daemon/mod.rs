@@ -115,7 +115,10 @@ fn start() -> Result<(), DaemonError> {
     // The lock is taken before anything else in the run directory is read, because two controllers
     // would promise the same VRAM.
     let Some(_lock) = lock(&run_dir)? else {
-        tracing::info!("another controller serves {}: this controller exits", run_dir.display());
+        tracing::info!(
+            "another controller uses run directory {}, so this controller exits",
+            run_dir.display()
+        );
         return Ok(());
     };
     raise_descriptors();
@@ -162,7 +165,8 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         Ok(lock) => Ok(Some(lock)),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) if socket_activation::supervised() => {
             tracing::info!(
-                "another controller serves {}: waiting until it exits",
+                "another controller uses run directory {}, so this controller waits until the \
+                 other exits",
                 run_dir.display()
             );
             socket_activation::tell_ready(

@@ -70,7 +70,11 @@ pub(super) fn serve(
     });
     begun
         .inspect_err(|error| {
-            tracing::error!(%error, group, "control.view_group: cannot serve the group {group}");
+            tracing::error!(
+                %error, group,
+                "control.view_group: cannot serve the socket for group {group}, so its members \
+                 cannot view containers"
+            );
         })
         .ok()
 }
@@ -93,7 +97,11 @@ async fn admit(listener: net::UnixListener, path: PathBuf, group: String, servic
     match opened.await {
         Ok(_server) => std::future::pending().await,
         Err(error) => {
-            tracing::error!(%error, group, "control.view_group: cannot serve the group {group}");
+            tracing::error!(
+                %error, group,
+                "control.view_group: cannot serve the socket for group {group}, so its members \
+                 cannot view containers"
+            );
         }
     }
 }
@@ -104,7 +112,8 @@ fn gid_of(group: &str) -> io::Result<u32> {
         return Ok(gid);
     }
     let found = nix::unistd::Group::from_name(group)?;
-    let unknown = || io::Error::new(io::ErrorKind::NotFound, "there is no such group");
+    let unknown =
+        || io::Error::new(io::ErrorKind::NotFound, "the machine has no group of this name");
     found.map(|group| group.gid.as_raw()).ok_or_else(unknown)
 }
 
@@ -134,7 +143,11 @@ async fn accept(
                 }
             }
             Err(error) => {
-                tracing::warn!(%error, "viewers: cannot accept a connection");
+                tracing::warn!(
+                    %error,
+                    "control.view_group: the controller cannot accept the connection of a member, \
+                     and tries again"
+                );
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
         }

@@ -112,7 +112,7 @@ impl NodeHistory {
             let _ = thread.join();
         }
         if let Err(error) = self.store.record_end() {
-            tracing::warn!("history: cannot write: {}", crate::error_chain::chain(&error));
+            tracing::warn!("history: cannot write records: {}", crate::error_chain::chain(&error));
         }
     }
 
@@ -178,7 +178,7 @@ fn write_all(store: &SpanStore, batches: &mpsc::Receiver<Vec<StateSpan>>) {
             batch.extend(more);
         }
         if let Err(error) = store.write(&batch) {
-            tracing::warn!("history: cannot write: {}", crate::error_chain::chain(&error));
+            tracing::warn!("history: cannot write records: {}", crate::error_chain::chain(&error));
         }
     }
 }

@@ -151,7 +151,10 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
             Ok(accepted) => accepted,
             Err(error) => {
                 // The process probably has no free descriptor. Connections that end release theirs.
-                tracing::warn!(%error, "http: cannot accept a connection");
+                tracing::warn!(
+                    %error,
+                    "http: the controller cannot accept the connection of a client, and tries again"
+                );
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }

@@ -71,7 +71,7 @@ impl StreamGuard {
                 refusal = ended => {
                     let Denied { why, detail, .. } = refusal;
                     site.note(format!(
-                        "event stream closed: {}",
+                        "the event stream of a client was closed: {}",
                         if detail.is_empty() { why } else { detail }
                     ));
                 }

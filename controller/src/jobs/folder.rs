@@ -167,7 +167,13 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
         match read(&path.join(RECORD_FILE)) {
             Ok(JobRecord { uid, request }) => jobs.push(JobFolder { path, key, uid, request }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!(%error, "job {name}: record ignored: {}", path.display()),
+            Err(error) => {
+                tracing::warn!(
+                    %error,
+                    "job {name}: cannot read its record {}, so it runs unmanaged",
+                    path.display()
+                )
+            }
         }
     }
     Ok(jobs)

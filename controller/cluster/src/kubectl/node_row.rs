@@ -91,7 +91,7 @@ mod tests {
             let gpu_error = gpu_error.map(str::to_owned);
             Ok(Some(NodeFigures { gpu_error, ..NodeFigures::default() }))
         };
-        let other = "served, with another configuration: why";
+        let other = "served, but the cluster's configuration is not in use: why";
         let gone = || Err("no reply".to_owned());
         for (reply, state, health, why) in [
             (figures(None), "served", NodeHealth::Serving, ""),

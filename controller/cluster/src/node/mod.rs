@@ -303,7 +303,7 @@ impl NodeAgent<'_> {
     fn served_state(&self) -> String {
         let mut state = "served".to_owned();
         if let Some(why) = &self.bad_config {
-            state += &format!(", with another configuration: {why}");
+            state += &format!(", but the cluster's configuration is not in use: {why}");
         }
         if let Some(why) = self.dra.as_ref().and_then(DraControl::problem) {
             state += &format!(", without the DRA driver: {why}");
@@ -391,7 +391,9 @@ impl NodeAgent<'_> {
             }
             Ok(true) => {
                 self.metrics.config_accepted();
-                tracing::info!("controller: the cluster's configuration was written to its file");
+                tracing::info!(
+                    "controller: the cluster's configuration was written to conf.d/50-cluster.toml"
+                );
                 let run_dir = places.on_host(&places.run_dir);
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
                 match reload::reload(&socket).await {
@@ -402,7 +404,8 @@ impl NodeAgent<'_> {
                     ),
                     // If no controller runs yet, the next one reads the file when it starts.
                     Err(error) => tracing::info!(
-                        "controller: no controller runs, or it did not reload its configuration: {}",
+                        "controller: the new configuration applies when a controller starts, \
+                         because no running controller reloaded it: {}",
                         error_chain::chain(&error)
                     ),
                 }
@@ -411,7 +414,10 @@ impl NodeAgent<'_> {
             Err(error) => {
                 let why = error_chain::chain(&error);
                 if self.bad_config.as_ref() != Some(&why) {
-                    tracing::error!("controller: the earlier configuration stays in use: {why}");
+                    tracing::error!(
+                        "controller: cannot use the cluster's configuration, so the earlier one \
+                         stays in use: {why}"
+                    );
                     self.metrics.config_refused();
                     self.events.config_refused(&why).await;
                 }
@@ -455,11 +461,13 @@ impl NodeAgent<'_> {
         let places = &self.options.places;
         let did = match wanted {
             RETIRED | EXCLUDED => {
-                tracing::info!("node: removal of Affinode requested");
+                tracing::info!("node: removing Affinode, as requested");
                 places.uninstall().await
             }
             _ => {
-                tracing::info!("node: the uninstaller asks whether Affinode can be removed");
+                tracing::info!(
+                    "node: checking whether Affinode can be removed, as the uninstaller requested"
+                );
                 places.may_go().await
             }
         };
@@ -501,7 +509,7 @@ impl NodeAgent<'_> {
         if served == labelled {
             return Ok(());
         }
-        tracing::info!("node: label {RUNTIME} is {}", if served { "on" } else { "off" });
+        tracing::info!("node: label {RUNTIME} is {}", if served { "set" } else { "removed" });
         self.node_labels.serve(served).await
     }
 

@@ -51,7 +51,8 @@ pub async fn reload(socket: &Path) -> Result<Option<u32>, ReloadError> {
         let identity = process::identity(pid)?;
         // The pid is looked up in this container's pid namespace, which must be the node's.
         if !is_controller(pid) {
-            let why = "the process is not a controller: run the agent in the node's pid namespace";
+            let why = "in the agent's pid namespace, this pid is not that of the controller: run \
+                       the agent in the node's pid namespace";
             return Err(io::Error::other(why));
         }
         process::end(&identity, false)

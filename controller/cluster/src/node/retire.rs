@@ -203,7 +203,7 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
             let patch = pods::clear(&pod.uid().unwrap_or_default());
             let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
             if let Err(why) = pods::write(client, &namespace, &name, patch).await {
-                tracing::warn!("pod {namespace}/{name} keeps label {LABEL}: {why}");
+                tracing::warn!("pod {namespace}/{name}: cannot remove label {LABEL}: {why}");
             }
         }
         if page.continue_token.is_none() {

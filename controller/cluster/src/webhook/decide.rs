@@ -82,10 +82,10 @@ pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeftAlone {
     /// The review is not about the creation of a pod.
-    #[error("only the creation of a pod is reviewed")]
+    #[error("the request does not create a pod")]
     NotACreation,
     /// The operator excluded the pod's namespace.
-    #[error("the pod's namespace is excluded")]
+    #[error("the pod's namespace is excluded by --exclude-namespace")]
     Namespace,
     /// The pod opted out by label.
     #[error("the pod has the label {INJECT}={IGNORE}")]
@@ -94,16 +94,16 @@ pub enum LeftAlone {
     #[error("the pod has the annotation {INJECT}=false")]
     Annotation,
     /// The pod is a mirror pod. It represents a static pod, which the kubelet runs already.
-    #[error("the pod is the mirror of a static pod, which already runs")]
+    #[error("the pod is a mirror pod, and the kubelet already runs its static pod")]
     Mirror,
     /// The pod is a Windows pod, and there is no shim for Windows.
-    #[error("the pod runs Windows")]
+    #[error("the pod is for Windows nodes, for which Affinode has no shim")]
     Windows,
     /// The pod already names the runtime class.
-    #[error("the pod already has the runtime class")]
+    #[error("the pod already names the runtime class that the webhook sets")]
     Already,
     /// The pod names another runtime class.
-    #[error("the pod names another runtime class, {0}")]
+    #[error("the pod names runtime class {0}, which the webhook does not replace")]
     OtherClass(String),
     /// The pod requests no GPU.
     #[error("the pod requests no GPU")]
@@ -132,7 +132,7 @@ pub enum LeftAlone {
     },
     /// The API server would reject the pod, because it has an overhead of its own, which only the
     /// class may set.
-    #[error("the pod sets an overhead, which only the runtime class may set")]
+    #[error("the pod sets spec.overhead, which only the runtime class may set")]
     Overhead,
 }
 

@@ -123,7 +123,7 @@ impl HttpsSite for WebhookServer {
 
     fn parted(&self, error: &io::Error) {
         // A frequent cause is an API server that does not trust the certificate.
-        tracing::info!(%error, "client: the TLS handshake failed");
+        tracing::info!(%error, "webhook: the TLS handshake with a client failed");
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
@@ -138,7 +138,7 @@ impl HttpsSite for WebhookServer {
                 match answer {
                     Ok(body) => (StatusCode::OK, JSON, body),
                     Err((status, text)) => {
-                        tracing::warn!(%status, "request rejected: {text}");
+                        tracing::warn!(%status, "webhook: a request was rejected: {text}");
                         self.metrics.refused();
                         (status, TEXT, text.into())
                     }

@@ -168,7 +168,7 @@ pub fn container(namespace: &str, pod: &str, state: State, gib: u64) -> schema::
         pod: pod.into(),
         container: "main".into(),
         state: state.as_str().into(),
-        reason_text: "the last CUDA call was less than the idle timeout ago".into(),
+        reason_text: "the time since the last CUDA call is less than the idle timeout".into(),
         vram_bytes: vram << 30,
         offloaded_bytes: offloaded << 30,
         mode: "auto".into(),

@@ -77,7 +77,7 @@ async fn check_names_each_fault() {
 /// controller on the node.
 #[tokio::test]
 async fn check_names_a_refused_configuration() {
-    const STATE: &str = "served, with another configuration: unknown key";
+    const STATE: &str = "served, but the cluster's configuration is not in use: unknown key";
     let stage = Stage::new().await;
     stage.node("one", Some(node(Vec::new()))).await;
     stage.node("resting", None).await;

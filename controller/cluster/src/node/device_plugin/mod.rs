@@ -60,7 +60,7 @@ pub struct DevicePluginOptions {
         value_parser = clap::value_parser!(u8).range(0..=16)
     )]
     seats: u8,
-    /// Folder of the kubelet's sockets for device plugins. It must be no symbolic link.
+    /// Folder of the kubelet's sockets for device plugins. It must not be a symbolic link.
     #[arg(
         long = "device-plugin-dir",
         value_name = "DIR",

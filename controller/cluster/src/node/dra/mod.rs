@@ -65,19 +65,19 @@ pub struct DraOptions {
     /// Whether the agent is a DRA driver: it offers the node's GPUs to resource claims.
     #[arg(long, value_name = "BOOL", default_value_t = false, action = ArgAction::Set)]
     pub dra: bool,
-    /// Maximum ratio of the memory that claims of a GPU may request in total to the GPU's VRAM, from
-    /// 1 to 16. The node's host memory limits it further.
+    /// Oversubscription factor, from 1 to 16: the claims of a GPU may request at most this multiple
+    /// of the GPU's VRAM in total. The node's host memory limits it further.
     #[arg(long = "dra-oversubscription", value_name = "FACTOR", default_value = "2.0")]
     pub(super) factor: OversubscriptionFactor,
     /// Whether the memory that a claim is allocated limits the VRAM of the claim's containers. If
     /// false: only the scheduler counts the amounts.
     #[arg(long = "dra-limit-memory", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     limit_memory: bool,
-    /// Folder of the kubelet on the node. It must be no symbolic link.
+    /// Folder of the kubelet on the node. It must not be a symbolic link.
     #[arg(long = "dra-kubelet-dir", value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
-    /// Folder on the node for the CDI specifications of claims. It must be no symbolic link, so name
-    /// /run/cdi for /var/run/cdi.
+    /// Folder on the node for the CDI specifications of claims. The path must not contain a symbolic
+    /// link: pass /run/cdi, not /var/run/cdi.
     #[arg(long = "dra-cdi-dir", value_name = "DIR", default_value = "/run/cdi")]
     cdi_dir: PathBuf,
     /// Kind of the GPUs in the CDI specifications of NVIDIA's container toolkit.
