@@ -127,8 +127,8 @@ impl InstallArgs {
 /// Affinode run.
 #[derive(Debug, clap::Args)]
 pub struct UninstallArgs {
-    /// Maximum time for which the command waits until running containers and jobs have ended, such
-    /// as 10m. Default: it does not wait.
+    /// Maximum time to wait for the end of running containers and jobs, such as 10m. Afterwards the
+    /// command fails if one still runs. Default: no wait.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]

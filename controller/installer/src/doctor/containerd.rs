@@ -71,7 +71,7 @@ pub enum ContainerdAbsent {
     },
     /// A process listens at the socket and its pid is known, but its folder in /proc cannot be
     /// read.
-    #[error("cannot examine the process behind {}", socket.display())]
+    #[error("cannot read /proc of the process that listens at {}", socket.display())]
     Hidden {
         /// Path of the socket.
         socket: PathBuf,

@@ -129,8 +129,8 @@ fn judge_handler(
             group.warning(
                 "annotations",
                 found,
-                "add the pattern to this key: otherwise containerd withholds annotations, and they have \
-                 no effect",
+                "add the pattern to this key; without it, containerd does not pass the annotations \
+                 to the runtime, and they have no effect",
             );
         }
     }

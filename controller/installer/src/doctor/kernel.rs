@@ -92,8 +92,8 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     if facts.membarrier {
         group.good("membarrier", "private expedited");
     } else {
-        let hint = "use Linux 4.14 or newer, or allow the system call in the sandbox: otherwise each \
-                    CUDA call takes about 15 ns longer";
+        let hint = "use Linux 4.14 or newer, or allow the system call in the sandbox; without \
+                    it, each CUDA call takes about 15 ns longer";
         group.warning("membarrier", "the system call does not work", hint);
     }
     group.checks

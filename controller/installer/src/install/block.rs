@@ -18,12 +18,15 @@ pub const END: &str = "# <<< affinode\n";
 pub enum BlockError {
     /// The configuration is of version 1, which has other names for plugins.
     #[error(
-        "containerd's configuration is of version {0}: convert it with `containerd config migrate` first"
+        "containerd's configuration has version {0}, which Affinode cannot edit: convert it with \
+         `containerd config migrate` first"
     )]
     Version(i64),
     /// CRI is not configured in this containerd, so no pod could use a handler.
     #[error(
-        "cannot add a handler, and nothing was changed: CRI is not configured in this containerd (see disabled_plugins in its configuration). ctr, nerdctl and affinode run work without a handler: {}",
+        "cannot add a handler, and nothing was changed: CRI is not configured in this containerd \
+         (see disabled_plugins in its configuration). To use only ctr, nerdctl and affinode run, \
+         which need no handler, {}",
         super::NO_HANDLER
     )]
     NoCri,

@@ -188,31 +188,35 @@ pub enum InstallError {
     },
     /// Shims of the installation still run. containerd would lose their containers.
     #[error(
-        "cannot uninstall while {}: end the containers first (see `affinode ps` and `crictl pods`), \
-         because containerd would lose them. With --drain 10m, the command waits until they have \
-         ended",
+        "cannot uninstall while {}, because containerd would lose their containers: end the \
+         containers first (see `affinode ps` and `crictl pods`), or pass --drain 10m to wait at \
+         most 10 minutes for their end",
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
     /// Jobs still run. They would lose their controller.
     #[error(
-        "cannot uninstall, because {} still running: end the jobs first, because an offloaded job \
-         might not be restored without Affinode. With --drain 10m, the command waits until they \
-         have ended",
+        "cannot uninstall, because {} still running, and an offloaded job might not be restored \
+         without Affinode: end the jobs first, or pass --drain 10m to wait at most 10 minutes for \
+         their end",
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
     /// Containers of Podman or CRI-O still run. They could not be ended without the installed
     /// runtime.
     #[error(
-        "cannot uninstall, because {} running with affinode-runtime: end the containers first (see \
-         `podman ps` or `crictl ps`), because they could not be ended without this program. With \
-         --drain 10m, the command waits until they have ended",
+        "cannot uninstall, because {} running with affinode-runtime, and Podman and CRI-O could \
+         not end them without this program: end the containers first (see `podman ps` or `crictl \
+         ps`), or pass --drain 10m to wait at most 10 minutes for their end",
         if *.0 == 1 { "1 container or command of Podman or CRI-O is".to_owned() } else { format!("{} containers or commands of Podman or CRI-O are", .0) }
     )]
     Podman(usize),
     /// The folder contains no record of an installation.
-    #[error("no record of an installation in {}: nothing is installed, or it was installed with another --state-dir", .0.display())]
+    #[error(
+        "no record of an installation in {}: nothing is installed, or it was installed with \
+         another --state-dir",
+        .0.display()
+    )]
     NotInstalled(PathBuf),
 }
 

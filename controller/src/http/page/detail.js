@@ -61,7 +61,7 @@ export function drawDetail(node, container) {
     fact("Policy", `${container.mode}, idle after ${duration(container.idle_after_ms)}${container.idle_after_ms < container.idle_timeout_ms ? ` (learned; at most ${duration(container.idle_timeout_ms)})` : ""}, priority ${container.priority}`),
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
     fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${spared(container)}` : "–"),
-    fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving; 99 of 100 within ${took(container.wake_p99_ms)}` : "–"),
+    fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which the restore took ${took(container.last_restore_ms)}; 99 % of the wakes took at most ${took(container.wake_p99_ms)}` : "–"),
     ...stays(container), ...kept(container),
     fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));
   tickDetail(node, container);
@@ -107,7 +107,7 @@ export async function drawTimeline(node, container) {
   const words = Object.entries(total).filter(([state, ms]) => state !== "Unregistered" && ms > 500).sort((a, b) => b[1] - a[1]);
   picture.setAttribute("aria-label", `From ${clock(begin)}: ${words.map(([state, ms]) => `${state} ${duration(ms)}`).join(", ")}`);
   const wakes = spans.map((span) => span.wake_ms).filter(Boolean).sort((a, b) => a - b);
-  const p99 = wakes.length ? `, ${wakes.length} ${wakes.length === 1 ? "wake" : "wakes"}, 99 of 100 within ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
+  const p99 = wakes.length ? `, ${wakes.length} ${wakes.length === 1 ? "wake" : "wakes"}, 99 % took at most ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
   box.replaceChildren(el("h3", {}, `Timeline${p99}`), picture,
     el("div", { class: "axis" }, el("span", {}, clock(begin)), el("span", {}, clock((begin + now) / 2)), el("span", {}, "now")),
     el("div", { class: "legend" }, ...words.map(([state, ms]) => el("span", {}, el("i", { class: `f-${state}` }), el("b", {}, duration(ms)), ` ${state}`))));

@@ -76,8 +76,8 @@ pub struct DraOptions {
     /// Folder of the kubelet on the node. It must not be a symbolic link.
     #[arg(long = "dra-kubelet-dir", value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
-    /// Folder on the node for the CDI specifications of claims. The path must not contain a symbolic
-    /// link: pass /run/cdi, not /var/run/cdi.
+    /// Folder on the node for the CDI specifications of claims. The path must not contain a
+    /// symbolic link: pass /run/cdi, not /var/run/cdi.
     #[arg(long = "dra-cdi-dir", value_name = "DIR", default_value = "/run/cdi")]
     cdi_dir: PathBuf,
     /// Kind of the GPUs in the CDI specifications of NVIDIA's container toolkit.
