@@ -39,7 +39,10 @@ pub enum HostFileError {
     #[error("the file is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,
     /// The file is on a network, FUSE or kernel file system.
-    #[error("the file is on a file system of type {0:#x}; only files on local disks are merged")]
+    #[error(
+        "the file is on a file system of type {0:#x}; only files on local disks are merged with \
+         Affinode's preload list"
+    )]
     FileSystem(u64),
     /// The file exceeds [`MAX_BYTES`].
     #[error("the file is larger than {MAX_BYTES} bytes")]

@@ -273,7 +273,8 @@ fn offload_failed(reason: Reason, detail: String) -> ReportVerdict {
 
 fn not_copied(pid: u32) -> ReportVerdict {
     let detail = format!(
-        "the copier did not copy out process {pid}, although its host memory was prefaulted"
+        "the copier did not copy out the memory of process {pid}, although its host memory was \
+         prefaulted"
     );
     ReportVerdict::OffloadFailed(Reason::DriverError, detail, ProcessMark::CopierFailed)
 }

@@ -137,7 +137,10 @@ fn node_with_claims_is_not_left() {
     agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: "true" } } }));
     agent.until_state("the refusal", |state| state.starts_with("cannot be removed"));
     let why = agent.api.annotation(STATE);
-    assert!(why.contains("1 resource claims") && why.contains("delete the pods of u-1"), "{why}");
+    assert!(
+        why.contains("1 resource claims") && why.contains("delete the pods that use u-1"),
+        "{why}"
+    );
     assert!(agent.has("served"), "the runtime stays for the pods");
     agent.api.until("the slice to be deleted", |api| api.slices().is_empty());
     fs::remove_file(&claim).unwrap();

@@ -44,7 +44,7 @@ pub enum CudaError {
         code: u32,
     },
     /// The driver lists no GPU with this UUID.
-    #[error("no device has the UUID {0}")]
+    #[error("the CUDA driver lists no GPU with UUID {0}")]
     NoDevice(String),
     /// The GPU is in this exclusive compute mode. While the copier has a context in such a mode, no
     /// process could be restored.

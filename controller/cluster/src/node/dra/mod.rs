@@ -100,7 +100,8 @@ impl DraOptions {
 pub enum InUseError {
     /// Resource claims are in use. Without the driver, the kubelet could not end their pods.
     #[error(
-        "{count} resource claims of driver {DRIVER} are in use on this node: delete the pods of {names}"
+        "{count} resource claims of driver {DRIVER} are in use on this node: delete the pods that \
+         use {names}"
     )]
     Claims {
         /// Number of claims in use.
