@@ -113,6 +113,17 @@ impl LimitedContainer {
         });
     }
 
+    /// Ends the first process and starts it again. Returns the limit that its library gets.
+    fn join_again(&mut self, capabilities: Capabilities) -> Option<u64> {
+        self.feed(Input::Exited(id(0)));
+        self.processes[0].inbox.clear();
+        self.join(0, capabilities);
+        self.processes[0].inbox.iter().find_map(|message| match message {
+            ControllerMessage::Welcome { vram_limit_bytes, .. } => Some(*vram_limit_bytes),
+            _ => None,
+        })
+    }
+
     fn feed(&mut self, input: Input) {
         for effect in self.node.handle(self.now, input) {
             match effect {
@@ -389,14 +400,19 @@ fn only_an_able_library_gets_a_limit() {
         [(Capabilities::LIMITS_VRAM, LIMIT), (Capabilities::RECORDS_CALLS, 0)]
     {
         let mut container = LimitedContainer::new(1);
-        container.feed(Input::Exited(id(0)));
-        container.processes[0].inbox.clear();
-        container.join(0, capabilities);
-        let welcome = container.processes[0].inbox.iter().find_map(|message| match message {
-            ControllerMessage::Welcome { vram_limit_bytes, .. } => Some(*vram_limit_bytes),
-            _ => None,
-        });
-        assert_eq!(welcome, Some(limit));
+        assert_eq!(container.join_again(capabilities), Some(limit));
+    }
+}
+
+#[test]
+fn limit_of_a_whole_gpu_is_none() {
+    for (vram_bytes, limit) in
+        [(LIMIT, 0), (LIMIT + (1 << 20) - 1, 0), (LIMIT + (1 << 20), LIMIT), (LIMIT - 1, 0)]
+    {
+        let mut container = LimitedContainer::new(1);
+        let gpu = GpuSample { total_bytes: vram_bytes, ..container.gpu() };
+        container.feed(Input::Gpus(Ok(vec![gpu])));
+        assert_eq!(container.join_again(Capabilities::LIMITS_VRAM), Some(limit), "{vram_bytes}");
     }
 }
 
