@@ -81,30 +81,10 @@ fn share_of(node: &NodeState, process: &Process) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use affinode_proto::wire::Hazards;
-
     use super::*;
 
     fn page(calls: u64, polls: u64, inflight: u64) -> CounterSnapshot {
-        CounterSnapshot {
-            phase: Phase::Open,
-            waiters: 0,
-            hazards: Hazards(0),
-            generation: 0,
-            allocated_bytes: 0,
-            allocations: 0,
-            swappable_bytes: 0,
-            copied_out_bytes: 0,
-            notes: affinode_proto::wire::ProcessFlags::default(),
-            call_cost_ps: 0,
-            held_us: 0,
-            kept_bytes: 0,
-            filling_bytes: 0,
-            calls,
-            polls,
-            inflight,
-            last_hook: 0,
-        }
+        CounterSnapshot { calls, polls, inflight, ..CounterSnapshot::default() }
     }
 
     #[test]

@@ -4,8 +4,10 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Capabilities, Hazards, Phase, copier::CopierReport, counters::CounterSnapshot,
-        message::AgentMessage,
+        Capabilities, Hazards, Phase,
+        copier::CopierReport,
+        counters::CounterSnapshot,
+        message::{AgentMessage, Outcome},
     },
 };
 
@@ -125,6 +127,31 @@ pub struct SwapStatus {
     /// Local memory (stacks and spilled registers of the GPU's threads) that the process's contexts
     /// released at the offload and allocate again at the restore, in bytes.
     pub local_memory_bytes: u64,
+}
+
+impl SwapStatus {
+    /// Returns the report of an agent with this memory on an order that it executed or refused.
+    #[must_use]
+    pub fn report(
+        self,
+        order: u64,
+        outcome: Outcome,
+        phase: Phase,
+        cuda_error: u32,
+    ) -> AgentMessage {
+        AgentMessage::Report {
+            order,
+            outcome,
+            phase,
+            cuda_error,
+            elapsed_us: 0,
+            swappable_bytes: self.swappable_bytes,
+            copied_out_bytes: self.copied_out_bytes,
+            unchanged_bytes: self.unchanged_bytes,
+            zero_bytes: self.zero_bytes,
+            local_memory_bytes: self.local_memory_bytes,
+        }
+    }
 }
 
 /// Result of a survey: the readings of GPUs and host memory before a step of an offload.

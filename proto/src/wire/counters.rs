@@ -124,7 +124,7 @@ super::wire_enum! {
 }
 
 /// Decoded counters of a process at one moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CounterSnapshot {
     /// Phase of the process, as the agent reports it.
     pub phase: Phase,
@@ -256,10 +256,7 @@ impl CounterSnapshot {
             held_us: u64_at(bytes, header::HELD_US),
             kept_bytes: u64_at(bytes, header::KEPT_BYTES).min(MAX_KEPT_BYTES),
             filling_bytes: u64_at(bytes, header::FILLING_BYTES).min(MAX_KEPT_BYTES),
-            calls: 0,
-            polls: 0,
-            inflight: 0,
-            last_hook: 0,
+            ..CounterSnapshot::default()
         };
         for slot_bytes in bytes[SLOTS_OFFSET..].chunks_exact(SLOT_BYTES) {
             let inflight = u32_at(slot_bytes, slot::INFLIGHT);

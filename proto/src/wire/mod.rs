@@ -176,8 +176,10 @@ wire_enum! {
     ///                       └── CopyingIn ───── CopiedOut <─> Checkpointing ─> Checkpointed
     ///                                             └──────── Restoring ─────────┘
     /// ```
+    #[derive(Default)]
     pub enum Phase {
         /// The gate is open: CUDA calls are passed to the driver.
+        #[default]
         Open = 0,
         /// The gate is closing: new CUDA calls wait, and calls in progress can end.
         Closing = 1,

@@ -4,11 +4,11 @@ use affinode_proto::{
     state::State,
     wire::{
         Phase,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        message::{Action, ControllerMessage, Outcome},
     },
 };
 
-use super::super::{Input, ProcessId};
+use super::super::{Input, ProcessId, input::SwapStatus};
 use super::world::World;
 
 /// Error `CUDA_ERROR_DEINITIALIZED`, which the driver returns after the process has called `exit`.
@@ -25,19 +25,8 @@ fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
             let agent = world.agents.get_mut(&id).unwrap();
             agent.inbox.pop_front();
             agent.phase = Phase::Open;
-            let swappable_bytes = agent.swappable;
-            let report = AgentMessage::Report {
-                order,
-                outcome: Outcome::DriverError,
-                phase: Phase::Open,
-                cuda_error: ENDED,
-                elapsed_us: 1,
-                swappable_bytes,
-                copied_out_bytes: 0,
-                unchanged_bytes: 0,
-                zero_bytes: 0,
-                local_memory_bytes: 0,
-            };
+            let swap = SwapStatus { swappable_bytes: agent.swappable, ..SwapStatus::default() };
+            let report = swap.report(order, Outcome::DriverError, Phase::Open, ENDED);
             return world.feed(Input::Message(id, report));
         }
         world.tick();

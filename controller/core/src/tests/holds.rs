@@ -10,7 +10,7 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Effect, Input, Millis, ProcessId, holds::HoldRecord},
+    super::{Effect, Input, Millis, ProcessId, holds::HoldRecord, input::SwapStatus},
     world::World,
 };
 
@@ -97,18 +97,7 @@ impl Liar {
 }
 
 fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
-    let report = AgentMessage::Report {
-        order,
-        outcome,
-        phase: Phase::Open,
-        cuda_error: 0,
-        elapsed_us: 1,
-        swappable_bytes: 0,
-        copied_out_bytes: 0,
-        unchanged_bytes: 0,
-        zero_bytes: 0,
-        local_memory_bytes: 0,
-    };
+    let report = SwapStatus::default().report(order, outcome, Phase::Open, 0);
     world.feed(Input::Message(id, report));
 }
 

@@ -4,12 +4,16 @@ use affinode_proto::{
     state::State,
     wire::{
         Phase, ProcessFlags,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        message::{Action, ControllerMessage, Outcome},
     },
 };
 
 use super::{
-    super::{Input, ProcessId, Request, grants, input::CommandId, policy::Engine},
+    super::{
+        Input, ProcessId, Request, grants,
+        input::{CommandId, SwapStatus},
+        policy::Engine,
+    },
     world::{GPU, World, key},
 };
 
@@ -208,19 +212,9 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {
         let (mut world, id, order) = sent();
-        let report = AgentMessage::Report {
-            order,
-            outcome,
-            phase: Phase::CopiedOut,
-            cuda_error: 0,
-            elapsed_us: 1,
-            swappable_bytes: 450,
-            copied_out_bytes: 450,
-            unchanged_bytes: 0,
-            zero_bytes: 0,
-            local_memory_bytes: 0,
-        };
-        world.feed(Input::Message(id, report));
+        let swap =
+            SwapStatus { swappable_bytes: 450, copied_out_bytes: 450, ..SwapStatus::default() };
+        world.feed(Input::Message(id, swap.report(order, outcome, Phase::CopiedOut, 0)));
         assert_eq!(needs_room_on(&world, id), GPU, "{outcome:?}");
     }
 }

@@ -11,7 +11,10 @@ use affinode_proto::{
 
 use super::{
     super::{
-        DeviceBytes, Input, ProcessId, Request, container::Offload, input::CommandId, offload,
+        DeviceBytes, Input, ProcessId, Request,
+        container::Offload,
+        input::{CommandId, SwapStatus},
+        offload,
     },
     world::{GPU, World, key},
 };
@@ -372,20 +375,7 @@ fn stopped_controller_distrusts_its_proofs() {
     agent.phase = Phase::Locked;
     world.now += 6_000;
     world.others = 600;
-    let (outcome, phase) = (Outcome::Done, Phase::Locked);
-    let (swappable_bytes, copied_out_bytes) = (0, 0);
-    let report = AgentMessage::Report {
-        order,
-        outcome,
-        phase,
-        cuda_error: 0,
-        elapsed_us: 1,
-        swappable_bytes,
-        copied_out_bytes,
-        unchanged_bytes: 0,
-        zero_bytes: 0,
-        local_memory_bytes: 0,
-    };
+    let report = SwapStatus::default().report(order, Outcome::Done, Phase::Locked, 0);
     world.feed(Input::Message(id, report));
     world.settle();
     assert_eq!(world.state(0), State::Queued);

@@ -7,7 +7,7 @@ use affinode_proto::{
     state::State,
     wire::{
         Phase,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        message::{Action, ControllerMessage, Outcome},
     },
 };
 
@@ -182,20 +182,7 @@ pub(super) fn end_order(
         _ => {}
     }
     let p = &world.processes[n];
-    let swap = p.memory.swap();
-    let report = AgentMessage::Report {
-        order: p.order,
-        outcome,
-        phase: p.phase,
-        cuda_error: 0,
-        elapsed_us: 0,
-        swappable_bytes: swap.swappable_bytes,
-        copied_out_bytes: swap.copied_out_bytes,
-        unchanged_bytes: 0,
-        zero_bytes: 0,
-        local_memory_bytes: 0,
-    };
-    let report = Input::Message(id(n), report);
+    let report = Input::Message(id(n), p.memory.swap().report(p.order, outcome, p.phase, 0));
     if action != Action::Open {
         return world.tell(report);
     }

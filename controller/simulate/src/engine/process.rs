@@ -6,9 +6,7 @@
 //! ```
 
 use affinode_core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS, policy::Engine};
-use affinode_proto::wire::{
-    Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::AgentMessage,
-};
+use affinode_proto::wire::{Phase, counters::CounterSnapshot, message::AgentMessage};
 
 use super::{SimulatedNode, SimulationEvent, names::id, orders};
 use crate::{
@@ -91,22 +89,14 @@ pub(super) fn page(world: &SimulatedNode<'_>, n: usize) -> CounterSnapshot {
     let swap = p.memory.swap();
     CounterSnapshot {
         phase: p.phase,
-        waiters: 0,
-        hazards: Hazards::default(),
         generation: 1,
         allocated_bytes: p.memory.copyable_bytes(),
         allocations: 1,
         swappable_bytes: swap.swappable_bytes,
         copied_out_bytes: swap.copied_out_bytes,
-        notes: ProcessFlags::default(),
-        call_cost_ps: 0,
-        held_us: 0,
-        kept_bytes: 0,
-        filling_bytes: 0,
         calls: p.calls,
-        polls: 0,
         inflight: u64::from(p.busy_until.is_some()),
-        last_hook: 0,
+        ..CounterSnapshot::default()
     }
 }
 
