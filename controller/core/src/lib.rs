@@ -46,6 +46,8 @@ pub mod explain;
 mod gpu_uuid;
 pub mod grant;
 mod grants;
+#[cfg(any(test, feature = "harness"))]
+pub mod harness;
 pub mod hints;
 pub mod history;
 pub mod holds;

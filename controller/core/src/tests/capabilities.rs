@@ -12,7 +12,7 @@ use super::{
         input::{CommandId, Request},
         policy::Mode,
     },
-    world::{ALL_CAPABILITIES, World, key},
+    world::{ALL_CAPABILITIES, Host, World, key},
 };
 
 /// Number of the container whose engine is `full`.

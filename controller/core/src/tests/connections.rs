@@ -7,7 +7,7 @@ use super::{
         Input, ProcessId,
         input::{CommandId, Request},
     },
-    world::{World, key},
+    world::{Host, World, key},
 };
 
 /// Creates a world with an offloaded container whose connections were read once.

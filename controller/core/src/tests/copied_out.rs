@@ -8,7 +8,7 @@ use affinode_proto::{
 use super::super::{copier_use, offload_level};
 use super::{
     super::plan::OffloadMethod,
-    world::{ENGINES, GPU, TOTAL, World, key},
+    world::{ENGINES, GPU, Host, TOTAL, World, key},
 };
 
 /// Offloads and restores containers whose memory the library copies. The VRAM in use and the

@@ -17,7 +17,7 @@ use super::{
         input::{CommandId, Request},
         policy::Mode,
     },
-    world::{GPU, TOTAL, World, key, settings},
+    world::{GPU, Host, TOTAL, World, key, settings},
 };
 
 /// Number of the container whose engine is `full`.
@@ -110,7 +110,7 @@ impl World {
             }
             Effect::EndCopier { copier, .. } if slow => {
                 if let Some(ending) = self.copiers.get_mut(&copier) {
-                    ending.state = CopierState::Ending(self.now);
+                    ending.state = CopierState::Ending(self.bench.now);
                 }
                 None
             }

@@ -9,7 +9,7 @@ use affinode_proto::{
 };
 
 use super::super::{Input, ProcessId, input::SwapStatus};
-use super::world::World;
+use super::world::{Host, World};
 
 /// Error `CUDA_ERROR_DEINITIALIZED`, which the driver returns after the process has called `exit`.
 const ENDED: u32 = 4;

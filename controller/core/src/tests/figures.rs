@@ -6,7 +6,7 @@ use affinode_proto::wire::message::{
 
 use super::{
     super::{Effect, Input, Millis, Node, ProcessId, input::GpuFigures},
-    world::{TOTAL, World},
+    world::{Host, TOTAL, World},
 };
 
 fn asked(node: &mut Node, now: Millis, id: ProcessId) -> Vec<GpuReading> {
@@ -33,7 +33,7 @@ fn readings_are_sent_of_every_device() {
     };
     let used = gpus[0].used_bytes;
     world.feed(Input::Gpus(Ok(gpus)));
-    let readings = asked(&mut world.node, world.now, id);
+    let readings = asked(&mut world.bench.node, world.bench.now, id);
     assert_eq!(readings.len(), 2);
     let expected = GpuReading {
         uuid: [7; 16],

@@ -21,7 +21,7 @@ fn hidden_way_is_told_once_and_bars_checkpoints() {
         let told = |world: &mut World| {
             let hazards = Hazards::HIDDEN_WAY;
             let notice = Input::Message(id, AgentMessage::Notice { hazards });
-            let effects = world.node.handle(world.now, notice);
+            let effects = world.bench.node.handle(world.bench.now, notice);
             let is_told = |effect: &&Effect| matches!(effect, Effect::Publish(event) if event.kind == EventKind::HiddenWay);
             effects.iter().filter(is_told).count()
         };

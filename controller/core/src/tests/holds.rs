@@ -11,7 +11,7 @@ use affinode_proto::{
 
 use super::{
     super::{Effect, Input, Millis, ProcessId, holds::HoldRecord, input::SwapStatus},
-    world::World,
+    world::{Host, World},
 };
 
 /// Reaction of a simulated process to orders to pause its allocations.

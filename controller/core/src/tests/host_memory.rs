@@ -7,9 +7,11 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Effect, Input, ProcessId, Request, Survey, host_memory::MemoryPool, input::CommandId},
-    agent::Agent,
-    world::{World, key},
+    super::{
+        Effect, Input, ProcessId, Request, Survey, harness::agent::Agent, host_memory::MemoryPool,
+        input::CommandId,
+    },
+    world::{Host, World, key},
 };
 
 impl World {
@@ -37,7 +39,7 @@ impl World {
     /// samples.
     fn ask_offload(&mut self, n: usize, id: ProcessId) {
         self.feed(Input::Gpus(Ok(self.gpus())));
-        let page = super::agent::page(&self.agents[&id]);
+        let page = self.agents[&id].page();
         self.feed(Input::Page(id, page));
         self.feed(Input::Command(CommandId(n as u64), key(n), Request::Offload));
     }
@@ -226,7 +228,7 @@ impl World {
     /// node.
     fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
         self.agents.get_mut(&id).unwrap().filling = filling;
-        let page = super::agent::page(&self.agents[&id]);
+        let page = self.agents[&id].page();
         self.feed(Input::Page(id, page));
         let level = |group: Option<&str>, free_bytes| MemoryPool {
             group: group.map(Into::into),

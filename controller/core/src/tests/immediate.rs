@@ -6,7 +6,7 @@ use affinode_proto::{state::State, wire::Phase};
 use super::super::immediate;
 use super::{
     super::ProcessId,
-    world::{World, key},
+    world::{Host, World, key},
 };
 
 /// A world with an offloaded container of policy `immediate` and priority 0.

@@ -10,7 +10,7 @@ use affinode_proto::{
 use super::super::needs;
 use super::{
     super::ProcessId,
-    world::{ALL_CAPABILITIES, World, key},
+    world::{ALL_CAPABILITIES, Host, World, key},
 };
 
 /// Hazards of allocations that stay on the GPU, each with the reason that users see.

@@ -14,7 +14,7 @@ use super::{
         input::{CommandId, SwapStatus},
         policy::Engine,
     },
-    world::{GPU, World, key},
+    world::{GPU, Host, World, key},
 };
 
 /// Number of the container whose engine is `copy` here.

@@ -1,6 +1,5 @@
 //! Tests of the core with simulated agents and GPUs: chosen cases, and random sequences of steps.
 
-mod agent;
 mod capabilities;
 mod connections;
 mod copied_out;

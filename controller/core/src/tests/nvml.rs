@@ -4,12 +4,12 @@
 use affinode_proto::reason::Reason;
 
 use super::{
-    super::{Effect, GpuSample, Input, Survey, host_memory::MemoryPool},
-    world::World,
+    super::{
+        Effect, Input,
+        harness::{HostReading, Reading, answer},
+    },
+    world::{Host, World},
 };
-
-type Reading = Result<Vec<GpuSample>, String>;
-type HostReading = Result<Vec<MemoryPool>, (Reason, String)>;
 
 /// State of the simulated NVML and of the surveys.
 #[derive(Default)]
@@ -58,13 +58,10 @@ impl World {
     pub(super) fn answer_question(&mut self) {
         self.read_nvml();
         let Some((question, reading, host)) = self.nvml.in_flight.take() else { return };
-        match question {
-            Some(Effect::Survey { key, .. }) => {
-                self.feed(Input::Surveyed(key, Survey { gpus: reading, host }));
-            }
-            Some(Effect::Prove(key, number)) => self.feed(Input::Proven(key, number, reading)),
-            _ => self.feed(Input::Gpus(reading)),
-        }
+        self.feed(match question {
+            Some(question) => answer(question, reading, host),
+            None => Input::Gpus(reading),
+        });
     }
 
     /// Delivers a reading for a tick. Does nothing while an earlier result is not delivered.

@@ -20,7 +20,7 @@ use super::{
         policy::{Engine, Mode},
         processes::wants,
     },
-    world::{World, key},
+    world::{Host, World, key},
 };
 
 /// Number of the container with the engine `auto` in these tests.
@@ -322,7 +322,7 @@ fn copied_out_memory_is_wanted_again() {
 fn eviction_given_up_for_a_call_is_forgotten() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
-    offload::evict(&mut world.node.state, &key(AUTO), Offload::deep(world.now));
+    offload::evict(&mut world.bench.node.state, &key(AUTO), Offload::deep(world.bench.now));
     world.call(id);
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));

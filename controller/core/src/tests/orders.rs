@@ -1,14 +1,16 @@
-//! Executes the core's effects in the simulated world: delivers orders to agents and stores
-//! requests for readings.
+//! Makes the simulated processes handle their messages. They execute orders, or fail as the test
+//! wants.
 
 use affinode_proto::wire::{
-    Capabilities, Phase,
+    Phase,
     message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_TTL_MS},
 };
 
-use super::super::{Input, ProcessId};
-use super::agent::Refusal;
-use super::world::{TOTAL, World};
+use super::super::{
+    Input, Millis, ProcessId,
+    harness::agent::{Agent, Refusal},
+};
+use super::world::{Host, TOTAL, World};
 
 impl World {
     /// Advances a process whose offload has begun until its gate is closed.
@@ -22,11 +24,14 @@ impl World {
 
     /// Makes the agent handle its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
-        let used = [0, 1].map(|gpu| self.used_on(gpu));
         let Some(agent) = self.agents.get_mut(&id) else { return };
-        let (order, action, decided_ms) = match agent.inbox.pop_front() {
+        match agent.inbox.pop_front() {
             Some(ControllerMessage::Order { order, action, decided_ms }) => {
-                (order, action, decided_ms)
+                let Some(outcome) = self.obey(id, action, decided_ms) else { return };
+                if self.agents[&id].orphaned {
+                    return self.hello(id); // The Hello has all that the report had.
+                }
+                self.report(id, order, outcome, if outcome == Outcome::Done { 0 } else { 304 });
             }
             Some(ControllerMessage::Welcome { .. }) => {
                 agent.welcomed = true;
@@ -34,7 +39,7 @@ impl World {
                 if let Some(asking) = &mut agent.asking {
                     asking.goes_ahead = false;
                 }
-                return self.ask(id);
+                self.ask(id);
             }
             Some(ControllerMessage::AllocGrant { ticket, granted }) if ticket == agent.tickets => {
                 match &mut agent.asking {
@@ -42,126 +47,70 @@ impl World {
                     Some(_) => self.end_ask(id, false),
                     None => {}
                 }
-                return self.try_again(id);
+                self.try_again(id);
             }
-            _ => return,
-        };
-        let mut outcome = Outcome::Done;
-        let late = action.is_restore()
-            && decided_ms > 0
-            && self.now.saturating_sub(decided_ms) > PROOF_TTL_MS;
-        let was = agent.phase;
-        let (fits, to) = match action {
-            Action::Close { .. } => (was == Phase::Open, Phase::Closed),
-            Action::Open => (was == Phase::Closed, Phase::Open),
-            Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::CopyOut { .. } => {
-                let awaits = agent.capabilities.contains(Capabilities::AWAITS_WORK);
-                (was == Phase::Locked || (awaits && was == Phase::Closed), Phase::CopiedOut)
-            }
-            Action::Checkpoint { .. } => {
-                (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
-            }
-            Action::RestoreOnGpu { from, to } => {
-                assert_eq!((usize::from(from), usize::from(to)), (agent.gpu, 1 - agent.gpu));
-                let to = if agent.copied_out { Phase::Closed } else { Phase::Locked };
-                (was == Phase::Checkpointed, to)
-            }
-            Action::Restore if agent.copied_out => (was.is_offloaded(), Phase::Closed),
-            Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
-            Action::Unlock if agent.copied_out => (was == Phase::Locked, Phase::CopiedOut),
-            Action::Unlock => (was == Phase::Locked, Phase::Closed),
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
-        };
-        assert!(fits, "{action:?} does not fit {was:?}");
-        self.ordered.push(action);
-        let failing = matches!(
-            action,
-            Action::Close { .. }
-                | Action::Lock { .. }
-                | Action::CopyOut { .. }
-                | Action::Checkpoint { .. }
-                | Action::RestoreOnGpu { .. }
-        ) || (action == Action::Restore && agent.copied_out);
-        let moves = matches!(action, Action::RestoreOnGpu { .. });
-        if !late && was == Phase::Checkpointed && action.is_restore() {
-            let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
-            assert!(there + agent.size <= TOTAL, "restored without enough VRAM");
+            _ => {}
         }
-        let barred = agent.keeps_context() && matches!(action, Action::Checkpoint { .. });
-        if late {
-            outcome = Outcome::Late;
-        } else if barred {
-            outcome = Outcome::Unsupported;
+    }
+
+    /// Makes a process execute an order, or fail to execute it. Returns the outcome. `None`: the
+    /// process sends no report.
+    fn obey(&mut self, id: ProcessId, action: Action, decided_ms: Millis) -> Option<Outcome> {
+        let used = [0, 1].map(|gpu| self.used_on(gpu));
+        let age_ms = self.now.saturating_sub(decided_ms);
+        let agent = self.bench.agents.get_mut(&id)?;
+        let was = agent.phase;
+        let to_gpu = match action {
+            Action::RestoreOnGpu { .. } => 1 - agent.gpu,
+            _ => agent.gpu,
+        };
+        let _ = agent.phase_after(action); // Asserts that the order fits.
+        self.ordered.push(action);
+        if action.is_restore() && decided_ms > 0 && age_ms > PROOF_TTL_MS {
+            return Some(Outcome::Late);
+        }
+        if was == Phase::Checkpointed && action.is_restore() {
+            assert!(used[to_gpu] + agent.size <= TOTAL, "restored without enough VRAM");
+        }
+        if agent.keeps_context() && matches!(action, Action::Checkpoint { .. }) {
             let hazards = agent.hazards();
             self.feed(Input::Message(id, AgentMessage::Notice { hazards }));
-        } else if let Some(fail) = self.fail.take_if(|_| failing) {
-            outcome = fail;
-            agent.phase = match action {
-                // The agent has unlocked the process before.
-                Action::CopyOut { .. } => Phase::Closed,
-                Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Checkpointed,
-                Action::Restore => Phase::CopiedOut,
-                // The context is restored, but the copy in found no VRAM.
-                Action::RestoreOnGpu { .. } if agent.copied_out && fail == Outcome::DriverError => {
-                    agent.gpu = 1 - agent.gpu;
-                    Phase::CopiedOut
-                }
-                Action::RestoreOnGpu { .. } => {
-                    outcome = Outcome::Unreachable;
-                    Phase::Checkpointed
-                }
-                _ => was,
-            };
-        } else {
-            match action {
-                Action::CopyOut { .. } => (agent.copied_out, agent.prepared) = (true, false),
-                Action::Restore => agent.copied_out = false,
-                Action::RestoreOnGpu { .. } => {
-                    (agent.copied_out, agent.gpu) = (false, 1 - agent.gpu)
-                }
-                _ => {}
-            }
-            agent.phase = to;
-            match action {
-                Action::Close { .. } => agent.generation += 1,
-                Action::Open => agent.wants = false, // Its caller went through.
-                Action::HoldAllocations { .. } => {
-                    (agent.held, agent.held_here) = (true, true);
-                    match agent.refuses {
-                        // A call is inside the driver and does not return.
-                        Some(Refusal::Busy) => outcome = Outcome::Busy,
-                        Some(Refusal::Silent) => return,
-                        None => {}
-                    }
-                }
-                Action::ReleaseAllocations => (agent.held, agent.held_here) = (false, false),
-                _ => {}
-            }
+            return Some(Outcome::Unsupported);
         }
-        let Some(agent) = self.agents.get_mut(&id) else { return };
-        if agent.orphaned {
-            self.hello(id); // The connection is gone: the Hello has all that the report had.
-            return;
+        let may_fail = match action {
+            Action::Close { .. } | Action::Lock { .. } | Action::CopyOut { .. } => true,
+            Action::Checkpoint { .. } | Action::RestoreOnGpu { .. } => true,
+            Action::Restore => agent.copied_out,
+            _ => false,
+        };
+        if let Some(fail) = self.fail.take_if(|_| may_fail) {
+            return Some(fails(agent, action, fail));
         }
-        let (phase, swappable_bytes) = (agent.phase, agent.swappable);
-        let copied_out_bytes = agent.copied_out_bytes();
-        let local_memory_bytes = agent.local_memory_bytes();
-        let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
-        self.feed(Input::Message(
-            id,
-            AgentMessage::Report {
-                order,
-                outcome,
-                phase,
-                cuda_error,
-                elapsed_us: 1,
-                swappable_bytes,
-                copied_out_bytes,
-                unchanged_bytes: 0,
-                zero_bytes: 0,
-                local_memory_bytes,
-            },
-        ));
+        agent.execute(action);
+        match (action, agent.refuses) {
+            // A call is inside the driver and does not return.
+            (Action::HoldAllocations { .. }, Some(Refusal::Busy)) => Some(Outcome::Busy),
+            (Action::HoldAllocations { .. }, Some(Refusal::Silent)) => None,
+            _ => Some(Outcome::Done),
+        }
     }
+}
+
+/// Changes a process as an order does that fails in this way. Returns the outcome to report.
+fn fails(agent: &mut Agent, action: Action, fail: Outcome) -> Outcome {
+    match action {
+        // The agent has unlocked the process before.
+        Action::CopyOut { .. } => agent.phase = Phase::Closed,
+        Action::Checkpoint { .. } if fail == Outcome::NotCopied => {
+            agent.phase = Phase::Checkpointed;
+        }
+        Action::Restore => agent.phase = Phase::CopiedOut,
+        // The context is restored, but the copy in found no VRAM.
+        Action::RestoreOnGpu { .. } if agent.copied_out && fail == Outcome::DriverError => {
+            (agent.gpu, agent.phase) = (1 - agent.gpu, Phase::CopiedOut);
+        }
+        Action::RestoreOnGpu { .. } => return Outcome::Unreachable,
+        _ => {}
+    }
+    fail
 }

@@ -19,8 +19,7 @@ use super::{
         policy::{Engine, KeepAlive, Mode, Policy},
         prefault,
     },
-    agent::page,
-    world::{ENGINES, GPU, MIN_PREFAULT_BYTES, World, key},
+    world::{ENGINES, GPU, Host, MIN_PREFAULT_BYTES, World, key},
 };
 
 /// Number of the container whose engine is `full`.
@@ -32,7 +31,7 @@ impl World {
     /// order to prefault must be for a resident process without prefaulted memory. An order to
     /// release must be for a process with such memory.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
-        let agent = self.agents.get_mut(&id).expect("it lives");
+        let agent = self.bench.agents.get_mut(&id).expect("it lives");
         let is_full = ENGINES[agent.container] == "full";
         assert!(is_full || self.two_gpus, "with `auto` no copier copies out");
         let needed = [Capabilities::PREFAULTS, Capabilities::USES_COPIER];
@@ -211,7 +210,7 @@ fn uncopied_process_needs_only_the_rest() {
     for (notes, needs) in
         [(ProcessFlags::EXPORTED_TO_COPIER, all - swappable), (ProcessFlags::default(), all)]
     {
-        let page = CounterSnapshot { notes, ..page(&world.agents[&id]) };
+        let page = CounterSnapshot { notes, ..world.agents[&id].page() };
         world.feed(Input::Page(id, page));
         assert_eq!(process(&world).offloaded_vram_bytes(), needs);
     }
@@ -546,10 +545,10 @@ fn is_leaving_only_during_offload() {
     assert!(world.node.state.is_leaving(id));
     world.answer_question();
     world.now += 19_000;
-    world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
+    world.feed(Input::Page(id, world.agents[&id].page()));
     assert!(world.node.state.is_leaving(id));
     world.now += 1_000;
-    world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
+    world.feed(Input::Page(id, world.agents[&id].page()));
     assert!(!world.node.state.is_leaving(id), "the offload no longer counts as freeing VRAM soon");
     world.settle();
     ask(&mut world, Request::Offload);

@@ -11,11 +11,11 @@ use proptest::prelude::*;
 use super::{
     super::{
         Input, Request,
+        harness::agent::{Agent, Refusal},
         input::{CommandId, Work},
         policy::Engine,
     },
-    agent::{Agent, Refusal},
-    world::{GPU, TOTAL, World, key},
+    world::{GPU, Host, TOTAL, World, key},
 };
 
 #[derive(Clone, Debug)]

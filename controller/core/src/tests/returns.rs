@@ -16,7 +16,7 @@ use super::{
         input::{CommandId, SwapStatus},
         offload,
     },
-    world::{GPU, World, key},
+    world::{GPU, Host, World, key},
 };
 
 #[test]
@@ -526,7 +526,7 @@ fn newcomer_pauses_again_if_an_eviction_fails() {
     let newcomer = ProcessId(world.next);
     (0..5).for_each(|_| world.pass());
     assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
-    offload::evict(&mut world.node.state, &key(2), Offload::deep(world.now));
+    offload::evict(&mut world.bench.node.state, &key(2), Offload::deep(world.bench.now));
     while world.process(newcomer).holds.for_siblings {
         world.tick();
         world.answer_question();

@@ -1,6 +1,6 @@
 //! Tests of allocations that found no VRAM and wait for it.
 
-use super::world::{World, key};
+use super::world::{Host, World, key};
 
 /// Advances the world until no allocation waits. Returns whether this succeeded.
 fn until_served(world: &mut World) -> bool {

@@ -8,7 +8,7 @@ use super::{
         Input, Millis, ProcessId, Settings,
         policy::{Policies, Policy},
     },
-    world::{World, settings},
+    world::{Host, World, settings},
 };
 
 const RESIDENCY_MS: Millis = 5_000;
@@ -43,7 +43,7 @@ fn pass(world: &mut World) {
         while !world.questions.is_empty() {
             world.answer_question();
         }
-        let busy = |(_, agent): &(_, &super::agent::Agent)| !agent.inbox.is_empty();
+        let busy = |(_, agent): &(_, &super::super::harness::agent::Agent)| !agent.inbox.is_empty();
         let Some(id) = world.agents.iter().find(busy).map(|(id, _)| *id) else { break };
         world.work(id);
     }

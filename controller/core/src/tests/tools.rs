@@ -9,7 +9,7 @@ use affinode_proto::{
 
 use super::{
     super::{ProcessId, measurements, needs, offload_check, offload_level, plan::OffloadMethod},
-    world::{World, key},
+    world::{Host, World, key},
 };
 
 /// Creates a process with 600 bytes of VRAM and a tool in container `n`. The agent can copy 450 of

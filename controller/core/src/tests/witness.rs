@@ -8,7 +8,7 @@ use super::{
         hints::Hint,
         input::{CommandId, Request, Work},
     },
-    world::{GPU, World, key},
+    world::{GPU, Host, World, key},
 };
 
 fn work(world: &World, id: ProcessId) -> Work {

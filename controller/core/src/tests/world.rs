@@ -1,28 +1,34 @@
 //! The simulated world of the tests: agents and GPUs around a real core.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::{Deref, DerefMut},
+};
 
 use affinode_proto::{
     event::EventKind,
     reason::Reason,
     state::State,
     wire::{
-        Capabilities, Hazards, Phase, ProcessFlags,
-        counters::CounterSnapshot,
+        Capabilities, Phase, ProcessFlags,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
 };
 
+pub(super) use super::super::harness::{Host, key};
 use super::super::{
     ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, Record,
     Settings,
     container::Container,
     copiers::CopierId,
-    input::{CommandId, Identity, SwapStatus},
+    harness::{
+        Bench,
+        agent::{Agent, Asking},
+    },
+    input::CommandId,
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
     process::Process,
 };
-use super::agent::{Agent, Asking, page};
 use super::copiers::WorldCopier;
 use super::nvml::Nvml;
 
@@ -40,15 +46,12 @@ pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111);
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
 pub(super) struct World {
-    pub(super) node: Node,
+    pub(super) bench: Bench,
     pub(super) containers: usize,
-    pub(super) now: Millis,
-    pub(super) agents: BTreeMap<ProcessId, Agent>,
     /// Whether there is a second GPU of the same model. If so, processes run on both GPUs.
     pub(super) two_gpus: bool,
     /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
-    pub(super) questions: VecDeque<Effect>,
     pub(super) nvml: Nvml,
     pub(super) journal: BTreeMap<Key, Record>,
     pub(super) next: u64,
@@ -91,18 +94,6 @@ pub(super) struct World {
     pub(super) turned_back: Vec<ProcessId>,
 }
 
-pub(super) fn key(n: usize) -> Key {
-    Key::parse(&format!("{n:032x}")).unwrap()
-}
-
-/// Asserts that a process gets only orders that its library supports.
-fn assert_follows(agent: &Agent, message: &ControllerMessage) {
-    if let ControllerMessage::Order { action, .. } = message {
-        let able = agent.capabilities;
-        assert!(able.contains(action.requires()), "{action:?} needs more than {able:?}");
-    }
-}
-
 pub(super) fn settings() -> Settings {
     let node = Policy {
         mode: Mode::Eager,
@@ -121,16 +112,36 @@ pub(super) fn settings() -> Settings {
     Settings { policies, prefault_min_bytes: MIN_PREFAULT_BYTES, ..Settings::default() }
 }
 
+impl Agent {
+    fn takes(&mut self, bytes: u64) {
+        self.size += bytes;
+        if ENGINES[self.container] != "checkpoint" {
+            self.swappable += bytes - bytes / 4;
+        }
+    }
+}
+
+impl Deref for World {
+    type Target = Bench;
+
+    fn deref(&self) -> &Bench {
+        &self.bench
+    }
+}
+
+impl DerefMut for World {
+    fn deref_mut(&mut self) -> &mut Bench {
+        &mut self.bench
+    }
+}
+
 impl World {
     pub(super) fn new(containers: usize) -> World {
         let mut world = World {
-            node: Node::new(settings()),
+            bench: Bench::new(settings(), &[GPU, OTHER_GPU], TOTAL),
             containers,
-            now: 0,
-            agents: BTreeMap::new(),
             two_gpus: false,
             others: 0,
-            questions: VecDeque::new(),
             nvml: Nvml::default(),
             journal: BTreeMap::new(),
             next: 0,
@@ -197,9 +208,12 @@ impl World {
     }
 
     pub(super) fn used_on(&self, gpu: usize) -> u64 {
-        let there = self.agents.values().filter(|agent| agent.gpu == gpu);
-        let others = if gpu == 0 { self.others } else { 0 };
-        others + self.copier_bytes_on(gpu) + there.map(Agent::on_device).sum::<u64>()
+        self.samples()[gpu].used_bytes + self.unmanaged_on(gpu)
+    }
+
+    /// VRAM that no agent holds on a GPU, in bytes.
+    fn unmanaged_on(&self, gpu: usize) -> u64 {
+        self.copier_bytes_on(gpu) + if gpu == 0 { self.others } else { 0 }
     }
 
     /// Sets the VRAM of unmanaged processes to this many bytes, if it is free.
@@ -207,76 +221,6 @@ impl World {
         if self.used() - self.others + bytes <= TOTAL {
             self.others = bytes;
         }
-    }
-
-    pub(super) fn gpus(&self) -> Vec<GpuSample> {
-        let uuids = [GPU, OTHER_GPU].into_iter().take(1 + usize::from(self.two_gpus));
-        let sample = |(gpu, uuid): (usize, &str)| {
-            let there = self.agents.values().filter(|a| a.on_device() > 0 && a.gpu == gpu);
-            GpuSample {
-                uuid: uuid.into(),
-                name: "GPU of the test".into(),
-                minor: u32::try_from(gpu).ok(),
-                mig: self.mig,
-                total_bytes: TOTAL,
-                used_bytes: self.used_on(gpu),
-                processes: there.map(|a| (a.pid, a.on_device())).collect(),
-                ..GpuSample::default()
-            }
-        };
-        uuids.enumerate().map(sample).collect()
-    }
-
-    pub(super) fn feed(&mut self, input: Input) {
-        self.assert_host_memory_suffices();
-        let leaving = self.leaving();
-        let effects = self.node.handle(self.now, input);
-        self.assert_evictions_serve_a_waiter(&leaving);
-        for uuid in [GPU, OTHER_GPU] {
-            let promised = self.node.state.admission.ledger.promised_bytes(uuid);
-            assert!(promised <= TOTAL, "more VRAM of {uuid} is promised than the GPU has");
-        }
-        let mut later = Vec::new();
-        for effect in effects {
-            match effect {
-                Effect::Send(id, ControllerMessage::Prefault { on }) => {
-                    self.told_to_prepare(id, on);
-                }
-                Effect::Send(id, message) => {
-                    if let Some(agent) = self.agents.get_mut(&id) {
-                        assert_follows(agent, &message);
-                        agent.inbox.push_back(message);
-                    }
-                }
-                Effect::Journal(key, Some(record)) => {
-                    self.journal.insert(key, record);
-                }
-                Effect::Journal(key, None) => {
-                    self.journal.remove(&key);
-                }
-                Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
-                Effect::Survey { .. } => self.questions.push_back(effect),
-                Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
-                    panic!("no container here has a limit")
-                }
-                Effect::Prove(..) => {
-                    self.assert_no_copier_moves();
-                    self.questions.push_back(effect);
-                }
-                Effect::StartCopier { .. }
-                | Effect::AttachCopier { .. }
-                | Effect::FillMemory { .. }
-                | Effect::HoldCopier { .. }
-                | Effect::EndCopier { .. } => later.extend(self.told_copier(effect)),
-                Effect::TurnBack(id) => self.turned_back.push(id),
-                Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
-                Effect::Publish(event) if event.kind == EventKind::Refused => {
-                    self.refused.extend(event.reason.map(|reason| reason.to_string()));
-                }
-                Effect::Drop(_) | Effect::Changed(_) | Effect::Publish(_) => {}
-            }
-        }
-        later.into_iter().for_each(|input| self.feed(input));
     }
 
     /// Containers for which an eviction has been requested but has not begun.
@@ -337,30 +281,10 @@ impl World {
             capabilities: self.libraries[library],
             pid,
             gpu: usize::from(self.two_gpus && self.next.is_multiple_of(2)),
-            phase: Phase::Open,
-            size: 0,
-            swappable: 0,
             has_local_memory: self.local_memory,
-            copied_out: false,
-            inbox: VecDeque::new(),
-            orphaned: false,
-            welcomed: false,
-            generation: 0,
             calls: 1,
-            wants: false,
-            held: false,
-            fixed: false,
-            in_part: Hazards::default(),
-            tools: false,
-            prepared: false,
-            kept: 0,
-            filling: 0,
             notes: if self.two_gpus { ProcessFlags::MOVABLE } else { ProcessFlags::default() },
-            asking: None,
-            tickets: 0,
-            held_here: false,
-            known_as: ProcessId(self.next),
-            refuses: None,
+            ..Agent::default()
         };
         let id = ProcessId(self.next);
         self.agents.insert(id, agent);
@@ -438,47 +362,6 @@ impl World {
         id
     }
 
-    pub(super) fn hello(&mut self, id: ProcessId) {
-        let agent = self.agents.get_mut(&id).unwrap();
-        (agent.orphaned, agent.welcomed, agent.held_here) = (false, false, false);
-        agent.known_as = id;
-        let agent = &self.agents[&id];
-        let input = Input::Joined {
-            key: key(agent.container),
-            process: id,
-            identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
-            phase: agent.phase,
-            generation: agent.generation,
-            hazards: if agent.keeps_context() { agent.hazards() } else { Hazards::default() },
-            capabilities: agent.capabilities,
-            swap: SwapStatus {
-                swappable_bytes: agent.swappable,
-                copied_out_bytes: agent.copied_out_bytes(),
-                unchanged_bytes: 0,
-                zero_bytes: 0,
-                local_memory_bytes: agent.local_memory_bytes(),
-            },
-        };
-        self.feed(input);
-    }
-
-    /// Makes a CUDA call in a process. The call passes the gate, or waits there and wakes the
-    /// container.
-    pub(super) fn call(&mut self, id: ProcessId) {
-        let Some(agent) = self.agents.get_mut(&id) else { return };
-        if agent.phase == Phase::Open {
-            // A process whose allocation waits may have other threads, which make this call.
-            agent.calls += 1;
-        } else {
-            agent.wants = true;
-            let (generation, alone) = (agent.generation, agent.orphaned);
-            if alone {
-                return;
-            }
-            self.feed(Input::Message(id, AgentMessage::Wake { generation, waiters: 1, hook: 1 }));
-        }
-    }
-
     pub(super) fn tick(&mut self) {
         self.tick_after(60);
     }
@@ -486,18 +369,14 @@ impl World {
     pub(super) fn tick_after(&mut self, ms: Millis) {
         self.now += ms;
         self.end_them();
-        let pages: Vec<(ProcessId, CounterSnapshot)> =
-            self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
-        for (id, page) in pages {
-            self.feed(Input::Page(id, page));
-        }
+        self.read_counters();
         self.answer_tick();
         self.feed(Input::Tick);
     }
 
     pub(super) fn exit(&mut self, id: ProcessId) {
-        if let Some(agent) = self.agents.remove(&id) {
-            self.feed(Input::Exited(agent.known_as));
+        if let Some(known_as) = self.agents.remove(&id).and_then(|agent| agent.known_as) {
+            self.feed(Input::Exited(known_as));
         }
     }
 
@@ -643,5 +522,62 @@ impl World {
 
     pub(super) fn state(&self, n: usize) -> State {
         self.node.state.registry.containers[&key(n)].shown.state
+    }
+}
+
+impl Host for World {
+    fn gpus(&self) -> Vec<GpuSample> {
+        let mut gpus = self.samples();
+        gpus.truncate(1 + usize::from(self.two_gpus));
+        for (n, gpu) in gpus.iter_mut().enumerate() {
+            (gpu.name, gpu.minor) = ("GPU of the test".into(), u32::try_from(n).ok());
+            gpu.mig = self.mig;
+            gpu.used_bytes += self.unmanaged_on(n);
+        }
+        gpus
+    }
+
+    fn handle(&mut self, input: Input) -> Vec<Effect> {
+        self.assert_host_memory_suffices();
+        let (now, leaving) = (self.now, self.leaving());
+        let effects = self.node.handle(now, input);
+        self.assert_evictions_serve_a_waiter(&leaving);
+        for uuid in [GPU, OTHER_GPU] {
+            let promised = self.node.state.admission.ledger.promised_bytes(uuid);
+            assert!(promised <= TOTAL, "more VRAM of {uuid} is promised than the GPU has");
+        }
+        effects
+    }
+
+    fn execute(&mut self, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::Send(id, ControllerMessage::Prefault { on }) => self.told_to_prepare(id, on),
+            Effect::Journal(key, Some(record)) => {
+                self.journal.insert(key, record);
+            }
+            Effect::Journal(key, None) => {
+                self.journal.remove(&key);
+            }
+            Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
+            Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
+                panic!("no container here has a limit")
+            }
+            Effect::Prove(..) => {
+                self.assert_no_copier_moves();
+                self.deliver(effect);
+            }
+            Effect::StartCopier { .. }
+            | Effect::AttachCopier { .. }
+            | Effect::FillMemory { .. }
+            | Effect::HoldCopier { .. }
+            | Effect::EndCopier { .. } => return self.told_copier(effect),
+            Effect::TurnBack(id) => self.turned_back.push(id),
+            Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
+            Effect::Publish(event) if event.kind == EventKind::Refused => {
+                self.refused.extend(event.reason.map(|reason| reason.to_string()));
+            }
+            effect => self.deliver(effect),
+        }
+        None
     }
 }
