@@ -2,10 +2,14 @@
 //! run on two GPUs. Whatever the hostile container sends, each honest container must be restored
 //! within a time limit after its call, and the controller's core must not panic.
 
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    ops::{Deref, DerefMut},
+};
 
 use affinode_core::{
-    ContainerSpec, Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
+    ContainerSpec, Effect, GpuSample, Input, ProcessId, Settings,
+    harness::{Bench, Host, agent::Agent, answer, key},
     input::{Identity, SwapStatus},
     policy::{Mode, OnOom, Policies, Policy},
 };
@@ -15,13 +19,15 @@ use affinode_proto::{
         Capabilities, Hazards, Phase, ProcessFlags,
         copier::CopierReport,
         counters::CounterSnapshot,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        message::{AgentMessage, ControllerMessage, Outcome},
     },
 };
 use arbitrary::{Result, Unstructured};
 
-/// Letter of the hostile container. Its key consists of this letter only.
-const LIAR: char = 'f';
+/// Engines of the containers, by number. The last container is hostile.
+const ENGINES: [&str; 5] = ["checkpoint", "copy", "full", "auto", "auto"];
+/// Number of the hostile container.
+const LIAR: usize = 4;
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
 const HONEST_VRAM: u64 = 100;
@@ -43,25 +49,9 @@ const ROUND_MS: u64 = 50;
 /// for a restore.
 const BOUND_MS: u64 = 40_000;
 
-/// A process of an honest container. It executes the controller's orders correctly.
-struct Honest {
-    id: ProcessId,
-    pid: u32,
-    gpu: usize,
-    swap: u64,
-    phase: Phase,
-    copied_out: bool,
-    inbox: VecDeque<ControllerMessage>,
-    generation: u64,
-    calls: u64,
-    waits: bool,
-}
-
+/// The processes on the bench are the honest ones. They execute the controller's orders correctly.
 struct World {
-    node: Node,
-    now_ms: u64,
-    honest: Vec<Honest>,
-    questions: VecDeque<Effect>,
+    bench: Bench,
     /// Whether the model's host memory is short, so that the controller must refuse every offload.
     refuses: bool,
     /// Id of the current connection of the hostile container.
@@ -84,9 +74,45 @@ pub fn hostile(data: &[u8]) {
     world.restore_container(data);
 }
 
-fn key(letter: char) -> Key {
-    Key::parse(&letter.to_string().repeat(32))
-        .unwrap_or_else(|text| panic!("cannot parse the key: {text}"))
+impl Deref for World {
+    type Target = Bench;
+
+    fn deref(&self) -> &Bench {
+        &self.bench
+    }
+}
+
+impl DerefMut for World {
+    fn deref_mut(&mut self) -> &mut Bench {
+        &mut self.bench
+    }
+}
+
+impl Host for World {
+    fn execute(&mut self, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::StartCopier { copier, .. } => {
+                return Some(Input::CopierReport(copier, CopierReport::Ready));
+            }
+            Effect::EndCopier { copier, .. } => return Some(Input::CopierExited(copier)),
+            Effect::Send(id, ControllerMessage::Order { order, .. })
+                if !self.agents.contains_key(&id) =>
+            {
+                self.told.push_back(order);
+            }
+            effect => self.deliver(effect),
+        }
+        None
+    }
+
+    fn gpus(&self) -> Vec<GpuSample> {
+        let mut gpus = self.samples();
+        for gpu in &mut gpus {
+            gpu.used_bytes += LIAR_VRAM;
+            gpu.processes.push((20, LIAR_VRAM));
+        }
+        gpus
+    }
 }
 
 impl World {
@@ -103,65 +129,51 @@ impl World {
         let settings =
             Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() };
         let mut world = World {
-            node: Node::new(settings),
-            now_ms: 0,
-            honest: Vec::new(),
-            questions: VecDeque::new(),
+            bench: Bench::new(settings, &GPUS, TOTAL_VRAM),
             refuses: false,
             liar: 100,
             told: VecDeque::new(),
         };
         world.feed(Input::Started(1));
-        let engines =
-            [('a', "checkpoint"), ('b', "copy"), ('c', "full"), ('d', "auto"), (LIAR, "auto")];
-        for (letter, engine) in engines {
+        for (n, engine) in ENGINES.into_iter().enumerate() {
             let spec = ContainerSpec {
-                id: letter.into(),
+                id: n.to_string(),
                 annotations: [("affinode.io/engine", engine), ("affinode.io/vram-limit", "1Mi")]
                     .map(|(name, value)| (name.to_owned(), value.to_owned()))
                     .into(),
                 ..ContainerSpec::default()
             };
-            world.feed(Input::Announced(Box::new(spec), key(letter)));
+            world.feed(Input::Announced(Box::new(spec), key(n)));
         }
-        for (n, (letter, engine)) in engines.into_iter().take(4).enumerate() {
-            world.honest_joins(n, letter, if engine == "checkpoint" { 0 } else { CARRIED });
+        for (n, engine) in ENGINES.into_iter().enumerate().take(LIAR) {
+            let agent = Agent {
+                container: n,
+                pid: n as u32 + 10,
+                gpu: n % 2,
+                size: HONEST_VRAM,
+                swappable: if engine == "checkpoint" { 0 } else { CARRIED },
+                notes: ProcessFlags::ONE_GPU,
+                calls: 1,
+                ..Agent::default()
+            };
+            let id = ProcessId(n as u64 + 1);
+            world.agents.insert(id, agent);
+            world.hello(id);
         }
         world
     }
 
-    fn honest_joins(&mut self, n: usize, letter: char, swap: u64) {
-        let (id, pid) = (ProcessId(n as u64 + 1), n as u32 + 10);
-        self.honest.push(Honest {
-            id,
-            pid,
-            gpu: n % 2,
-            swap,
-            phase: Phase::Open,
-            copied_out: false,
-            inbox: VecDeque::new(),
-            generation: 0,
-            calls: 1,
-            waits: false,
-        });
-        self.feed(Input::Joined {
-            key: key(letter),
-            process: id,
-            identity: Identity { pid, start_ticks: 1, command: "honest".into() },
-            phase: Phase::Open,
-            generation: 0,
-            hazards: Hazards::default(),
-            capabilities: Capabilities::default(),
-            swap: SwapStatus { swappable_bytes: swap, ..SwapStatus::default() },
-        });
+    /// Chooses an honest process.
+    fn honest(&self, bytes: &mut Unstructured<'_>) -> Result<ProcessId> {
+        Ok(ProcessId(bytes.choose_index(self.agents.len())? as u64 + 1))
     }
 
     fn step(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         match bytes.int_in_range(0..=7)? {
             0 => self.tick(u64::from(bytes.arbitrary::<u16>()?)),
             1 => self.answer(),
-            2 | 3 => self.work(bytes.choose_index(self.honest.len())?),
-            4 => self.call(bytes.choose_index(self.honest.len())?),
+            2 | 3 => self.work(self.honest(bytes)?),
+            4 => self.call(self.honest(bytes)?),
             5 => self.refuses = bytes.arbitrary()?,
             _ => self.lie(bytes)?,
         }
@@ -229,16 +241,8 @@ impl World {
     fn liar_stays(&mut self) {
         self.liar += 1;
         self.told.clear();
-        self.feed(Input::Joined {
-            key: key(LIAR),
-            process: ProcessId(self.liar),
-            identity: Identity { pid: 24, start_ticks: 1, command: "liar".into() },
-            phase: Phase::Open,
-            generation: 0,
-            hazards: Hazards::default(),
-            capabilities: Capabilities::default(),
-            swap: SwapStatus::default(),
-        });
+        let mut liar = Agent { container: LIAR, pid: 24, ..Agent::default() };
+        self.feed(liar.joined(ProcessId(self.liar)));
     }
 
     /// Replies to all orders of the hostile container with the same outcome, including orders that
@@ -248,130 +252,37 @@ impl World {
         for answered in 0.. {
             let Some(order) = self.told.pop_front() else { return };
             assert!(answered < MAX_ROUNDS, "its replies cause orders without end");
-            let report = AgentMessage::Report {
-                order,
-                outcome,
-                phase: Phase::Open,
-                cuda_error: 0,
-                elapsed_us: 1,
-                swappable_bytes: 0,
-                copied_out_bytes: 0,
-                unchanged_bytes: 0,
-                zero_bytes: 0,
-                local_memory_bytes: 0,
-            };
+            let report = SwapStatus::default().report(order, outcome, Phase::Open, 0);
             self.feed(Input::Message(ProcessId(self.liar), report));
         }
     }
 
-    fn feed(&mut self, input: Input) {
-        let mut later = Vec::new();
-        for effect in self.node.handle(self.now_ms, input) {
-            match effect {
-                Effect::StartCopier { copier, .. } => {
-                    later.push(Input::CopierReport(copier, CopierReport::Ready));
-                }
-                Effect::EndCopier { copier, .. } => later.push(Input::CopierExited(copier)),
-                Effect::Send(id, message) => {
-                    if let Some(honest) = self.honest.iter_mut().find(|honest| honest.id == id) {
-                        honest.inbox.push_back(message);
-                    } else if let ControllerMessage::Order { order, .. } = message {
-                        self.told.push_back(order);
-                    }
-                }
-                Effect::Survey { .. } | Effect::Prove(..) | Effect::ReadVram { .. } => {
-                    self.questions.push_back(effect);
-                }
-                _ => {}
-            }
-        }
-        later.into_iter().for_each(|input| self.feed(input));
-    }
-
-    fn gpus(&self) -> Vec<GpuSample> {
-        let sample = |(gpu, uuid): (usize, &&str)| {
-            let here = self.honest.iter().filter(|honest| honest.gpu == gpu);
-            let honest = here.map(|honest| (honest.pid, honest.on_device()));
-            let all = honest.chain([(20, LIAR_VRAM)]).filter(|(_, bytes)| *bytes > 0);
-            let processes: Vec<(u32, u64)> = all.collect();
-            GpuSample {
-                uuid: (*uuid).into(),
-                total_bytes: TOTAL_VRAM,
-                used_bytes: processes.iter().map(|(_, bytes)| bytes).sum(),
-                processes,
-                ..GpuSample::default()
-            }
-        };
-        GPUS.iter().enumerate().map(sample).collect()
-    }
-
     fn tick(&mut self, ms: u64) {
-        self.now_ms += ms;
-        let pages: Vec<(ProcessId, CounterSnapshot)> =
-            self.honest.iter().map(|honest| (honest.id, honest.page())).collect();
-        for (id, page) in pages {
-            self.feed(Input::Page(id, page));
-        }
-        let gpus = self.gpus();
-        self.feed(Input::Gpus(Ok(gpus)));
+        self.now += ms;
+        self.read_counters();
+        self.feed(Input::Gpus(Ok(self.gpus())));
         self.feed(Input::Tick);
     }
 
     fn answer(&mut self) {
-        let gpus = self.gpus();
-        match self.questions.pop_front() {
-            Some(Effect::Survey { key, .. }) => {
-                let host = match self.refuses {
-                    true => Err((Reason::HostMemory, String::new())),
-                    false => Ok(Vec::new()),
-                };
-                self.feed(Input::Surveyed(key, Survey { gpus: Ok(gpus), host }));
-            }
-            Some(Effect::Prove(key, number)) => self.feed(Input::Proven(key, number, Ok(gpus))),
-            Some(Effect::ReadVram { key, epoch, processes }) => {
-                let pending = processes.into_iter().map(|id| (id, u64::MAX)).collect();
-                self.feed(Input::VramRead { key, epoch, pending, gpus: Ok(gpus) });
-            }
-            _ => {}
+        if let Some(question) = self.questions.pop_front() {
+            let host = match self.refuses {
+                true => Err((Reason::HostMemory, String::new())),
+                false => Ok(Vec::new()),
+            };
+            self.feed(answer(question, Ok(self.gpus()), host));
         }
     }
 
-    /// Makes the agent of the honest container with index `n` execute its oldest order.
-    fn work(&mut self, n: usize) {
-        let honest = &mut self.honest[n];
-        let Some(message) = honest.inbox.pop_front() else { return };
-        let ControllerMessage::Order { order, action, .. } = message else { return };
-        honest.obey(action);
-        let (id, phase) = (honest.id, honest.phase);
-        let copied_out_bytes = if honest.copied_out { honest.swap } else { 0 };
-        let swappable_bytes = honest.swap;
-        self.feed(Input::Message(
-            id,
-            AgentMessage::Report {
-                order,
-                outcome: Outcome::Done,
-                phase,
-                cuda_error: 0,
-                elapsed_us: 1,
-                swappable_bytes,
-                copied_out_bytes,
-                unchanged_bytes: 0,
-                zero_bytes: 0,
-                local_memory_bytes: 0,
-            },
-        ));
-    }
-
-    fn call(&mut self, n: usize) {
-        let honest = &mut self.honest[n];
-        if honest.phase == Phase::Open {
-            honest.calls += 1;
-            return;
+    /// Makes the agent of an honest process handle its oldest message.
+    fn work(&mut self, id: ProcessId) {
+        let agent = self.agents.get_mut(&id);
+        if let Some(agent) = agent
+            && let Some(ControllerMessage::Order { order, action, .. }) = agent.inbox.pop_front()
+        {
+            agent.execute(action);
+            self.report(id, order, Outcome::Done, 0);
         }
-        honest.waits = true;
-        let wake = AgentMessage::Wake { generation: honest.generation, waiters: 1, hook: 1 };
-        let id = honest.id;
-        self.feed(Input::Message(id, wake));
     }
 
     /// Makes calls in all honest containers until all are restored, or panics at the time limit.
@@ -385,10 +296,11 @@ impl World {
         if alike.is_some() {
             self.liar_stays();
         }
-        let called_ms = self.now_ms;
-        while self.now_ms - called_ms <= BOUND_MS {
-            (0..self.honest.len()).for_each(|n| self.call(n));
-            if self.honest.iter().all(|honest| honest.phase == Phase::Open) {
+        let honest: Vec<ProcessId> = self.agents.keys().copied().collect();
+        let called_ms = self.now;
+        while self.now - called_ms <= BOUND_MS {
+            honest.iter().for_each(|id| self.call(*id));
+            if self.agents.values().all(|agent| agent.phase == Phase::Open) {
                 return;
             }
             for _ in 0..LIES_A_ROUND {
@@ -401,9 +313,9 @@ impl World {
                 }
                 let _ = self.lie(&mut bytes);
             }
-            for n in 0..self.honest.len() {
-                while !self.honest[n].inbox.is_empty() {
-                    self.work(n);
+            for id in &honest {
+                while !self.agents[id].inbox.is_empty() {
+                    self.work(*id);
                 }
             }
             while !self.questions.is_empty() {
@@ -411,68 +323,8 @@ impl World {
             }
             self.tick(ROUND_MS);
         }
-        let left: Vec<Phase> = self.honest.iter().map(|honest| honest.phase).collect();
+        let left: Vec<Phase> = self.agents.values().map(|agent| agent.phase).collect();
         panic!("the hostile container's messages left honest processes in the phases {left:?}");
-    }
-}
-
-impl Honest {
-    fn on_device(&self) -> u64 {
-        match self.phase {
-            Phase::Checkpointed => 0,
-            Phase::CopiedOut => HONEST_VRAM - self.swap,
-            _ => HONEST_VRAM,
-        }
-    }
-
-    fn obey(&mut self, action: Action) {
-        let was = self.phase;
-        let (fits, to) = match action {
-            Action::Close { .. } => (was == Phase::Open, Phase::Closed),
-            Action::Open => (was == Phase::Closed, Phase::Open),
-            Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::CopyOut { .. } => {
-                (matches!(was, Phase::Closed | Phase::Locked), Phase::CopiedOut)
-            }
-            Action::Checkpoint { .. } => {
-                (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
-            }
-            Action::Restore if self.copied_out => (was.is_offloaded(), Phase::Closed),
-            Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
-            Action::Unlock => (was == Phase::Locked, Phase::Closed),
-            _ => (true, was),
-        };
-        assert!(fits, "{action:?} does not fit an honest process that is {was:?}");
-        self.phase = to;
-        match action {
-            Action::Close { .. } => self.generation += 1,
-            Action::CopyOut { .. } => self.copied_out = true,
-            Action::Restore => self.copied_out = false,
-            Action::Open => self.waits = false,
-            _ => {}
-        }
-    }
-
-    fn page(&self) -> CounterSnapshot {
-        CounterSnapshot {
-            phase: self.phase,
-            waiters: u32::from(self.waits),
-            hazards: Hazards::default(),
-            generation: self.generation,
-            allocated_bytes: HONEST_VRAM,
-            allocations: 1,
-            swappable_bytes: self.swap,
-            copied_out_bytes: if self.copied_out { self.swap } else { 0 },
-            notes: ProcessFlags::ONE_GPU,
-            call_cost_ps: 0,
-            held_us: 0,
-            kept_bytes: 0,
-            filling_bytes: 0,
-            calls: self.calls,
-            polls: 0,
-            inflight: 0,
-            last_hook: 1,
-        }
     }
 }
 
