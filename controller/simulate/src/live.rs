@@ -20,27 +20,27 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BinaryHeap, VecDeque},
+    collections::{BTreeMap, BinaryHeap},
+    ops::{Deref, DerefMut},
 };
 
 use affinode_core::{
-    ContainerSpec, DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
-    input::Identity,
+    ContainerSpec, DeviceBytes, Effect, Input, Millis, ProcessId, Settings,
+    harness::{Bench, Host, agent::Agent, answer},
     policy::{Engine, KeepAlive, Mode, Policies, Policy},
     victims::VictimRule,
 };
 use affinode_proto::{
     state::State,
     wire::{
-        Capabilities, Hazards, Phase, ProcessFlags,
-        counters::CounterSnapshot,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        Phase,
+        message::{Action, ControllerMessage, Outcome},
     },
 };
 
 use super::{
     engine::{self, PolicyDecision, names},
-    memory::ProcessMemory,
+    memory::{OffloadLevel, ProcessMemory},
     random::RandomSource,
     *,
 };
@@ -53,36 +53,61 @@ const SAMPLE_MS: Millis = 500;
 /// and the waiter is restored. Each step takes at most two readings of the counters.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
-#[derive(Clone, Debug)]
-struct Agent {
-    phase: Phase,
-    memory: ProcessMemory,
-    calls: u64,
-    inflight: u64,
-    waiting: usize,
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Next {
-    Call(usize),
-    Returns(usize),
-    /// The agent of this index has executed its order.
+    Call(ProcessId),
+    Returns(ProcessId),
+    /// The agent has executed the order of this index.
     Done(usize),
 }
 
 struct Live {
-    node: Node,
-    now: Millis,
+    bench: Bench,
     machine: SimulatedMachine,
     service_ms: Millis,
-    agents: Vec<Agent>,
-    orders: Vec<(usize, u64, Action)>,
+    /// Numbers of calls that wait at the gates.
+    waiting: BTreeMap<ProcessId, usize>,
+    orders: Vec<(ProcessId, u64, Action)>,
     next: BinaryHeap<Reverse<(Millis, u64, Next)>>,
     sequence: u64,
     next_tick: Millis,
     gpus_read: Option<Millis>,
-    inputs: VecDeque<Input>,
     decisions: Vec<PolicyDecision>,
+}
+
+impl Deref for Live {
+    type Target = Bench;
+
+    fn deref(&self) -> &Bench {
+        &self.bench
+    }
+}
+
+impl DerefMut for Live {
+    fn deref_mut(&mut self) -> &mut Bench {
+        &mut self.bench
+    }
+}
+
+impl Host for Live {
+    fn execute(&mut self, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::Send(id, ControllerMessage::Order { order, action, .. }) => {
+                self.begin_order(id, order, action);
+            }
+            Effect::Survey { .. } | Effect::Prove(..) => {
+                return Some(answer(effect, Ok(self.gpus()), Ok(Vec::new())));
+            }
+            Effect::Changed(change) => {
+                self.decisions.extend(PolicyDecision::of(self.now, &change));
+                if matches!(change.to, State::Offloaded | State::Active) {
+                    return Some(Input::Gpus(Ok(self.gpus())));
+                }
+            }
+            _ => {}
+        }
+        None
+    }
 }
 
 impl Live {
@@ -91,31 +116,20 @@ impl Live {
         machine: SimulatedMachine,
         settings: &Settings,
     ) -> Vec<PolicyDecision> {
-        let costs = machine.calibration;
-        let engine = settings.policies.node.engine;
-        let agent = |load: &TraceLoad| Agent {
-            phase: Phase::Checkpointed,
-            memory: ProcessMemory::new(load.vram_bytes, &costs).offloaded(engine),
-            calls: 1,
-            inflight: 0,
-            waiting: 0,
-        };
         let mut live = Live {
-            node: Node::new(settings.clone()),
-            now: 0,
+            bench: Bench::new(settings.clone(), &[&names::uuid(0)], machine.vram_bytes),
             machine,
             service_ms: trace.loads[0].service_ms.into(),
-            agents: trace.loads.iter().map(agent).collect(),
+            waiting: BTreeMap::new(),
             orders: Vec::new(),
             next: BinaryHeap::new(),
             sequence: 0,
             next_tick: 0,
             gpus_read: None,
-            inputs: VecDeque::new(),
             decisions: Vec::new(),
         };
-        live.inputs.push_back(Input::Clock(4 * 86_400_000));
-        live.begin(trace);
+        live.feed(Input::Clock(4 * 86_400_000));
+        live.begin(trace, settings.policies.node.engine);
         let end = trace.end_ms() + 3_600_000;
         while live.now < end {
             match live.next.pop() {
@@ -130,7 +144,6 @@ impl Live {
                     live.next_tick = live.now + live.pause_ms();
                 }
             }
-            live.drain();
             // A queue or a move needs shorter ticks than planned.
             live.next_tick = live.next_tick.min(live.now + live.pause_ms());
         }
@@ -138,37 +151,39 @@ impl Live {
     }
 
     /// Starts the node in a state in which an earlier controller has offloaded every container.
-    fn begin(&mut self, trace: &WorkloadTrace) {
-        self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
+    fn begin(&mut self, trace: &WorkloadTrace, engine: Engine) {
+        self.feed(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
-            let (key, pid) = (names::key(n), names::pid(n));
+            let (key, id) = (names::key(n), names::id(n));
+            let memory = ProcessMemory::new(load.vram_bytes, &self.machine.calibration);
+            let swap = memory.offloaded(engine).swap();
+            let agent = Agent {
+                container: n,
+                pid: names::pid(n),
+                phase: Phase::Checkpointed,
+                size: load.vram_bytes,
+                swappable: swap.swappable_bytes,
+                copied_out: swap.copied_out_bytes > 0,
+                generation: 1,
+                calls: 1,
+                ..Agent::default()
+            };
+            let page = Input::Page(id, agent.page());
+            self.agents.insert(id, agent);
             let spec = ContainerSpec { id: load.name.clone(), ..ContainerSpec::default() };
-            let offloaded = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
-            self.inputs.extend([
-                Input::Announced(Box::new(spec), key.clone()),
-                Input::Recalled {
-                    key: key.clone(),
-                    identity: (pid, 1),
-                    offloaded,
-                    to: None,
-                    restoring: false,
-                    host: Vec::new(),
-                },
-                Input::Joined {
-                    key,
-                    process: names::id(n),
-                    identity: Identity { pid, start_ticks: 1, command: load.name.clone() },
-                    phase: Phase::Checkpointed,
-                    generation: 1,
-                    hazards: Hazards::default(),
-                    capabilities: Capabilities::default(),
-                    swap: self.agents[n].memory.swap(),
-                },
-                Input::Page(names::id(n), page(&self.agents[n])),
-            ]);
-            load.arrivals_ms.iter().for_each(|at| self.at(Millis::from(*at), Next::Call(n)));
+            self.feed(Input::Announced(Box::new(spec), key.clone()));
+            self.feed(Input::Recalled {
+                key,
+                identity: (names::pid(n), 1),
+                offloaded: vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }],
+                to: None,
+                restoring: false,
+                host: Vec::new(),
+            });
+            self.hello(id);
+            self.feed(page);
+            load.arrivals_ms.iter().for_each(|at| self.at(Millis::from(*at), Next::Call(id)));
         }
-        self.drain();
     }
 
     fn at(&mut self, when: Millis, next: Next) {
@@ -180,160 +195,94 @@ impl Live {
         self.node.tick_ms(SAMPLE_MS)
     }
 
-    fn gpus(&self) -> Vec<GpuSample> {
-        let held = (0..).zip(&self.agents).map(|(n, a)| (names::pid(n), a.memory.held_bytes()));
-        vec![GpuSample {
-            uuid: names::uuid(0),
-            total_bytes: self.machine.vram_bytes,
-            used_bytes: self.agents.iter().map(|a| a.memory.held_bytes()).sum(),
-            processes: held.filter(|(_, bytes)| *bytes > 0).collect(),
-            ..GpuSample::default()
-        }]
+    fn agent(&mut self, id: ProcessId) -> &mut Agent {
+        self.agents.get_mut(&id).expect("each process lives to the end")
     }
 
     /// Runs one tick of the node in the way in which the daemon does.
     fn tick(&mut self) {
-        for n in 0..self.agents.len() {
-            self.inputs.push_back(Input::Page(names::id(n), page(&self.agents[n])));
-        }
+        self.read_counters();
         let interval_ms = if self.pause_ms() < SAMPLE_MS { 100 } else { 1_000 };
         if self.gpus_read.is_none_or(|read| self.now - read >= interval_ms) {
             self.gpus_read = Some(self.now);
-            self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
+            self.feed(Input::Gpus(Ok(self.gpus())));
         }
-        self.inputs.push_back(Input::Tick);
+        self.feed(Input::Tick);
     }
 
     fn take(&mut self, next: Next) {
         match next {
-            Next::Call(n) if self.agents[n].phase == Phase::Open => self.goes_through(n),
-            Next::Call(n) => {
-                self.agents[n].waiting += 1;
-                if self.agents[n].waiting == 1 {
-                    let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
-                    self.inputs.push_back(Input::Message(names::id(n), wake));
+            Next::Call(id) if self.agent(id).phase == Phase::Open => self.goes_through(id),
+            Next::Call(id) => {
+                let waiting = self.waiting.entry(id).or_default();
+                *waiting += 1;
+                if *waiting == 1 {
+                    self.call(id);
                 }
             }
-            Next::Returns(n) => {
-                self.agents[n].inflight -= 1;
-                self.agents[n].calls += 1;
+            Next::Returns(id) => {
+                let agent = self.agent(id);
+                agent.inflight -= 1;
+                agent.calls += 1;
             }
-            Next::Done(place) => self.done(place),
+            Next::Done(place) => self.end_order(place),
         }
     }
 
     /// Makes a CUDA call that passes the gate. The call launches a kernel and waits for its end.
-    fn goes_through(&mut self, n: usize) {
-        self.agents[n].calls += 1;
-        self.agents[n].inflight += 1;
-        self.at(self.now + self.service_ms, Next::Returns(n));
+    fn goes_through(&mut self, id: ProcessId) {
+        let agent = self.agent(id);
+        agent.calls += 1;
+        agent.inflight += 1;
+        self.at(self.now + self.service_ms, Next::Returns(id));
     }
 
-    fn drain(&mut self) {
-        while let Some(input) = self.inputs.pop_front() {
-            for effect in self.node.handle(self.now, input) {
-                self.execute_order(effect);
-            }
+    /// Begins an order. A gate closes, and a restore allocates its VRAM, at the begin.
+    fn begin_order(&mut self, id: ProcessId, order: u64, action: Action) {
+        let takes_ms = self.order_ms(id, action);
+        let agent = self.agent(id);
+        let closes = matches!(action, Action::Close { .. }) && agent.inflight == 0;
+        if closes || action == Action::Restore {
+            agent.execute(action);
         }
-    }
-
-    fn execute_order(&mut self, effect: Effect) {
-        match effect {
-            Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
-                self.order(process.0 as usize, order, action);
-            }
-            Effect::Survey { key, .. } => {
-                let survey = Survey { gpus: Ok(self.gpus()), host: Ok(Vec::new()) };
-                self.inputs.push_back(Input::Surveyed(key, survey));
-            }
-            Effect::Prove(key, number) => {
-                self.inputs.push_back(Input::Proven(key, number, Ok(self.gpus())));
-            }
-            Effect::Changed(change) => {
-                if matches!(change.to, State::Offloaded | State::Active) {
-                    self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
-                }
-                self.decisions.extend(PolicyDecision::of(self.now, &change));
-            }
-            _ => {}
-        }
-    }
-
-    fn order(&mut self, n: usize, order: u64, action: Action) {
         let used_bytes = self.gpus()[0].used_bytes;
-        let agent = &mut self.agents[n];
-        let takes_ms = agent.memory.order_ms(action, &self.machine.calibration);
-        match action {
-            Action::Close { .. } if agent.inflight == 0 => agent.phase = Phase::Closed,
-            Action::Restore => {
-                let bytes = agent.memory.gone_bytes();
-                assert!(used_bytes + bytes <= self.machine.vram_bytes, "restored without room");
-                agent.phase = agent.memory.execute_order(action);
-            }
-            _ => {}
-        }
-        let takes_ms = match action {
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations => 0,
-            _ => takes_ms,
-        };
-        self.orders.push((n, order, action));
+        assert!(used_bytes <= self.machine.vram_bytes, "restored without room");
+        self.orders.push((id, order, action));
         self.at(self.now + takes_ms, Next::Done(self.orders.len() - 1));
     }
 
-    fn done(&mut self, place: usize) {
-        let (n, order, action) = self.orders[place];
-        let agent = &mut self.agents[n];
+    /// Duration of an order that begins now, in milliseconds.
+    fn order_ms(&self, id: ProcessId, action: Action) -> Millis {
+        let agent = &self.agents[&id];
+        let costs = &self.machine.calibration;
+        let mut memory = ProcessMemory::new(agent.size, costs);
+        memory.level = match (agent.phase, agent.copied_out) {
+            (Phase::CopiedOut, _) => OffloadLevel::Copied,
+            (Phase::Checkpointed, true) => OffloadLevel::CopiedAndCheckpointed,
+            (Phase::Checkpointed, false) => OffloadLevel::Checkpointed,
+            _ => OffloadLevel::Resident,
+        };
+        match action {
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => 0,
+            _ => memory.order_ms(action, costs),
+        }
+    }
+
+    /// Ends an order, and reports its outcome to the node.
+    fn end_order(&mut self, place: usize) {
+        let (id, order, action) = self.orders[place];
+        let agent = self.agent(id);
         let mut outcome = Outcome::Done;
         match action {
             Action::Close { .. } if agent.phase == Phase::Open => outcome = Outcome::Busy,
-            Action::Unlock => agent.phase = Phase::Closed,
-            Action::Lock { .. } => agent.phase = Phase::Locked,
-            Action::CopyOut { .. } | Action::Checkpoint { .. } => {
-                agent.phase = agent.memory.execute_order(action);
-            }
-            Action::Open => agent.phase = Phase::Open,
-            _ => {}
+            Action::Close { .. } | Action::Restore => {}
+            _ => agent.execute(action),
         }
-        let swap = agent.memory.swap();
-        let report = AgentMessage::Report {
-            order,
-            outcome,
-            phase: agent.phase,
-            cuda_error: 0,
-            elapsed_us: 0,
-            swappable_bytes: swap.swappable_bytes,
-            copied_out_bytes: swap.copied_out_bytes,
-            unchanged_bytes: 0,
-            zero_bytes: 0,
-            local_memory_bytes: 0,
-        };
-        self.inputs.push_back(Input::Message(names::id(n), report));
+        self.report(id, order, outcome, 0);
         if action == Action::Open {
-            (0..std::mem::take(&mut self.agents[n].waiting)).for_each(|_| self.goes_through(n));
+            let waiting = self.waiting.remove(&id).unwrap_or_default();
+            (0..waiting).for_each(|_| self.goes_through(id));
         }
-    }
-}
-
-fn page(agent: &Agent) -> CounterSnapshot {
-    let swap = agent.memory.swap();
-    CounterSnapshot {
-        phase: agent.phase,
-        waiters: u32::try_from(agent.waiting).unwrap(),
-        hazards: Hazards::default(),
-        generation: 1,
-        allocated_bytes: agent.memory.copyable_bytes(),
-        allocations: 1,
-        swappable_bytes: swap.swappable_bytes,
-        copied_out_bytes: swap.copied_out_bytes,
-        notes: ProcessFlags::default(),
-        call_cost_ps: 0,
-        held_us: 0,
-        kept_bytes: 0,
-        filling_bytes: 0,
-        calls: agent.calls,
-        polls: 0,
-        inflight: agent.inflight,
-        last_hook: 0,
     }
 }
 
