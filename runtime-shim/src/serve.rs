@@ -42,7 +42,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// An address that cannot be parsed.
-    #[error("cannot use the address of the proxy or the stock shim")]
+    #[error("cannot use the socket address of the shim, or of the stock shim that it started")]
     Address(#[from] AddressError),
     /// The stock shim does not reply.
     #[error("cannot connect to the stock shim at {address}")]

@@ -50,15 +50,17 @@ const QUICK_MS: Millis = 1_000;
 enum OomWaitRefusal {
     #[error("the controller does not know its container")]
     NoContainer,
-    #[error("the container's policy has on_oom = \"fail\"")]
+    #[error(
+        "the policy setting on_oom of the container is \"fail\", so its allocations do not wait"
+    )]
     Policy,
     #[error("the driver refused it {MAX_ATTEMPTS} times, each time although enough VRAM was free")]
     Attempts,
     #[error("NVML does not list the GPU {0}")]
     UnknownGpu(String),
     #[error(
-        "the GPU's VRAM is too small for it: the container already holds {} there",
-        size(*own_bytes)
+        "the GPU's VRAM is too small for it: the container already holds {:.2} GiB there",
+        *own_bytes as f64 / f64::from(1 << 30)
     )]
     GpuTooSmall {
         /// VRAM that the container has on the GPU already, in bytes.

@@ -91,6 +91,7 @@ fn withdraw(actor: &mut NodeActor, key: Key) {
         && let Err(error) =
             overrides::override_with(actor, actor.node.overrides().with_pin(&key, false))
     {
+        let error = error_chain::chain(&error);
         tracing::warn!(%key, "container {key}: cannot remove its pin: {error}");
     }
     actor.job_users.remove(&key);

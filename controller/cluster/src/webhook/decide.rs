@@ -91,7 +91,7 @@ pub enum LeftAlone {
     #[error("the pod has the label {INJECT}={IGNORE}")]
     Label,
     /// The pod opted out by annotation.
-    #[error("the pod has the annotation {INJECT}=false")]
+    #[error("the pod has the annotation {INJECT}=false, which excludes it")]
     Annotation,
     /// The pod is a mirror pod. It represents a static pod, which the kubelet runs already.
     #[error("the pod is a mirror pod, and the kubelet already runs its static pod")]

@@ -25,8 +25,8 @@ pub enum BlockError {
     /// CRI is not configured in this containerd, so no pod could use a handler.
     #[error(
         "cannot add a handler, and nothing was changed: CRI is not configured in this containerd \
-         (see disabled_plugins in its configuration). To use only ctr, nerdctl and affinode run, \
-         which need no handler, {}",
+         (see disabled_plugins in its configuration). ctr, nerdctl and affinode run need no \
+         handler: to use only them, {}",
         super::NO_HANDLER
     )]
     NoCri,

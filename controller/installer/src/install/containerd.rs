@@ -79,7 +79,7 @@ pub enum NodeError {
     /// containerd would not load the handler from the new configuration, because an imported file
     /// overrides it.
     #[error(
-        "nothing was changed, because containerd would not load handler {name} from {}: an imported file replaces the section that contains it. Add the handler to the imported file by hand (see config/containerd)",
+        "nothing was changed, because containerd would not load handler {name} from {}: another file, which containerd imports, replaces the section of handlers. Add the handler to that file by hand (see config/containerd)",
         path.display()
     )]
     Covered {

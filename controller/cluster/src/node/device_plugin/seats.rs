@@ -25,7 +25,9 @@ const UNHEALTHY: &str = "Unhealthy";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuFault {
     /// The node does not serve the runtime, so containers would run without Affinode.
-    #[error("containerd does not serve the runtime, or Affinode is being removed from the node")]
+    #[error(
+        "containerd on the node does not serve Affinode's runtime, or Affinode is being removed from the node, so no seat is offered"
+    )]
     NotServed,
     /// The driver does not report the GPU any more.
     #[error("NVML does not see the GPU any more, or it is in MIG mode; run nvidia-smi on the node")]

@@ -259,7 +259,9 @@ impl SlicePublisher {
         let (sent, found) = (devices(sent), devices(stored));
         let (name, count) = (stored.name_any(), found.len());
         let generation = stored.spec.pool.generation;
-        tracing::info!("ResourceSlice {name}: {count} GPUs, generation {generation}");
+        tracing::info!(
+            "ResourceSlice {name} is published with {count} GPUs, generation {generation}"
+        );
         self.altered = (sent != found).then(|| {
             tracing::error!(
                 "ResourceSlice {name}: the API server removed fields, so no GPU can be shared: \
