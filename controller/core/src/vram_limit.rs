@@ -229,7 +229,8 @@ pub(super) fn read(
 fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
     let limit = node.registry.containers.get(key).map_or(0, |known| known.policy.vram_limit_bytes);
     let gpus = &node.gpus.samples;
-    let holds = gpus.is_empty() || gpus.iter().any(|gpu| gpu.total_bytes >= limit + (1 << 20));
+    let holds =
+        gpus.is_empty() || gpus.iter().any(|gpu| gpu.total_bytes >= limit.saturating_add(1 << 20));
     if holds { limit } else { 0 }
 }
 

@@ -405,6 +405,16 @@ fn only_an_able_library_gets_a_limit() {
 }
 
 #[test]
+fn largest_claim_is_no_limit() {
+    let mut container = LimitedContainer::new(1);
+    let claimed = ("affinode.io/claimed-vram".to_owned(), u64::MAX.to_string());
+    let spec = ContainerSpec { annotations: [claimed].into(), ..Default::default() };
+    container.feed(Input::Announced(Box::new(spec), key(1)));
+    container.show();
+    assert_eq!(container.join_again(Capabilities::LIMITS_VRAM), Some(0));
+}
+
+#[test]
 fn limit_of_a_whole_gpu_is_none() {
     for (vram_bytes, limit) in
         [(LIMIT, 0), (LIMIT + (1 << 20) - 1, 0), (LIMIT + (1 << 20), LIMIT), (LIMIT - 1, 0)]
