@@ -30,7 +30,7 @@ const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const GIB: u64 = 1024 * MIB;
 const LIMIT_GIB: u64 = 20;
 /// VRAM of a process that the blocks of 1 GiB do not include: the context, and parts of a GiB.
-const MOST_BESIDE_BYTES: u64 = 3 * GIB;
+const MAX_BESIDE_BYTES: u64 = 3 * GIB;
 /// Fraction of its VRAM that JAX allocates at its start.
 const SHARE_OF_JAX: f64 = 0.75;
 /// Number of measured pairs of an allocation and a free. Their sizes together exceed the limit, so
@@ -124,7 +124,7 @@ fn of_a_library(python: &Python, library: &str, rows: &mut Rows) -> Result<()> {
     let least = match library {
         "JAX" => (limit as f64 * SHARE_OF_JAX) as u64,
         _ => limit,
-    } - MOST_BESIDE_BYTES;
+    } - MAX_BESIDE_BYTES;
     let goal = format!("{} to {} GiB", least / GIB, limit / GIB);
     let is_right = (least..=limit).contains(&filled);
     rows.want("allocated at the failure", gib(filled), "GiB", &goal, is_right);
