@@ -182,7 +182,7 @@ async fn a_silent_peer_is_refused() {
     let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
         panic!("not refused")
     };
-    assert!(why.contains("no Hello within"), "{why}");
+    assert!(why.contains("no first message (Hello) within"), "{why}");
 }
 
 #[tokio::test]

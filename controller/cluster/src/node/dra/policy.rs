@@ -156,7 +156,7 @@ mod tests {
         let many: serde_json::Map<String, Value> =
             (0..40).map(|number| (format!("s{number}"), json!("x"))).collect();
         for (parameters, said) in [
-            (json!(null), "apiVersion, kind and policy"),
+            (json!(null), "kind ContainerPolicy and policy"),
             (json!({"apiVersion": API_VERSION, "kind": KIND, "mode": "eager"}), "and policy"),
             (json!({"apiVersion": "x/v1", "kind": KIND}), "expected affinode.io/v1alpha1"),
             (of(&json!({"offload": "sometimes"})), "accepted: auto, eager"),
