@@ -15,6 +15,9 @@ pub struct CopyOptions {
     /// Whether the restore verifies by checksums that the memory is unchanged. Requires
     /// [`Capabilities::CHECKS`].
     pub check: bool,
+    /// Whether the content is copied to memory of the node's host pool. If false, the memory is
+    /// that of the process. Requires [`Capabilities::USES_HOST_POOL`].
+    pub host_pool: bool,
 }
 
 impl CopyOptions {
@@ -24,22 +27,37 @@ impl CopyOptions {
         let keep = if self.keep { Capabilities::RETAINS_HOST_COPY.0 } else { 0 };
         let then_checkpoint = if self.then_checkpoint { Capabilities::PREFAULTS.0 } else { 0 };
         let check = if self.check { Capabilities::CHECKS.0 } else { 0 };
-        Capabilities(keep | then_checkpoint | check)
+        let host_pool = if self.host_pool { Capabilities::USES_HOST_POOL.0 } else { 0 };
+        Capabilities(keep | then_checkpoint | check | host_pool)
+    }
+
+    fn code(self) -> u32 {
+        let bit = |on: bool, bit: u32| if on { bit } else { 0 };
+        COPY_OUT
+            | bit(self.keep, KEEP)
+            | bit(self.then_checkpoint, THEN_CHECKPOINT)
+            | bit(self.check, CHECK)
+            | bit(self.host_pool, HOST_POOL)
+    }
+
+    fn from_code(code: u32) -> Option<CopyOptions> {
+        let options = code.checked_sub(COPY_OUT)?;
+        let has = |bit: u32| options & bit != 0;
+        (options <= KEEP | THEN_CHECKPOINT | CHECK | HOST_POOL).then(|| CopyOptions {
+            keep: has(KEEP),
+            then_checkpoint: has(THEN_CHECKPOINT),
+            check: has(CHECK),
+            host_pool: has(HOST_POOL),
+        })
     }
 }
 
-/// The code of each combination of options. Codes 9 and 10 were defined first, later 12 and 13, and
-/// last 14 to 17. An older library decodes only the codes that were defined before its release.
-const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
-    (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
-    (10, CopyOptions { keep: true, then_checkpoint: false, check: false }),
-    (12, CopyOptions { keep: false, then_checkpoint: true, check: false }),
-    (13, CopyOptions { keep: true, then_checkpoint: true, check: false }),
-    (14, CopyOptions { keep: false, then_checkpoint: false, check: true }),
-    (15, CopyOptions { keep: true, then_checkpoint: false, check: true }),
-    (16, CopyOptions { keep: false, then_checkpoint: true, check: true }),
-    (17, CopyOptions { keep: true, then_checkpoint: true, check: true }),
-];
+/// The code of a copy out. Each option sets one bit of the code.
+const COPY_OUT: u32 = 1 << 8;
+const KEEP: u32 = 1;
+const THEN_CHECKPOINT: u32 = 1 << 1;
+const CHECK: u32 = 1 << 2;
+const HOST_POOL: u32 = 1 << 3;
 
 /// An order from the controller to an agent about the agent's own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,10 +155,7 @@ impl Action {
             Action::Unlock => (6, 0),
             Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
             Action::ReleaseAllocations => (8, 0),
-            Action::CopyOut { vram_bytes, how } => {
-                let code = COPY_OUT_CODES.iter().find(|way| way.1 == how).map_or(9, |way| way.0);
-                (code, vram_bytes)
-            }
+            Action::CopyOut { vram_bytes, how } => (how.code(), vram_bytes),
             Action::RestoreOnGpu { from, to } => (11, u64::from(from) | u64::from(to) << 8),
         }
     }
@@ -159,10 +174,7 @@ impl Action {
             7 => Action::HoldAllocations { deadline_ms: ms },
             8 => Action::ReleaseAllocations,
             11 => Action::RestoreOnGpu { from: value as u8, to: (value >> 8) as u8 },
-            _ => {
-                let (_, how) = *COPY_OUT_CODES.iter().find(|way| way.0 == code)?;
-                Action::CopyOut { vram_bytes: value, how }
-            }
+            _ => Action::CopyOut { vram_bytes: value, how: CopyOptions::from_code(code)? },
         })
     }
 }

@@ -301,6 +301,10 @@ pub enum ControllerMessage {
     /// Delivers a socket that is connected to a copier, for the next checkpoint and its restore.
     /// Sent only to a library with [`Capabilities::USES_COPIER`].
     Copier,
+    /// Delivers a socket that is connected to the [`host_pool`](super::host_pool), for the next copy
+    /// outs with [`CopyOptions::host_pool`]. Sent only to a library with
+    /// [`Capabilities::USES_HOST_POOL`].
+    HostPool,
     /// Starts or ends a prefault. At the start, the agent touches as much host memory as there is
     /// swappable memory, and lets the copier register it. At the end, or when the connection ends,
     /// the agent releases this host memory. Sent only to a library with
@@ -485,6 +489,7 @@ impl ControllerMessage {
                 Writer::new(109).u32(one_in).u64(read)
             }
             ControllerMessage::Copier => Writer::new(110),
+            ControllerMessage::HostPool => Writer::new(114),
             ControllerMessage::Reading(reading) => Writer::new(120)
                 .bytes(&reading.uuid)
                 .u64(reading.total_bytes)
@@ -538,6 +543,7 @@ impl ControllerMessage {
             108 => Ok(ControllerMessage::AllocGrant { ticket: r.u64(), granted: r.u32() != 0 }),
             109 => Ok(ControllerMessage::SampleCalls { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Copier),
+            114 => Ok(ControllerMessage::HostPool),
             112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
             113 => Ok(ControllerMessage::VramAllowance {
                 ticket: r.u32(),

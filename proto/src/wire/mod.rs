@@ -2,8 +2,9 @@
 //!
 //! The library writes shared counters that the controller reads ([`counters`]). They contain a
 //! [`call_ring`]. Agent and controller exchange fixed-size frames ([`message`]). During an offload
-//! and its restore, agent and copier exchange frames too ([`copier`]). Two processes that share
-//! memory exchange frames with each other ([`ipc`]).
+//! and its restore, agent and copier exchange frames too ([`copier`]). For host memory of the node, an
+//! agent exchanges frames with the [`host_pool`]. Two processes that share memory exchange frames
+//! with each other ([`ipc`]).
 //!
 //! A container can write anything into its counters and its end of the socket, so the controller
 //! trusts neither. It reads the counters with `pread`, which returns an error for a truncated or
@@ -14,6 +15,7 @@ pub mod call_ring;
 pub mod copier;
 pub mod counters;
 mod frame;
+pub mod host_pool;
 pub mod ipc;
 pub mod message;
 pub mod vram_view;
@@ -133,6 +135,8 @@ impl Capabilities {
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
     /// The library enforces a limit of the container's VRAM.
     pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
+    /// The library can copy out to memory of the node's [`host_pool`].
+    pub const USES_HOST_POOL: Capabilities = Capabilities(1 << 9);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]
@@ -275,6 +279,9 @@ impl ProcessFlags {
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
     /// The driver shows only one GPU to the process, so its memory is never on several GPUs.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
+    /// The host memory of the process's copy out is in the node's [`host_pool`]. Cleared when the
+    /// library uses memory of the process again.
+    pub const HOST_POOL: ProcessFlags = ProcessFlags(1 << 6);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

@@ -49,9 +49,10 @@ fn messages_come_back_as_sent() {
         Action::ReleaseAllocations,
         Action::RestoreOnGpu { from: 7, to: 31 },
     ];
-    let copies_out = (0..8_u8).map(|bits| {
-        let [keep, then_checkpoint, check] = [1, 2, 4].map(|bit| bits & bit != 0);
-        Action::CopyOut { vram_bytes: 1, how: CopyOptions { keep, then_checkpoint, check } }
+    let copies_out = (0..16_u8).map(|bits| {
+        let [keep, then_checkpoint, check, host_pool] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+        let how = CopyOptions { keep, then_checkpoint, check, host_pool };
+        Action::CopyOut { vram_bytes: 1, how }
     });
     let orders = actions.into_iter().chain(copies_out);
     let orders =
@@ -75,6 +76,7 @@ fn messages_come_back_as_sent() {
         ControllerMessage::AllocGrant { ticket: 3, granted: true },
         ControllerMessage::SampleCalls { one_in: 64, read: 1 << 40 },
         ControllerMessage::Copier,
+        ControllerMessage::HostPool,
         ControllerMessage::Prefault { on: true },
         ControllerMessage::Reading(GpuReading {
             uuid: [7; 16],

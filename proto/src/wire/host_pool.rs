@@ -1,0 +1,188 @@
+//! Messages on the sockets of the host pool, in the same frames as [`message`](super::message), one
+//! per packet (`SOCK_SEQPACKET`). The host pool is a process of the node that allocates host memory
+//! for copy outs, so that the memory is charged to Affinode's cgroup and not to the container's.
+//!
+//! ```text
+//! agent                                  host pool                      controller
+//!                                          <──── Attach + the agent's socket
+//!                  <── File + memory file
+//!                                          <──── Allow, for one offload
+//!   Populate, one for each chunk ────────>  allocates the pages
+//!                  <──────────── Populated
+//!   (copies VRAM to the file's pages)
+//!                                          <──── Allow of 0: the offload has ended
+//!   (copies back, frees the pages)
+//! ```
+//!
+//! The process maps the file, so its content outlives both the host pool and the controller. The
+//! file belongs to a file system of its own whose size is the allowed amount. Therefore neither the
+//! process nor a fault in the host pool can use more.
+
+use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
+
+/// Maximum number of bytes of one [`ToHostPool::Populate`] request.
+pub const MAX_POPULATE_BYTES: u64 = super::copier::CHUNK_BYTES;
+/// Maximum number of requests of one process that may wait for their reply.
+pub const MAX_PENDING: usize = 16;
+
+/// Messages from an agent to the host pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToHostPool {
+    /// Requests that the pages of a range of the memory file are allocated.
+    Populate {
+        /// First byte of the range.
+        offset: u64,
+        /// Size of the range in bytes, at most [`MAX_POPULATE_BYTES`].
+        bytes: u64,
+        /// Processor on which the requesting thread runs. The pages are allocated on it, so that
+        /// they are near to the GPU.
+        processor: u32,
+    },
+}
+
+/// Messages from the host pool to an agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FromHostPool {
+    /// Delivers the memory file of the process. It is the first message on the socket.
+    File,
+    /// Reply to [`ToHostPool::Populate`]. Replies may arrive in another order than the requests.
+    Populated {
+        /// First byte of the range, as in the request.
+        offset: u64,
+        /// Whether all pages of the range exist now. If false, the allowed amount or the node's
+        /// memory does not suffice.
+        done: bool,
+    },
+}
+
+/// Messages from the controller to the host pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostPoolOrder {
+    /// Attaches a process. The message has a socket that is connected to the process's agent.
+    Attach {
+        /// Number that the controller has assigned to the process.
+        process: u64,
+    },
+    /// Sets how much memory the file of a process may contain. The pages that the file already has
+    /// stay, even if they are more.
+    Allow {
+        /// Number that the controller has assigned to the process.
+        process: u64,
+        /// Allowed size of all pages of the file, in bytes. 0: no further page.
+        bytes: u64,
+    },
+}
+
+impl ToHostPool {
+    /// Encodes the agent's message as a frame.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_BYTES] {
+        let ToHostPool::Populate { offset, bytes, processor } = *self;
+        Writer::new(241).u64(offset).u64(bytes).u32(processor).frame
+    }
+
+    /// Decodes a frame that an agent sent.
+    ///
+    /// # Errors
+    /// [`FrameError`] names the invalid part of the frame.
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ToHostPool, FrameError> {
+        let (kind, mut r) = Reader::open(frame)?;
+        match kind {
+            241 => {
+                let (offset, bytes, processor) = (r.u64(), r.u64(), r.u32());
+                let is_valid = (1..=MAX_POPULATE_BYTES).contains(&bytes)
+                    && offset.checked_add(bytes).is_some();
+                if !is_valid {
+                    return Err(FrameError::Value("bytes", bytes as u32));
+                }
+                Ok(ToHostPool::Populate { offset, bytes, processor })
+            }
+            other => Err(FrameError::Kind(other)),
+        }
+    }
+}
+
+impl FromHostPool {
+    /// Encodes the host pool's message as a frame.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_BYTES] {
+        match *self {
+            FromHostPool::File => Writer::new(251),
+            FromHostPool::Populated { offset, done } => {
+                Writer::new(252).u64(offset).u32(u32::from(done))
+            }
+        }
+        .frame
+    }
+
+    /// Decodes a frame that the host pool sent to an agent.
+    ///
+    /// # Errors
+    /// [`FrameError`] names the invalid part of the frame.
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<FromHostPool, FrameError> {
+        let (kind, mut r) = Reader::open(frame)?;
+        match kind {
+            251 => Ok(FromHostPool::File),
+            252 => Ok(FromHostPool::Populated { offset: r.u64(), done: r.u32() != 0 }),
+            other => Err(FrameError::Kind(other)),
+        }
+    }
+}
+
+impl HostPoolOrder {
+    /// Encodes the order as a frame.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_BYTES] {
+        match *self {
+            HostPoolOrder::Attach { process } => Writer::new(261).u64(process),
+            HostPoolOrder::Allow { process, bytes } => Writer::new(262).u64(process).u64(bytes),
+        }
+        .frame
+    }
+
+    /// Decodes a frame that the controller sent to the host pool.
+    ///
+    /// # Errors
+    /// [`FrameError`] names the invalid part of the frame.
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<HostPoolOrder, FrameError> {
+        let (kind, mut r) = Reader::open(frame)?;
+        match kind {
+            261 => Ok(HostPoolOrder::Attach { process: r.u64() }),
+            262 => Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64() }),
+            other => Err(FrameError::Kind(other)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_pool_frames_decode_as_encoded() {
+        let populate = ToHostPool::Populate { offset: 1 << 40, bytes: 7, processor: 3 };
+        assert_eq!(ToHostPool::decode(&populate.encode()), Ok(populate));
+        for message in [FromHostPool::File, FromHostPool::Populated { offset: 5, done: true }] {
+            assert_eq!(FromHostPool::decode(&message.encode()), Ok(message));
+        }
+        let orders = [
+            HostPoolOrder::Attach { process: 1 },
+            HostPoolOrder::Allow { process: 1, bytes: 1 << 40 },
+        ];
+        for order in orders {
+            assert_eq!(HostPoolOrder::decode(&order.encode()), Ok(order));
+        }
+    }
+
+    #[test]
+    fn invalid_host_pool_frames_are_refused() {
+        for (offset, bytes) in [(0, 0), (0, MAX_POPULATE_BYTES + 1), (u64::MAX, 1)] {
+            let frame = ToHostPool::Populate { offset, bytes, processor: 0 }.encode();
+            assert!(ToHostPool::decode(&frame).is_err(), "{offset} {bytes}");
+        }
+        let frame = FromHostPool::File.encode();
+        assert_eq!(ToHostPool::decode(&frame), Err(FrameError::Kind(251)));
+        assert_eq!(HostPoolOrder::decode(&frame), Err(FrameError::Kind(251)));
+        assert!(FromHostPool::decode(&[0; FRAME_BYTES]).is_err());
+    }
+}
