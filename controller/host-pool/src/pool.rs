@@ -1,0 +1,277 @@
+//! The attached processes, and the threads that serve them. Each process has a thread that reads
+//! its socket. All processes share the workers, which carry out the requests.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::{BorrowedFd, OwnedFd},
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
+use rustix::net::Shutdown;
+
+use crate::{
+    client::{Client, ReadError},
+    memory_file::{CreateError, MemoryFile, Populated},
+    queue::{ClientId, Job, Queue, Request},
+    socket,
+};
+
+/// Time for which a request without room waits for an `Allow` that it may have overtaken.
+pub const LATE_ALLOW: Duration = Duration::from_secs(1);
+
+/// Maximum number of workers.
+const MAX_WORKERS: usize = 16;
+
+/// Size of a thread's stack in bytes.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Reason why a process cannot be attached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The memory file cannot be created.
+    #[error(transparent)]
+    File(#[from] CreateError),
+    /// No thread can be started for the process.
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+}
+
+/// All attached processes and their requests.
+#[derive(Debug)]
+pub struct Pool {
+    state: Mutex<State>,
+    /// Notified if a worker may have work.
+    work: Condvar,
+    /// Notified if a thread no longer uses a connection.
+    unused: Condvar,
+    late_allow: Duration,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: Queue,
+    clients: BTreeMap<ClientId, Arc<Client>>,
+    next_id: u64,
+    has_stopped: bool,
+}
+
+impl Pool {
+    /// Starts the workers. A request without room waits `late_allow` for an `Allow`.
+    ///
+    /// # Errors
+    /// No worker can be started.
+    pub fn start(late_allow: Duration) -> io::Result<Arc<Pool>> {
+        let pool = Arc::new(Pool {
+            state: Mutex::default(),
+            work: Condvar::new(),
+            unused: Condvar::new(),
+            late_allow,
+        });
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        for number in 0..processors.min(MAX_WORKERS) {
+            let own = Arc::clone(&pool);
+            match spawn("worker", move || own.work()) {
+                // Fewer workers suffice.
+                Err(error) if number > 0 => tracing::warn!(%error, "cannot start a worker"),
+                started => started?,
+            }
+        }
+        Ok(pool)
+    }
+
+    /// Attaches a process: creates its memory file, and starts a thread that sends the file and
+    /// reads requests. Replaces an earlier connection of the process.
+    ///
+    /// # Errors
+    /// [`AttachError`]: the socket is closed.
+    pub fn attach(self: &Arc<Self>, process: u64, socket: OwnedFd) -> Result<(), AttachError> {
+        if let Some(old) = self.find(process) {
+            self.end(&old);
+            self.let_go(old);
+        }
+        let memory = MemoryFile::create()?;
+        let mut state = self.lock();
+        let id = ClientId(state.next_id);
+        state.next_id += 1;
+        let client = Arc::new(Client { id, process, socket, memory, room: Condvar::new() });
+        state.queue.add(id);
+        state.clients.insert(id, Arc::clone(&client));
+        drop(state);
+        let (pool, own) = (Arc::clone(self), Arc::clone(&client));
+        let started = spawn("process", move || pool.read(own)).map_err(AttachError::Thread);
+        if started.is_err() {
+            self.end(&client);
+        }
+        self.let_go(client);
+        started
+    }
+
+    /// Sets how much memory the file of a process may contain. Does nothing if the process is not
+    /// attached.
+    ///
+    /// # Errors
+    /// The limit cannot be set.
+    pub fn allow(&self, process: u64, bytes: u64) -> io::Result<()> {
+        let Some(client) = self.find(process) else { return Ok(()) };
+        let set = client.memory.allow(bytes);
+        self.lock().queue.allowed(client.id);
+        self.work.notify_all();
+        self.let_go(client);
+        set
+    }
+
+    /// Ends all connections and workers, without waiting for them.
+    pub fn stop(&self) {
+        let clients = {
+            let mut state = self.lock();
+            state.has_stopped = true;
+            state.clients.values().cloned().collect::<Vec<_>>()
+        };
+        self.work.notify_all();
+        for client in clients {
+            self.end(&client);
+            self.let_go(client);
+        }
+    }
+
+    /// Returns the number of requests that wait for an `Allow`.
+    #[cfg(test)]
+    pub fn parked(&self) -> usize {
+        self.lock().queue.parked()
+    }
+
+    fn find(&self, process: u64) -> Option<Arc<Client>> {
+        self.lock().clients.values().find(|client| client.process == process).cloned()
+    }
+
+    /// Ends a connection. Its thread then closes its socket and its file.
+    fn end(&self, client: &Client) {
+        let mut state = self.lock();
+        state.queue.remove(client.id);
+        let removed = state.clients.remove(&client.id);
+        drop(state);
+        drop(removed);
+        client.room.notify_all();
+        // Wakes the thread up that reads the socket.
+        let _ = rustix::net::shutdown(&client.socket, Shutdown::Both);
+    }
+
+    /// Drops a reference to a connection in a thread that does not own it.
+    fn let_go(&self, client: Arc<Client>) {
+        let state = self.lock();
+        drop(client);
+        drop(state);
+        self.unused.notify_all();
+    }
+
+    /// Closes a connection. The socket may contain descriptors of the process's files, and to close
+    /// these may take long. Therefore only the thread of the connection closes the socket, after
+    /// all other threads.
+    fn close(&self, client: Arc<Client>) {
+        let mut state = self.lock();
+        while Arc::strong_count(&client) > 1 {
+            state = self.unused.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        drop(client);
+    }
+
+    /// Body of the thread of a connection.
+    fn read(&self, client: Arc<Client>) {
+        let process = client.process;
+        match catch_unwind(AssertUnwindSafe(|| self.hear(&client))) {
+            Ok(Err(error)) if !error.is_hang_up() => {
+                let error: &dyn std::error::Error = &error;
+                tracing::warn!(error, "process {process}: connection closed");
+            }
+            Ok(_) => {}
+            Err(_) => tracing::warn!("process {process}: connection closed after a panic"),
+        }
+        self.end(&client);
+        self.close(client);
+    }
+
+    /// Sends the memory file, then reads requests until the connection ends.
+    fn hear(&self, client: &Client) -> Result<(), ReadError> {
+        let file = Some(client.memory.file());
+        socket::send(&client.socket, &FromHostPool::File.encode(), file)?;
+        while let Some(frame) = socket::receive(&client.socket)? {
+            let ToHostPool::Populate { offset, bytes, processor } = ToHostPool::decode(&frame)?;
+            let deadline = Instant::now() + self.late_allow;
+            let mut state = self.lock();
+            while state.queue.is_full(client.id) {
+                state = client.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            if !state.queue.push(client.id, Request { offset, bytes, processor, deadline }) {
+                break;
+            }
+            drop(state);
+            self.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Body of a worker.
+    fn work(&self) {
+        while let Some((client, job)) = self.next_job() {
+            let request = job.request;
+            let populated = catch_unwind(AssertUnwindSafe(|| client.populate(request)));
+            self.conclude(&client, &job, populated.unwrap_or(Populated::Refused));
+            self.let_go(client);
+        }
+    }
+
+    /// Waits for the next request. Returns `None` if the pool has stopped.
+    fn next_job(&self) -> Option<(Arc<Client>, Job)> {
+        let mut state = self.lock();
+        loop {
+            if state.has_stopped {
+                return None;
+            }
+            let now = Instant::now();
+            if let Some(job) = state.queue.take(now) {
+                if let Some(client) = state.clients.get(&job.client) {
+                    return Some((Arc::clone(client), job));
+                }
+                continue;
+            }
+            let deadline = state.queue.next_deadline();
+            state = match deadline.map(|deadline| deadline.saturating_duration_since(now)) {
+                Some(rest) => {
+                    let waited = self.work.wait_timeout(state, rest);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.work.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// Replies to a request, or parks it.
+    fn conclude(&self, client: &Client, job: &Job, populated: Populated) {
+        if populated == Populated::NoRoom && self.lock().queue.park(job, Instant::now()) {
+            // A waiting worker has to notice the deadline.
+            self.work.notify_one();
+            return;
+        }
+        let done = populated == Populated::Done;
+        let reply = FromHostPool::Populated { offset: job.request.offset, done };
+        if socket::send(&client.socket, &reply.encode(), None::<BorrowedFd<'_>>).is_err() {
+            self.end(client);
+        }
+        self.lock().queue.finish(job);
+        client.room.notify_one();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(body).map(drop)
+}

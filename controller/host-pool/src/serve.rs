@@ -1,0 +1,41 @@
+//! Main loop of the host pool: reads the controller's orders and carries them out.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use affinode_proto::wire::host_pool::HostPoolOrder;
+
+use crate::{HostPoolError, pool::Pool, socket};
+
+/// Serves until the controller closes its socket.
+///
+/// # Errors
+/// [`HostPoolError::Io`] or [`HostPoolError::Frame`].
+pub fn run(controller: OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
+    let result = obey(&controller, pool);
+    pool.stop();
+    result
+}
+
+fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
+    while let Some((frame, descriptor)) = socket::receive_with_descriptor(controller)? {
+        match HostPoolOrder::decode(&frame)? {
+            HostPoolOrder::Attach { process } => {
+                let Some(socket) = descriptor else {
+                    tracing::warn!("process {process}: the controller sent no socket");
+                    continue;
+                };
+                if let Err(error) = pool.attach(process, socket) {
+                    let error: &dyn std::error::Error = &error;
+                    tracing::warn!(error, "process {process}: cannot use the host pool");
+                }
+            }
+            HostPoolOrder::Allow { process, bytes } => {
+                if let Err(error) = pool.allow(process, bytes) {
+                    let error: &dyn std::error::Error = &error;
+                    tracing::warn!(error, "process {process}: cannot allow {bytes} bytes");
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,67 @@
+//! Tests of processes that do not follow the protocol.
+
+use super::*;
+
+#[test]
+fn an_invalid_packet_ends_only_its_connection() {
+    let pool = TestPool::strict();
+    let other = pool.attach(8);
+    pool.allow_now(8, 4 * MIB);
+    let request = ToHostPool::Populate { offset: 0, bytes: MIB, processor: 0 }.encode();
+    let long = [&request[..], &[0]].concat();
+    let garbage: [&[u8]; 4] = [&[7; FRAME_BYTES], &request[..FRAME_BYTES - 1], &[], &long];
+    for packet in garbage {
+        let agent = pool.attach(7);
+        rustix::net::send(&agent.socket, packet, rustix::net::SendFlags::NOSIGNAL).unwrap();
+        agent.expect_end();
+    }
+    // A descriptor does not end the connection, and is not kept.
+    let agent = pool.attach(7);
+    let (ours, theirs) = pair();
+    let request = ToHostPool::Populate { offset: 0, bytes: MIB, processor: u32::MAX }.encode();
+    socket::send(&agent.socket, &request, Some(&theirs)).unwrap();
+    drop(theirs);
+    assert_eq!(socket::receive(&ours).unwrap(), None, "the descriptor is still open");
+    assert_eq!(agent.reply(), (0, false));
+    assert!(other.populate(0, 4 * MIB));
+}
+
+#[test]
+fn a_process_with_many_requests_gets_all_replies() {
+    let pool = TestPool::strict();
+    let (agent, other) = (pool.attach(7), pool.attach(8));
+    pool.allow_now(7, 256 * MIB);
+    pool.allow_now(8, 2 * MIB);
+    let requests = 4 * MAX_PENDING as u64;
+    for number in 0..requests {
+        agent.ask(number * 2 * MIB, 2 * MIB);
+    }
+    assert!(other.populate(0, 2 * MIB));
+    let mut replies: Vec<_> = (0..requests).map(|_| agent.reply()).collect();
+    replies.sort_unstable();
+    let expected: Vec<_> = (0..requests).map(|number| (number * 2 * MIB, true)).collect();
+    assert_eq!(replies, expected);
+}
+
+#[test]
+fn a_process_that_reads_no_reply_loses_its_connection() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    let request = ToHostPool::Populate { offset: 1, bytes: 1, processor: 0 }.encode();
+    let since = Instant::now();
+    // Until the host pool has closed the socket, it may also be full.
+    let ended = |error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe;
+    while !socket::send(&agent.socket, &request, None::<OwnedFd>).is_err_and(|e| ended(&e)) {
+        assert!(since.elapsed() < TOO_LONG);
+    }
+    pool.end().unwrap();
+}
+
+#[test]
+fn an_invalid_order_ends_the_host_pool() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    socket::send(&pool.controller, &[0; FRAME_BYTES], None::<OwnedFd>).unwrap();
+    assert!(matches!(pool.end(), Err(HostPoolError::Frame(_))));
+    agent.expect_end();
+}

@@ -1,0 +1,123 @@
+//! Tests of the allocation of pages and of its limit.
+
+use super::*;
+
+#[test]
+fn pages_are_allocated_up_to_the_allowed_amount() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    assert!(!agent.populate(0, MIB), "nothing is allowed yet");
+    agent.free(0, MIB);
+    pool.allow_now(7, 6 * MIB);
+    assert!(agent.populate(0, 4 * MIB));
+    assert!(agent.allocated_bytes() >= 4 * MIB);
+    let mapping = Mapping::new(&agent.file, 0, 4 << 20).unwrap();
+    assert!((0..4 << 20).step_by(4096).all(|at| mapping.get(at) == 0));
+    assert!(!agent.populate(4 * MIB, 4 * MIB));
+    assert!(agent.allocated_bytes() <= 6 * MIB);
+    pool.allow_now(7, 8 * MIB);
+    assert!(agent.populate(4 * MIB, 4 * MIB));
+    assert!(agent.populate(0, 8 * MIB), "pages that exist need no room");
+    pool.end().unwrap();
+}
+
+#[test]
+fn pages_far_beyond_the_start_can_be_allocated() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 4 * MIB);
+    let last = (2 << 40) - 4 * MIB;
+    assert!(agent.populate(last, 4 * MIB));
+    assert!(!agent.populate(last + 2 * MIB, 4 * MIB), "it is beyond the end");
+    assert!(!agent.populate(last + 1, 4096), "it does not begin at a page");
+}
+
+#[test]
+fn a_request_waits_for_the_allow_that_it_has_overtaken() {
+    let pool = TestPool::start(TOO_LONG);
+    let agent = pool.attach(7);
+    agent.ask(0, 4 * MIB);
+    let since = Instant::now();
+    while pool.pool.parked() == 0 {
+        assert!(since.elapsed() < TOO_LONG);
+        std::thread::yield_now();
+    }
+    // A request that waits occupies no worker.
+    let other = pool.attach(8);
+    pool.allow(8, 2 * MIB);
+    assert!(other.populate(0, 2 * MIB));
+    pool.allow(7, 4 * MIB);
+    assert_eq!(agent.reply(), (0, true));
+    assert!(agent.allocated_bytes() >= 4 * MIB);
+}
+
+#[test]
+fn a_request_without_room_is_refused_after_a_while() {
+    let pool = TestPool::start(Duration::from_millis(50));
+    let agent = pool.attach(7);
+    assert!(!agent.populate(0, 4 * MIB));
+    assert_eq!(pool.pool.parked(), 0);
+}
+
+#[test]
+fn freed_pages_make_room() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 4 * MIB);
+    assert!(agent.populate(0, 4 * MIB) && !agent.populate(8 * MIB, 4 * MIB));
+    agent.free(0, 4 * MIB);
+    assert!(agent.populate(8 * MIB, 4 * MIB));
+}
+
+#[test]
+fn allow_of_zero_keeps_pages_but_refuses_more() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 8 * MIB);
+    assert!(agent.populate(0, 4 * MIB));
+    let mapping = Mapping::new(&agent.file, 0, 4 << 20).unwrap();
+    mapping.set(5, 9);
+    pool.allow_now(7, 0);
+    assert!(!agent.populate(4 * MIB, 2 * MIB));
+    assert_eq!((mapping.get(5), agent.allocated_bytes()), (9, 4 * MIB));
+    agent.free(2 * MIB, 2 * MIB);
+    assert!(!agent.populate(4 * MIB, 2 * MIB), "freed pages cannot be allocated again");
+    assert_eq!(mapping.get(5), 9);
+    pool.allow_now(7, 4 * MIB);
+    assert!(agent.populate(4 * MIB, 2 * MIB));
+}
+
+#[test]
+fn an_allow_of_an_unknown_process_is_ignored() {
+    let pool = TestPool::strict();
+    pool.allow(99, MIB);
+    pool.attach(7);
+    pool.end().unwrap();
+}
+
+#[test]
+fn the_content_outlives_the_host_pool() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 4 * MIB);
+    assert!(agent.populate(0, 4 * MIB));
+    let mapping = Mapping::new(&agent.file, 0, 4 << 20).unwrap();
+    mapping.set(0, 3);
+    mapping.set((4 << 20) - 1, 4);
+    let Agent { socket, file } = agent;
+    drop(file);
+    pool.end().unwrap();
+    assert_eq!(socket::receive(&socket).unwrap(), None, "the connection has ended");
+    assert_eq!((mapping.get(0), mapping.get((4 << 20) - 1)), (3, 4));
+}
+
+#[test]
+fn a_process_that_is_attached_again_gets_a_new_file() {
+    let pool = TestPool::strict();
+    let old = pool.attach(7);
+    let new = pool.attach(7);
+    old.expect_end();
+    pool.allow_now(7, 2 * MIB);
+    assert!(new.populate(0, 2 * MIB));
+    assert_eq!(old.allocated_bytes(), 0);
+}
