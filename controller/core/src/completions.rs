@@ -15,7 +15,7 @@ use super::{
     DeviceBytes, JournalStep, Key, Millis, ProcessId,
     container::{Container, IncompleteRestore},
     event::NodeEvent,
-    grants, holds, host_promises, measurements,
+    grants, holds, host_pool, host_promises, measurements,
     node_state::NodeState,
     offload,
     order_report::{OrderReport, ReportRecord, ReportVerdict},
@@ -110,6 +110,9 @@ fn act_on_report(
         }
         ReportVerdict::NoHostMemory => {
             let (reason, detail) = host_promises::host_shortage(node, key, pid);
+            if node.host_ledger.uses_host_pool(key) {
+                host_pool::has_failed(node, key);
+            }
             offload::fail_offload(node, key, reason, &detail);
         }
         ReportVerdict::RestoreIncomplete(why) => {

@@ -4,7 +4,9 @@
 use affinode_proto::wire::message::Action;
 
 use super::{
-    Effect, Key, Millis, ProcessId, host_memory::MemoryPool, node_state::NodeState,
+    Effect, Key, Millis, ProcessId,
+    host_memory::{MemoryPlace, MemoryPool},
+    node_state::NodeState,
     process::Process,
 };
 
@@ -44,7 +46,10 @@ pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
         let copying: Vec<(ProcessId, u64)> =
             copying.map(|(id, process)| (id, bytes_to_touch(process))).collect();
         let need_bytes = copying.iter().fold(0_u64, |sum, (_, left)| sum.saturating_add(*left));
-        let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
+        // The cgroups of the container are not charged for memory of the host pool.
+        let in_pool = node.host_ledger.uses_host_pool(&key);
+        let is_charged = |pool: &MemoryPool| !in_pool || pool.place == MemoryPlace::Node;
+        let short = pools.into_iter().find(|p| is_charged(p) && p.free_bytes < need_bytes);
         let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
         node.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
         // The order is sent again until the copy ends, because the process may not have read

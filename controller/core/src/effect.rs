@@ -11,6 +11,7 @@ use super::{
     ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId,
     copiers::{CopierEnd, CopierId},
     event::NodeEvent,
+    host_memory::HostNeed,
     input::Identity,
 };
 
@@ -86,10 +87,22 @@ pub enum Effect {
     Survey {
         /// The container whose offload needs the readings.
         key: Key,
-        /// Host pid of each process, and the number of bytes that its offload would move to host
-        /// memory. 0 bytes: unknown.
-        processes: Vec<(u32, u64)>,
+        /// The processes that the offload moves.
+        processes: Vec<HostNeed>,
+        /// Whether the content may be copied to the host pool.
+        host_pool: bool,
     },
+    /// Set how much memory of the host pool a process may use, in bytes. 0 ends an earlier
+    /// permission. First connect the process to the host pool if it is not connected. If that
+    /// fails, the process's next copy out fails for lack of host memory.
+    AllowHostPool {
+        /// The process that copies its memory out.
+        process: ProcessId,
+        /// Permitted memory in bytes.
+        bytes: u64,
+    },
+    /// Forget the connection of a process to the host pool. Its next permission makes a new one.
+    LeaveHostPool(ProcessId),
     /// Read the GPUs now to prove that the VRAM of the container's grant is free. The number
     /// identifies this reading. Report the result with [`super::Input::Proven`] and the same
     /// number.

@@ -24,11 +24,22 @@ use super::{Key, Millis};
 /// about this long.
 const MAX_PROMISE_MS: Millis = 180_000;
 
-/// A pool of host memory from which an offload takes memory: the node, or one memory cgroup.
+/// Which host memory a [`MemoryPool`] is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemoryPlace {
+    /// All memory of the node.
+    Node,
+    /// A memory cgroup with a limit, by its path.
+    Cgroup(String),
+    /// The node's host pool, whose memory is charged to Affinode's cgroup.
+    HostPool,
+}
+
+/// A pool of host memory from which an offload takes memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Path of the memory cgroup. `None`: the pool is the memory of the node.
-    pub group: Option<String>,
+    /// Which host memory the pool is.
+    pub place: MemoryPlace,
     /// Memory that may be taken from the pool, in bytes. The reserve is not included.
     pub free_bytes: u64,
     /// Memory that the offload needs from the pool, in bytes.
@@ -36,11 +47,39 @@ pub struct MemoryPool {
 }
 
 impl MemoryPool {
-    /// The pool's name for messages: its path, or "the node".
+    /// The pool's name for messages, for example the path of its cgroup.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.group.as_deref().unwrap_or("the node")
+        match &self.place {
+            MemoryPlace::Node => "the node",
+            MemoryPlace::Cgroup(path) => path,
+            MemoryPlace::HostPool => "the host pool",
+        }
     }
+}
+
+/// Host memory that the offload of one process needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostNeed {
+    /// Host pid of the process.
+    pub pid: u32,
+    /// Memory that the offload moves to host memory of the container if the host pool is not used,
+    /// in bytes. 0: unknown.
+    pub bytes: u64,
+    /// Memory that the library copies if the host pool is used, in bytes.
+    pub copied_bytes: u64,
+    /// Whether the driver's checkpoint moves a part of the memory. That part is always moved to
+    /// memory of the container.
+    pub driver_moves: bool,
+}
+
+/// The pools of host memory for one offload, for each place to which its content can be copied.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SurveyedMemory {
+    /// The pools if the content is copied to the container's own memory.
+    pub container: Vec<MemoryPool>,
+    /// The pools if the content is copied to the host pool. Empty: it cannot be used.
+    pub host_pool: Vec<MemoryPool>,
 }
 
 /// Why host memory does not suffice for an offload.
@@ -135,7 +174,7 @@ impl HostLedger {
                     && now.saturating_sub(promise.made_at) <= MAX_PROMISE_MS
             })
             .flat_map(|promise| &promise.pools)
-            .filter(|promised| promised.group == pool.group)
+            .filter(|promised| promised.place == pool.place)
             .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
     }
 
@@ -215,6 +254,15 @@ impl HostLedger {
         self.standing(key)?.short_pool.as_ref()
     }
 
+    /// Whether the memory that is promised to the container's offload is that of the host pool.
+    #[must_use]
+    pub fn uses_host_pool(&self, key: &Key) -> bool {
+        let in_pool = |promise: &HostPromise| {
+            promise.pools.iter().any(|pool| pool.place == MemoryPlace::HostPool)
+        };
+        self.standing(key).is_some_and(in_pool)
+    }
+
     /// Releases the promises of containers for which `is_leaving` is false, because their offload
     /// has ended. Then removes released promises, except those that a pending reading still needs.
     /// `oldest_survey`: when the oldest pending reading was requested.
@@ -247,7 +295,7 @@ impl HostLedger {
             .iter()
             .filter(|promise| promise.released_at.is_none())
             .flat_map(|promise| &promise.pools)
-            .filter(|pool| pool.group.is_none())
+            .filter(|pool| pool.place == MemoryPlace::Node)
             .fold(0, |sum, pool| sum.saturating_add(pool.need_bytes))
     }
 }

@@ -7,7 +7,8 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
     Effect, Key, Millis,
-    host_memory::{MemoryPool, MemoryShortage},
+    host_memory::{HostNeed, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory},
+    host_pool,
     node_state::{JournalClaim, NodeState},
     offload_level,
     process::Process,
@@ -24,17 +25,43 @@ pub(super) enum HostVerdict {
     Refused(Reason, String),
 }
 
-/// Promises host memory to a container for its offload, if the reading of these pools shows enough
-/// free memory. `asked_at`: when the reading was requested.
+/// Promises host memory to a container for its offload, if the reading shows enough free memory.
+/// Prefers the host pool, or the container's own memory, and takes the other if the first does not
+/// suffice. `asked_at`: when the reading was requested.
 pub(super) fn promise_host_memory(
     node: &mut NodeState,
     key: &Key,
-    pools: Vec<MemoryPool>,
+    memory: SurveyedMemory,
     asked_at: Millis,
 ) -> HostVerdict {
+    let SurveyedMemory { container, host_pool } = memory;
+    if host_pool.is_empty() {
+        return judge(node, key, container, asked_at);
+    }
+    let is_preferred = host_pool::is_preferred(node, key);
+    let (first, second) =
+        if is_preferred { (host_pool, container) } else { (container, host_pool) };
+    match judge(node, key, first, asked_at) {
+        HostVerdict::Promised => HostVerdict::Promised,
+        first => match (judge(node, key, second, asked_at), first) {
+            // The offload can begin when other offloads have ended.
+            (HostVerdict::Refused(..), HostVerdict::Waits(reason, detail)) => {
+                HostVerdict::Waits(reason, detail)
+            }
+            // The message names the container's own memory.
+            (HostVerdict::Refused(..), first) if !is_preferred => first,
+            (second, _) => second,
+        },
+    }
+}
+
+fn judge(node: &mut NodeState, key: &Key, pools: Vec<MemoryPool>, asked_at: Millis) -> HostVerdict {
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
         Ok(()) => {
             node.host_ledger.promise(key, pools, node.clock.now);
+            if node.host_ledger.uses_host_pool(key) {
+                host_pool::allow(node, key);
+            }
             HostVerdict::Promised
         }
         Err(MemoryShortage::Short { pool }) => {
@@ -69,6 +96,10 @@ pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, S
             );
             (reason_of(pool), detail)
         }
+        None if node.host_ledger.uses_host_pool(key) => {
+            let detail = format!("the host pool had no memory for the copy of process {pid}");
+            (Reason::HostMemory, detail)
+        }
         None => {
             let detail =
                 format!("another process allocated host memory while process {pid} was copied out");
@@ -95,17 +126,18 @@ pub(super) fn settle_host_memory(node: &mut NodeState) {
     let mut ledger = std::mem::take(&mut node.host_ledger);
     ledger.settle(node.clock.now, oldest_survey, |key| may_touch_host_memory(node, key));
     node.host_ledger = ledger;
+    host_pool::end_permissions(node);
 }
 
 /// Records promises of host memory for offloads that an earlier controller ordered and that may
 /// still be running. A process cannot register during its offload. Its memory counts as promised
 /// until the process registers, or until NVML shows that it holds no VRAM.
 pub(super) fn promise_to_unseen(node: &mut NodeState, key: &Key) {
-    let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
+    let mut pools: BTreeMap<MemoryPlace, MemoryPool> = BTreeMap::new();
     let claims = node.registry.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
     for claimed in claims.flat_map(|(_, claim)| host_need(claim)) {
         let pool = pools
-            .entry(claimed.group.clone())
+            .entry(claimed.place.clone())
             .or_insert_with(|| MemoryPool { need_bytes: 0, ..claimed.clone() });
         pool.need_bytes = pool.need_bytes.saturating_add(claimed.need_bytes);
     }
@@ -147,14 +179,16 @@ fn may_touch_host_memory(node: &NodeState, key: &Key) -> bool {
 
 pub(super) fn survey(node: &mut NodeState, key: &Key) {
     let moves = offload_level::moves(node, key);
-    let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
-    let processes = node.registry.processes.of(key).map(|(_, p)| need(p)).collect();
+    let need = |p: &Process| host_pool::need_of(p, moves(p));
+    let processes: Vec<HostNeed> = node.registry.processes.of(key).map(|(_, p)| need(p)).collect();
+    let host_pool =
+        processes.iter().any(|need| need.copied_bytes > 0) && host_pool::may_use(node, key);
     let now = node.clock.now;
     if let Some(container) =
         node.registry.containers.get_mut(key).filter(|c| c.survey_asked.is_none())
     {
         container.survey_asked = Some(now);
-        node.output.effects.push(Effect::Survey { key: key.clone(), processes });
+        node.output.effects.push(Effect::Survey { key: key.clone(), processes, host_pool });
     }
 }
 
@@ -174,9 +208,9 @@ fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
 }
 
 fn reason_of(pool: &MemoryPool) -> Reason {
-    match pool.group {
-        Some(_) => Reason::CgroupMemory,
-        None => Reason::HostMemory,
+    match pool.place {
+        MemoryPlace::Cgroup(_) => Reason::CgroupMemory,
+        MemoryPlace::Node | MemoryPlace::HostPool => Reason::HostMemory,
     }
 }
 

@@ -12,8 +12,13 @@ use affinode_proto::{
 };
 
 use super::{
-    ContainerSpec, DeviceBytes, Key, Millis, ProcessId, copiers::CopierId, copy_watch::Levels,
-    hints::Hint, host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
+    ContainerSpec, DeviceBytes, Key, Millis, ProcessId,
+    copiers::CopierId,
+    copy_watch::Levels,
+    hints::Hint,
+    host_memory::{MemoryPool, SurveyedMemory},
+    node::Settings,
+    overrides::OperatorOverrides,
 };
 
 /// Number of an operator's request that waits for its response.
@@ -161,7 +166,7 @@ pub struct Survey {
     pub gpus: Result<Vec<GpuSample>, String>,
     /// Pools of host memory from which the offload takes memory. `Err`: the reason not to offload,
     /// or the error with which the pools could not be read.
-    pub host: Result<Vec<MemoryPool>, (Reason, String)>,
+    pub host: Result<SurveyedMemory, (Reason, String)>,
 }
 
 /// Everything that the node receives from outside: reports of shims and agents, readings, settings,

@@ -52,6 +52,7 @@ pub mod hints;
 pub mod history;
 pub mod holds;
 pub mod host_memory;
+mod host_pool;
 mod host_promises;
 pub mod idle;
 mod immediate;

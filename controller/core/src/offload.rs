@@ -197,6 +197,8 @@ fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
             && copies_both
             && process.can(Capabilities::PREFAULTS),
         check: container.policy.checksum && process.can(Capabilities::CHECKS),
+        host_pool: node.host_ledger.uses_host_pool(key)
+            && process.can(Capabilities::USES_HOST_POOL),
     }
 }
 

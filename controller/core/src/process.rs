@@ -1,7 +1,7 @@
 //! State of one CUDA process that Affinode manages.
 
 use affinode_proto::wire::{
-    Capabilities, Hazards, Phase, counters::CounterSnapshot, message::Action,
+    Capabilities, Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::Action,
 };
 
 mod memory;
@@ -85,6 +85,8 @@ pub struct Process {
     pub failed_moves: FailedMoves,
     /// Whether and when the process was ordered to prefault host memory for the next offload.
     pub prefault: PrefaultOrder,
+    /// Memory of the host pool that the process may use for its offload, in bytes. 0: none.
+    pub host_pool_bytes: u64,
     /// Orders to the process to pause its allocations, and how it followed them.
     pub holds: ProcessHolds,
     /// How the process uses its GPU: counters, running work, and time since its restore.
@@ -231,12 +233,20 @@ impl Process {
         self.failed_moves.migration = true;
     }
 
+    /// Whether the process's host copy is in the node's host pool.
+    #[must_use]
+    pub fn uses_host_pool(&self) -> bool {
+        let counters = self.activity.counters.as_ref();
+        counters.is_some_and(|page| page.notes.intersects(ProcessFlags::HOST_POOL))
+    }
+
     /// Host memory that an offload by the method `moves` needs, in bytes. It does not include
     /// memory that the driver allocates for itself. A retained host copy is subtracted, because the
-    /// container is charged for that copy already.
+    /// container is charged for that copy already. This is not so if the copy is in the host pool.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);
+        let kept = if self.uses_host_pool() { 0 } else { kept };
         let vram_bytes = match moves {
             // A copy moves only the swappable memory. All other memory stays on the GPU.
             OffloadMethod::Copy => self.vram_bytes().min(self.memory.swap.swappable_bytes),

@@ -225,6 +225,7 @@ mod tests {
             pending: None,
             memory: ProcessMemory::default(),
             failed_moves: FailedMoves::default(),
+            host_pool_bytes: 0,
             prefault: PrefaultOrder::default(),
             holds: ProcessHolds::default(),
             activity: ProcessActivity::default(),

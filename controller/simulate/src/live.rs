@@ -27,6 +27,7 @@ use std::{
 use affinode_core::{
     ContainerSpec, DeviceBytes, Effect, Input, Millis, ProcessId, Settings,
     harness::{Bench, Host, agent::Agent, answer},
+    host_memory::SurveyedMemory,
     policy::{Engine, KeepAlive, Mode, Policies, Policy},
     victims::VictimRule,
 };
@@ -96,7 +97,7 @@ impl Host for Live {
                 self.begin_order(id, order, action);
             }
             Effect::Survey { .. } | Effect::Prove(..) => {
-                return Some(answer(effect, Ok(self.gpus()), Ok(Vec::new())));
+                return Some(answer(effect, Ok(self.gpus()), Ok(SurveyedMemory::default())));
             }
             Effect::Changed(change) => {
                 self.decisions.extend(PolicyDecision::of(self.now, &change));

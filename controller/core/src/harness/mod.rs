@@ -30,13 +30,13 @@ use affinode_proto::{
 use self::agent::Agent;
 use super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Settings, Survey,
-    host_memory::MemoryPool,
+    host_memory::SurveyedMemory,
 };
 
 /// A reading of the GPUs, or the reason why it failed.
 pub type Reading = Result<Vec<GpuSample>, String>;
 /// A reading of the host memory for an offload, or the reason not to offload.
-pub type HostReading = Result<Vec<MemoryPool>, (Reason, String)>;
+pub type HostReading = Result<SurveyedMemory, (Reason, String)>;
 
 /// A node, the time, and the simulated processes and GPUs.
 pub struct Bench {

@@ -7,7 +7,8 @@ fn key(n: u8) -> Key {
 }
 
 fn pool(group: Option<&str>, free_bytes: u64, need_bytes: u64) -> MemoryPool {
-    MemoryPool { group: group.map(str::to_owned), free_bytes, need_bytes }
+    let place = group.map_or(MemoryPlace::Node, |path| MemoryPlace::Cgroup(path.into()));
+    MemoryPool { place, free_bytes, need_bytes }
 }
 
 fn node(free_bytes: u64, need_bytes: u64) -> Vec<MemoryPool> {
@@ -40,7 +41,7 @@ fn every_group_counts_for_itself() {
     let Err(MemoryShortage::Promised { pool, promised_bytes: 3 }) = judged else {
         panic!("{judged:?}")
     };
-    assert_eq!(pool.group.as_deref(), Some("/pod"));
+    assert_eq!(pool.name(), "/pod");
     let elsewhere = vec![pool_of_other_pod()];
     assert_eq!(ledger.judge(&key(2), &elsewhere, 0, 0), Ok(()));
 }

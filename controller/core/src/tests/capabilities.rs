@@ -69,7 +69,10 @@ fn copy_options_are_within_capabilities() {
         (Capabilities::RETAINS_HOST_COPY, CopyOptions { keep: true, ..none }),
         (Capabilities::PREFAULTS, CopyOptions { then_checkpoint: true, ..none }),
         (Capabilities::CHECKS, CopyOptions { check: true, ..none }),
-        (ALL_CAPABILITIES, CopyOptions { keep: true, then_checkpoint: true, check: true }),
+        (
+            ALL_CAPABILITIES,
+            CopyOptions { keep: true, then_checkpoint: true, check: true, host_pool: false },
+        ),
     ];
     for (capabilities, expected) in cases {
         assert_eq!(copy_options_of(capabilities), expected, "{capabilities:?}");

@@ -8,7 +8,9 @@ use affinode_proto::{
 
 use super::{
     super::{
-        Effect, Input, ProcessId, Request, Survey, harness::agent::Agent, host_memory::MemoryPool,
+        Effect, Input, ProcessId, Request, Survey,
+        harness::agent::Agent,
+        host_memory::{HostNeed, MemoryPlace, MemoryPool, SurveyedMemory},
         input::CommandId,
     },
     world::{Host, World, key},
@@ -22,11 +24,16 @@ impl World {
     }
 
     /// The memory pools that a survey for an offload of these processes shows now.
-    pub(super) fn host_pools(&self, processes: &[(u32, u64)]) -> Vec<MemoryPool> {
-        let Some(total) = self.host_total else { return Vec::new() };
-        let need_bytes = processes.iter().map(|(_, bytes)| bytes).sum();
+    pub(super) fn host_pools(&self, processes: &[HostNeed]) -> SurveyedMemory {
+        let Some(total) = self.host_total else { return SurveyedMemory::default() };
+        let need_bytes = processes.iter().map(|need| need.bytes).sum();
         let free_bytes = total.saturating_sub(self.host_used());
-        vec![MemoryPool { group: None, free_bytes, need_bytes }]
+        let pool = |place, free_bytes| MemoryPool { place, free_bytes, need_bytes };
+        let node = pool(MemoryPlace::Node, free_bytes);
+        let own = self.limit_bytes.map(|bytes| pool(MemoryPlace::Cgroup("/pod".into()), bytes));
+        let shared = self.host_pool_bytes.map(|bytes| pool(MemoryPlace::HostPool, bytes));
+        let host_pool = shared.map_or_else(Vec::new, |shared| vec![shared, node.clone()]);
+        SurveyedMemory { container: own.into_iter().chain([node]).collect(), host_pool }
     }
 
     pub(super) fn assert_host_memory_suffices(&self) {
@@ -37,7 +44,7 @@ impl World {
 
     /// Requests the offload of a container as an operator would, after delivering new counters and
     /// samples.
-    fn ask_offload(&mut self, n: usize, id: ProcessId) {
+    pub(super) fn ask_offload(&mut self, n: usize, id: ProcessId) {
         self.feed(Input::Gpus(Ok(self.gpus())));
         let page = self.agents[&id].page();
         self.feed(Input::Page(id, page));
@@ -119,7 +126,7 @@ fn old_reading_is_judged_with_what_it_missed() {
         world.ask_offload(n, id);
     }
     // The reading of the second container is made now, and delivered after the first is offloaded.
-    let Some(Effect::Survey { key: late, processes }) = world.questions.pop_back() else {
+    let Some(Effect::Survey { key: late, processes, .. }) = world.questions.pop_back() else {
         panic!("{:?}", world.questions)
     };
     let old = Survey { gpus: Ok(world.gpus()), host: Ok(world.host_pools(&processes)) };
@@ -210,7 +217,7 @@ fn promise_ends_however_the_offload_ends() {
 
 impl World {
     /// Advances a container's process until the next message in its inbox is the order to copy out.
-    fn begin_copy(&mut self, n: usize, id: ProcessId) {
+    pub(super) fn begin_copy(&mut self, n: usize, id: ProcessId) {
         self.ask_offload(n, id);
         self.answer_question();
         let copies = |message: Option<&ControllerMessage>| {
@@ -230,12 +237,11 @@ impl World {
         self.agents.get_mut(&id).unwrap().filling = filling;
         let page = self.agents[&id].page();
         self.feed(Input::Page(id, page));
-        let level = |group: Option<&str>, free_bytes| MemoryPool {
-            group: group.map(Into::into),
-            free_bytes,
-            need_bytes: 0,
-        };
-        let levels = vec![level(Some("/pod"), pod_free_bytes), level(None, u64::MAX)];
+        let level = |place, free_bytes| MemoryPool { place, free_bytes, need_bytes: 0 };
+        let levels = vec![
+            level(MemoryPlace::Cgroup("/pod".into()), pod_free_bytes),
+            level(MemoryPlace::Node, u64::MAX),
+        ];
         self.feed(Input::HostLevels(vec![(key(n), levels)]));
     }
 }

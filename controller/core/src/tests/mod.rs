@@ -10,6 +10,7 @@ mod figures;
 mod hidden;
 mod holds;
 mod host_memory;
+mod host_pool;
 mod immediate;
 mod in_part;
 mod migration;

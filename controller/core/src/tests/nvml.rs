@@ -7,6 +7,7 @@ use super::{
     super::{
         Effect, Input,
         harness::{HostReading, Reading, answer},
+        host_memory::SurveyedMemory,
     },
     world::{Host, World},
 };
@@ -44,8 +45,12 @@ impl World {
     fn host_reading(&self, question: Option<&Effect>) -> HostReading {
         match question {
             _ if self.nvml.no_host_memory => Err((Reason::HostMemory, String::new())),
-            Some(Effect::Survey { processes, .. }) => Ok(self.host_pools(processes)),
-            _ => Ok(Vec::new()),
+            Some(Effect::Survey { processes, host_pool, .. }) => {
+                let mut memory = self.host_pools(processes);
+                memory.host_pool.retain(|_| *host_pool);
+                Ok(memory)
+            }
+            _ => Ok(SurveyedMemory::default()),
         }
     }
 

@@ -25,6 +25,7 @@ use super::super::{
         Bench,
         agent::{Agent, Asking},
     },
+    host_memory::HostNeed,
     input::CommandId,
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
     process::Process,
@@ -41,7 +42,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -88,10 +89,16 @@ pub(super) struct World {
     pub(super) fail: Option<Outcome>,
     /// Host memory of the node in bytes. `None`: it is unlimited.
     pub(super) host_total: Option<u64>,
+    /// Memory that is free below the limit of each container, in bytes. `None`: no limit.
+    pub(super) limit_bytes: Option<u64>,
+    /// Free memory of the host pool in bytes. `None`: the node has no host pool.
+    pub(super) host_pool_bytes: Option<u64>,
     /// Orders that the agents carried out, the oldest first.
     pub(super) ordered: Vec<Action>,
     /// Processes whose copy out the controller ordered to cancel.
     pub(super) turned_back: Vec<ProcessId>,
+    /// Permissions to use the host pool, in bytes, in their order.
+    pub(super) allowed: Vec<(ProcessId, u64)>,
 }
 
 pub(super) fn settings() -> Settings {
@@ -161,8 +168,11 @@ impl World {
             ended: Vec::new(),
             fail: None,
             host_total: None,
+            limit_bytes: None,
+            host_pool_bytes: None,
             ordered: Vec::new(),
             turned_back: Vec::new(),
+            allowed: Vec::new(),
         };
         (0..containers).for_each(|n| world.announce(n));
         world
@@ -433,7 +443,9 @@ impl World {
                 let restoring = record.step == JournalStep::Restore;
                 let identity = (process.pid, process.start_ticks);
                 let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
-                let host = self.host_pools(&[(process.pid, bytes)]);
+                let need =
+                    HostNeed { pid: process.pid, bytes, copied_bytes: 0, driver_moves: true };
+                let host = self.host_pools(&[need]).container;
                 self.feed(Input::Recalled {
                     key: key.clone(),
                     identity,
@@ -572,6 +584,7 @@ impl Host for World {
             | Effect::HoldCopier { .. }
             | Effect::EndCopier { .. } => return self.told_copier(effect),
             Effect::TurnBack(id) => self.turned_back.push(id),
+            Effect::AllowHostPool { process, bytes } => self.allowed.push((process, bytes)),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
             Effect::Publish(event) if event.kind == EventKind::Refused => {
                 self.refused.extend(event.reason.map(|reason| reason.to_string()));

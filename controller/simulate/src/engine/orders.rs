@@ -1,7 +1,7 @@
 //! Executes the node's effects. An order takes the time that the calibration states. A reading of a
 //! GPU takes no time.
 
-use affinode_core::{Effect, GpuSample, Input, Millis, Survey};
+use affinode_core::{Effect, GpuSample, Input, Millis, Survey, host_memory::SurveyedMemory};
 use affinode_proto::{
     event::EventKind,
     state::State,
@@ -63,7 +63,7 @@ pub(super) fn simulate_effect(
             let n = number(asked.as_str());
             let survey = Survey {
                 gpus: Ok(vec![gpu_sample(world, world.processes[n].gpu, Some(n))]),
-                host: Ok(Vec::new()),
+                host: Ok(SurveyedMemory::default()),
             };
             world.inputs.push_back(Input::Surveyed(asked, survey));
         }

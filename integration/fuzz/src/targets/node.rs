@@ -10,6 +10,7 @@ use std::{
 use affinode_core::{
     ContainerSpec, Effect, GpuSample, Input, ProcessId, Settings,
     harness::{Bench, Host, agent::Agent, answer, key},
+    host_memory::SurveyedMemory,
     input::{Identity, SwapStatus},
     policy::{Mode, OnOom, Policies, Policy},
 };
@@ -268,7 +269,7 @@ impl World {
         if let Some(question) = self.questions.pop_front() {
             let host = match self.refuses {
                 true => Err((Reason::HostMemory, String::new())),
-                false => Ok(Vec::new()),
+                false => Ok(SurveyedMemory::default()),
             };
             self.feed(answer(question, Ok(self.gpus()), host));
         }

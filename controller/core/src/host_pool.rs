@@ -1,0 +1,105 @@
+//! Decides which offloads use the node's host pool, and how much of it each process may use.
+//!
+//! Without the host pool, the content of an offloaded process is charged to the process's own
+//! container. A container whose memory limit is below its VRAM could then never leave the GPU.
+//!
+//! ```text
+//! promised ──Allow──> the library copies to the pool ──offload over──> Allow 0
+//!                          │ no memory, or no connection
+//!                          └──> the container uses its own memory for a while
+//! ```
+
+use affinode_proto::wire::{Capabilities, copier::CHUNK_BYTES};
+
+use super::{
+    Effect, Key, Millis, ProcessId, host_memory::HostNeed, node_state::NodeState, offload_level,
+    plan::OffloadMethod, process::Process,
+};
+
+/// Time in milliseconds during which a container does not use the host pool after a copy out to it
+/// failed. It is longer than the usual delay before the next offload, so that the next offload uses
+/// the container's own memory.
+const PAUSE_MS: Millis = 30 * 60_000;
+
+/// Whether the container's content may be copied to the host pool. The settings `prefault` and
+/// `dedup` need memory files that a copier can read, and the host pool has none.
+pub(super) fn may_use(node: &NodeState, key: &Key) -> bool {
+    let Some(container) = node.registry.containers.get(key) else { return false };
+    let moves = offload_level::moves(node, key);
+    let can_copy = |process: &Process| {
+        process.can(Capabilities::USES_HOST_POOL)
+            && (process.agent.phase.is_offloaded()
+                || moves(process) != OffloadMethod::DriverCheckpoint)
+    };
+    !container.policy.prefault
+        && !container.policy.dedup
+        && node.clock.now >= container.offload_failures.host_pool_not_before
+        && node.registry.processes.of(key).all(|(_, process)| can_copy(process))
+}
+
+/// Whether the host pool is preferred to the container's own memory. It is not if the context
+/// leaves too: a copier then restores the container faster, but it cannot read the host pool.
+pub(super) fn is_preferred(node: &NodeState, key: &Key) -> bool {
+    let moves = offload_level::moves(node, key);
+    node.registry.processes.of(key).all(|(_, process)| moves(process) == OffloadMethod::Copy)
+}
+
+/// Returns the host memory that the offload of a process needs.
+pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
+    let copies = method != OffloadMethod::DriverCheckpoint && !process.agent.phase.is_offloaded();
+    let held_bytes = process.memory.swap.swappable_bytes.min(process.vram_bytes());
+    HostNeed {
+        pid: process.identity.pid,
+        bytes: process.host_need_bytes(method),
+        copied_bytes: if copies { held_bytes.saturating_sub(kept_in_pool(process)) } else { 0 },
+        driver_moves: method != OffloadMethod::Copy,
+    }
+}
+
+fn kept_in_pool(process: &Process) -> u64 {
+    let kept = process.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);
+    if process.uses_host_pool() { kept } else { 0 }
+}
+
+/// Permits the processes of a container to use the host pool for the offload that was promised its
+/// memory. A whole chunk is added to the VRAM of each process, because the library requests memory
+/// in whole chunks.
+pub(super) fn allow(node: &mut NodeState, key: &Key) {
+    let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
+    for id in ids {
+        let Some(process) = node.registry.processes.get_mut(&id) else { continue };
+        let bytes = process.vram_bytes().saturating_add(CHUNK_BYTES);
+        if !process.agent.phase.is_offloaded() && process.host_pool_bytes < bytes {
+            process.host_pool_bytes = bytes;
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
+        }
+    }
+}
+
+/// Ends the permissions of containers whose offload is over.
+pub(super) fn end_permissions(node: &mut NodeState) {
+    if node.registry.processes.values().all(|process| process.host_pool_bytes == 0) {
+        return;
+    }
+    for id in node.registry.processes.ids() {
+        let Some(process) = node.registry.processes.get(&id) else { continue };
+        let is_over = !node.host_ledger.uses_host_pool(&process.key);
+        if process.host_pool_bytes > 0 && is_over {
+            if let Some(process) = node.registry.processes.get_mut(&id) {
+                process.host_pool_bytes = 0;
+            }
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0 });
+        }
+    }
+}
+
+/// Records that a copy out to the host pool failed. The container uses its own memory for a while.
+/// The connections of its processes may have failed too, so they are made anew for their next use.
+pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
+    let now = node.clock.now;
+    let ids = node.registry.processes.ids_of(key).map(Effect::LeaveHostPool);
+    node.output.effects.extend(ids);
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.offload_failures.host_pool_not_before = now + PAUSE_MS;
+    }
+}

@@ -1,0 +1,122 @@
+//! Tests of offloads that copy to the node's host pool.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::message::{Action, Outcome},
+};
+
+use super::{
+    super::{
+        Input, ProcessId,
+        host_memory::{MemoryPlace, MemoryPool},
+    },
+    world::{Host as _, World, key},
+};
+
+/// Number of a container with the engine `auto`.
+const AUTO: usize = 2;
+const VRAM_BYTES: u64 = 300;
+/// Memory of the process that the library can copy, in the simulated world.
+const COPIED_BYTES: u64 = 225;
+
+/// Returns a world with one container, memory below the container's limit, and a host pool.
+fn world(limit_bytes: u64, host_pool_bytes: Option<u64>) -> (World, ProcessId) {
+    let mut world = World::new(3);
+    world.host_total = Some(10_000);
+    world.limit_bytes = Some(limit_bytes);
+    world.host_pool_bytes = host_pool_bytes;
+    let id = world.running(AUTO, VRAM_BYTES);
+    (world, id)
+}
+
+/// Returns for each copy out whether it was to the host pool.
+fn copies(world: &World) -> Vec<bool> {
+    let to_pool = |action: &Action| match action {
+        Action::CopyOut { how, .. } => Some(how.host_pool),
+        _ => None,
+    };
+    world.ordered.iter().filter_map(to_pool).collect()
+}
+
+#[test]
+fn limit_below_vram_does_not_keep_a_container() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
+    let allowed: Vec<bool> = world.allowed.iter().map(|(_, bytes)| *bytes > VRAM_BYTES).collect();
+    assert_eq!(allowed, [true, false], "permitted for the offload only");
+    assert!(world.allowed.iter().all(|(process, _)| *process == id), "{:?}", world.allowed);
+    assert_eq!(world.allowed[1].1, 0);
+    world.call(id);
+    world.settle();
+    assert_eq!(world.allowed.len() % 2, 0, "{:?}", world.allowed);
+}
+
+#[test]
+fn full_pool_leaves_the_containers_memory() {
+    let (mut world, _) = world(COPIED_BYTES, Some(COPIED_BYTES - 1));
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![false]));
+    assert_eq!(world.allowed, [], "no process may use the pool");
+}
+
+#[test]
+fn container_stays_if_neither_suffices() {
+    let (mut world, _) = world(COPIED_BYTES - 1, Some(COPIED_BYTES - 1));
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Idle, vec![]));
+    let (reason, detail) = world.container(AUTO).shown.reason.clone();
+    assert_eq!(reason, Reason::CgroupMemory);
+    assert!(detail.starts_with("/pod has"), "{detail}");
+}
+
+/// The memory of the pool must be promised once. The second container has a memory limit that is
+/// too low, so it must wait until the first offload is over.
+#[test]
+fn pool_memory_is_promised_once() {
+    let (mut world, first) = world(COPIED_BYTES - 1, Some(2 * COPIED_BYTES - 1));
+    let other =
+        MemoryPool { place: MemoryPlace::HostPool, free_bytes: 0, need_bytes: COPIED_BYTES };
+    let now = world.now;
+    world.node.state.host_ledger.recall(&key(0), vec![other], now);
+    world.ask_offload(AUTO, first);
+    world.answer_question();
+    let (reason, detail) = world.container(AUTO).shown.reason.clone();
+    assert_eq!((world.state(AUTO), reason), (State::Active, Reason::HostMemory));
+    assert!(detail.contains("the host pool has"), "{detail}");
+    world.node.state.host_ledger.recall(&key(0), Vec::new(), now);
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
+}
+
+/// A process that gets no memory of the pool reports it. The next copies use the container's own
+/// memory, so that the container does not stay on the GPU.
+#[test]
+fn copy_without_the_pool_follows_a_failed_one() {
+    let (mut world, id) = world(COPIED_BYTES, Some(COPIED_BYTES));
+    world.begin_copy(AUTO, id);
+    world.fail = Some(Outcome::NoHostMemory);
+    world.work(id);
+    assert_eq!(world.container(AUTO).shown.reason.0, Reason::HostMemory);
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true, false]));
+}
+
+/// Another container of the pod may fill the pod's memory. That does not concern a copy to the
+/// host pool, but a shortage of the node does.
+#[test]
+fn limits_of_the_container_cancel_no_copy_to_the_pool() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.begin_copy(AUTO, id);
+    world.agents.get_mut(&id).unwrap().filling = 100;
+    let page = world.agents[&id].page();
+    world.feed(Input::Page(id, page));
+    let level = |place, free_bytes| MemoryPool { place, free_bytes, need_bytes: 0 };
+    for (pod, node, cancelled) in [(0, 100, false), (0, 99, true)] {
+        let pools =
+            vec![level(MemoryPlace::Cgroup("/pod".into()), pod), level(MemoryPlace::Node, node)];
+        world.feed(Input::HostLevels(vec![(key(AUTO), pools)]));
+        assert_eq!(!world.turned_back.is_empty(), cancelled, "{pod} {node}");
+    }
+}
