@@ -43,6 +43,10 @@ pub static PAGE: InheritedFd = InheritedFd::none();
 pub static COPIER: InheritedFd = InheritedFd::none();
 /// File of the staging buffer, the host memory to which GPU memory is copied.
 pub static POOL: InheritedFd = InheritedFd::none();
+/// Socket to the node's host pool, which allocates host memory for this process.
+pub static HOST_POOL: InheritedFd = InheritedFd::none();
+/// Memory file that the host pool has created for this process.
+pub static HOST_POOL_FILE: InheritedFd = InheritedFd::none();
 /// Socket on which this process receives requests from processes that open its shared GPU memory.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
@@ -95,5 +99,7 @@ impl InheritedFd {
 /// parent's connection would stay open after the parent's end, and the controller would not notice
 /// the end.
 pub fn close_inherited() {
-    [&SOCKET, &PAGE, &COPIER, &POOL, &SHARING].into_iter().for_each(InheritedFd::close);
+    [&SOCKET, &PAGE, &COPIER, &POOL, &HOST_POOL, &HOST_POOL_FILE, &SHARING]
+        .into_iter()
+        .for_each(InheritedFd::close);
 }

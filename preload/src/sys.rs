@@ -65,6 +65,7 @@ mod number {
     pub const FALLOCATE: usize = 285;
     pub const PIPE2: usize = 293;
     pub const PRLIMIT64: usize = 302;
+    pub const GETCPU: usize = 309;
     pub const PROCESS_VM_READV: usize = 310;
     pub const GETRANDOM: usize = 318;
     pub const MEMFD_CREATE: usize = 319;
@@ -407,6 +408,13 @@ pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     fcntl(fd, F_SETOWN_EX, owner.as_ptr() as usize)?;
     fcntl(fd, F_SETSIG, signal as usize)?;
     fcntl(fd, F_SETFL, O_RDWR_NONBLOCK_ASYNC)
+}
+
+/// Returns the number of the processor on which this thread runs, or 0 if it is unknown.
+pub fn processor() -> u32 {
+    let mut number = 0_u32;
+    let _ = plain(number::GETCPU, [&raw mut number as usize, 0, 0, 0, 0, 0]);
+    number
 }
 
 /// Sends bytes on a socket, with a descriptor if one is given. The bytes are sent as a whole or not

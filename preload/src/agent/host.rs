@@ -268,7 +268,7 @@ impl Host for DriverHost {
         let try_lock = || sys::lock_folder(FOLDER);
         let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
         let turn = if hands_over { take() } else { None };
-        swap::copy_out(how.keep, how.check, turn.as_ref().map(|_| vram_bytes))
+        swap::copy_out(how, turn.as_ref().map(|_| vram_bytes))
     }
 
     fn settle(&mut self) -> bool {

@@ -49,7 +49,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::DEDUPS.0
         | Capabilities::AWAITS_WORK.0
         | Capabilities::LEAVES_IN_PART.0
-        | Capabilities::LIMITS_VRAM.0,
+        | Capabilities::LIMITS_VRAM.0
+        | Capabilities::USES_HOST_POOL.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.
@@ -250,6 +251,7 @@ impl Agent {
                     call_recorder::watch(self.page, one_in, read)
                 }
                 ControllerMessage::Copier => swap::copier_restore::meet(descriptor),
+                ControllerMessage::HostPool => swap::host_pool::meet(descriptor),
                 ControllerMessage::Prefault { on } => {
                     // A process that is being offloaded needs no prefault.
                     if self.machine.phase() == Phase::Open {

@@ -16,6 +16,7 @@ use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::result;
 use affinode_proto::wire::ProcessFlags;
+use affinode_proto::wire::message::CopyOptions;
 
 use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
 use super::backing::{back, unback};
@@ -23,6 +24,7 @@ use super::contexts::in_context;
 use super::digest::{self, DigestTable};
 use super::driver::call;
 use super::layout::AllocationLayout;
+use super::prefault::StagingPlace;
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
     SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use, loader_lock,
@@ -60,7 +62,7 @@ pub fn is_copied_out() -> bool {
 /// # Errors
 /// Returns the driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. All memory is on the device as
 /// before, except for memory that was exported to a copier and could not be mapped again.
-pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
+pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
     }
@@ -72,7 +74,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
     // Release unused memory of stream pools, because it is in no table and would stay on the
     // device.
     stream_pools::clear();
-    checksum::set(check);
+    checksum::set(how.check);
     with_pool(|pool| {
         // The copy-out assigns new offsets and begins the pool itself.
         prefault_ahead::stop(pool);
@@ -87,10 +89,12 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         if !loader_lock::load_ahead(context) {
             return Err(LOADER_HELD);
         }
-        if !pool.begin(bytes, context) {
-            return Err(result::OUT_OF_MEMORY);
+        let place = if how.host_pool { StagingPlace::HostPool } else { StagingPlace::Own };
+        if !pool.begin(bytes, context, place) {
+            let of_host = place == StagingPlace::HostPool;
+            return Err(if of_host { NO_HOST_MEMORY } else { result::OUT_OF_MEMORY });
         }
-        pool.set_keeps(keep);
+        pool.set_keeps(how.keep);
         // Compute the digests before the first copy, because they decide which content is copied
         // and which zero pages are skipped.
         let mut found = digest::of(bytes, AllocationPiece::leaves);
@@ -112,7 +116,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             return Ok(());
         }
         // The copier was tried and failed. It may still write to the pool, so begin a new one.
-        if pool.is_tainted() && !pool.begin(bytes, context) {
+        if pool.is_tainted() && !pool.begin(bytes, context, place) {
             return Err(result::OUT_OF_MEMORY);
         }
         let mut out =
@@ -424,7 +428,7 @@ pub fn tidy() -> TrimResult {
         return TrimResult::All;
     }
     let tidy = |pool: &mut StagingPool| {
-        (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near), pool.kept_bytes())
+        (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near_in), pool.kept_bytes())
     };
     let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
         // Try again after the interval that applies to retained memory.

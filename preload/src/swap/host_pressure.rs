@@ -8,6 +8,7 @@
 
 use core::ffi::CStr;
 
+use super::prefault::StagingPlace;
 use crate::sys;
 
 const MIN_BYTES: u64 = 1 << 30;
@@ -16,6 +17,15 @@ const PATH_BYTES: usize = 512;
 /// Whether host memory is short now.
 pub fn is_near() -> bool {
     would_be_near(0)
+}
+
+/// Whether host memory is short now for memory that is in this place. The container's limit does
+/// not concern the host pool.
+pub fn is_near_in(place: StagingPlace) -> bool {
+    match place {
+        StagingPlace::Own => is_near(),
+        StagingPlace::HostPool => node().is_none_or(|(room, all)| room < all / 8),
+    }
 }
 
 /// Whether host memory would be short after `bytes` more are used.
@@ -31,15 +41,18 @@ pub fn would_be_near(bytes: u64) -> bool {
 ///
 /// The controller granted this memory on the basis of slightly earlier readings. This check detects
 /// memory that other processes have used since then. A value that cannot be read is ignored.
-pub fn is_critical(bytes: u64) -> bool {
+///
+/// The container's limit does not concern memory of the host pool.
+pub fn is_critical(bytes: u64, place: StagingPlace) -> bool {
     const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
     #[cfg(test)]
     let bytes =
         bytes.saturating_add(tests::TAKEN_BY_OTHERS.load(core::sync::atomic::Ordering::Relaxed));
     let left = |room: u64| room.saturating_sub(bytes);
     node().is_some_and(|(room, all)| left(room) < all / 64)
-        || group()
-            .is_some_and(|(room, limit)| left(room) < (limit / 128).min(MAX_GROUP_FLOOR_BYTES))
+        || place == StagingPlace::Own
+            && group()
+                .is_some_and(|(room, limit)| left(room) < (limit / 128).min(MAX_GROUP_FLOOR_BYTES))
 }
 
 /// Available and total memory of the node, in bytes.

@@ -28,6 +28,7 @@
 //! | `layout` | the order of the content in the staging pool |
 //! | `copy` | copy out and copy in |
 //! | `staging`, `prefault` | the staging pool, which is the host memory for the copy; its pages |
+//! | `host_pool` | the connection to the node's host pool, which may give the staging pool's pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
 //! | `numa` | the processors nearest to the GPU, which touch the staging pool's pages |
 //! | `digest`, `host_pressure` | which content is unchanged; whether host memory is short |
@@ -52,6 +53,7 @@ mod digest;
 mod driver;
 #[cfg(test)]
 pub mod fake_driver;
+pub mod host_pool;
 mod host_pressure;
 mod ipc;
 mod layout;

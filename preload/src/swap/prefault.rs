@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use super::{host_pressure, numa};
+use super::{host_pool, host_pressure, numa};
 use crate::counters::CounterPage;
 use crate::libc::StackSize;
 use crate::sys::CpuSet;
@@ -20,6 +20,15 @@ const MAX_HELPERS: usize = 16;
 /// Bytes that a helper touches, in a few milliseconds, before it checks again whether the copy out
 /// was cancelled.
 const STEP_BYTES: usize = 16 << 20;
+
+/// Whose memory the staging pool is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StagingPlace {
+    /// Memory of this process, which is charged to its container.
+    Own,
+    /// A memory file of the node's host pool.
+    HostPool,
+}
 
 /// A set of numbers of chunks, stored as bits.
 pub struct ChunkQueue([AtomicU64; WORDS]);
@@ -54,12 +63,27 @@ impl ChunkQueue {
     }
 }
 
+/// The part of a staging pool that is to be filled with pages.
+#[derive(Clone, Copy, Debug)]
+pub struct StagingMemory {
+    /// First address.
+    pub start: usize,
+    /// Size in bytes.
+    pub bytes: usize,
+    /// Whether the memory is a memory file.
+    pub of_file: bool,
+    /// Whose memory it is.
+    pub place: StagingPlace,
+}
+
 /// State that the prefault helpers (threads that touch pages) share. It is not in the staging
 /// pool's pages, so a forked child inherits its values, although no helper runs in the child.
 pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,
     of_file: AtomicUsize,
+    /// 1 if the host pool allocates the pages.
+    of_host_pool: AtomicUsize,
     /// Processors on which the helpers run, as bits; all 0: any processor.
     near: [AtomicU64; 128],
     next: AtomicUsize,
@@ -84,6 +108,7 @@ pub static PREFAULT: Prefault = Prefault {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
     of_file: AtomicUsize::new(0),
+    of_host_pool: AtomicUsize::new(0),
     near: [const { AtomicU64::new(0) }; 128],
     next: AtomicUsize::new(0),
     touching: AtomicU64::new(0),
@@ -120,10 +145,13 @@ impl Prefault {
 
     /// Starts helper threads that touch the pages of a pool's missing chunks. With `near`, they run
     /// only on these processors. [`Self::end`] must be called before and after.
-    pub fn begin(&self, start: usize, bytes: usize, of_file: usize, near: Option<CpuSet>) {
+    pub fn begin(&self, memory: StagingMemory, near: Option<CpuSet>) {
+        let StagingMemory { start, bytes, of_file, place } = memory;
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
-        self.of_file.store(of_file, Ordering::Relaxed);
+        self.of_file.store(usize::from(of_file), Ordering::Relaxed);
+        let of_host_pool = usize::from(place == StagingPlace::HostPool);
+        self.of_host_pool.store(of_host_pool, Ordering::Relaxed);
         let near = near.unwrap_or([0; 128]);
         self.near.iter().zip(near).for_each(|(word, near)| word.store(near, Ordering::Relaxed));
         self.empty.clear();
@@ -148,25 +176,59 @@ impl Prefault {
             return false;
         }
         if !self.resident.has(chunk) && !self.empty.has(chunk) {
-            let is_touched = self.may_touch(bytes as u64) && {
-                let is_touched = self.touch(chunk, bytes);
+            let touched = if self.may_touch(bytes as u64) {
+                let touched = match self.place() {
+                    StagingPlace::Own => self.touch(chunk, bytes).then_some(chunk),
+                    StagingPlace::HostPool => self.take_from_host_pool(chunk, bytes),
+                };
                 self.touching.fetch_sub(bytes as u64, Ordering::AcqRel);
-                is_touched
+                touched
+            } else {
+                None
             };
-            if !is_touched {
+            let Some(touched) = touched else {
                 self.short.store(1, Ordering::Release);
                 self.stop();
                 self.progress.fetch_add(1, Ordering::AcqRel);
                 sys::futex_wake_all(&self.progress);
                 return false;
-            }
-            self.resident.set(chunk, true);
+            };
+            self.resident.set(touched, true);
         } else if !self.resident.has(chunk) {
             self.count_touched(bytes as u64);
         }
         self.progress.fetch_add(1, Ordering::AcqRel);
         sys::futex_wake_all(&self.progress);
         true
+    }
+
+    fn place(&self) -> StagingPlace {
+        match self.of_host_pool.load(Ordering::Relaxed) {
+            1 => StagingPlace::HostPool,
+            _ => StagingPlace::Own,
+        }
+    }
+
+    /// Requests the pages of a chunk from the host pool, and maps the pages of the chunk that the
+    /// host pool has allocated next. Returns that chunk. `None`: the host pool has no memory.
+    fn take_from_host_pool(&self, chunk: usize, bytes: usize) -> Option<usize> {
+        let (answered, done) = host_pool::populate(chunk, bytes)?;
+        let answered_bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), answered);
+        if answered_bytes == 0 {
+            return None;
+        }
+        let start = (self.start.load(Ordering::Relaxed) + answered * CHUNK_BYTES) as *mut u8;
+        if !done {
+            // SAFETY: the range is in a chunk of the pool, which has no content while it is being
+            // filled. A part of its pages may exist.
+            unsafe { sys::discard(start, answered_bytes, true) };
+            return None;
+        }
+        // All pages exist, so this only maps them. The pages of the host pool are huge already.
+        // SAFETY: as above.
+        unsafe { sys::make_resident(start, answered_bytes, false) };
+        self.count_touched(answered_bytes as u64);
+        Some(answered)
     }
 
     /// Touches all pages of a chunk. False: the copy out was cancelled, and the pages of the chunk
@@ -220,7 +282,7 @@ impl Prefault {
             if is_turned_back() {
                 return false;
             }
-            if !host_pressure::is_critical(touching.saturating_add(bytes)) {
+            if !host_pressure::is_critical(touching.saturating_add(bytes), self.place()) {
                 let counted = self.touching.compare_exchange(
                     touching,
                     touching + bytes,
@@ -252,6 +314,9 @@ impl Prefault {
             if self.helpers.load(Ordering::Acquire) == 0 {
                 // Without helpers the chunk becomes resident when it is registered or copied to.
                 if !self.fill_next() && self.short.load(Ordering::Acquire) == 0 {
+                    if self.place() == StagingPlace::HostPool {
+                        return false;
+                    }
                     self.resident.set(chunk, true);
                 }
             } else {
@@ -293,6 +358,8 @@ unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
 
 #[cfg(test)]
 pub mod tests {
+    use affinode_proto::wire::message::CopyOptions;
+
     use super::super::allocations::Allocations;
     use super::super::staging::StagingPool;
     use super::super::{SWAP, addresses, locked, with_pool};
@@ -300,10 +367,19 @@ pub mod tests {
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
+    fn own(start: usize, bytes: usize) -> StagingMemory {
+        StagingMemory { start, bytes, of_file: false, place: StagingPlace::Own }
+    }
+
     /// Sets the helper count to the value that a child has if it was forked while helpers were
     /// running.
     pub fn forked() {
         PREFAULT.helpers.store(3, Ordering::Release);
+    }
+
+    /// Returns the options of a copy out to memory of the process.
+    pub fn options(keep: bool, check: bool) -> CopyOptions {
+        CopyOptions { keep, check, ..CopyOptions::default() }
     }
 
     /// Lock for tests that use [`PREFAULT`], which exists once per process.
@@ -329,7 +405,7 @@ pub mod tests {
         let _own = SHARED.lock();
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
         let at = sys::map_private(bytes).unwrap();
-        PREFAULT.begin(at as usize, bytes, 0, None);
+        PREFAULT.begin(own(at as usize, bytes), None);
         assert!((0..CHUNKS).all(|chunk| PREFAULT.wait(chunk)));
         PREFAULT.end();
         assert_eq!(PREFAULT.helpers.load(Ordering::Acquire), 0);
@@ -351,7 +427,7 @@ pub mod tests {
         let _own = SHARED.lock();
         let at = sys::map_private(2 * CHUNK_BYTES).unwrap();
         let fill = || {
-            PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+            PREFAULT.begin(own(at as usize, 2 * CHUNK_BYTES), None);
             let is_in = PREFAULT.wait(0) && PREFAULT.wait(1);
             PREFAULT.end();
             is_in
@@ -400,12 +476,12 @@ pub mod tests {
         let _own = SHARED.lock();
         let at = sys::map_private(2 * CHUNK_BYTES).unwrap();
         host_pressure::tests::TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
-        PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+        PREFAULT.begin(own(at as usize, 2 * CHUNK_BYTES), None);
         assert!(!PREFAULT.wait(1), "the chunk must not be touched");
         PREFAULT.end();
         assert!(!PREFAULT.resident.has(0) && !PREFAULT.resident.has(1));
         host_pressure::tests::TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
-        PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+        PREFAULT.begin(own(at as usize, 2 * CHUNK_BYTES), None);
         assert!(PREFAULT.wait(0) && PREFAULT.wait(1), "the next prefault succeeds");
         PREFAULT.end();
         assert_eq!(PREFAULT.touching.load(Ordering::Acquire), 0);
@@ -421,7 +497,7 @@ pub mod tests {
         let last = (0..8192).rfind(|n| allowed[n / 64] & 1 << (n % 64) != 0).unwrap();
         let mut one = [0; 128];
         one[last / 64] = 1 << (last % 64);
-        PREFAULT.begin(0, 0, 0, Some(one));
+        PREFAULT.begin(own(0, 0), Some(one));
         PREFAULT.helpers.fetch_add(1, Ordering::AcqRel);
         std::thread::spawn(move || {
             // SAFETY: the argument is unused, because there is nothing to fill.

@@ -18,7 +18,7 @@ use affinode_proto::wire::ProcessFlags;
 
 use super::allocations::MemoryPlace;
 use super::copy::{assign, is_copied_out, update_kept_counter};
-use super::prefault::PREFAULT;
+use super::prefault::{PREFAULT, StagingPlace};
 use super::staging::StagingPool;
 use super::{SWAP, copier_restore, host_pressure, is_in_use, with_pool, with_pool_if_free};
 use crate::{fds, process};
@@ -83,7 +83,8 @@ fn begin() -> Option<()> {
         process::page()?.note(ProcessFlags::NO_COPIER, !of_use);
         of_use.then_some(())?;
         let missing = (bytes as u64).saturating_sub(pool.kept_bytes());
-        (!host_pressure::would_be_near(missing) && pool.begin(bytes, context)).then_some(bytes)
+        (!host_pressure::would_be_near(missing) && pool.begin(bytes, context, StagingPlace::Own))
+            .then_some(bytes)
     })?;
     SWAP.ahead.bytes.store(bytes as u64, Ordering::Relaxed);
     SWAP.ahead.set(FILLING_PAGES);

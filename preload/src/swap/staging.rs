@@ -21,15 +21,18 @@ mod dedup;
 use core::ffi::c_void;
 
 use affinode_cuda_sys::result;
+use affinode_proto::wire::ProcessFlags;
 
 use super::contexts::in_context;
 use super::digest::{Digest, DigestTable, SLOT_BYTES};
 use super::driver::call;
-use super::prefault::{CHUNK_BYTES, ChunkQueue, MAX_CHUNKS, PREFAULT, chunk_bytes};
+use super::prefault::{
+    CHUNK_BYTES, ChunkQueue, MAX_CHUNKS, PREFAULT, StagingMemory, StagingPlace, chunk_bytes,
+};
 use super::prefault_ahead;
-use super::{numa, zeros};
+use super::{host_pool, numa, zeros};
 use crate::fds::{self, TrackedFd};
-use crate::sys;
+use crate::{process, sys};
 
 /// Number of chunks that the pool always keeps. If the content is not retained, the other chunks
 /// are freed once the process is resident.
@@ -45,8 +48,11 @@ pub struct StagingPool {
     bytes: usize,
     /// The context in which chunks are registered with the driver. 0: none yet.
     context: usize,
-    /// 1 if the memory is a memory file, [`fds::POOL`]. 0 if it is anonymous memory.
+    /// 1 if the memory is a memory file, [`fds::POOL`] or that of the host pool. 0 if it is anonymous
+    /// memory.
     of_file: usize,
+    /// 1 if the memory file is that of the host pool.
+    of_host_pool: usize,
     /// 1 if the whole content is retained after a restore while host memory suffices.
     keeps: usize,
     /// 1 if the last copy out skipped a large part of the content as zero. A copier would then not
@@ -71,6 +77,17 @@ pub enum StoredChunk {
     Already,
     /// The content is not stored, because it is all zero.
     Nowhere,
+}
+
+/// What memory the staging pool is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StagingKind {
+    /// Anonymous memory of the process.
+    Anonymous,
+    /// A memory file of the process, which a copier can read.
+    File,
+    /// A memory file of the host pool.
+    HostPool,
 }
 
 /// Result of an attempt to free unused host memory.
@@ -101,6 +118,7 @@ impl StagingPool {
             bytes: 0,
             context: 0,
             of_file: 0,
+            of_host_pool: 0,
             keeps: 0,
             sparse: 0,
             tainted: 0,
@@ -115,14 +133,21 @@ impl StagingPool {
     /// the address space is exhausted.
     ///
     /// At the time of the call, the pool must not hold copied-out memory, and `context` must exist.
-    pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
+    pub fn begin(&mut self, bytes: usize, context: usize, place: StagingPlace) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
-        let shared = fds::COPIER.get().is_some();
+        let kind = match place {
+            StagingPlace::HostPool => StagingKind::HostPool,
+            StagingPlace::Own if fds::COPIER.get().is_some() => StagingKind::File,
+            StagingPlace::Own => StagingKind::Anonymous,
+        };
         self.end();
         while self.unshare_next() {}
-        let fits = self.tainted == 0 && self.bytes >= bytes && (self.of_file == 1 || !shared);
-        if bytes > MAX_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), shared)) {
+        let fits = self.tainted == 0 && self.bytes >= bytes && self.is_usable_as(kind);
+        if bytes > MAX_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), kind)) {
             return false;
+        }
+        if let Some(page) = process::page() {
+            page.note(ProcessFlags::HOST_POOL, self.of_host_pool == 1);
         }
         if self.context == 0 {
             self.context = context;
@@ -130,8 +155,27 @@ impl StagingPool {
         self.sparse = 0;
         // A chunk is registered as a whole.
         let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
-        PREFAULT.begin(self.start, bytes, self.of_file, numa::processors(context));
+        let (start, of_file) = (self.start, self.of_file == 1);
+        let memory = StagingMemory { start, bytes, of_file, place: self.place() };
+        PREFAULT.begin(memory, numa::processors(context));
         true
+    }
+
+    fn place(&self) -> StagingPlace {
+        match self.of_host_pool {
+            1 => StagingPlace::HostPool,
+            _ => StagingPlace::Own,
+        }
+    }
+
+    /// Whether the present memory can serve as memory of this kind. A memory file can serve instead
+    /// of anonymous memory.
+    fn is_usable_as(&self, kind: StagingKind) -> bool {
+        match kind {
+            StagingKind::HostPool => self.of_host_pool == 1 && host_pool::has_file(),
+            StagingKind::File => self.of_host_pool == 0 && self.of_file == 1,
+            StagingKind::Anonymous => self.of_host_pool == 0,
+        }
     }
 
     /// Whether the pages of the pool's first `bytes` bytes are present.
@@ -152,12 +196,13 @@ impl StagingPool {
         self.tainted = 1;
     }
 
-    /// Returns the descriptor of the memory file. `None`: the pool is anonymous memory.
+    /// Returns the descriptor of the memory file that a copier can read. `None`: the pool is
+    /// anonymous memory, or memory of the host pool.
     pub fn file(&self) -> Option<i32> {
-        fds::POOL.get().filter(|_| self.of_file == 1)
+        fds::POOL.get().filter(|_| self.of_file == 1 && self.of_host_pool == 0)
     }
 
-    fn replace(&mut self, bytes: usize, shared: bool) -> bool {
+    fn replace(&mut self, bytes: usize, kind: StagingKind) -> bool {
         let Ok(mapped) = sys::map_private(bytes + HUGE_PAGE_BYTES) else {
             return false;
         };
@@ -195,21 +240,36 @@ impl StagingPool {
         fds::POOL.close();
         self.start = (mapped as usize).next_multiple_of(HUGE_PAGE_BYTES);
         self.bytes = bytes;
-        self.of_file = 0;
-        if shared && let Some(file) = self.make_file() {
+        (self.of_file, self.of_host_pool) = (0, 0);
+        let file = match kind {
+            StagingKind::Anonymous => None,
+            StagingKind::File => self.make_file(),
+            StagingKind::HostPool => host_pool::file(),
+        };
+        let of_host_pool = kind == StagingKind::HostPool;
+        if let Some(file) = file {
             // SAFETY: just mapped, and not used elsewhere yet.
             if !unsafe { sys::map_over(self.start as *mut u8, bytes, file, 0) } {
                 // The state of the mapping is unknown, so no part of it is used.
                 fds::POOL.close();
-                // SAFETY: the pool has mapped this range, and nothing uses it.
-                unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
-                (self.start, self.bytes) = (0, 0);
+                self.discard_range(mapped, bytes);
                 return false;
             }
-            self.of_file = 1;
+            (self.of_file, self.of_host_pool) = (1, usize::from(of_host_pool));
+        } else if of_host_pool {
+            // Other memory must not be used, because the container's limit was not checked for it.
+            self.discard_range(mapped, bytes);
+            return false;
         }
         sys::prefer_huge_pages(self.start as *mut u8, bytes);
         true
+    }
+
+    /// Unmaps the range of a pool that could not be created.
+    fn discard_range(&mut self, mapped: *mut u8, bytes: usize) {
+        // SAFETY: the pool has mapped this range, and nothing uses it.
+        unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
+        (self.start, self.bytes) = (0, 0);
     }
 
     /// Creates the memory file of the pool and seals its size. Returns its descriptor. `None`: a
@@ -402,11 +462,11 @@ impl StagingPool {
     /// Frees or unregisters a part of a pool that is not in use. `prepared` is true if the pool is
     /// prefaulted for the next offload. `short` returns whether host memory is short. If it is
     /// short, no memory is retained for the next offload.
-    pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
+    pub fn tidy(&mut self, prepared: bool, short: impl FnOnce(StagingPlace) -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;
         }
-        if (self.keeps == 1 || prepared) && self.tainted == 0 && !short() {
+        if (self.keeps == 1 || prepared) && self.tainted == 0 && !short(self.place()) {
             return match (0..self.chunks()).find(|chunk| self.registered.has(*chunk)) {
                 Some(chunk) if self.unregister(chunk) => TrimResult::Part,
                 _ => TrimResult::Kept,
@@ -418,7 +478,9 @@ impl StagingPool {
 
     fn shrink(&mut self) -> bool {
         let resident = |chunk: &usize| PREFAULT.resident.has(*chunk);
-        let Some(chunk) = (KEPT_CHUNKS..self.chunks()).rev().find(resident) else {
+        // Memory of the host pool is free for other containers while this one does not need it.
+        let kept_chunks = if self.of_host_pool == 1 { 0 } else { KEPT_CHUNKS };
+        let Some(chunk) = (kept_chunks..self.chunks()).rev().find(resident) else {
             return false;
         };
         self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);

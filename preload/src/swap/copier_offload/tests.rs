@@ -10,6 +10,7 @@ use super::super::allocations::Allocation;
 use super::super::backing::property_on;
 use super::super::copy::{assign, holds_imported, is_copied_out};
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
+use super::super::prefault::StagingPlace;
 use super::super::prefault::tests::{SHARED, forget_all};
 use super::super::{SWAP, locked, prefault_ahead};
 use super::*;
@@ -55,7 +56,11 @@ impl World {
             world.allocate(n as u64, made);
         }
         assign().unwrap();
-        assert!(with_pool(|pool| pool.begin((PIECES as u64 * PIECE_BYTES) as usize, CONTEXT)));
+        assert!(with_pool(|pool| pool.begin(
+            (PIECES as u64 * PIECE_BYTES) as usize,
+            CONTEXT,
+            StagingPlace::Own
+        )));
         world
     }
 

@@ -9,7 +9,7 @@ use super::super::allocations::Allocation;
 use super::super::backing::{back, property_on};
 use super::super::copy::{copy_in, copy_out, holds_imported};
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
-use super::super::prefault::tests::{SHARED, forget_all};
+use super::super::prefault::tests::{SHARED, forget_all, options};
 use super::super::{SWAP, locked};
 use super::*;
 
@@ -39,7 +39,7 @@ impl World {
                 ..Allocation::default()
             })));
         }
-        assert_eq!(copy_out(false, false, None), Ok(()));
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
         let (copier, ours) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
                 .unwrap();

@@ -3,7 +3,7 @@ use std::sync::MutexGuard;
 use super::super::allocations::Allocation;
 use super::super::backing::property_on;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held, STACK_LIMIT};
-use super::super::prefault::tests::{SHARED, forget_all};
+use super::super::prefault::tests::{SHARED, forget_all, options};
 use super::super::{addresses, locked};
 use super::*;
 
@@ -79,7 +79,7 @@ fn held(many: usize) -> Held {
 #[test]
 fn copied_out_content_is_restored() {
     let world = World::new();
-    assert_eq!((copy_out(false, false, None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((copy_out(options(false, false), None), world.is_copied_out()), (Ok(()), true));
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
@@ -108,7 +108,7 @@ fn allocation_with_other_holders_stays() {
         let [first, shared, last] = world.pieces()[..] else { panic!("three pieces") };
         assert_eq!(way(shared.address), result::SUCCESS);
         for _ in 0..2 {
-            assert_eq!(copy_out(true, false, None), Ok(()));
+            assert_eq!(copy_out(options(true, false), None), Ok(()));
             let places = world.pieces().iter().map(|piece| piece.place).collect::<Vec<_>>();
             let (device, pool) = (MemoryPlace::Device, MemoryPlace::Pool);
             assert_eq!(places, [pool, device, pool]);
@@ -166,7 +166,7 @@ fn exported_block_stays() {
         unsafe { vmm::mem_export((&raw mut descriptor).cast(), shared, POSIX_DESCRIPTOR, 0) };
     assert_eq!(code, result::SUCCESS);
     for _ in 0..2 {
-        assert_eq!(copy_out(true, false, None), Ok(()));
+        assert_eq!(copy_out(options(true, false), None), Ok(()));
         assert_eq!(world.fake.read(kept), Some(kept), "the allocation never left the device");
         assert_eq!((world.fake.read(other), world.fake.held().mappings), (None, 1));
         assert_eq!(copy_in(), Ok(()));
@@ -187,7 +187,7 @@ fn exported_block_stays() {
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
     assert!(!is_broken(result::OUT_OF_MEMORY), "nothing is copied out");
-    assert_eq!(copy_out(false, false, None), Ok(()));
+    assert_eq!(copy_out(options(false, false), None), Ok(()));
     assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
     world.fake.fail("cuCtxSynchronize", 0);
     assert!(is_broken(result::OUT_OF_MEMORY));
@@ -201,11 +201,11 @@ fn copy_stops_where_others_took_host_memory() {
     use super::super::host_pressure::tests::TAKEN_BY_OTHERS;
     let world = World::new();
     TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
-    let ended = copy_out(true, false, None);
+    let ended = copy_out(options(true, false), None);
     TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
     assert_eq!(ended, Err(NO_HOST_MEMORY));
     assert!(world.is_resident() && !is_copied_out());
-    assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((copy_out(options(true, false), None), world.is_copied_out()), (Ok(()), true));
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
@@ -220,10 +220,10 @@ fn copy_turned_back_by_controller_leaves_all() {
         page.set_phase(Phase::CopyingOut);
         page.generation.store(1, Ordering::Relaxed);
         page.turn_back_for_test(1);
-        assert_eq!(copy_out(true, false, None), Err(NO_HOST_MEMORY));
+        assert_eq!(copy_out(options(true, false), None), Err(NO_HOST_MEMORY));
         assert!(world.is_resident() && !is_copied_out());
         page.generation.fetch_add(1, Ordering::Relaxed);
-        assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+        assert_eq!((copy_out(options(true, false), None), world.is_copied_out()), (Ok(()), true));
         assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
     });
 }
@@ -237,9 +237,16 @@ fn failed_copy_out_leaves_all_on_the_device() {
             let world = World::new();
             // Before the copies, the digests make one call of each of these functions.
             world.fake.fail(call, 1 + which);
-            assert_eq!(copy_out(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
+            assert_eq!(
+                copy_out(options(true, false), None),
+                Err(result::OUT_OF_MEMORY),
+                "{call}, {which}"
+            );
             assert!(world.is_resident() && !is_copied_out(), "{call}, {which}");
-            assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+            assert_eq!(
+                (copy_out(options(true, false), None), world.is_copied_out()),
+                (Ok(()), true)
+            );
             assert_eq!((copy_in(), world.is_resident()), (Ok(()), true), "{call}, {which}");
         }
     }
@@ -252,7 +259,7 @@ fn failed_copy_in_is_repeated_from_the_pool() {
     let calls = each_piece.iter().flat_map(|call| (0..PIECES).map(move |which| (*call, which)));
     for (call, which) in calls.chain(once.map(|call| (call, 0))) {
         let world = World::new();
-        assert_eq!(copy_out(false, false, None), Ok(()));
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
         world.fake.fail(call, which);
         assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}");
         assert!(!world.fake.is_still_to_fail() && world.is_copied_out(), "{call}, {which}");
@@ -266,7 +273,7 @@ fn failed_copy_in_is_repeated_from_the_pool() {
 fn local_memory_leaves_with_the_copy() {
     let world = World::new();
     world.fake.hold_primary();
-    assert_eq!(copy_out(false, false, None), Ok(()));
+    assert_eq!(copy_out(options(false, false), None), Ok(()));
     assert_eq!(world.fake.stack_limit(CONTEXT), 0);
     for call in ["cuMemCreate", "cuCtxSetLimit"] {
         world.fake.fail(call, 0);
@@ -287,7 +294,7 @@ fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
         for (which, unmap) in [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)] {
             let world = World::new();
-            assert_eq!(copy_out(false, false, None), Ok(()));
+            assert_eq!(copy_out(options(false, false), None), Ok(()));
             world.fake.fail(call, if call == "cuStreamSynchronize" { 0 } else { which });
             world.fake.fail("cuMemUnmap", unmap);
             assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}, {unmap}");
@@ -435,7 +442,7 @@ fn restore_with_stale_copy_preserves_contents() {
             model.run();
             model.may_fail(&OUT);
             let (keep, check) = (model.draw(4) > 0, model.draw(2) == 0);
-            while copy_out(keep, check, None).is_err() {
+            while copy_out(options(keep, check), None).is_err() {
                 failed += 1;
                 assert!(model.is_right() && !is_copied_out());
                 model.go_back_to(&before);

@@ -119,7 +119,9 @@ mod tests {
     use nix::sys::stat::fstat;
 
     use super::super::super::fake_driver::{CONTEXT, Fake};
+    use super::super::super::prefault::StagingPlace;
     use super::super::super::prefault::tests::SHARED;
+    use super::super::StagingKind;
     use super::*;
     use crate::fds;
 
@@ -128,7 +130,7 @@ mod tests {
     /// A pool in a file, with two whole chunks and a part of one.
     fn of_file() -> StagingPool {
         let mut pool = StagingPool::none();
-        assert!(pool.replace(BYTES, true) && pool.file().is_some());
+        assert!(pool.replace(BYTES, StagingKind::File) && pool.file().is_some());
         pool.context = CONTEXT;
         pool
     }
@@ -224,7 +226,7 @@ mod tests {
             if file_is_gone {
                 fds::POOL.close();
             }
-            assert!(pool.begin(BYTES, CONTEXT));
+            assert!(pool.begin(BYTES, CONTEXT, StagingPlace::Own));
             (0..pool.chunks()).for_each(|chunk| {
                 pool.ready(chunk * CHUNK_BYTES);
             });

@@ -31,14 +31,14 @@ fn digests(many: usize) -> DigestTable {
 fn retained_copy_is_freed_when_memory_is_short() {
     let _own = SHARED.lock();
     let mut pool = kept();
-    assert_eq!(pool.tidy(false, || false), TrimResult::Kept);
+    assert_eq!(pool.tidy(false, |_| false), TrimResult::Kept);
     assert_eq!(pool.kept_bytes(), 10 * CHUNK_BYTES as u64);
     for left in [9, KEPT_CHUNKS] {
-        assert_eq!(pool.tidy(false, || true), TrimResult::Part);
+        assert_eq!(pool.tidy(false, |_| true), TrimResult::Part);
         assert_eq!(pool.kept_bytes(), (left * CHUNK_BYTES) as u64);
     }
     assert_eq!(
-        pool.tidy(false, || false),
+        pool.tidy(false, |_| false),
         TrimResult::All,
         "the pool is no longer retained, although host memory is free"
     );
@@ -59,7 +59,7 @@ fn forked_child_does_not_wait_for_helpers() {
     forked();
     let mut pool = StagingPool::none();
     pool.end();
-    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1, StagingPlace::Own));
     pool.end();
     // SAFETY: the pool has mapped this range, and nothing uses it any more.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
@@ -134,7 +134,7 @@ fn its_pages_are_brought_in_near_the_device() {
     let _own = SHARED.lock();
     let _driver = Fake::new();
     let mut pool = StagingPool::none();
-    assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+    assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT, StagingPlace::Own));
     pool.end();
     assert_eq!(PREFAULT.near(), numa::processors_of(0).unwrap_or([0; 128]));
     // SAFETY: the pool has mapped this range, and nothing uses it any more.
@@ -149,14 +149,14 @@ fn tainted_pool_is_not_used_again() {
     let _own = SHARED.lock();
     let mut pool = kept();
     pool.taint();
-    assert_eq!(pool.tidy(true, || false), TrimResult::Part, "neither retained nor prefaulted");
+    assert_eq!(pool.tidy(true, |_| false), TrimResult::Part, "neither retained nor prefaulted");
     let (start, bytes) = (pool.start, pool.bytes);
-    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1, StagingPlace::Own));
     pool.end();
     assert!(pool.start != start && pool.bytes < bytes && !pool.is_tainted());
     assert!(pool.known().is_empty(), "no digest is known");
     let fresh = pool.start;
-    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1, StagingPlace::Own));
     pool.end();
     assert_eq!(pool.start, fresh, "the fresh pool is used again");
     // SAFETY: the pool has mapped this range, and nothing uses it any more.
@@ -168,10 +168,10 @@ fn tainted_pool_is_not_used_again() {
 fn copier_is_left_before_its_pages_are_freed() {
     let _own = SHARED.lock();
     let discards: fn(&mut StagingPool) =
-        |pool| assert_eq!(pool.tidy(true, || true), TrimResult::Part);
+        |pool| assert_eq!(pool.tidy(true, |_| true), TrimResult::Part);
     let replaces: fn(&mut StagingPool) = |pool| {
         pool.taint();
-        assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+        assert!(pool.begin(HUGE_PAGE_BYTES, 1, StagingPlace::Own));
         pool.end();
     };
     for gives_back in [discards, replaces] {
@@ -220,7 +220,7 @@ fn registered_addresses_stay_mapped() {
     for is_held in [false, true] {
         let fake = Fake::new();
         let mut pool = StagingPool::none();
-        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT, StagingPlace::Own));
         pool.ready(0);
         pool.end();
         let (start, bytes) = (pool.start, pool.bytes);
@@ -229,7 +229,7 @@ fn registered_addresses_stay_mapped() {
             fake.fail("cuMemHostUnregister", 0);
         }
         pool.taint();
-        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT, StagingPlace::Own));
         pool.end();
         assert_eq!(fake.registered().len(), usize::from(is_held));
         // If the addresses were released, other memory could be there already.

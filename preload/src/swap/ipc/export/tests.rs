@@ -9,7 +9,7 @@ use super::super::super::allocations::{AllocationPiece, MemoryPlace};
 use super::super::super::backing::{back, property_on};
 use super::super::super::copy::{copy_in, copy_out};
 use super::super::super::fake_driver::{CONTEXT, DEVICE, Fake};
-use super::super::super::prefault::tests::{SHARED, forget_all};
+use super::super::super::prefault::tests::{SHARED, forget_all, options};
 use super::*;
 
 const PIECE_BYTES: u64 = 4 << 20;
@@ -212,7 +212,7 @@ fn copied_out_exporter_still_serves_its_handle() {
     let handle = IpcHandle::decode(&handle).unwrap();
     assert_eq!((code, handle.address), (result::SUCCESS, exporter.address));
     for _ in 0..2 {
-        assert_eq!(copy_out(false, false, None), Ok(()));
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
         let place = |at| locked(|table| table.at(at).unwrap().piece.place);
         assert_eq!(place(exporter.address), MemoryPlace::Device);
         assert_eq!(place(other), MemoryPlace::Pool);

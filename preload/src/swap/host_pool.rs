@@ -1,0 +1,125 @@
+//! The connection to the node's host pool. The host pool allocates pages of a memory file for this
+//! process, so that they are charged to Affinode's cgroup and not to the container's. This process
+//! maps the file. Its content lives as long as the mapping, also without the host pool.
+//!
+//! ```text
+//! helper thread ──Populate──> host pool      one request and one reply for each chunk;
+//!               <─Populated──                 any helper may receive any reply
+//! ```
+//!
+//! A page that the host pool has not allocated must not be touched: it would be charged to the
+//! container, whose limit was not checked.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
+use affinode_proto::wire::message::FRAME_BYTES;
+
+use super::prefault::CHUNK_BYTES;
+use crate::fds::{self, TrackedFd};
+use crate::sys::{self, Descriptor, task};
+
+/// Time limit for the memory file, in milliseconds. The host pool sends it when it is connected.
+const FILE_WITHIN_MS: u64 = 1_000;
+/// Time limit for a reply, in milliseconds. The host pool replies in a second, even if it has no
+/// memory. It takes longer only if it is stopped or the node reclaims memory.
+const REPLY_WITHIN_MS: u64 = 10_000;
+
+/// 1 if the memory file of the present connection has arrived.
+static HAS_FILE: AtomicU32 = AtomicU32::new(0);
+
+/// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the
+/// earlier connection's file keeps its content.
+pub fn meet(socket: Option<Descriptor>) {
+    hang_up();
+    if let Some(socket) = socket
+        && let Some(owned) = TrackedFd::note(socket.number())
+    {
+        socket.take();
+        fds::HOST_POOL.set(owned);
+    }
+}
+
+/// Ends the connection to the host pool.
+pub fn hang_up() {
+    HAS_FILE.store(0, Ordering::Release);
+    if let Some(socket) = fds::HOST_POOL.get() {
+        // A forked child may have the socket too, so it is shut down and not only closed.
+        sys::shut_down(socket);
+    }
+    fds::HOST_POOL.close();
+    fds::HOST_POOL_FILE.close();
+}
+
+/// Whether the memory file of the present connection has arrived.
+pub fn has_file() -> bool {
+    HAS_FILE.load(Ordering::Acquire) == 1 && fds::HOST_POOL.get().is_some()
+}
+
+/// Returns the memory file of the present connection, and receives it first if necessary. `None`:
+/// there is no connection, or the host pool has sent no file.
+pub fn file() -> Option<i32> {
+    let socket = fds::HOST_POOL.get()?;
+    if HAS_FILE.load(Ordering::Acquire) == 0 {
+        let mut frame = [0; FRAME_BYTES];
+        let came = task::wait_readable(socket, FILE_WITHIN_MS)
+            .then(|| sys::receive(socket, &mut frame).ok())
+            .flatten();
+        let file = came
+            .and_then(|(_, file)| file)
+            .filter(|_| matches!(FromHostPool::decode(&frame), Ok(FromHostPool::File)));
+        let owned = file.as_ref().and_then(|file| TrackedFd::note(file.number()));
+        let (Some(file), Some(owned)) = (file, owned) else {
+            hang_up();
+            return None;
+        };
+        file.take();
+        fds::HOST_POOL_FILE.set(owned);
+        HAS_FILE.store(1, Ordering::Release);
+    }
+    fds::HOST_POOL_FILE.get()
+}
+
+/// Requests the pages of a chunk, and waits for one reply. Returns the chunk that the reply names,
+/// which another thread may have requested, and whether its pages exist. `None`: the connection has
+/// ended.
+pub fn populate(chunk: usize, bytes: usize) -> Option<(usize, bool)> {
+    let request = ToHostPool::Populate {
+        offset: (chunk * CHUNK_BYTES) as u64,
+        bytes: bytes as u64,
+        processor: sys::processor(),
+    };
+    let socket = fds::HOST_POOL.get()?;
+    if sys::send(socket, &request.encode(), None).is_err() {
+        hang_up();
+        return None;
+    }
+    let reply = reply(socket);
+    if reply.is_none() {
+        // A late reply must not be taken for that of a later request.
+        hang_up();
+    }
+    reply
+}
+
+fn reply(socket: i32) -> Option<(usize, bool)> {
+    let end_us = sys::now_us() + REPLY_WITHIN_MS * 1_000;
+    loop {
+        let left_ms = end_us.saturating_sub(sys::now_us()) / 1_000;
+        if left_ms == 0 || !task::wait_readable(socket, left_ms) {
+            return None;
+        }
+        let mut frame = [0; FRAME_BYTES];
+        match sys::receive(socket, &mut frame) {
+            Ok((FRAME_BYTES, _)) => match FromHostPool::decode(&frame) {
+                Ok(FromHostPool::Populated { offset, done }) => {
+                    return Some((usize::try_from(offset).ok()? / CHUNK_BYTES, done));
+                }
+                _ => return None,
+            },
+            // Another thread has received the reply that had arrived.
+            Err(sys::EAGAIN) => {}
+            _ => return None,
+        }
+    }
+}
