@@ -5,6 +5,7 @@
 //! | [`agents`] | sockets of containers, connections and identities of processes |
 //! | [`inventory`] | readings of NVML, cgroups and /proc |
 //! | [`copier`] | the processes that copy memory for other processes, and their sockets |
+//! | [`host_pool`] | the process that allocates host memory for copy outs |
 //! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |
@@ -36,6 +37,7 @@ pub mod driver_library;
 pub mod error_chain;
 pub mod handle;
 pub mod history;
+pub mod host_pool;
 pub mod http;
 pub mod inventory;
 mod isolated_runtime;

@@ -1,5 +1,5 @@
 //! `containerd-shim-affinode-v1`: parses the command line and runs it. Only this file and the main
-//! file of `affinode-runtime` use the crates of the controller and the copier.
+//! file of `affinode-runtime` use the crates of the controller, the copier and the host pool.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -7,7 +7,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     affinode_shim::run(
         std::env::args_os(),
-        &[("controller", controller), ("copier", copier)],
+        &[("controller", controller), ("copier", copier), ("host-pool", host_pool)],
         affinode_controller::engine_of,
     )
 }
@@ -18,6 +18,13 @@ fn controller(args: Vec<OsString>) -> ExitCode {
 
 fn copier(args: Vec<OsString>) -> ExitCode {
     match affinode_copier::main(args.into_iter().skip(1)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => affinode_shim::fail(&affinode_shim::report(&error)),
+    }
+}
+
+fn host_pool(args: Vec<OsString>) -> ExitCode {
+    match affinode_host_pool::main(args.into_iter().skip(1)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => affinode_shim::fail(&affinode_shim::report(&error)),
     }

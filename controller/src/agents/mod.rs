@@ -147,6 +147,12 @@ impl AgentHandle {
         sent
     }
 
+    /// Sends the process a connection to the host pool.
+    pub fn send_host_pool(&mut self, socket: OwnedFd) -> bool {
+        let message = ControllerMessage::HostPool;
+        self.queue(OutgoingFrame { message, descriptor: Some(socket) })
+    }
+
     /// Cancels the process's copy out in progress. The controller writes the process's current
     /// generation into a word of the counters, because the process reads no messages while it
     /// copies.

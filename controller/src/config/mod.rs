@@ -164,6 +164,7 @@ impl Config {
         if self.timing.lock_timeout > 600_000 {
             return Err(ConfigError::Bad("timing.lock_timeout: accepted: 1ms to 10m".into()));
         }
+        self.memory.check()?;
         self.http.check()?;
         self.history.check()?;
         self.report.check()?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use affinode_core::Millis;
 use serde::Deserialize;
 
-use super::duration;
+use super::{ConfigError, duration};
 
 /// Section `[timing]`: intervals and deadlines of the controller.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -33,6 +33,10 @@ pub struct MemorySection {
     /// Host memory that an offload must leave free on the node, in MiB. `None` means a sixteenth of
     /// the node's memory, but at least 1 GiB.
     pub node_reserve_mib: Option<u64>,
+    /// Maximum size of the host pool, in percent of the node's memory. 0: the node has no host pool.
+    pub host_pool_percent: u64,
+    /// Name of the memory cgroup that is charged for the host pool.
+    pub host_pool_cgroup: String,
 }
 
 /// Section `[driver]`: where the NVIDIA driver is installed.
@@ -98,11 +102,37 @@ impl MemorySection {
     pub fn node_reserve_bytes(&self) -> Option<u64> {
         self.node_reserve_mib.map(|mib| mib << 20)
     }
+
+    /// Returns the maximum size of the host pool in bytes, for a node with `total_bytes` of memory.
+    #[must_use]
+    pub fn host_pool_bytes(&self, total_bytes: u64) -> u64 {
+        total_bytes / 100 * self.host_pool_percent
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        if self.host_pool_percent > 90 {
+            return Err(ConfigError::Bad("memory.host_pool_percent: accepted: 0 to 90".into()));
+        }
+        let name = &self.host_pool_cgroup;
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if name.is_empty() || name.starts_with('.') || !name.chars().all(is_allowed) {
+            return Err(ConfigError::Bad(
+                "memory.host_pool_cgroup: accepted: a name of letters, digits, '-', '_' and '.'"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
 }
 
 impl Default for MemorySection {
     fn default() -> MemorySection {
-        MemorySection { driver_overhead_mib: 1024, node_reserve_mib: None }
+        MemorySection {
+            driver_overhead_mib: 1024,
+            node_reserve_mib: None,
+            host_pool_percent: 50,
+            host_pool_cgroup: "affinode-host-pool".into(),
+        }
     }
 }
 

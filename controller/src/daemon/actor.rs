@@ -30,7 +30,12 @@ use crate::{
     conversion,
     copier::CopierProcesses,
     handle::EventLog,
-    inventory::{Inventory, InventoryQuery, memory::MemoryRules, utilization::GpuUtilization},
+    host_pool::HostPool,
+    inventory::{
+        Inventory, InventoryQuery,
+        memory::{self, MemoryRules},
+        utilization::GpuUtilization,
+    },
     journal::{Journal, UnclaimedEntry},
     socket_activation::ActivationSockets,
 };
@@ -43,6 +48,9 @@ pub(super) struct NodeActor {
     pub(super) sockets: ActivationSockets,
     pub(super) agents: HashMap<ProcessId, AgentHandle>,
     pub(super) copiers: CopierProcesses,
+    pub(super) host_pool: HostPool,
+    /// Processes that are connected to the host pool's process.
+    pub(super) in_host_pool: BTreeSet<ProcessId>,
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
@@ -120,5 +128,7 @@ pub(super) fn memory_rules(config: &Config) -> MemoryRules {
     MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,
         node_reserve_bytes: config.memory.node_reserve_bytes(),
+        host_pool_bytes: memory::total_bytes()
+            .map_or(0, |total_bytes| config.memory.host_pool_bytes(total_bytes)),
     }
 }

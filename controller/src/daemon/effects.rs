@@ -1,12 +1,12 @@
 //! Feeds inputs to the core, and executes the effects that the core returns, in their order.
 
-use affinode_core::{Effect, Input};
+use affinode_core::{Effect, Input, Key, Record};
 use affinode_proto::wire::{
     copier::CopierOrder,
     message::{Action, ControllerMessage},
 };
 
-use super::{actor::NodeActor, copiers, vram};
+use super::{actor::NodeActor, copiers, host_pool, vram};
 use crate::{
     agents::AgentHandle,
     conversion,
@@ -35,22 +35,20 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
         }
         Effect::Drop(id) => {
             actor.agents.remove(&id);
+            actor.in_host_pool.remove(&id);
         }
-        Effect::Journal(key, record) => {
-            let written = match &record {
-                Some(record) => actor.journal.write(&key, record),
-                None => actor.journal.remove(&key),
-            };
-            if let Err(error) = written {
-                tracing::error!(%key, %error, "container {key}: cannot write its journal record. \
-                                               After a restart, the controller must estimate \
-                                               the offloaded sizes");
-            }
-        }
-        Effect::Survey { key, processes } => {
+        Effect::Journal(key, record) => write_journal(actor, &key, record.as_ref()),
+        Effect::Survey { key, processes, host_pool: may_use } => {
             let known = actor.node.pids().chain(actor.copiers.pids()).collect();
-            actor.inventory.ask(InventoryQuery::Survey { key, processes, known })
+            actor.inventory.ask(InventoryQuery::Survey {
+                key,
+                processes,
+                host_pool: may_use,
+                known,
+            });
         }
+        Effect::AllowHostPool { process, bytes } => host_pool::allow(actor, process, bytes),
+        Effect::LeaveHostPool(process) => drop(actor.in_host_pool.remove(&process)),
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),
         Effect::RecallVram { epoch, processes } => drop(vram::recall(actor, epoch, &processes)),
@@ -84,6 +82,18 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
                 tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
             }
         }
+    }
+}
+
+fn write_journal(actor: &NodeActor, key: &Key, record: Option<&Record>) {
+    let written = match record {
+        Some(record) => actor.journal.write(key, record),
+        None => actor.journal.remove(key),
+    };
+    if let Err(error) = written {
+        tracing::error!(%key, %error, "container {key}: cannot write its journal record. \
+                                       After a restart, the controller must estimate \
+                                       the offloaded sizes");
     }
 }
 

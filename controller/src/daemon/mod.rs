@@ -18,6 +18,7 @@ mod frontend;
 mod gc;
 mod gpu_polling;
 mod hints;
+mod host_pool;
 mod incoming;
 mod job_socket;
 mod jobs;

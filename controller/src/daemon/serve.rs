@@ -2,7 +2,7 @@
 //! state: it feeds the inputs to the core, and executes the resulting effects in order.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeSet, HashMap, VecDeque},
     io,
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU64},
@@ -41,6 +41,7 @@ use crate::{
     copier::{CopierMessage, CopierProcesses},
     driver_library::DriverLibrary,
     handle::{Command, ControllerHandle, EventLog},
+    host_pool::HostPool,
     inventory::{
         Inventory, InventoryResult, host_levels::HostLevels,
         process_utilization::ProcessUtilization, utilization::GpuUtilization,
@@ -125,6 +126,8 @@ fn begin(
     let actor = NodeActor {
         node: Node::new(config.settings()),
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
+        host_pool: HostPool::new(host_pool_cgroup(&config)),
+        in_host_pool: BTreeSet::new(),
         config,
         run_dir: run_dir.to_owned(),
         sockets: ActivationSockets::take(run_dir),
@@ -153,6 +156,10 @@ fn begin(
     Ok((ActorInbox { findings, commands, copiers, agents }, actor))
 }
 
+fn host_pool_cgroup(config: &Config) -> PathBuf {
+    affinode_host_pool::cgroup_path(&config.memory.host_pool_cgroup)
+}
+
 /// Starts the threads that read GPUs, processes and host memory. They are separate threads, because
 /// a reading may block.
 fn start_readers(
@@ -169,7 +176,8 @@ fn start_readers(
         let _ = of_levels.send(InventoryResult::HostLevels(levels));
     })?;
     let found = found.clone();
-    let inventory = Inventory::start(DriverLibrary::nvml(config), rules, move |finding| {
+    let nvml = DriverLibrary::nvml(config);
+    let inventory = Inventory::start(nvml, rules, host_pool_cgroup(config), move |finding| {
         let _ = found.send(finding);
     })?;
     Ok((utilization, levels, inventory))

@@ -10,8 +10,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_core::host_memory::MemoryPool;
-use affinode_proto::reason::Reason;
+use affinode_core::host_memory::{HostNeed, MemoryPlace, MemoryPool, SurveyedMemory};
+use affinode_proto::{reason::Reason, wire::copier::CHUNK_BYTES};
 
 use super::process;
 
@@ -23,6 +23,8 @@ pub struct MemoryRules {
     /// Memory that must stay free on the node after an offload, in bytes. `None` means the value of
     /// [`node_reserve_bytes`] for this node.
     pub node_reserve_bytes: Option<u64>,
+    /// Size of the host pool in bytes. 0: the node has no host pool.
+    pub host_pool_bytes: u64,
 }
 
 /// Returns the default reserve of a node with `total_bytes` of memory, in bytes: a sixteenth, but
@@ -39,46 +41,88 @@ fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
 
-/// Returns the pools of host memory for an offload of these processes (pid, VRAM in bytes). The
-/// pools are the node, and each memory cgroup with a limit that is charged for the offload. Each
-/// pool has its free memory and the memory that the offload needs.
+/// Returns the pools of host memory for an offload of these processes. The pools are the node, each
+/// memory cgroup with a limit that is charged for the offload, and the host pool. Each pool has its
+/// free memory and the memory that the offload needs. `host_pool_used_bytes`: memory of the host
+/// pool that is in use. `None`: the offload cannot use the host pool.
 ///
 /// # Errors
 /// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.
 pub fn pools(
     rules: MemoryRules,
-    processes: &[(u32, u64)],
-) -> Result<Vec<MemoryPool>, (Reason, String)> {
-    let mut by_group: BTreeMap<PathBuf, u64> = BTreeMap::new();
-    let mut total: u64 = 0;
-    for (pid, vram_bytes) in processes {
-        let need = vram_bytes.saturating_add(rules.overhead_bytes);
-        total = total.saturating_add(need);
-        let groups = CgroupTree::of(*pid)
+    processes: &[HostNeed],
+    host_pool_used_bytes: Option<u64>,
+) -> Result<SurveyedMemory, (Reason, String)> {
+    let mut groups_of: Vec<(Vec<PathBuf>, &HostNeed)> = Vec::new();
+    for need in processes {
+        let pid = need.pid;
+        let groups = CgroupTree::of(pid)
             .map_err(|e| (Reason::CgroupMemory, format!("cgroup of process {pid}: {e}")))?;
-        if groups.is_frozen() || process::is_stopped(*pid) {
+        if groups.is_frozen() || process::is_stopped(pid) {
             return Err((Reason::Frozen, format!("process {pid}")));
         }
-        for group in groups.memory_ancestors() {
-            let sum = by_group.entry(group).or_default();
-            *sum = sum.saturating_add(need);
-        }
+        groups_of.push((groups.memory_ancestors(), need));
     }
-    let mut pools: Vec<MemoryPool> = by_group
-        .into_iter()
-        .filter_map(|(group, need_bytes)| {
-            let (room, limit) = headroom(&group)?;
-            Some(MemoryPool {
-                free_bytes: room.saturating_sub(group_reserve_bytes(limit)),
-                group: Some(group.display().to_string()),
-                need_bytes,
-            })
-        })
-        .collect();
     let free_bytes = free_node_bytes(rules.node_reserve_bytes)
         .map_err(|e| (Reason::HostMemory, format!("/proc/meminfo: {e}")))?;
-    pools.push(MemoryPool { group: None, free_bytes, need_bytes: total });
-    Ok(pools)
+    let node = |need_bytes| MemoryPool { place: MemoryPlace::Node, free_bytes, need_bytes };
+    let pools = |need_of: &dyn Fn(&HostNeed) -> u64| {
+        let mut by_group: BTreeMap<&Path, u64> = BTreeMap::new();
+        for (groups, need) in &groups_of {
+            for group in groups {
+                let sum = by_group.entry(group).or_default();
+                *sum = sum.saturating_add(need_of(need));
+            }
+        }
+        by_group.into_iter().filter_map(pool_of_group).collect::<Vec<_>>()
+    };
+    let total = |need_of: &dyn Fn(&HostNeed) -> u64| {
+        processes.iter().fold(0_u64, |sum, need| sum.saturating_add(need_of(need)))
+    };
+    let own = |need: &HostNeed| need.bytes.saturating_add(rules.overhead_bytes);
+    let mut container = pools(&own);
+    container.push(node(total(&own)));
+    let mut host_pool = Vec::new();
+    if let Some(used_bytes) = host_pool_used_bytes {
+        let beside = |need: &HostNeed| own_need_beside_host_pool(rules, need);
+        let pooled = |need: &HostNeed| match need.copied_bytes {
+            0 => 0,
+            bytes => bytes.saturating_add(CHUNK_BYTES),
+        };
+        host_pool = pools(&beside);
+        host_pool.push(node(total(&beside).saturating_add(total(&pooled))));
+        host_pool.push(MemoryPool {
+            place: MemoryPlace::HostPool,
+            free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes),
+            need_bytes: total(&pooled),
+        });
+    }
+    Ok(SurveyedMemory { container, host_pool })
+}
+
+/// Returns the memory of the container that an offload to the host pool needs, in bytes. The
+/// process's page tables for its memory file take at most a 512th of the file, and the driver's
+/// records of registered memory about as much. What the driver moves is never in the host pool.
+fn own_need_beside_host_pool(rules: MemoryRules, need: &HostNeed) -> u64 {
+    const MIN_BYTES: u64 = 32 << 20;
+    let tables_bytes = match need.copied_bytes {
+        0 => 0,
+        bytes => bytes / 128 + MIN_BYTES,
+    };
+    let driver_bytes = match need.driver_moves {
+        true => need.bytes.saturating_sub(need.copied_bytes).saturating_add(rules.overhead_bytes),
+        false => 0,
+    };
+    tables_bytes.saturating_add(driver_bytes)
+}
+
+fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {
+    let (room, limit) = headroom(group)?;
+    Some(MemoryPool {
+        free_bytes: room.saturating_sub(group_reserve_bytes(limit)),
+        place: MemoryPlace::Cgroup(group.display().to_string()),
+        need_bytes,
+    })
 }
 
 /// Returns every pool that is charged for moving a process with `vram_bytes` of VRAM, and the
@@ -87,8 +131,9 @@ pub fn pools(
 pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
     let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
     let groups = CgroupTree::of(pid).map(|tree| tree.memory_ancestors()).unwrap_or_default();
-    let names = groups.into_iter().map(|group| Some(group.display().to_string())).chain([None]);
-    names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
+    let cgroup = |group: PathBuf| MemoryPlace::Cgroup(group.display().to_string());
+    let places = groups.into_iter().map(cgroup).chain([MemoryPlace::Node]);
+    places.map(|place| MemoryPool { place, free_bytes: 0, need_bytes }).collect()
 }
 
 /// Returns how much host memory these processes may still use, for each pool: the node, and each
@@ -102,14 +147,14 @@ pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
         let (room, limit) = headroom(group)?;
         Some(MemoryPool {
             free_bytes: room.saturating_sub(group_reserve_bytes(limit) / 2),
-            group: Some(group.display().to_string()),
+            place: MemoryPlace::Cgroup(group.display().to_string()),
             need_bytes: 0,
         })
     };
     let node = || {
         let reserve_bytes = reserve_in_force(rules.node_reserve_bytes).ok()?;
         let free_bytes = available_bytes().ok()?.saturating_sub(reserve_bytes / 2);
-        Some(MemoryPool { group: None, free_bytes, need_bytes: 0 })
+        Some(MemoryPool { place: MemoryPlace::Node, free_bytes, need_bytes: 0 })
     };
     groups.iter().filter_map(level).chain(node()).collect()
 }
@@ -263,7 +308,16 @@ fn meminfo_bytes(text: &str, name: &str) -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    const RULES: MemoryRules = MemoryRules { overhead_bytes: 0, node_reserve_bytes: Some(0) };
+    const RULES: MemoryRules =
+        MemoryRules { overhead_bytes: 0, node_reserve_bytes: Some(0), host_pool_bytes: 0 };
+
+    fn need(pid: u32, bytes: u64) -> HostNeed {
+        HostNeed { pid, bytes, copied_bytes: 0, driver_moves: true }
+    }
+
+    fn own_pools(rules: MemoryRules, needs: &[HostNeed]) -> Vec<MemoryPool> {
+        pools(rules, needs, None).unwrap().container
+    }
 
     #[test]
     fn version_1_and_2_lines_are_understood() {
@@ -314,8 +368,8 @@ mod tests {
         const NEED: u64 = 5 << 30;
         let rules = MemoryRules { overhead_bytes: 7, ..RULES };
         let own = std::process::id();
-        let pools = pools(rules, &[(own, NEED), (own, 1)]).unwrap();
-        let node = pools.iter().find(|pool| pool.group.is_none()).unwrap();
+        let pools = own_pools(rules, &[need(own, NEED), need(own, 1)]);
+        let node = pools.iter().find(|pool| pool.place == MemoryPlace::Node).unwrap();
         assert_eq!(node.need_bytes, NEED + 1 + 2 * 7);
         assert!(node.free_bytes > 0);
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
@@ -329,10 +383,10 @@ mod tests {
         let own = std::process::id();
         let rules = MemoryRules { node_reserve_bytes: Some(2 << 30), ..RULES };
         let free = |pools: Vec<MemoryPool>| {
-            pools.into_iter().find(|pool| pool.group.is_none()).unwrap().free_bytes
+            pools.into_iter().find(|pool| pool.place == MemoryPlace::Node).unwrap().free_bytes
         };
         let (promised, level) =
-            (free(pools(rules, &[(own, 0)]).unwrap()), free(levels(rules, &[own])));
+            (free(own_pools(rules, &[need(own, 0)])), free(levels(rules, &[own])));
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
@@ -344,8 +398,8 @@ mod tests {
         let rules = MemoryRules { overhead_bytes: 7, ..RULES };
         let of_process = pools_of(rules, own, 5);
         assert!(of_process.iter().all(|pool| pool.need_bytes == 12), "{of_process:?}");
-        for pool in pools(rules, &[(own, 5)]).unwrap() {
-            assert!(of_process.iter().any(|known| known.group == pool.group), "{pool:?}");
+        for pool in own_pools(rules, &[need(own, 5)]) {
+            assert!(of_process.iter().any(|known| known.place == pool.place), "{pool:?}");
         }
     }
 
@@ -355,7 +409,7 @@ mod tests {
         assert_eq!(node_reserve_bytes(8 * GIB), GIB);
         assert_eq!(node_reserve_bytes(128 * GIB), 8 * GIB);
         let rules = MemoryRules { node_reserve_bytes: None, ..RULES };
-        let free = |rules| pools(rules, &[]).unwrap().pop().unwrap().free_bytes;
+        let free = |rules| own_pools(rules, &[]).pop().unwrap().free_bytes;
         assert!(free(rules) + GIB / 2 < free(RULES), "by default something is kept free");
     }
 
@@ -372,8 +426,39 @@ mod tests {
         let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
         nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED)).unwrap();
-        assert_eq!(pools(RULES, &[(child.id(), 0)]).unwrap_err().0, Reason::Frozen);
+        assert_eq!(pools(RULES, &[need(child.id(), 0)], None).unwrap_err().0, Reason::Frozen);
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    /// An offload to the host pool needs the content from the pool and the node, and from the
+    /// container only what the driver moves and what the kernel needs for the mapping.
+    #[test]
+    fn host_pool_takes_the_copied_content() {
+        const COPIED: u64 = 8 << 30;
+        const REST: u64 = 1 << 30;
+        let rules = MemoryRules { overhead_bytes: 7, host_pool_bytes: 20 << 30, ..RULES };
+        let own = std::process::id();
+        let need_of = |pools: &[MemoryPool], place: &MemoryPlace| {
+            pools.iter().find(|pool| pool.place == *place).unwrap().need_bytes
+        };
+        let copied = |driver_moves| HostNeed {
+            pid: own,
+            bytes: COPIED + REST,
+            copied_bytes: COPIED,
+            driver_moves,
+        };
+        let tables = COPIED / 128 + (32 << 20);
+        for (driver_moves, beside) in [(false, tables), (true, tables + REST + 7)] {
+            let memory = pools(rules, &[copied(driver_moves)], Some(3 << 30)).unwrap();
+            let pooled = COPIED + CHUNK_BYTES;
+            assert_eq!(need_of(&memory.host_pool, &MemoryPlace::HostPool), pooled);
+            assert_eq!(need_of(&memory.host_pool, &MemoryPlace::Node), pooled + beside);
+            assert_eq!(need_of(&memory.container, &MemoryPlace::Node), COPIED + REST + 7);
+            assert_eq!(own_need_beside_host_pool(rules, &copied(driver_moves)), beside);
+            let pool = memory.host_pool.iter().find(|p| p.place == MemoryPlace::HostPool);
+            assert_eq!(pool.unwrap().free_bytes, 17 << 30);
+        }
+        assert_eq!(pools(rules, &[copied(true)], None).unwrap().host_pool, []);
     }
 }

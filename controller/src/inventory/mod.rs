@@ -12,10 +12,16 @@ pub mod process;
 pub mod process_utilization;
 pub mod utilization;
 
-use std::sync::mpsc;
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc,
+};
 
 use affinode_core::{
-    GpuSample, Key, ProcessId, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
+    GpuSample, Key, ProcessId, Survey,
+    copy_watch::Levels,
+    host_memory::{HostNeed, SurveyedMemory},
+    input::Work,
 };
 use affinode_proto::reason::Reason;
 
@@ -46,8 +52,10 @@ pub enum InventoryQuery {
     Survey {
         /// Key of the container that will be offloaded.
         key: Key,
-        /// Pids of the container's processes, each with its VRAM in bytes.
-        processes: Vec<(u32, u64)>,
+        /// Host memory that the container's processes need.
+        processes: Vec<HostNeed>,
+        /// Whether the content may be copied to the host pool.
+        host_pool: bool,
         /// Pids of all managed processes, and of copiers. If one of them is in the container's
         /// cgroup, it is no stranger.
         known: Vec<u32>,
@@ -98,13 +106,14 @@ impl Inventory {
     pub fn start(
         library: DriverLibrary,
         rules: MemoryRules,
+        pool_cgroup: PathBuf,
         tell: impl Fn(InventoryResult) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
             let mut nvml = nvml::NvmlDevices::new(library);
             for question in asked {
-                tell(answer(&mut nvml, rules, question));
+                tell(answer(&mut nvml, rules, &pool_cgroup, question));
             }
         })?;
         Ok(Inventory { questions })
@@ -120,6 +129,7 @@ impl Inventory {
 fn answer(
     nvml: &mut nvml::NvmlDevices,
     rules: MemoryRules,
+    pool_cgroup: &Path,
     question: InventoryQuery,
 ) -> InventoryResult {
     match question {
@@ -130,38 +140,54 @@ fn answer(
         InventoryQuery::Vram { key, epoch, pending } => {
             InventoryResult::Vram { key, epoch, pending, gpus: nvml.read(true) }
         }
-        InventoryQuery::Survey { key, processes, known } => {
+        InventoryQuery::Survey { key, processes, host_pool, known } => {
             let gpus = nvml.read(true);
-            let host = host_pools(rules, &processes, &known, gpus.as_deref().unwrap_or_default());
+            let on_gpus = gpus.as_deref().unwrap_or_default();
+            let used_bytes = host_pool.then(|| host_pool_used_bytes(rules, pool_cgroup)).flatten();
+            let host = host_pools(rules, processes, used_bytes, &known, on_gpus);
             InventoryResult::Surveyed(key, Survey { gpus, host })
+        }
+    }
+}
+
+/// Returns the memory of the host pool that is in use, in bytes. `None`: the node has no host pool,
+/// or its use cannot be read.
+fn host_pool_used_bytes(rules: MemoryRules, cgroup: &Path) -> Option<u64> {
+    if rules.host_pool_bytes == 0 {
+        return None;
+    }
+    match affinode_host_pool::used_bytes(cgroup) {
+        Ok(bytes) => Some(bytes),
+        // The pool has not been used yet since the node was booted.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Some(0),
+        Err(error) => {
+            tracing::debug!(%error, "host pool: cannot read its memory in use");
+            None
         }
     }
 }
 
 fn host_pools(
     rules: MemoryRules,
-    processes: &[(u32, u64)],
+    mut processes: Vec<HostNeed>,
+    host_pool_used_bytes: Option<u64>,
     known: &[u32],
     gpus: &[GpuSample],
-) -> Result<Vec<MemoryPool>, (Reason, String)> {
-    let ours: Vec<u32> = processes.iter().map(|(pid, _)| *pid).collect();
+) -> Result<SurveyedMemory, (Reason, String)> {
+    let ours: Vec<u32> = processes.iter().map(|need| need.pid).collect();
     let on_gpu: Vec<u32> =
         gpus.iter().flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid)).collect();
     if let Some(stranger) = process::stranger(&ours, known, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }
     // NVML may report more VRAM now than the core knew when it sent the request.
-    let sizes: Vec<(u32, u64)> = processes
-        .iter()
-        .map(|(pid, known)| {
-            let now: u64 = gpus
-                .iter()
-                .flat_map(|g| &g.processes)
-                .filter(|(p, _)| p == pid)
-                .map(|(_, bytes)| bytes)
-                .sum();
-            (*pid, now.max(*known))
-        })
-        .collect();
-    memory::pools(rules, &sizes)
+    for need in &mut processes {
+        let held = gpus.iter().flat_map(|g| &g.processes).filter(|(pid, _)| *pid == need.pid);
+        let held_bytes: u64 = held.map(|(_, bytes)| bytes).sum();
+        if need.copied_bytes > 0 {
+            need.copied_bytes = need.copied_bytes.max(held_bytes);
+        }
+        need.bytes = need.bytes.max(held_bytes);
+    }
+    memory::pools(rules, &processes, host_pool_used_bytes)
 }

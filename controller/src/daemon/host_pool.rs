@@ -1,0 +1,43 @@
+//! Executes the core's effects that concern the host pool.
+
+use std::io;
+
+use affinode_core::ProcessId;
+
+use super::actor::NodeActor;
+
+/// Sets how much memory of the host pool a process may use. Connects the process to the host pool
+/// first, if necessary. If a step fails, the process gets no memory, and its copy out fails for lack
+/// of host memory. The core then uses the container's own memory.
+pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
+    if !actor.host_pool.is_running() {
+        actor.in_host_pool.clear();
+    }
+    let is_connected = actor.in_host_pool.contains(&process);
+    if bytes == 0 && !is_connected {
+        return;
+    }
+    let allowed = match is_connected {
+        true => actor.host_pool.allow(process, bytes),
+        false => connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes)),
+    };
+    if let Err(error) = allowed {
+        tracing::warn!(
+            process = process.0, %error,
+            "process {}: cannot use the host pool for its content", process.0
+        );
+    }
+}
+
+/// Connects a process to the host pool, and sends the process its end of the connection.
+fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
+    let Some(agent) = actor.agents.get_mut(&process) else {
+        return Err(io::Error::other("the process is not connected to the controller"));
+    };
+    let socket = actor.host_pool.attach(process)?;
+    if !agent.send_host_pool(socket) {
+        return Err(io::Error::other("the process does not read its messages"));
+    }
+    actor.in_host_pool.insert(process);
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Runs the host pool as a child process (crate `affinode-host-pool`), and owns the controller's
+//! end of its socket. `core/host_pool.rs` decides which processes use it, and how much.
+//!
+//! ```text
+//! first attach ──> running ──exits──> not running ──attach, 10 s after the start──> running
+//! ```
+
+mod child;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use affinode_core::ProcessId;
+use affinode_proto::wire::host_pool::HostPoolOrder;
+use tokio::{process::Command, time::Instant};
+
+use self::child::HostPoolProcess;
+use crate::copier::pair;
+
+/// Minimum time between two starts of the host pool.
+const RESTART_AFTER: Duration = Duration::from_secs(10);
+
+/// The host pool of the node. Its process is started when the first process is attached. Dropping
+/// this value kills the process.
+#[derive(Debug)]
+pub struct HostPool {
+    cgroup: PathBuf,
+    child: Option<HostPoolProcess>,
+    /// Time of the latest attempt to start the process.
+    started_at: Option<Instant>,
+    program: fn(&Path) -> Command,
+}
+
+impl HostPool {
+    /// Creates a host pool without a process. `cgroup` is the folder of its memory cgroup.
+    #[must_use]
+    pub fn new(cgroup: PathBuf) -> HostPool {
+        HostPool { cgroup, child: None, started_at: None, program: child::command }
+    }
+
+    /// Attaches a process to the host pool, and starts the host pool if it does not run. Returns
+    /// the socket end for the process.
+    ///
+    /// # Errors
+    /// The host pool cannot be started, has been started shortly before and has ended, or does not
+    /// read its socket.
+    pub fn attach(&mut self, process: ProcessId) -> io::Result<OwnedFd> {
+        let (ours, theirs) = pair()?;
+        let order = HostPoolOrder::Attach { process: process.0 };
+        self.running()?.tell(order, Some(&ours))?;
+        Ok(theirs)
+    }
+
+    /// Sets how much memory the file of a process may contain.
+    ///
+    /// # Errors
+    /// The host pool does not run, or does not read its socket.
+    pub fn allow(&mut self, process: ProcessId, bytes: u64) -> io::Result<()> {
+        let child = self.child.as_ref().filter(|child| child.is_running());
+        let child = child.ok_or_else(|| io::Error::other("the host pool does not run"))?;
+        child.tell(HostPoolOrder::Allow { process: process.0, bytes }, None)
+    }
+
+    /// Whether the host pool's process runs.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.child.as_ref().is_some_and(HostPoolProcess::is_running)
+    }
+
+    /// Returns the folder of the host pool's memory cgroup.
+    #[must_use]
+    pub fn cgroup(&self) -> &Path {
+        &self.cgroup
+    }
+
+    /// Returns the process of the host pool. Starts it if it does not run.
+    fn running(&mut self) -> io::Result<&HostPoolProcess> {
+        let child = match self.child.take().filter(HostPoolProcess::is_running) {
+            Some(child) => child,
+            None => self.start()?,
+        };
+        Ok(self.child.insert(child))
+    }
+
+    fn start(&mut self) -> io::Result<HostPoolProcess> {
+        let now = Instant::now();
+        if self.started_at.is_some_and(|at| now.duration_since(at) < RESTART_AFTER) {
+            return Err(io::Error::other("the host pool has ended, and is not started again yet"));
+        }
+        self.started_at = Some(now);
+        let (ours, theirs) = pair()?;
+        HostPoolProcess::start((self.program)(&self.cgroup), ours, theirs)
+    }
+}

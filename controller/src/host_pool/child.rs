@@ -1,0 +1,105 @@
+//! Runs the host pool as a child process: another instance of this program, with the controller's
+//! socket on its standard input.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    process::Stdio,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use affinode_copier::socket;
+use affinode_proto::wire::host_pool::HostPoolOrder;
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{Child, Command},
+    sync::oneshot,
+};
+
+/// Returns the command that runs the host pool in a memory cgroup.
+pub fn command(cgroup: &Path) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("affinode-host-pool").arg("host-pool").arg(cgroup);
+    command
+}
+
+/// The host pool's child process. Dropping this value kills the process.
+#[derive(Debug)]
+pub struct HostPoolProcess {
+    socket: OwnedFd,
+    is_running: Arc<AtomicBool>,
+    /// Dropping this sender makes the controller kill the process.
+    _kill: oneshot::Sender<()>,
+}
+
+impl HostPoolProcess {
+    /// Starts the program of `command`, with the socket `theirs` on its standard input. `ours` is
+    /// the other end of this socket.
+    ///
+    /// # Errors
+    /// The process cannot be started.
+    pub fn start(
+        mut command: Command,
+        ours: OwnedFd,
+        theirs: OwnedFd,
+    ) -> io::Result<HostPoolProcess> {
+        command
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut process = command.spawn()?;
+        if let Some(said) = process.stderr.take() {
+            tokio::spawn(async move {
+                let mut lines = BufReader::new(said).lines();
+                while let Ok(Some(line)) = lines.next_line().await {
+                    tracing::info!("host pool: {line}");
+                }
+            });
+        }
+        let is_running = Arc::new(AtomicBool::new(true));
+        let (kill, killed) = oneshot::channel();
+        tokio::spawn(wait(process, killed, Arc::clone(&is_running)));
+        Ok(HostPoolProcess { socket: ours, is_running, _kill: kill })
+    }
+
+    /// Sends an order to the host pool, with the descriptor `along` if there is one.
+    ///
+    /// # Errors
+    /// The order cannot be sent, for example because the host pool does not read its socket.
+    pub fn tell(&self, order: HostPoolOrder, along: Option<&OwnedFd>) -> io::Result<()> {
+        socket::send(self.socket.as_fd(), &order.encode(), along).map(drop)
+    }
+
+    /// Whether the process has not exited yet.
+    pub fn is_running(&self) -> bool {
+        self.is_running.load(Ordering::Acquire)
+    }
+
+    /// Returns a function that tells whether the process has not exited yet.
+    #[cfg(test)]
+    pub fn watch(&self) -> impl Fn() -> bool + use<> {
+        let is_running = Arc::clone(&self.is_running);
+        move || is_running.load(Ordering::Acquire)
+    }
+}
+
+/// Waits until the process exits. Kills it when the sender of `killed` is dropped.
+async fn wait(mut process: Child, killed: oneshot::Receiver<()>, is_running: Arc<AtomicBool>) {
+    tokio::select! {
+        _ = killed => {
+            // An error means that the process has exited already.
+            let _ = process.start_kill();
+            let _ = process.wait().await;
+        }
+        exit = process.wait() => match exit {
+            Ok(status) => tracing::warn!(%status, "the host pool has ended"),
+            Err(error) => tracing::warn!(%error, "cannot wait for the end of the host pool"),
+        },
+    }
+    is_running.store(false, Ordering::Release);
+}

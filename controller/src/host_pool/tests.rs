@@ -1,0 +1,106 @@
+//! Tests of the child process of the host pool. Programs that do nothing replace it.
+
+use std::time::Duration;
+
+use affinode_copier::socket;
+
+use super::*;
+
+/// Time after which a test that still waits has failed.
+const TOO_LONG: Duration = Duration::from_secs(60);
+
+fn host_pool(program: fn(&Path) -> Command) -> HostPool {
+    HostPool { program, ..HostPool::new("/sys/fs/cgroup/affinode-test".into()) }
+}
+
+fn sleeper(_: &Path) -> Command {
+    let mut command = Command::new("sleep");
+    command.arg("600");
+    command
+}
+
+/// A program that exits when it has read one packet from its standard input.
+fn reader(_: &Path) -> Command {
+    let mut command = Command::new("dd");
+    command.args(["bs=128", "count=1", "status=none"]);
+    command
+}
+
+async fn until(condition: impl Fn() -> bool) {
+    let poll = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(TOO_LONG, poll).await.unwrap();
+}
+
+#[tokio::test]
+async fn orders_pass_the_socket() {
+    let mut pool = host_pool(sleeper);
+    let (ours, theirs) = pair().unwrap();
+    let own_stdin = pair().unwrap().1;
+    let child = HostPoolProcess::start(sleeper(pool.cgroup()), ours, own_stdin).unwrap();
+    pool.child = Some(child);
+    let agent = pool.attach(ProcessId(7)).unwrap();
+    pool.allow(ProcessId(7), 100).unwrap();
+    let (frame, attached) = socket::receive(&theirs).unwrap();
+    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Attach { process: 7 }));
+    socket::send(&agent, &frame, None).unwrap();
+    assert_eq!(socket::receive(attached.unwrap()).unwrap().0, frame, "both ends are connected");
+    let (frame, _) = socket::receive(&theirs).unwrap();
+    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Allow { process: 7, bytes: 100 }));
+}
+
+#[tokio::test]
+async fn the_first_attach_starts_the_process() {
+    let mut pool = host_pool(sleeper);
+    assert!(!pool.is_running());
+    assert!(pool.allow(ProcessId(7), 100).is_err());
+    pool.attach(ProcessId(7)).unwrap();
+    assert!(pool.is_running());
+    pool.attach(ProcessId(8)).unwrap();
+    pool.allow(ProcessId(7), 100).unwrap();
+}
+
+#[tokio::test]
+async fn a_host_pool_that_has_ended_is_started_again_after_a_while() {
+    let mut pool = host_pool(reader);
+    pool.attach(ProcessId(7)).unwrap();
+    until(|| !pool.is_running()).await;
+    assert!(pool.allow(ProcessId(7), 100).is_err());
+    assert!(pool.attach(ProcessId(7)).is_err(), "it has just been started");
+    tokio::time::pause();
+    tokio::time::advance(RESTART_AFTER).await;
+    pool.attach(ProcessId(7)).unwrap();
+    assert!(pool.is_running());
+}
+
+#[tokio::test]
+async fn a_host_pool_that_cannot_be_started_is_not_tried_at_once_again() {
+    let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
+    let refused = pool.attach(ProcessId(7)).unwrap_err();
+    assert_eq!(refused.kind(), io::ErrorKind::NotFound);
+    pool.program = sleeper;
+    assert!(pool.attach(ProcessId(7)).is_err());
+    assert!(!pool.is_running());
+    tokio::time::pause();
+    tokio::time::advance(RESTART_AFTER).await;
+    pool.attach(ProcessId(7)).unwrap();
+}
+
+#[tokio::test]
+async fn a_dropped_host_pool_is_killed() {
+    let (ours, theirs) = pair().unwrap();
+    let child = HostPoolProcess::start(sleeper(Path::new("/")), ours, theirs).unwrap();
+    let is_running = child.watch();
+    drop(child);
+    until(|| !is_running()).await;
+}
+
+#[test]
+fn the_command_names_the_cgroup() {
+    let command = child::command(Path::new("/sys/fs/cgroup/affinode"));
+    let args: Vec<_> = command.as_std().get_args().collect();
+    assert_eq!(args, ["host-pool", "/sys/fs/cgroup/affinode"]);
+}
