@@ -6,19 +6,18 @@
 //! ```text
 //! promised ──Allow──> the library copies to the pool ──offload over──> Allow 0
 //!                          │ no memory, or no connection
-//!                          └──> the container uses its own memory for a while
+//!                          └──> the container prefers its own memory for a while
 //! ```
 
 use affinode_proto::wire::{Capabilities, copier::CHUNK_BYTES};
 
 use super::{
-    Effect, Key, Millis, ProcessId, host_memory::HostNeed, node_state::NodeState, offload_level,
-    plan::OffloadMethod, process::Process,
+    Effect, Key, Millis, ProcessId, container::Container, host_memory::HostNeed,
+    node_state::NodeState, offload_level, plan::OffloadMethod, process::Process,
 };
 
-/// Time in milliseconds during which a container does not use the host pool after a copy out to it
-/// failed. It is longer than the usual delay before the next offload, so that the next offload uses
-/// the container's own memory.
+/// Time in milliseconds during which a container prefers its own memory after a copy out to the host
+/// pool failed. It is longer than the usual delay before the next offload.
 const PAUSE_MS: Millis = 30 * 60_000;
 
 /// Whether the container's content may be copied to the host pool. The settings `prefault` and
@@ -33,15 +32,17 @@ pub(super) fn may_use(node: &NodeState, key: &Key) -> bool {
     };
     !container.policy.prefault
         && !container.policy.dedup
-        && node.clock.now >= container.offload_failures.host_pool_not_before
         && node.registry.processes.of(key).all(|(_, process)| can_copy(process))
 }
 
 /// Whether the host pool is preferred to the container's own memory. It is not if the context
-/// leaves too: a copier then restores the container faster, but it cannot read the host pool.
+/// leaves too: a copier then restores the container faster, but it cannot read the host pool. It is
+/// also not preferred for some time after a copy out to it failed.
 pub(super) fn is_preferred(node: &NodeState, key: &Key) -> bool {
     let moves = offload_level::moves(node, key);
-    node.registry.processes.of(key).all(|(_, process)| moves(process) == OffloadMethod::Copy)
+    let not_before = |c: &Container| c.offload_failures.host_pool_not_before;
+    node.registry.containers.get(key).is_some_and(|c| node.clock.now >= not_before(c))
+        && node.registry.processes.of(key).all(|(_, process)| moves(process) == OffloadMethod::Copy)
 }
 
 /// Returns the host memory that the offload of a process needs.
@@ -93,7 +94,7 @@ pub(super) fn end_permissions(node: &mut NodeState) {
     }
 }
 
-/// Records that a copy out to the host pool failed. The container uses its own memory for a while.
+/// Records that a copy out to the host pool failed. The container prefers its own memory for a while.
 /// The connections of its processes may have failed too, so they are made anew for their next use.
 pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;

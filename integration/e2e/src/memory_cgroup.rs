@@ -23,6 +23,14 @@ pub fn folder(world: &Testbed) -> Result<PathBuf> {
         .context("no cgroup hierarchy has the memory controller")
 }
 
+/// Returns the folder of a memory cgroup below the root cgroup.
+#[must_use]
+pub fn at_root(name: &str) -> PathBuf {
+    let root = Path::new("/sys/fs/cgroup");
+    let unified = root.join("cgroup.controllers").exists();
+    if unified { root.join(name) } else { root.join("memory").join(name) }
+}
+
 /// Returns the memory that is charged to the cgroup, in bytes.
 ///
 /// # Errors

@@ -15,8 +15,7 @@ pub struct OffloadFailures {
     pub in_a_row: u32,
     /// Earliest time of the next offload.
     pub not_before: Millis,
-    /// Earliest time of the next copy out to the host pool. Until then, the container uses its own
-    /// memory.
+    /// Time until which the container's own memory is preferred to the host pool.
     pub host_pool_not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
     forced_in_a_row: u32,

@@ -137,12 +137,13 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
     })
 }
 
-/// Checks that a memory limit below the container's VRAM prevents an offload, until `docker update`
-/// raises the limit.
+/// Checks that a memory limit below the container's VRAM prevents the driver's checkpoint, until
+/// `docker update` raises the limit.
 #[test]
 fn docker_update_raises_the_memory_limit() -> Result<()> {
     with_docker("{}", |world, docker| {
-        let flags = affinode(docker, &["--memory=96m", "--memory-swap=96m"])?;
+        let engine = "--annotation=affinode.io/engine=checkpoint";
+        let flags = affinode(docker, &["--memory=96m", "--memory-swap=96m", engine])?;
         let (id, mut worker) = docker.worker("trainer", 256, &flags)?;
         let said = world.cli().offload(&id)?;
         ensure!(

@@ -28,6 +28,7 @@ mode = "manual"
 sample_interval = "50ms"
 [memory]
 driver_overhead_mib = 64
+host_pool_percent = 0
 "#;
 const VRAM_MIB: u64 = 512;
 /// Host memory in MiB that suffices for one container and the driver's own need, but not for two

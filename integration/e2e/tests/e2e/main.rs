@@ -21,6 +21,7 @@ mod gpu_pods;
 mod hazards;
 mod hints;
 mod host_memory;
+mod host_pool;
 mod hostile;
 mod in_part;
 mod install;
