@@ -20,6 +20,7 @@
 //! | [`jax`] | JAX with each engine, and the calls that an idle JAX makes |
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
+//! | [`host_pool`] | containers whose memory limit is below their VRAM |
 //! | [`vram_limit`] | the VRAM limit with a C program, torch, CuPy and JAX, its cost, and limited containers that need 2.4 times the GPU |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine |
 //! | [`cost`] | a hooked call compared with a direct call, a torch step with and without the library, a wake compared with the driver's own restore, a wake while another container attacks |
@@ -37,6 +38,7 @@ mod goals;
 mod gpus;
 mod hidden;
 mod host_memory;
+mod host_pool;
 mod host_root;
 mod immediate;
 mod jax;
@@ -132,6 +134,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, four processes", engines::four_processes);
     report.part(&world, "engines, held once", dedup::held_once);
     report.part(&world, "engines, large", engines::large);
+    report.part(&world, "host pool, limited container", host_pool::limited);
     vram_limit::plain(&world, &mut report);
     match python::Python::find(&world) {
         Ok(python) => {
@@ -146,6 +149,12 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     finish(&world, &mut report);
     report.judge();
     drop(world);
+    let part = "host pool, own memory instead";
+    if report.wants(part) {
+        let config = format!("{CONFIG}{}", host_pool::OFF);
+        let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
+        report.part(&world.world()?, part, host_pool::in_own_memory);
+    }
     let part = "restore policy immediate";
     if report.wants(part) {
         let world = TestbedConfig::default().release(release).gpu(gpu).config(IMMEDIATE).world()?;
@@ -180,6 +189,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     } else {
         report.skip(engines, "python3 has no jax that sees the GPU");
     }
+    report.part(world, "host pool, torch", |_, rows| host_pool::torch(python, rows));
     vram_limit::with_python(python, report);
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
