@@ -7,7 +7,7 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use rustix::{
@@ -19,7 +19,7 @@ use rustix::{
     },
 };
 
-use crate::sys;
+use crate::sys::{self, Mapping};
 
 /// Size of every memory file in bytes: 16,384 chunks of 128 MiB. The file is sparse.
 pub const FILE_BYTES: u64 = 2 << 40;
@@ -29,6 +29,11 @@ const MIN_SIZE_BYTES: u64 = 4096;
 
 /// The allowed amount is rounded up to this size in bytes, the size of a huge page.
 const UNIT_BYTES: u64 = 2 << 20;
+
+/// The size of a mapping is a multiple of this size in bytes, so that it is rarely made anew.
+const MAPPED_UNIT_BYTES: usize = 16 << 30;
+
+const PAGE_BYTES: usize = 4096;
 
 /// How often a lower limit is set again after the process has allocated pages meanwhile.
 const RETRIES: u32 = 8;
@@ -59,6 +64,11 @@ pub struct MemoryFile {
     mount: OwnedFd,
     file: OwnedFd,
     limit: Mutex<Limit>,
+    /// The mapping through which pages are allocated. It is made once and not for each range: a
+    /// change of the address space would wait for every thread that allocates pages, and each
+    /// allocation would then wait for the others. `None`: no page was allocated since the last
+    /// change of the limit.
+    mapping: Mutex<Option<Arc<Mapping>>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -90,7 +100,7 @@ impl MemoryFile {
             .map_err(failed("create a memory file"))?;
         rustix::fs::ftruncate(&file, FILE_BYTES).map_err(failed("set a memory file's size"))?;
         let limit = Limit { allowed_bytes: MIN_SIZE_BYTES, size_bytes: MIN_SIZE_BYTES };
-        Ok(MemoryFile { mount, file, limit: Mutex::new(limit) })
+        Ok(MemoryFile { mount, file, limit: Mutex::new(limit), mapping: Mutex::new(None) })
     }
 
     /// Returns the file.
@@ -107,18 +117,48 @@ impl MemoryFile {
         let unit = UNIT_BYTES;
         let rounded = bytes.min(FILE_BYTES).next_multiple_of(unit);
         limit.allowed_bytes = rounded.max(MIN_SIZE_BYTES);
+        drop(self.mapping().take());
         Ok(self.resize(&mut limit)?)
     }
 
     /// Allocates the pages of a range.
     pub fn populate(&self, offset: u64, bytes: u64) -> Populated {
         self.tighten();
-        let Ok(length) = usize::try_from(bytes) else { return Populated::Refused };
-        match sys::populate(&self.file, offset, length) {
+        let (Ok(offset), Ok(bytes)) = (usize::try_from(offset), usize::try_from(bytes)) else {
+            return Populated::Refused;
+        };
+        let Some(end) = offset.checked_add(bytes).filter(|_| offset.is_multiple_of(PAGE_BYTES))
+        else {
+            return Populated::Refused;
+        };
+        // The library uses its file from the start, so this also bounds the mapping.
+        if end as u64 > self.limit().allowed_bytes {
+            return Populated::NoRoom;
+        }
+        let populated = self
+            .mapping_to(end)
+            .and_then(|mapping| sys::populate(&self.file, &mapping, offset, bytes));
+        match populated {
             Ok(()) => Populated::Done,
             Err(Errno::FAULT | Errno::NOMEM | Errno::NOSPC) => Populated::NoRoom,
             Err(_) => Populated::Refused,
         }
+    }
+
+    /// Returns a mapping from the file's first byte to at least `end`.
+    fn mapping_to(&self, end: usize) -> Result<Arc<Mapping>, Errno> {
+        let mut present = self.mapping();
+        if let Some(mapping) = present.as_ref().filter(|mapping| mapping.bytes() >= end) {
+            return Ok(Arc::clone(mapping));
+        }
+        let made = Arc::new(Mapping::new(&self.file, 0, end.next_multiple_of(MAPPED_UNIT_BYTES))?);
+        made.prefer_huge_pages();
+        *present = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    fn mapping(&self) -> MutexGuard<'_, Option<Arc<Mapping>>> {
+        self.mapping.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lowers the limit to the allowed amount, if the process has freed pages since the limit was

@@ -13,21 +13,28 @@ use rustix::{
 const RETRIES: u32 = 100;
 
 /// Allocates the pages of a range of a memory file. They are charged to the cgroup of this process.
+/// `mapping` begins at the file's first byte and contains the range.
 ///
 /// # Errors
 /// The `errno` of the system call. If the file system is full, this is `EFAULT` or `ENOSPC`, and
 /// some of the pages may have been allocated.
-pub fn populate(file: impl AsFd, offset: u64, bytes: usize) -> Result<(), Errno> {
-    let mapping = Mapping::new(&file, offset, bytes)?;
-    mapping.prefer_huge_pages();
-    match retried(|| mapping.populate()) {
+pub fn populate(
+    file: impl AsFd,
+    mapping: &Mapping,
+    offset: usize,
+    bytes: usize,
+) -> Result<(), Errno> {
+    let populated = match retried(|| mapping.populate(offset, bytes)) {
         // Linux before 5.14 does not know this advice. The pages that it allocates here are
         // cleared only when the process touches them.
         Err(Errno::INVAL) => {
-            retried(|| rustix::fs::fallocate(&file, FallocateFlags::empty(), offset, bytes as u64))
+            let (offset, bytes) = (offset as u64, bytes as u64);
+            retried(|| rustix::fs::fallocate(&file, FallocateFlags::empty(), offset, bytes))
         }
         result => result,
-    }
+    };
+    mapping.forget(offset, bytes);
+    populated
 }
 
 fn retried(mut call: impl FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
@@ -68,17 +75,42 @@ impl Mapping {
         Ok(Mapping { start: NonNull::new(start?).ok_or(Errno::NOMEM)?, bytes })
     }
 
+    /// Size of the mapping in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// Asks for huge pages. An error is ignored: the pages are then small.
-    fn prefer_huge_pages(&self) {
+    pub fn prefer_huge_pages(&self) {
         // SAFETY: the range is a mapping of this object. The advice changes no content.
         let _ =
             unsafe { rustix::mm::madvise(self.start.as_ptr(), self.bytes, Advice::LinuxHugepage) };
     }
 
-    fn populate(&self) -> Result<(), Errno> {
+    fn populate(&self, offset: usize, bytes: usize) -> Result<(), Errno> {
+        let range = self.range(offset, bytes)?;
         // SAFETY: the range is a mapping of this object. The call allocates missing pages, but
         // changes no content.
-        unsafe { rustix::mm::madvise(self.start.as_ptr(), self.bytes, Advice::LinuxPopulateWrite) }
+        unsafe { rustix::mm::madvise(range, bytes, Advice::LinuxPopulateWrite) }
+    }
+
+    /// Removes a range from this process's page tables. Mapped pages would count as memory of this
+    /// process for the kernel's out-of-memory killer. The pages stay in the file.
+    fn forget(&self, offset: usize, bytes: usize) {
+        if let Ok(range) = self.range(offset, bytes) {
+            // SAFETY: the range is a mapping of this object, and of a file, so its content stays.
+            let _ = unsafe { rustix::mm::madvise(range, bytes, Advice::LinuxDontNeed) };
+        }
+    }
+
+    /// Returns the address of a range.
+    ///
+    /// # Errors
+    /// `EINVAL`: the range is not inside the mapping.
+    fn range(&self, offset: usize, bytes: usize) -> Result<*mut c_void, Errno> {
+        let is_inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        let at = is_inside.then(|| self.start.as_ptr().wrapping_byte_add(offset));
+        at.ok_or(Errno::INVAL)
     }
 
     /// Returns the byte at an offset of the mapping.
@@ -98,6 +130,12 @@ impl Mapping {
         unsafe { self.start.cast::<u8>().add(at).write_volatile(value) }
     }
 }
+
+// SAFETY: the object owns its mapping, and its methods change no memory that a reference could
+// refer to. The kernel synchronises the calls of several threads.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {

@@ -121,7 +121,8 @@ fn charged(world: &Testbed, id: &str) -> Result<u64> {
 pub fn torch(python: &Python, rows: &mut Rows) -> Result<()> {
     let (world, id) = (python.world, "pooled-torch");
     let limit = (4096 * MIB).to_string();
-    let spec = python.spec(id, "root", TORCH)?.flags(&["--memory-limit", &limit]);
+    let spec = python.spec(id, "root", TORCH)?.annotation(ENGINE, "auto");
+    let spec = spec.flags(&["--memory-limit", &limit]);
     let mut worker = Worker::start_as(world, spec.annotation(BY_ORDER.0, BY_ORDER.1))?;
     if let Some(why) = python.greet(&mut worker, TORCH)? {
         return Err(NotHere(why).into());
