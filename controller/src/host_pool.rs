@@ -21,7 +21,7 @@ use affinode_proto::wire::host_pool::HostPoolOrder;
 use tokio::{process::Command, time::Instant};
 
 use self::child::HostPoolProcess;
-use crate::copier::pair;
+use crate::{config::MemorySection, copier::pair, inventory::memory};
 
 /// Minimum time between two starts of the host pool.
 const RESTART_AFTER: Duration = Duration::from_secs(10);
@@ -35,6 +35,23 @@ pub struct HostPool {
     /// Time of the latest attempt to start the process.
     started_at: Option<Instant>,
     program: fn(&Path) -> Command,
+}
+
+/// Returns the maximum size of the host pool and its memory in use, in bytes. The latter is rounded
+/// to steps of 64 MiB, so that small changes are not shown. Both are 0 if the node has no host pool.
+#[must_use]
+pub fn size_and_use(section: &MemorySection) -> (u64, u64) {
+    const STEP: u64 = 64 << 20;
+    let size_bytes = memory::total_bytes().map_or(0, |total| section.host_pool_bytes(total));
+    let cgroup = cgroup_of(section);
+    let used = || affinode_host_pool::used_bytes(&cgroup).unwrap_or(0);
+    (size_bytes, if size_bytes == 0 { 0 } else { used() / STEP * STEP })
+}
+
+/// Returns the folder of the host pool's memory cgroup.
+#[must_use]
+pub fn cgroup_of(section: &MemorySection) -> PathBuf {
+    affinode_host_pool::cgroup_path(&section.host_pool_cgroup)
 }
 
 impl HostPool {

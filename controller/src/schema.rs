@@ -31,6 +31,10 @@ pub struct Node {
     pub host_used_bytes: u64,
     /// Host memory that is free for further offloads, in bytes, rounded to steps of 256 MiB.
     pub host_free_bytes: u64,
+    /// Maximum size of the host pool, in bytes. 0: the node has no host pool.
+    pub host_pool_bytes: u64,
+    /// Memory of the host pool in use, in bytes, rounded to steps of 64 MiB.
+    pub host_pool_used_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<Gpu>,
     /// The containers that use a GPU.
@@ -200,6 +204,8 @@ impl From<control::ListResponse> for Node {
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
             auto_offload: list.auto_offload,
             host_free_bytes: list.host_free_bytes,
+            host_pool_bytes: list.host_pool_bytes,
+            host_pool_used_bytes: list.host_pool_used_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
         }

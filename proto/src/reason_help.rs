@@ -240,10 +240,13 @@ impl Reason {
                  container's image.",
             ),
             Reason::CgroupMemory => (
-                "Offloaded memory is charged to the container's memory cgroup. The part of the \
-                 container's memory limit that is still free is smaller than the VRAM plus \
-                 `memory.driver_overhead_mib` (default 1 GiB) for each CUDA process.",
-                "Raise the memory limit of the container by its VRAM plus 1 GiB for each CUDA \
+                "The offload cannot use the host pool, so its memory is charged to the container's \
+                 memory cgroup. The part of the container's memory limit that is still free is \
+                 smaller than the VRAM plus `memory.driver_overhead_mib` (default 1 GiB) for each \
+                 CUDA process. The host pool is not used by the engine `checkpoint`, with \
+                 `prefault` or `dedup`, or if it is full.",
+                "Use the engine `auto`, enlarge the host pool (`memory.host_pool_percent`), or \
+                 raise the memory limit of the container by its VRAM plus 1 GiB for each CUDA \
                  process.",
             ),
             Reason::HostMemory => (

@@ -8,7 +8,7 @@ use affinode_controller::{
     clock::{monotonic_ms, unix_ms},
     config::Config,
     driver_library::DriverLibrary,
-    error_chain,
+    error_chain, host_pool,
     inventory::{memory, nvml::NvmlDevices},
     schema,
 };
@@ -56,6 +56,8 @@ impl LocalNode {
             .unwrap_or_default();
         list.version = env!("CARGO_PKG_VERSION").into();
         list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
+        (list.host_pool_bytes, list.host_pool_used_bytes) =
+            host_pool::size_and_use(&self.config.memory);
         schema::Node::from(list)
     }
 }

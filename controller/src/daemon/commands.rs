@@ -4,7 +4,8 @@ use affinode_proto::api::control::ListResponse;
 
 use super::{actor::NodeActor, call_sources, containers, hints, jobs, moves, overrides, policies};
 use crate::{
-    clock::unix_ms, conversion, error_chain, handle::Command, inventory::memory, jobs::JobReply,
+    clock::unix_ms, conversion, error_chain, handle::Command, host_pool, inventory::memory,
+    jobs::JobReply,
 };
 
 /// Executes a command. If the caller has stopped waiting, the response is dropped.
@@ -65,5 +66,7 @@ fn list(actor: &NodeActor) -> ListResponse {
     }
     list.dashboard.clone_from(&actor.dashboard);
     list.host_free_bytes = memory::room_bytes(actor.config.memory.node_reserve_bytes());
+    (list.host_pool_bytes, list.host_pool_used_bytes) =
+        host_pool::size_and_use(&actor.config.memory);
     list
 }

@@ -41,7 +41,7 @@ use crate::{
     copier::{CopierMessage, CopierProcesses},
     driver_library::DriverLibrary,
     handle::{Command, ControllerHandle, EventLog},
-    host_pool::HostPool,
+    host_pool::{self, HostPool},
     inventory::{
         Inventory, InventoryResult, host_levels::HostLevels,
         process_utilization::ProcessUtilization, utilization::GpuUtilization,
@@ -126,7 +126,7 @@ fn begin(
     let actor = NodeActor {
         node: Node::new(config.settings()),
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
-        host_pool: HostPool::new(host_pool_cgroup(&config)),
+        host_pool: HostPool::new(host_pool::cgroup_of(&config.memory)),
         in_host_pool: BTreeSet::new(),
         config,
         run_dir: run_dir.to_owned(),
@@ -156,10 +156,6 @@ fn begin(
     Ok((ActorInbox { findings, commands, copiers, agents }, actor))
 }
 
-fn host_pool_cgroup(config: &Config) -> PathBuf {
-    affinode_host_pool::cgroup_path(&config.memory.host_pool_cgroup)
-}
-
 /// Starts the threads that read GPUs, processes and host memory. They are separate threads, because
 /// a reading may block.
 fn start_readers(
@@ -177,9 +173,10 @@ fn start_readers(
     })?;
     let found = found.clone();
     let nvml = DriverLibrary::nvml(config);
-    let inventory = Inventory::start(nvml, rules, host_pool_cgroup(config), move |finding| {
-        let _ = found.send(finding);
-    })?;
+    let inventory =
+        Inventory::start(nvml, rules, host_pool::cgroup_of(&config.memory), move |finding| {
+            let _ = found.send(finding);
+        })?;
     Ok((utilization, levels, inventory))
 }
 

@@ -325,6 +325,8 @@ impl CallMetrics {
 pub struct HostMemoryMetrics {
     pub used: Gauge,
     pub free: Gauge,
+    pub pool_size: Gauge,
+    pub pool_used: Gauge,
 }
 
 impl HostMemoryMetrics {
@@ -340,6 +342,16 @@ impl HostMemoryMetrics {
                 "host_memory_free",
                 Unit::Bytes,
                 "Host memory of the node that is free for further offloads",
+            ),
+            pool_size: registry.add_with_unit(
+                "host_pool_size",
+                Unit::Bytes,
+                "Maximum size of the host pool (memory.host_pool_percent); 0: the node has none",
+            ),
+            pool_used: registry.add_with_unit(
+                "host_pool_used",
+                Unit::Bytes,
+                "Memory of the host pool in use, in steps of 64 MiB",
             ),
         }
     }

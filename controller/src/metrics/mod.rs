@@ -255,6 +255,8 @@ impl Metrics {
         table.moves.queue_depth.set(queued);
         table.host.used.set(whole(node.host_used_bytes));
         table.host.free.set(whole(node.host_free_bytes));
+        table.host.pool_size.set(whole(node.host_pool_bytes));
+        table.host.pool_used.set(whole(node.host_pool_used_bytes));
     }
 
     fn fill_gpu(&self, gpu: &schema::Gpu) {

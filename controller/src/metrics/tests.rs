@@ -14,6 +14,8 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
         auto_offload: true,
         host_used_bytes: offloaded,
         host_free_bytes: 1 << 30,
+        host_pool_bytes: 2 << 30,
+        host_pool_used_bytes: 1 << 26,
         gpus: vec![Gpu {
             uuid: "GPU-0".into(),
             name: "H200".into(),

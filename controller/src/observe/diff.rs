@@ -55,6 +55,8 @@ fn header(node: &Node) -> Node {
         auto_offload: node.auto_offload,
         host_used_bytes: node.host_used_bytes,
         host_free_bytes: node.host_free_bytes,
+        host_pool_bytes: node.host_pool_bytes,
+        host_pool_used_bytes: node.host_pool_used_bytes,
         gpus: node.gpus.clone(),
         containers: Vec::new(),
     }

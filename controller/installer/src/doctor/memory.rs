@@ -5,6 +5,7 @@ use std::path::Path;
 
 use affinode_controller::{
     config::MemorySection,
+    host_pool::size_and_use,
     inventory::memory::{available_bytes, reserve_in_force},
 };
 
@@ -36,6 +37,8 @@ pub struct MemoryFacts {
     pub kept_bytes: u64,
     /// VRAM in use on all GPUs, in bytes.
     pub vram_used_bytes: u64,
+    /// Maximum size of the host pool and its memory in use, in bytes. Size 0: there is no host pool.
+    pub host_pool_bytes: (u64, u64),
 }
 
 impl MemoryFacts {
@@ -49,6 +52,7 @@ impl MemoryFacts {
             kept_bytes: reserve_in_force(rules.node_reserve_bytes()).unwrap_or(0)
                 + (rules.driver_overhead_mib << 20),
             vram_used_bytes,
+            host_pool_bytes: size_and_use(rules),
         }
     }
 }
@@ -86,6 +90,21 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
         }
     }
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    let has_cgroups = matches!(facts.cgroups, CgroupVersion::V1 | CgroupVersion::V2);
+    match facts.host_pool_bytes {
+        (1.., _) if !has_cgroups => group.warning(
+            "host pool",
+            "it needs a memory cgroup",
+            "offloaded memory is charged to the containers, until the memory controller is there",
+        ),
+        (0, _) => group.good(
+            "host pool",
+            "none: offloaded memory is charged to the containers (memory.host_pool_percent)",
+        ),
+        (size, used) => {
+            group.good("host pool", format!("{} of at most {} in use", mib(used), mib(size)));
+        }
+    }
     match &facts.available_bytes {
         Err(why) => group.bad(
             "host RAM",
@@ -124,17 +143,19 @@ mod tests {
     fn verdicts(cgroups: CgroupVersion, available_bytes: u64) -> Vec<CheckVerdict> {
         let (kept_bytes, vram_used_bytes) = (2 * GIB, 8 * GIB);
         let available_bytes = Ok(available_bytes);
-        let facts = MemoryFacts { cgroups, available_bytes, kept_bytes, vram_used_bytes };
+        let host_pool_bytes = (2 << 30, 1 << 30);
+        let facts =
+            MemoryFacts { cgroups, available_bytes, kept_bytes, vram_used_bytes, host_pool_bytes };
         judge(&facts).iter().map(|check| check.verdict).collect()
     }
 
     #[test]
     fn ram_is_judged_by_what_fits() {
         use CheckVerdict::{Bad, Good, Warning};
-        assert_eq!(verdicts(CgroupVersion::V2, 10 * GIB), [Good, Good]);
-        assert_eq!(verdicts(CgroupVersion::V1, 9 * GIB), [Good, Warning]);
-        assert_eq!(verdicts(CgroupVersion::NoMemory, 2 * GIB), [Bad, Bad]);
-        assert_eq!(verdicts(CgroupVersion::Nothing, 10 * GIB), [Bad, Good]);
+        assert_eq!(verdicts(CgroupVersion::V2, 10 * GIB), [Good, Good, Good]);
+        assert_eq!(verdicts(CgroupVersion::V1, 9 * GIB), [Good, Good, Warning]);
+        assert_eq!(verdicts(CgroupVersion::NoMemory, 2 * GIB), [Bad, Warning, Bad]);
+        assert_eq!(verdicts(CgroupVersion::Nothing, 10 * GIB), [Bad, Warning, Good]);
     }
 
     #[test]

@@ -34,6 +34,7 @@ mod target;
 mod unit;
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -48,6 +49,7 @@ pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
+use affinode_controller::{config::Config, host_pool};
 use affinode_proto::installation::PathsFile;
 
 use self::{
@@ -445,7 +447,10 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         }
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
-    let run_dir = folders::run_dir(&folders::of(options)?);
+    let folders = folders::of(options)?;
+    let run_dir = folders::run_dir(&folders);
+    let config = folders.config.unwrap_or_else(Config::path);
+    let host_pool = Config::load(&config).ok().map(|config| host_pool::cgroup_of(&config.memory));
     match containerd::drain(&options.prefix, &run_dir, options.drain) {
         (0, 0, 0) => {}
         (0, 0, podman) => return Err(InstallError::Podman(podman)),
@@ -489,6 +494,10 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     files::remove_folders(&record.folders);
     record.remove(&options.state_dir)?;
     lock.made.splice(..0, record.folders);
+    // Only an empty cgroup can be removed. The host pool's process has ended with the controller.
+    if let Some(cgroup) = host_pool {
+        let _ = fs::remove_dir(cgroup);
+    }
     Ok(steps)
 }
 
