@@ -32,20 +32,23 @@ const FILE_SYSTEMS: [u64; 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum HostFileError {
     /// The path is a folder, device, pipe or socket.
-    #[error("the path is not a regular file")]
+    #[error("this preload list is not a regular file")]
     NotAFile,
     /// The file is not world-readable. It is not merged, because every process of the container
     /// could read the merged list.
-    #[error("the file is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
+    #[error(
+        "not every user can read this preload list; run chmod o+r on its file, or keep the \
+         container unmanaged"
+    )]
     Private,
     /// The file is on a network, FUSE or kernel file system.
     #[error(
-        "the file is on a file system of type {0:#x}; only files on local disks are merged with \
-         Affinode's preload list"
+        "this preload list is on a file system of type {0:#x}; Affinode adds its library only to \
+         lists on local disks"
     )]
     FileSystem(u64),
     /// The file exceeds [`MAX_BYTES`].
-    #[error("the file is larger than {MAX_BYTES} bytes")]
+    #[error("this preload list is larger than {MAX_BYTES} bytes")]
     TooLarge,
     /// The file could not be opened or read.
     #[error(transparent)]

@@ -56,7 +56,7 @@ pub enum ServeError {
     #[error("the stock shim exited right after its start")]
     Gone,
     /// A system call of the setup failed.
-    #[error("cannot set up the proxy, because a system call failed")]
+    #[error("cannot set up the proxy between containerd and the stock shim")]
     Io(#[from] io::Error),
 }
 

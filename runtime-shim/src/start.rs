@@ -42,7 +42,10 @@ const READY_MAX_BYTES: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The working folder or stdin could not be read.
-    #[error("cannot read stdin or the working folder, which containerd set for this command")]
+    #[error(
+        "cannot read this command's stdin, or cannot find its working folder; containerd provides \
+         both"
+    )]
     Input(#[source] io::Error),
     /// The runtime handler's options are invalid.
     #[error("cannot use the options of the runtime handler in containerd's configuration")]

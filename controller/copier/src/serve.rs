@@ -45,7 +45,7 @@ pub enum CopierError {
         source: CudaError,
     },
     /// The controller's socket has failed.
-    #[error("the copier's socket to the controller failed")]
+    #[error("the copier cannot use its socket to the controller")]
     Io(#[from] io::Error),
     /// The controller has sent an invalid frame.
     #[error("the controller sent an invalid frame")]

@@ -63,7 +63,7 @@ pub enum SessionError {
     #[error("the process closed its socket")]
     HungUp,
     /// Receiving from the process or sending to it has failed.
-    #[error("the copier's socket to the process failed")]
+    #[error("the copier cannot receive messages from the process, or send messages to it")]
     Io(#[source] io::Error),
     /// The process has sent an invalid frame.
     #[error("the process sent an invalid frame")]

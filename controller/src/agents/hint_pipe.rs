@@ -73,7 +73,11 @@ pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let (watched, pipe) = match watched {
         Ok(opened) => opened,
         Err(error) => {
-            tracing::warn!(%error, "cannot read hints from {}", path.display());
+            tracing::warn!(
+                %error,
+                "cannot read the pipe {}, so the container cannot report that it is idle or busy",
+                path.display()
+            );
             return;
         }
     };

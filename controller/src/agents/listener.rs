@@ -78,7 +78,11 @@ impl AgentListener {
         match hint_pipe::make(&pipe) {
             Ok(()) => ward.spawn(hint_pipe::listen(pipe, hints.clone())),
             Err(error) => {
-                tracing::warn!(%key, %error, "container {key}: cannot create the hint pipe")
+                tracing::warn!(
+                    %key, %error,
+                    "container {key}: cannot create the hint pipe, so the container cannot report \
+                     that it is idle or busy"
+                )
             }
         }
         let runtime = Handle::current();
@@ -176,7 +180,11 @@ async fn accept(
         let uid = stream.peer_cred().ok().map(|peer| peer.uid());
         if uid.map_or(owner.is_some(), stranger) {
             let uid = uid.map_or_else(|| "unknown".to_owned(), |uid| uid.to_string());
-            tracing::warn!(%key, "container {key}: rejected connection: peer uid {uid} does not own this container");
+            tracing::warn!(
+                %key,
+                "container {key}: rejected the connection of a process with user id {uid}, which \
+                 does not own this container"
+            );
             continue;
         }
         // If the container has too many connections, this connection is dropped. The agent sees the

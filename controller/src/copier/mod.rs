@@ -42,7 +42,7 @@ pub enum AttachError {
     #[error("the copier has exited")]
     Exited,
     /// The controller cannot create a socket between the process and the copier.
-    #[error("cannot create a socket for a copier")]
+    #[error("cannot create the sockets between a process and its copier")]
     Socket,
     /// The order to attach the process cannot be sent, for example because the copier does not read
     /// its socket.
@@ -170,5 +170,7 @@ pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
         SocketFlags::CLOEXEC,
         None,
     );
-    Ok(made.inspect_err(|error| tracing::warn!(%error, "cannot create a socket for a copier"))?)
+    Ok(made.inspect_err(
+        |error| tracing::warn!(%error, "cannot create a pair of sockets for a copier"),
+    )?)
 }

@@ -92,7 +92,10 @@ fn withdraw(actor: &mut NodeActor, key: Key) {
             overrides::override_with(actor, actor.node.overrides().with_pin(&key, false))
     {
         let error = error_chain::chain(&error);
-        tracing::warn!(%key, "container {key}: cannot remove its pin: {error}");
+        tracing::warn!(
+            %key,
+            "container {key}: ended, but its pin (`affinode pin`) cannot be removed: {error}"
+        );
     }
     actor.job_users.remove(&key);
     actor.listeners.remove(&key);

@@ -61,7 +61,7 @@ pub(super) fn agent_said(actor: &mut NodeActor, mail: AgentMail) {
         AgentMail::Detached(id) => effects::feed(actor, Input::Detached(id)),
         AgentMail::Exited(id) => effects::feed(actor, Input::Exited(id)),
         AgentMail::Refused { key, why } => {
-            tracing::warn!(%key, "container {key}: rejected connection: {why}");
+            tracing::warn!(%key, "container {key}: rejected the connection of a process: {why}");
             let event = NodeEvent { key: Some(key), ..NodeEvent::new(EventKind::Process, why) };
             actor.events.add(conversion::event_of(event), unix_ms());
         }

@@ -145,8 +145,8 @@ async fn accept(
             Err(error) => {
                 tracing::warn!(
                     %error,
-                    "control.view_group: the controller cannot accept the connection of a member, \
-                     and tries again"
+                    "control.view_group: the controller cannot accept a connection on the socket \
+                     for the group that this setting names, and tries again"
                 );
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }

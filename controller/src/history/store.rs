@@ -68,7 +68,7 @@ pub enum StoreError {
     #[error("cannot start the thread that writes the history")]
     Thread(#[source] io::Error),
     /// The content of the file cannot be read or written.
-    #[error("cannot read or write the file of the history")]
+    #[error("a read or write of the database in the history's folder (setting history.dir) failed")]
     Database(#[source] Box<redb::Error>),
     /// A span cannot be encoded as JSON.
     #[error("cannot encode a record of the history")]

@@ -21,7 +21,7 @@ const TOKEN_CHARS: usize = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum GuardError {
     /// The token file cannot be read.
-    #[error("cannot read the token in {path}")]
+    #[error("cannot read {path}, the file of the setting http.token_file")]
     Read {
         /// Path of the token file.
         path: PathBuf,
@@ -30,7 +30,9 @@ pub enum GuardError {
         source: std::io::Error,
     },
     /// The token in the token file is too short to be a secret.
-    #[error("the token in {path} has fewer than {TOKEN_CHARS} characters")]
+    #[error(
+        "the token in {path} (setting http.token_file) has fewer than {TOKEN_CHARS} characters"
+    )]
     Short {
         /// Path of the token file.
         path: PathBuf,

@@ -17,7 +17,7 @@ use tokio_rustls::{
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file of the TLS identity cannot be read, or has no certificate or key.
-    #[error("cannot read {path} (http.{key})")]
+    #[error("cannot read {path}, the file of the setting http.{key}")]
     File {
         /// Configuration key in section `[http]` that names the file.
         key: &'static str,

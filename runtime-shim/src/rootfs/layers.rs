@@ -27,7 +27,7 @@ pub enum RootfsError {
     #[error("the Create request contains no rootfs")]
     None,
     /// The overlay uses a feature that the lookup does not support.
-    #[error("the overlay uses {0}, which is not supported")]
+    #[error("the overlay mount of the rootfs uses {0}, which is not supported")]
     Overlay(&'static str),
     /// The path has too many components or symlinks, or a symlink loop.
     #[error("path {0:?} has too many symlinks or components")]

@@ -32,7 +32,7 @@ pub enum TlsError {
         source: io::Error,
     },
     /// A PEM file does not contain the expected kind of object.
-    #[error("a TLS file does not contain a {0} in PEM form")]
+    #[error("the TLS {0} is not in PEM form")]
     Pem(&'static str, #[source] pem::Error),
     /// The key does not match the certificate.
     #[error("the TLS key does not match the TLS certificate")]

@@ -399,8 +399,8 @@ impl NodeAgent<'_> {
                 match reload::reload(&socket).await {
                     Ok(None) => {}
                     Ok(Some(pid)) => tracing::info!(
-                        "controller: process {pid} was ended; the next controller reads the new \
-                         configuration"
+                        "controller: the agent ended the running controller (process {pid}); the \
+                         next controller starts with the new configuration"
                     ),
                     // If no controller runs yet, the next one reads the file when it starts.
                     Err(error) => tracing::info!(

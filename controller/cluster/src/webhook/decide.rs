@@ -88,7 +88,7 @@ pub enum LeftAlone {
     #[error("the pod's namespace is excluded by --exclude-namespace")]
     Namespace,
     /// The pod opted out by label.
-    #[error("the pod has the label {INJECT}={IGNORE}")]
+    #[error("the pod has the label {INJECT}={IGNORE}, which excludes it")]
     Label,
     /// The pod opted out by annotation.
     #[error("the pod has the annotation {INJECT}=false, which excludes it")]

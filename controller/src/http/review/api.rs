@@ -38,7 +38,7 @@ const NAME_CHARS: usize = 256;
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
     /// A file that the configuration names cannot be read.
-    #[error("cannot read {path} (http.kubernetes.{key})")]
+    #[error("cannot read {path}, the file of the setting http.kubernetes.{key}")]
     File {
         /// Configuration key in section `[http.kubernetes]` that names the file.
         key: &'static str,
@@ -49,7 +49,7 @@ pub enum ReviewError {
         source: io::Error,
     },
     /// The file of the certificate authority has no usable certificate.
-    #[error("{path} (http.kubernetes.ca_file) has no usable certificate")]
+    #[error("{path}, the file of the setting http.kubernetes.ca_file, has no usable certificate")]
     Authority {
         /// Path of the certificate authority's file.
         path: PathBuf,

@@ -96,7 +96,7 @@ async fn an_unreachable_server_admits_no_user() {
     std::fs::remove_file(&token).unwrap();
     let refusal = reviewer.admit(b"bobs-token", NODE).await.unwrap_err();
     assert!(
-        refusal.detail.contains("api-token (http.kubernetes.token_file)"),
+        refusal.detail.contains("api-token, the file of the setting http.kubernetes.token_file"),
         "{}",
         refusal.detail
     );

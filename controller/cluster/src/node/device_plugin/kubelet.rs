@@ -80,7 +80,7 @@ pub enum LinkError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     /// The plugin's server has ended.
-    #[error("the server of the plugin's socket failed")]
+    #[error("the device plugin can no longer serve the kubelet at its socket")]
     Server(#[source] TransportError),
     /// The plugin cannot connect to the kubelet's socket.
     #[error("cannot connect to {}; check that the kubelet runs", .0.display())]

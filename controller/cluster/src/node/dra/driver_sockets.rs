@@ -24,12 +24,15 @@ pub enum ServeError {
     Socket(#[from] SocketError),
     /// Another process removed or replaced a socket, so the kubelet does not reach this driver.
     #[error(
-        "another process removed or replaced a socket of the driver, so the kubelet cannot reach \
-         the driver"
+        "another process removed or replaced a socket of DRA driver {DRIVER}, so the kubelet \
+         cannot reach the driver"
     )]
     Replaced,
     /// The server of a socket failed.
-    #[error("the server of one of the driver's sockets failed")]
+    #[error(
+        "DRA driver {DRIVER} can no longer serve the kubelet at one of its sockets (dra.sock or \
+         {DRIVER}-reg.sock)"
+    )]
     Server(#[from] tonic::transport::Error),
 }
 
