@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn entering_a_cgroup_enables_the_memory_controller_and_needs_it() {
+    fn entered_cgroup_has_the_memory_controller() {
         let root = tempfile::tempdir().unwrap();
         let cgroup = root.path().join("affinode");
         let refused = enter(&cgroup).unwrap_err();

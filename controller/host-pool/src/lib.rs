@@ -49,7 +49,7 @@ pub enum HostPoolError {
     /// The host pool cannot move itself to its cgroup.
     #[error("cannot {step} {}", path.display())]
     Cgroup {
-        /// What failed.
+        /// The step that failed, as a verb.
         step: &'static str,
         /// Folder or file of the cgroup.
         path: PathBuf,

@@ -103,7 +103,7 @@ impl MemoryFile {
         Ok(MemoryFile { mount, file, limit: Mutex::new(limit), mapping: Mutex::new(None) })
     }
 
-    /// Returns the file.
+    /// Returns the memory file, to be sent to its process.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

@@ -40,7 +40,7 @@ pub struct Request {
 pub struct Job {
     /// Connection of the request.
     pub client: ClientId,
-    /// The request.
+    /// The request of the process.
     pub request: Request,
     /// Value of [`Lane::allows`] when the work began.
     allows: u64,
@@ -66,7 +66,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Adds a connection.
+    /// Adds an empty queue for a connection.
     pub fn add(&mut self, client: ClientId) {
         self.lanes.insert(client, Lane::default());
     }
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_room_waits_for_an_allow_or_its_deadline() {
+    fn request_without_room_waits_for_an_allow() {
         let (mut queue, now) = queue();
         queue.push(A, request(7, now));
         let job = queue.take(now).unwrap();

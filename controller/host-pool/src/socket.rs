@@ -16,7 +16,7 @@ use rustix::{
     },
 };
 
-/// One frame.
+/// The bytes of one frame.
 pub type Frame = [u8; FRAME_BYTES];
 
 /// Waits for the next packet. Returns its frame and its descriptor, or `None` if the peer has

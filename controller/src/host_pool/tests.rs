@@ -64,7 +64,7 @@ async fn the_first_attach_starts_the_process() {
 }
 
 #[tokio::test]
-async fn a_host_pool_that_has_ended_is_started_again_after_a_while() {
+async fn ended_host_pool_is_started_after_a_while() {
     let mut pool = host_pool(reader);
     pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
@@ -77,7 +77,7 @@ async fn a_host_pool_that_has_ended_is_started_again_after_a_while() {
 }
 
 #[tokio::test]
-async fn a_host_pool_that_cannot_be_started_is_not_tried_at_once_again() {
+async fn failed_start_is_not_repeated_at_once() {
     let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
     let refused = pool.attach(ProcessId(7)).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::NotFound);

@@ -15,12 +15,13 @@ use serde_json::Value;
 ///
 /// `integration` uses the product only as binaries. If it linked the product's crates, the tests
 /// would test programs that users do not run.
-const ALLOWED: [(&str, &[&str]); 12] = [
+const ALLOWED: [(&str, &[&str]); 13] = [
     ("proto", &[]),
     ("preload/cuda-sys", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
     ("controller/core", &["affinode-proto"]),
     ("controller/copier", &["affinode-proto", "affinode-cuda-sys"]),
+    ("controller/host-pool", &["affinode-proto"]),
     ("controller/simulate", &["affinode-proto", "affinode-core"]),
     ("controller/installer", &["affinode-proto", "affinode-core", "affinode-controller"]),
     (
@@ -37,8 +38,20 @@ const ALLOWED: [(&str, &[&str]); 12] = [
         "controller/cluster",
         &["affinode-proto", "affinode-core", "affinode-cli", "affinode-controller"],
     ),
-    ("controller", &["affinode-proto", "affinode-cuda-sys", "affinode-core", "affinode-copier"]),
-    ("runtime-shim", &["affinode-proto", "affinode-controller", "affinode-copier"]),
+    (
+        "controller",
+        &[
+            "affinode-proto",
+            "affinode-cuda-sys",
+            "affinode-core",
+            "affinode-copier",
+            "affinode-host-pool",
+        ],
+    ),
+    (
+        "runtime-shim",
+        &["affinode-proto", "affinode-controller", "affinode-copier", "affinode-host-pool"],
+    ),
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 

@@ -66,9 +66,9 @@ impl ChunkQueue {
 /// The part of a staging pool that is to be filled with pages.
 #[derive(Clone, Copy, Debug)]
 pub struct StagingMemory {
-    /// First address.
+    /// Address of the first byte.
     pub start: usize,
-    /// Size in bytes.
+    /// Size of the part in bytes.
     pub bytes: usize,
     /// Whether the memory is a memory file.
     pub of_file: bool,

@@ -106,7 +106,7 @@ fn copy_without_the_pool_follows_a_failed_one() {
 /// Another container of the pod may fill the pod's memory. That does not concern a copy to the
 /// host pool, but a shortage of the node does.
 #[test]
-fn limits_of_the_container_cancel_no_copy_to_the_pool() {
+fn own_limits_cancel_no_copy_to_the_pool() {
     let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
     world.begin_copy(AUTO, id);
     world.agents.get_mut(&id).unwrap().filling = 100;

@@ -44,7 +44,7 @@ fn a_process_with_many_requests_gets_all_replies() {
 }
 
 #[test]
-fn a_process_that_reads_no_reply_loses_its_connection() {
+fn process_that_reads_no_reply_is_disconnected() {
     let pool = TestPool::strict();
     let agent = pool.attach(7);
     let request = ToHostPool::Populate { offset: 1, bytes: 1, processor: 0 }.encode();

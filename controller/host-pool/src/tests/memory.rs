@@ -34,7 +34,7 @@ fn ranges_beyond_the_allowed_amount_are_refused() {
 }
 
 #[test]
-fn a_request_waits_for_the_allow_that_it_has_overtaken() {
+fn request_waits_for_the_allow_it_overtook() {
     let pool = TestPool::start(TOO_LONG);
     let agent = pool.attach(7);
     agent.ask(0, 4 * MIB);
@@ -53,7 +53,7 @@ fn a_request_waits_for_the_allow_that_it_has_overtaken() {
 }
 
 #[test]
-fn a_request_without_room_is_refused_after_a_while() {
+fn request_without_room_is_refused_at_last() {
     let pool = TestPool::start(Duration::from_millis(50));
     let agent = pool.attach(7);
     assert!(!agent.populate(0, 4 * MIB));
@@ -117,7 +117,7 @@ fn the_content_outlives_the_host_pool() {
 }
 
 #[test]
-fn a_process_that_is_attached_again_gets_a_new_file() {
+fn process_attached_again_gets_a_new_file() {
     let pool = TestPool::strict();
     let old = pool.attach(7);
     let new = pool.attach(7);

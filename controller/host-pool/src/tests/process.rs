@@ -13,7 +13,7 @@ const CGROUP_ENV: &str = "AFFINODE_TEST_CGROUP";
 
 /// The test starts itself again as the host pool's process.
 #[test]
-fn the_memory_is_charged_to_the_cgroup_of_the_host_pool() {
+fn memory_is_charged_to_the_pools_cgroup() {
     if let Some(cgroup) = env::var_os(CGROUP_ENV) {
         crate::main(std::iter::once(cgroup)).unwrap();
         return;
@@ -21,7 +21,7 @@ fn the_memory_is_charged_to_the_cgroup_of_the_host_pool() {
     let cgroup = cgroup_path(&format!("affinode-test-host-pool-{}", std::process::id()));
     let (controller, theirs) = pair();
     let mut child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "tests::process::the_memory_is_charged_to_the_cgroup_of_the_host_pool"])
+        .args(["--exact", "tests::process::memory_is_charged_to_the_pools_cgroup"])
         .env(CGROUP_ENV, &cgroup)
         .stdin(Stdio::from(theirs))
         .spawn()

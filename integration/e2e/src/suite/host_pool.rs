@@ -103,7 +103,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, name: &str, spec: Spec, load: &Load)
     rows.tell(&format!("{name}: first offload"), out[0], "ms");
     rows.tell(&format!("{name}: offload"), median(&out), "ms");
     rows.tell(&format!("{name}: wake"), median(&back), "ms");
-    let what = format!("{name}: charged to the container while away");
+    let what = format!("{name}: charged to the offloaded container");
     rows.tell(&what, (more_bytes / MIB) as f64, "MiB");
     rows.count(&format!("{name}: contents as before"), good, ROUNDS);
     worker.running.kill(world)?;
