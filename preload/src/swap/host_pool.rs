@@ -25,8 +25,16 @@ const FILE_WITHIN_MS: u64 = 1_000;
 /// memory. It takes longer only if it is stopped or the node reclaims memory.
 const REPLY_WITHIN_MS: u64 = 10_000;
 
-/// 1 if the memory file of the present connection has arrived.
-static HAS_FILE: AtomicU32 = AtomicU32::new(0);
+/// State of the connection: [`NO_FILE`], [`HAS_FILE`] or [`BROKEN`].
+static STATE: AtomicU32 = AtomicU32::new(NO_FILE);
+/// The memory file of the present connection has not arrived.
+const NO_FILE: u32 = 0;
+/// The memory file has arrived.
+const HAS_FILE: u32 = 1;
+/// The connection has failed and is shut down. The agent closes it before its next use. A helper
+/// must not close it, because other helpers may be waiting for a reply under the same number, and
+/// the application could open another file with this number.
+const BROKEN: u32 = 2;
 
 /// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the
 /// earlier connection's file keeps its content.
@@ -40,9 +48,9 @@ pub fn meet(socket: Option<Descriptor>) {
     }
 }
 
-/// Ends the connection to the host pool.
-pub fn hang_up() {
-    HAS_FILE.store(0, Ordering::Release);
+/// Ends the connection to the host pool. No helper may be running.
+fn hang_up() {
+    STATE.store(NO_FILE, Ordering::Release);
     if let Some(socket) = fds::HOST_POOL.get() {
         // A forked child may have the socket too, so it is shut down and not only closed.
         sys::shut_down(socket);
@@ -51,16 +59,21 @@ pub fn hang_up() {
     fds::HOST_POOL_FILE.close();
 }
 
-/// Whether the memory file of the present connection has arrived.
+/// Whether the memory file of the present connection has arrived, and the connection has not failed.
 pub fn has_file() -> bool {
-    HAS_FILE.load(Ordering::Acquire) == 1 && fds::HOST_POOL.get().is_some()
+    STATE.load(Ordering::Acquire) == HAS_FILE && fds::HOST_POOL.get().is_some()
 }
 
 /// Returns the memory file of the present connection, and receives it first if necessary. `None`:
-/// there is no connection, or the host pool has sent no file.
+/// there is no connection, it has failed, or the host pool has sent no file. No helper may be
+/// running.
 pub fn file() -> Option<i32> {
     let socket = fds::HOST_POOL.get()?;
-    if HAS_FILE.load(Ordering::Acquire) == 0 {
+    if STATE.load(Ordering::Acquire) == BROKEN {
+        hang_up();
+        return None;
+    }
+    if STATE.load(Ordering::Acquire) == NO_FILE {
         let mut frame = [0; FRAME_BYTES];
         let came = task::wait_readable(socket, FILE_WITHIN_MS)
             .then(|| sys::receive(socket, &mut frame).ok())
@@ -75,7 +88,7 @@ pub fn file() -> Option<i32> {
         };
         file.take();
         fds::HOST_POOL_FILE.set(owned);
-        HAS_FILE.store(1, Ordering::Release);
+        STATE.store(HAS_FILE, Ordering::Release);
     }
     fds::HOST_POOL_FILE.get()
 }
@@ -90,14 +103,12 @@ pub fn populate(chunk: usize, bytes: usize) -> Option<(usize, bool)> {
         processor: sys::processor(),
     };
     let socket = fds::HOST_POOL.get()?;
-    if sys::send(socket, &request.encode(), None).is_err() {
-        hang_up();
-        return None;
-    }
-    let reply = reply(socket);
+    let sent = sys::send(socket, &request.encode(), None).is_ok();
+    let reply = sent.then(|| reply(socket)).flatten();
     if reply.is_none() {
         // A late reply must not be taken for that of a later request.
-        hang_up();
+        STATE.store(BROKEN, Ordering::Release);
+        sys::shut_down(socket);
     }
     reply
 }
@@ -123,3 +134,6 @@ fn reply(socket: i32) -> Option<(usize, bool)> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
