@@ -63,6 +63,8 @@ impl MemoryPool {
 pub struct HostNeed {
     /// Host pid of the process.
     pub pid: u32,
+    /// VRAM of the process in bytes, as the core knew it when it determined the need.
+    pub vram_bytes: u64,
     /// Memory that the offload moves to host memory of the container if the host pool is not used,
     /// in bytes. 0: unknown.
     pub bytes: u64,

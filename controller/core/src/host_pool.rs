@@ -47,14 +47,24 @@ pub(super) fn is_preferred(node: &NodeState, key: &Key) -> bool {
 
 /// Returns the host memory that the offload of a process needs.
 pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
-    let copies = method != OffloadMethod::DriverCheckpoint && !process.agent.phase.is_offloaded();
-    let held_bytes = process.memory.swap.swappable_bytes.min(process.vram_bytes());
+    let copies = method != OffloadMethod::DriverCheckpoint;
     HostNeed {
         pid: process.identity.pid,
+        vram_bytes: process.vram_bytes(),
         bytes: process.host_need_bytes(method),
-        copied_bytes: if copies { held_bytes.saturating_sub(kept_in_pool(process)) } else { 0 },
+        copied_bytes: if copies { copied_bytes(process) } else { 0 },
         driver_moves: method != OffloadMethod::Copy,
     }
+}
+
+/// Memory that the library will copy to the host pool, in bytes. A retained copy that is there
+/// already does not count.
+fn copied_bytes(process: &Process) -> u64 {
+    if process.agent.phase.is_offloaded() {
+        return 0;
+    }
+    let held_bytes = process.memory.swap.swappable_bytes.min(process.vram_bytes());
+    held_bytes.saturating_sub(kept_in_pool(process))
 }
 
 fn kept_in_pool(process: &Process) -> u64 {
@@ -63,14 +73,15 @@ fn kept_in_pool(process: &Process) -> u64 {
 }
 
 /// Permits the processes of a container to use the host pool for the offload that was promised its
-/// memory. A whole chunk is added to the VRAM of each process, because the library requests memory
-/// in whole chunks.
+/// memory. A whole chunk is added for each process, because the library requests memory in whole
+/// chunks.
 pub(super) fn allow(node: &mut NodeState, key: &Key) {
     let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
     for id in ids {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
-        let bytes = process.vram_bytes().saturating_add(CHUNK_BYTES);
-        if !process.agent.phase.is_offloaded() && process.host_pool_bytes < bytes {
+        let copied_bytes = copied_bytes(process);
+        let bytes = copied_bytes.saturating_add(CHUNK_BYTES);
+        if copied_bytes > 0 && process.host_pool_bytes < bytes {
             process.host_pool_bytes = bytes;
             node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
         }

@@ -312,7 +312,7 @@ mod tests {
         MemoryRules { overhead_bytes: 0, node_reserve_bytes: Some(0), host_pool_bytes: 0 };
 
     fn need(pid: u32, bytes: u64) -> HostNeed {
-        HostNeed { pid, bytes, copied_bytes: 0, driver_moves: true }
+        HostNeed { pid, vram_bytes: bytes, bytes, copied_bytes: 0, driver_moves: true }
     }
 
     fn own_pools(rules: MemoryRules, needs: &[HostNeed]) -> Vec<MemoryPool> {
@@ -444,6 +444,7 @@ mod tests {
         };
         let copied = |driver_moves| HostNeed {
             pid: own,
+            vram_bytes: COPIED + REST,
             bytes: COPIED + REST,
             copied_bytes: COPIED,
             driver_moves,

@@ -184,10 +184,11 @@ fn host_pools(
     for need in &mut processes {
         let held = gpus.iter().flat_map(|g| &g.processes).filter(|(pid, _)| *pid == need.pid);
         let held_bytes: u64 = held.map(|(_, bytes)| bytes).sum();
+        let more_bytes = held_bytes.saturating_sub(need.vram_bytes);
         if need.copied_bytes > 0 {
-            need.copied_bytes = need.copied_bytes.max(held_bytes);
+            need.copied_bytes = need.copied_bytes.saturating_add(more_bytes);
         }
-        need.bytes = need.bytes.max(held_bytes);
+        need.bytes = need.bytes.saturating_add(more_bytes);
     }
     memory::pools(rules, &processes, host_pool_used_bytes)
 }

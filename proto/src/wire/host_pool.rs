@@ -63,12 +63,12 @@ pub enum HostPoolOrder {
         /// Number that the controller has assigned to the process.
         process: u64,
     },
-    /// Sets how much memory the file of a process may contain. The pages that the file already has
-    /// stay, even if they are more.
+    /// Sets how much more memory the file of a process may contain than it has now. A number of the
+    /// whole file would have to be believed: the process claims what it has retained.
     Allow {
         /// Number that the controller has assigned to the process.
         process: u64,
-        /// Allowed size of all pages of the file, in bytes. 0: no further page.
+        /// Allowed size of further pages of the file, in bytes. 0: no further page.
         bytes: u64,
     },
 }

@@ -44,7 +44,7 @@ fn limit_below_vram_does_not_keep_a_container() {
     let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
     world.settle();
     assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
-    let allowed: Vec<bool> = world.allowed.iter().map(|(_, bytes)| *bytes > VRAM_BYTES).collect();
+    let allowed: Vec<bool> = world.allowed.iter().map(|(_, bytes)| *bytes > COPIED_BYTES).collect();
     assert_eq!(allowed, [true, false], "permitted for the offload only");
     assert!(world.allowed.iter().all(|(process, _)| *process == id), "{:?}", world.allowed);
     assert_eq!(world.allowed[1].1, 0);

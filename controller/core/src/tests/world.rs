@@ -443,8 +443,13 @@ impl World {
                 let restoring = record.step == JournalStep::Restore;
                 let identity = (process.pid, process.start_ticks);
                 let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
-                let need =
-                    HostNeed { pid: process.pid, bytes, copied_bytes: 0, driver_moves: true };
+                let need = HostNeed {
+                    pid: process.pid,
+                    vram_bytes: bytes,
+                    bytes,
+                    copied_bytes: 0,
+                    driver_moves: true,
+                };
                 let host = self.host_pools(&[need]).container;
                 self.feed(Input::Recalled {
                     key: key.clone(),

@@ -74,6 +74,17 @@ fn freed_pages_make_room() {
     assert!(agent.populate(0, 4 * MIB));
 }
 
+/// An offload gets its amount in addition to what an earlier one has retained.
+#[test]
+fn allow_counts_from_what_the_file_has() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 4 * MIB);
+    assert!(agent.populate(0, 4 * MIB) && !agent.populate(4 * MIB, 2 * MIB));
+    pool.allow_now(7, 2 * MIB);
+    assert!(agent.populate(4 * MIB, 2 * MIB) && !agent.populate(6 * MIB, 2 * MIB));
+}
+
 #[test]
 fn allow_of_zero_keeps_pages_but_refuses_more() {
     let pool = TestPool::strict();
