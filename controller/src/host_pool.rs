@@ -84,6 +84,16 @@ impl HostPool {
         child.tell(HostPoolOrder::Allow { process: process.0, bytes }, None)
     }
 
+    /// Ends the connection of a process. Its content stays.
+    ///
+    /// # Errors
+    /// The host pool does not run, or does not read its socket.
+    pub fn detach(&mut self, process: ProcessId) -> io::Result<()> {
+        let child = self.child.as_ref().filter(|child| child.is_running());
+        let child = child.ok_or_else(|| io::Error::other("the host pool does not run"))?;
+        child.tell(HostPoolOrder::Detach { process: process.0 }, None)
+    }
+
     /// Whether the host pool's process runs.
     #[must_use]
     pub fn is_running(&self) -> bool {

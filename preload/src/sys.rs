@@ -16,9 +16,9 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    MappedRegion, PagePlacement, SealedFile, discard, make_resident, map_aligned, map_over,
-    map_private, memory_file, prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork,
-    with_scratch,
+    MappedRegion, PagePlacement, SealedFile, discard, keep_page_sizes, make_resident, map_aligned,
+    map_over, map_private, memory_file, prefer_huge_pages, punch, seal_size, unmap_private,
+    wipe_on_fork, with_scratch,
 };
 
 mod number {

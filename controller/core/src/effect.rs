@@ -101,7 +101,8 @@ pub enum Effect {
         /// Permitted memory in bytes.
         bytes: u64,
     },
-    /// Forget the connection of a process to the host pool. Its next permission makes a new one.
+    /// End the connection of a process to the host pool, and its permission. Its next permission
+    /// makes a new connection.
     LeaveHostPool(ProcessId),
     /// Read the GPUs now to prove that the VRAM of the container's grant is free. The number
     /// identifies this reading. Report the result with [`super::Input::Proven`] and the same

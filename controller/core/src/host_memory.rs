@@ -82,6 +82,8 @@ pub struct SurveyedMemory {
     pub container: Vec<MemoryPool>,
     /// The pools if the content is copied to the host pool. Empty: it cannot be used.
     pub host_pool: Vec<MemoryPool>,
+    /// The part of the host pool's memory for each process, by its host pid, in bytes.
+    pub allowances: Vec<(u32, u64)>,
 }
 
 /// Why host memory does not suffice for an offload.

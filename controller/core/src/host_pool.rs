@@ -9,7 +9,7 @@
 //!                          └──> the container prefers its own memory for a while
 //! ```
 
-use affinode_proto::wire::{Capabilities, copier::CHUNK_BYTES};
+use affinode_proto::wire::Capabilities;
 
 use super::{
     Effect, Key, Millis, ProcessId, container::Container, host_memory::HostNeed,
@@ -57,31 +57,25 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
     }
 }
 
-/// Memory that the library will copy to the host pool, in bytes. A retained copy that is there
-/// already does not count.
+/// Memory that the library will copy to the host pool, in bytes. A retained copy counts in full,
+/// because only the process itself says how much it has retained.
 fn copied_bytes(process: &Process) -> u64 {
     if process.agent.phase.is_offloaded() {
         return 0;
     }
-    let held_bytes = process.memory.swap.swappable_bytes.min(process.vram_bytes());
-    held_bytes.saturating_sub(kept_in_pool(process))
-}
-
-fn kept_in_pool(process: &Process) -> u64 {
-    let kept = process.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);
-    if process.uses_host_pool() { kept } else { 0 }
+    process.memory.swap.swappable_bytes.min(process.vram_bytes())
 }
 
 /// Permits the processes of a container to use the host pool for the offload that was promised its
-/// memory. A whole chunk is added for each process, because the library requests memory in whole
-/// chunks.
-pub(super) fn allow(node: &mut NodeState, key: &Key) {
+/// memory. `allowances` has the memory of each process, by its pid. The amounts are those of the
+/// promise: what a process reports meanwhile does not count.
+pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) {
     let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
     for id in ids {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
-        let copied_bytes = copied_bytes(process);
-        let bytes = copied_bytes.saturating_add(CHUNK_BYTES);
-        if copied_bytes > 0 && process.host_pool_bytes < bytes {
+        let own = allowances.iter().find(|(pid, _)| *pid == process.identity.pid);
+        let bytes = own.map_or(0, |(_, bytes)| *bytes);
+        if process.host_pool_bytes < bytes {
             process.host_pool_bytes = bytes;
             node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
         }
@@ -109,8 +103,13 @@ pub(super) fn end_permissions(node: &mut NodeState) {
 /// The connections of its processes may have failed too, so they are made anew for their next use.
 pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
-    let ids = node.registry.processes.ids_of(key).map(Effect::LeaveHostPool);
-    node.output.effects.extend(ids);
+    let ids: Vec<ProcessId> = node.registry.processes.ids_of(key).collect();
+    for id in ids {
+        if let Some(process) = node.registry.processes.get_mut(&id) {
+            process.host_pool_bytes = 0;
+        }
+        node.output.effects.push(Effect::LeaveHostPool(id));
+    }
     if let Some(container) = node.registry.containers.get_mut(key) {
         container.offload_failures.host_pool_not_before = now + PAUSE_MS;
     }

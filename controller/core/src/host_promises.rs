@@ -34,16 +34,16 @@ pub(super) fn promise_host_memory(
     memory: SurveyedMemory,
     asked_at: Millis,
 ) -> HostVerdict {
-    let SurveyedMemory { container, host_pool } = memory;
+    let SurveyedMemory { container, host_pool, allowances } = memory;
     if host_pool.is_empty() {
-        return judge(node, key, container, asked_at);
+        return judge(node, key, container, asked_at, &allowances);
     }
     let is_preferred = host_pool::is_preferred(node, key);
     let (first, second) =
         if is_preferred { (host_pool, container) } else { (container, host_pool) };
-    match judge(node, key, first, asked_at) {
+    match judge(node, key, first, asked_at, &allowances) {
         HostVerdict::Promised => HostVerdict::Promised,
-        first => match (judge(node, key, second, asked_at), first) {
+        first => match (judge(node, key, second, asked_at, &allowances), first) {
             // The offload can begin when other offloads have ended.
             (HostVerdict::Refused(..), HostVerdict::Waits(reason, detail)) => {
                 HostVerdict::Waits(reason, detail)
@@ -55,12 +55,18 @@ pub(super) fn promise_host_memory(
     }
 }
 
-fn judge(node: &mut NodeState, key: &Key, pools: Vec<MemoryPool>, asked_at: Millis) -> HostVerdict {
+fn judge(
+    node: &mut NodeState,
+    key: &Key,
+    pools: Vec<MemoryPool>,
+    asked_at: Millis,
+    allowances: &[(u32, u64)],
+) -> HostVerdict {
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
         Ok(()) => {
             node.host_ledger.promise(key, pools, node.clock.now);
             if node.host_ledger.uses_host_pool(key) {
-                host_pool::allow(node, key);
+                host_pool::allow(node, key, allowances);
             }
             HostVerdict::Promised
         }

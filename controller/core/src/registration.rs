@@ -283,7 +283,6 @@ fn registered(
     let holds = before.as_ref().map(|p| p.holds.record).unwrap_or_default();
     let idle = before.as_ref().and_then(|p| p.prefault.ordered_for_idle);
     let failed_moves = before.as_ref().map(|p| p.failed_moves).unwrap_or_default();
-    let host_pool_bytes = before.as_ref().map_or(0, |p| p.host_pool_bytes);
     let termination = before.as_ref().and_then(|p| p.termination.clone());
     let (vram, activity) = match before {
         Some(before) => (before.memory.vram, ProcessActivity { working: None, ..before.activity }),
@@ -296,7 +295,8 @@ fn registered(
         pending: None,
         memory: ProcessMemory { vram, swap, offloaded: None },
         failed_moves,
-        host_pool_bytes,
+        // The connection of the earlier registration has ended.
+        host_pool_bytes: 0,
         prefault: PrefaultOrder { ordered: false, ordered_for_idle: idle },
         holds: ProcessHolds { record: holds, ..ProcessHolds::default() },
         activity,

@@ -108,7 +108,7 @@ impl MemoryFile {
         self.file.as_fd()
     }
 
-    /// Sets how much more memory the file may contain than it has now. 0: no further page.
+    /// Sets how much memory the file may contain. Pages that it already has stay.
     ///
     /// # Errors
     /// The `errno` of the system call.
@@ -116,9 +116,7 @@ impl MemoryFile {
         let mut limit = self.limit();
         let unit = UNIT_BYTES;
         let rounded = bytes.min(FILE_BYTES).next_multiple_of(unit);
-        // Without permission, freed pages cannot be allocated again.
-        let present_bytes = if bytes == 0 { 0 } else { self.used_bytes()? };
-        limit.allowed_bytes = (present_bytes + rounded).max(MIN_SIZE_BYTES);
+        limit.allowed_bytes = rounded.max(MIN_SIZE_BYTES);
         drop(self.mapping().take());
         Ok(self.resize(&mut limit)?)
     }

@@ -125,6 +125,14 @@ impl Pool {
         set
     }
 
+    /// Ends the connection of a process. Does nothing if the process is not attached.
+    pub fn detach(&self, process: u64) {
+        if let Some(client) = self.find(process) {
+            self.end(&client);
+            self.let_go(client);
+        }
+    }
+
     /// Ends all connections and workers, without waiting for them.
     pub fn stop(&self) {
         let clients = {

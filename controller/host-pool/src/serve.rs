@@ -35,6 +35,7 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
                     tracing::warn!(error, "process {process}: cannot allow {bytes} bytes");
                 }
             }
+            HostPoolOrder::Detach { process } => pool.detach(process),
         }
     }
     Ok(())

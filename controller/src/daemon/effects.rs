@@ -35,7 +35,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
         }
         Effect::Drop(id) => {
             actor.agents.remove(&id);
-            actor.in_host_pool.remove(&id);
+            host_pool::leave(actor, id);
         }
         Effect::Journal(key, record) => write_journal(actor, &key, record.as_ref()),
         Effect::Survey { key, processes, host_pool: may_use } => {
@@ -48,7 +48,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             });
         }
         Effect::AllowHostPool { process, bytes } => host_pool::allow(actor, process, bytes),
-        Effect::LeaveHostPool(process) => drop(actor.in_host_pool.remove(&process)),
+        Effect::LeaveHostPool(process) => host_pool::leave(actor, process),
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),
         Effect::RecallVram { epoch, processes } => drop(vram::recall(actor, epoch, &processes)),

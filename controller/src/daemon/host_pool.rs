@@ -29,6 +29,16 @@ pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
     }
 }
 
+/// Ends the connection of a process to the host pool, and with it the permission of the process.
+pub(super) fn leave(actor: &mut NodeActor, process: ProcessId) {
+    if actor.in_host_pool.remove(&process)
+        && let Err(error) = actor.host_pool.detach(process)
+    {
+        // A host pool that has ended has no connections.
+        tracing::debug!(process = process.0, %error, "process {}: not detached", process.0);
+    }
+}
+
 /// Connects a process to the host pool, and sends the process its end of the connection.
 fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
     let Some(agent) = actor.agents.get_mut(&process) else {

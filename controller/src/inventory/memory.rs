@@ -85,19 +85,16 @@ pub fn pools(
     let mut host_pool = Vec::new();
     if let Some(used_bytes) = host_pool_used_bytes {
         let beside = |need: &HostNeed| own_need_beside_host_pool(rules, need);
-        let pooled = |need: &HostNeed| match need.copied_bytes {
-            0 => 0,
-            bytes => bytes.saturating_add(CHUNK_BYTES),
-        };
         host_pool = pools(&beside);
-        host_pool.push(node(total(&beside).saturating_add(total(&pooled))));
+        host_pool.push(node(total(&beside).saturating_add(total(&pooled_bytes))));
         host_pool.push(MemoryPool {
             place: MemoryPlace::HostPool,
             free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes),
-            need_bytes: total(&pooled),
+            need_bytes: total(&pooled_bytes),
         });
     }
-    Ok(SurveyedMemory { container, host_pool })
+    let allowances = processes.iter().map(|need| (need.pid, pooled_bytes(need))).collect();
+    Ok(SurveyedMemory { container, host_pool, allowances })
 }
 
 /// Returns the memory of the container that an offload to the host pool needs, in bytes. The
@@ -114,6 +111,15 @@ fn own_need_beside_host_pool(rules: MemoryRules, need: &HostNeed) -> u64 {
         false => 0,
     };
     tables_bytes.saturating_add(driver_bytes)
+}
+
+/// Returns the memory of the host pool that a process needs, in bytes. A chunk is added, because the
+/// library requests memory in whole chunks.
+fn pooled_bytes(need: &HostNeed) -> u64 {
+    match need.copied_bytes {
+        0 => 0,
+        bytes => bytes.saturating_add(CHUNK_BYTES),
+    }
 }
 
 fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {

@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
 use affinode_proto::wire::message::FRAME_BYTES;
 
-use super::prefault::CHUNK_BYTES;
+use super::prefault::{CHUNK_BYTES, is_turned_back};
 use crate::fds::{self, TrackedFd};
 use crate::sys::{self, Descriptor, task};
 
@@ -24,6 +24,11 @@ const FILE_WITHIN_MS: u64 = 1_000;
 /// Time limit for a reply, in milliseconds. The host pool replies in a second, even if it has no
 /// memory. It takes longer only if it is stopped or the node reclaims memory.
 const REPLY_WITHIN_MS: u64 = 10_000;
+/// Time limit for a reply after the controller has cancelled the copy out, in milliseconds.
+const TURNED_BACK_WITHIN_MS: u64 = 200;
+/// Interval at which a thread that waits for a reply looks whether the copy out was cancelled, in
+/// milliseconds.
+const LOOK_MS: u64 = 20;
 
 /// State of the connection: [`NO_FILE`], [`HAS_FILE`] or [`BROKEN`].
 static STATE: AtomicU32 = AtomicU32::new(NO_FILE);
@@ -114,11 +119,17 @@ pub fn populate(chunk: usize, bytes: usize) -> Option<(usize, bool)> {
 }
 
 fn reply(socket: i32) -> Option<(usize, bool)> {
-    let end_us = sys::now_us() + REPLY_WITHIN_MS * 1_000;
+    let mut end_us = sys::now_us() + REPLY_WITHIN_MS * 1_000;
     loop {
+        if is_turned_back() {
+            end_us = end_us.min(sys::now_us() + TURNED_BACK_WITHIN_MS * 1_000);
+        }
         let left_ms = end_us.saturating_sub(sys::now_us()) / 1_000;
-        if left_ms == 0 || !task::wait_readable(socket, left_ms) {
+        if left_ms == 0 {
             return None;
+        }
+        if !task::wait_readable(socket, left_ms.min(LOOK_MS)) {
+            continue;
         }
         let mut frame = [0; FRAME_BYTES];
         match sys::receive(socket, &mut frame) {

@@ -225,8 +225,10 @@ impl Prefault {
             return None;
         }
         // All pages exist, so this only maps them. The pages of the host pool are huge already.
+        sys::prefer_huge_pages(start, answered_bytes);
         // SAFETY: as above.
         unsafe { sys::make_resident(start, answered_bytes, false) };
+        sys::keep_page_sizes(start, answered_bytes);
         self.count_touched(answered_bytes as u64);
         Some(answered)
     }
@@ -314,8 +316,9 @@ impl Prefault {
             if self.helpers.load(Ordering::Acquire) == 0 {
                 // Without helpers the chunk becomes resident when it is registered or copied to.
                 if !self.fill_next() && self.short.load(Ordering::Acquire) == 0 {
+                    // The last helper may have ended between the two checks.
                     if self.place() == StagingPlace::HostPool {
-                        return false;
+                        return self.resident.has(chunk);
                     }
                     self.resident.set(chunk, true);
                 }
@@ -337,7 +340,7 @@ impl Prefault {
 }
 
 /// Whether the controller has cancelled the copy out in progress.
-fn is_turned_back() -> bool {
+pub fn is_turned_back() -> bool {
     process::page().is_some_and(CounterPage::is_turned_back)
 }
 

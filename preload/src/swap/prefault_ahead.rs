@@ -82,7 +82,7 @@ fn begin() -> Option<()> {
         let of_use = copier_restore::summary(MemoryPlace::Device).is_some();
         process::page()?.note(ProcessFlags::NO_COPIER, !of_use);
         of_use.then_some(())?;
-        let missing = (bytes as u64).saturating_sub(pool.kept_bytes());
+        let missing = (bytes as u64).saturating_sub(pool.kept_own_bytes());
         (!host_pressure::would_be_near(missing) && pool.begin(bytes, context, StagingPlace::Own))
             .then_some(bytes)
     })?;

@@ -19,6 +19,7 @@
 mod dedup;
 
 use core::ffi::c_void;
+use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::result;
 use affinode_proto::wire::ProcessFlags;
@@ -143,11 +144,14 @@ impl StagingPool {
         self.end();
         while self.unshare_next() {}
         let fits = self.tainted == 0 && self.bytes >= bytes && self.is_usable_as(kind);
-        if bytes > MAX_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), kind)) {
-            return false;
-        }
+        let there = fits || bytes <= MAX_BYTES && self.replace(with_room_to_grow(bytes), kind);
         if let Some(page) = process::page() {
             page.note(ProcessFlags::HOST_POOL, self.of_host_pool == 1);
+            // What an earlier copy retained may be gone.
+            page.kept_bytes.store(self.kept_bytes(), Ordering::Relaxed);
+        }
+        if !there {
+            return false;
         }
         if self.context == 0 {
             self.context = context;
@@ -261,7 +265,9 @@ impl StagingPool {
             self.discard_range(mapped, bytes);
             return false;
         }
-        sys::prefer_huge_pages(self.start as *mut u8, bytes);
+        if !of_host_pool {
+            sys::prefer_huge_pages(self.start as *mut u8, bytes);
+        }
         true
     }
 
@@ -459,6 +465,11 @@ impl StagingPool {
         resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
     }
 
+    /// Bytes of the process's own memory that the pool keeps while it is unused.
+    pub fn kept_own_bytes(&self) -> u64 {
+        if self.of_host_pool == 1 { 0 } else { self.kept_bytes() }
+    }
+
     /// Frees or unregisters a part of a pool that is not in use. `prepared` is true if the pool is
     /// prefaulted for the next offload. `short` returns whether host memory is short. If it is
     /// short, no memory is retained for the next offload.
@@ -473,7 +484,16 @@ impl StagingPool {
             };
         }
         self.keeps = 0;
-        if self.shrink() { TrimResult::Part } else { TrimResult::All }
+        if self.shrink() {
+            return TrimResult::Part;
+        }
+        if self.of_host_pool == 1 && !host_pool::has_file() {
+            // Pages may exist that the host pool allocated after the connection had failed.
+            self.unregister_all();
+            // SAFETY: the pool has mapped this range, and no chunk of it has content.
+            unsafe { sys::discard(self.start as *mut u8, self.bytes, true) };
+        }
+        TrimResult::All
     }
 
     fn shrink(&mut self) -> bool {

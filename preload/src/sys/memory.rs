@@ -81,6 +81,14 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
+/// Keeps the kernel from replacing the pages of a range by huge pages. It would charge these to the
+/// cgroup of this process, whoever allocated the pages.
+pub fn keep_page_sizes(start: *mut u8, bytes: usize) {
+    const MADV_NOHUGEPAGE: usize = 15;
+    // SAFETY: changes no content.
+    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_NOHUGEPAGE, 0, 0, 0]) };
+}
+
 /// Allocates the pages of new memory at once. If the kernel allows it, pages of a file are
 /// allocated as huge pages. The default of `shmem_enabled` prevents this on most machines unless it
 /// is requested explicitly.

@@ -63,13 +63,18 @@ pub enum HostPoolOrder {
         /// Number that the controller has assigned to the process.
         process: u64,
     },
-    /// Sets how much more memory the file of a process may contain than it has now. A number of the
-    /// whole file would have to be believed: the process claims what it has retained.
+    /// Sets how much memory the file of a process may contain. The pages that the file already has
+    /// stay, even if they are more.
     Allow {
         /// Number that the controller has assigned to the process.
         process: u64,
-        /// Allowed size of further pages of the file, in bytes. 0: no further page.
+        /// Allowed size of all pages of the file, in bytes. 0: no further page.
         bytes: u64,
+    },
+    /// Ends the connection of a process. Its file stays as long as the process maps it.
+    Detach {
+        /// Number that the controller has assigned to the process.
+        process: u64,
     },
 }
 
@@ -136,6 +141,7 @@ impl HostPoolOrder {
         match *self {
             HostPoolOrder::Attach { process } => Writer::new(261).u64(process),
             HostPoolOrder::Allow { process, bytes } => Writer::new(262).u64(process).u64(bytes),
+            HostPoolOrder::Detach { process } => Writer::new(263).u64(process),
         }
         .frame
     }
@@ -149,6 +155,7 @@ impl HostPoolOrder {
         match kind {
             261 => Ok(HostPoolOrder::Attach { process: r.u64() }),
             262 => Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64() }),
+            263 => Ok(HostPoolOrder::Detach { process: r.u64() }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -168,6 +175,7 @@ mod tests {
         let orders = [
             HostPoolOrder::Attach { process: 1 },
             HostPoolOrder::Allow { process: 1, bytes: 1 << 40 },
+            HostPoolOrder::Detach { process: 2 },
         ];
         for order in orders {
             assert_eq!(HostPoolOrder::decode(&order.encode()), Ok(order));

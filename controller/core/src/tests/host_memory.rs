@@ -33,7 +33,12 @@ impl World {
         let own = self.limit_bytes.map(|bytes| pool(MemoryPlace::Cgroup("/pod".into()), bytes));
         let shared = self.host_pool_bytes.map(|bytes| pool(MemoryPlace::HostPool, bytes));
         let host_pool = shared.map_or_else(Vec::new, |shared| vec![shared, node.clone()]);
-        SurveyedMemory { container: own.into_iter().chain([node]).collect(), host_pool }
+        let allowance = |need: &HostNeed| (need.pid, need.copied_bytes);
+        SurveyedMemory {
+            container: own.into_iter().chain([node]).collect(),
+            host_pool,
+            allowances: processes.iter().map(allowance).collect(),
+        }
     }
 
     pub(super) fn assert_host_memory_suffices(&self) {

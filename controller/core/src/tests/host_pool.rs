@@ -3,7 +3,10 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::message::{Action, Outcome},
+    wire::{
+        ProcessFlags,
+        message::{Action, Outcome},
+    },
 };
 
 use super::{
@@ -44,13 +47,26 @@ fn limit_below_vram_does_not_keep_a_container() {
     let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
     world.settle();
     assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
-    let allowed: Vec<bool> = world.allowed.iter().map(|(_, bytes)| *bytes > COPIED_BYTES).collect();
+    let allowed: Vec<bool> =
+        world.allowed.iter().map(|(_, bytes)| *bytes == COPIED_BYTES).collect();
     assert_eq!(allowed, [true, false], "permitted for the offload only");
     assert!(world.allowed.iter().all(|(process, _)| *process == id), "{:?}", world.allowed);
     assert_eq!(world.allowed[1].1, 0);
     world.call(id);
     world.settle();
     assert_eq!(world.allowed.len() % 2, 0, "{:?}", world.allowed);
+}
+
+/// A copy that is retained in the pool is not charged to the container. The next offload must still
+/// use the pool, because the container's limit has no room for the content.
+#[test]
+fn retained_copy_in_the_pool_permits_the_next() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    let agent = world.agents.get_mut(&id).unwrap();
+    (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
+    assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
 }
 
 #[test]

@@ -74,15 +74,17 @@ fn freed_pages_make_room() {
     assert!(agent.populate(0, 4 * MIB));
 }
 
-/// An offload gets its amount in addition to what an earlier one has retained.
 #[test]
-fn allow_counts_from_what_the_file_has() {
+fn detached_process_keeps_its_content_alone() {
     let pool = TestPool::strict();
     let agent = pool.attach(7);
     pool.allow_now(7, 4 * MIB);
-    assert!(agent.populate(0, 4 * MIB) && !agent.populate(4 * MIB, 2 * MIB));
-    pool.allow_now(7, 2 * MIB);
-    assert!(agent.populate(4 * MIB, 2 * MIB) && !agent.populate(6 * MIB, 2 * MIB));
+    assert!(agent.populate(0, 2 * MIB));
+    let mapping = Mapping::new(&agent.file, 0, 2 << 20).unwrap();
+    mapping.set(5, 9);
+    pool.pool.detach(7);
+    agent.expect_end();
+    assert_eq!((mapping.get(5), agent.allocated_bytes()), (9, 2 * MIB));
 }
 
 #[test]
