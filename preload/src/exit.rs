@@ -212,7 +212,8 @@ impl RecordedRelease {
     }
 }
 
-/// Kind of a call inside `exit`.
+/// Kind of a CUDA call that a program makes while it exits. The kind determines whether the library
+/// answers the call itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReleaseKind {
     /// A call whose only effect is the release of a handle.

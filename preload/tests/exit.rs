@@ -74,8 +74,9 @@ fn other_calls_at_exit_come_home_and_catch_up() {
     }
 }
 
-/// A signal handler makes a CUDA call while recorded releases are made in the driver. The call must
-/// make the remaining releases, and repeat none.
+/// An exiting process has recorded releases of GPU handles, and now makes them in the driver. A
+/// signal handler interrupts it and makes a CUDA call. This call must first make the remaining
+/// releases, and repeat none.
 #[test]
 fn interrupted_releases_are_made_once() {
     for build in BUILDS {

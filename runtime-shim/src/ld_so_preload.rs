@@ -37,8 +37,8 @@ pub enum HostFileError {
     /// The file is not world-readable. It is not merged, because every process of the container
     /// could read the merged list.
     #[error(
-        "not every user can read this preload list; run chmod o+r on its file, or keep the \
-         container unmanaged"
+        "not every user can read this file of the host; run chmod o+r on it, or keep the container \
+         unmanaged"
     )]
     Private,
     /// The file is on a network, FUSE or kernel file system.

@@ -27,7 +27,8 @@ pub enum RuncShimError {
     NotAFile(PathBuf),
     /// The file is this binary under the stock shim's name.
     #[error(
-        "{0:?} is this shim itself, under the stock shim's name; install containerd's own shim, or name its file in {PATH_ENV}"
+        "{0:?} should be containerd's own shim, but is this shim itself; install containerd's own \
+         shim, or name its file in {PATH_ENV}"
     )]
     Ourselves(PathBuf),
     /// The stock shim's process could not be started.

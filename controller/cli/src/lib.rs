@@ -173,7 +173,7 @@ enum CliError {
         #[source]
         source: std::io::Error,
     },
-    #[error("cannot write the text of the metrics")]
+    #[error("cannot create the list of the controller's metrics")]
     Metrics(#[from] std::fmt::Error),
     #[error("cannot encode the output as JSON")]
     Json(#[from] serde_json::Error),

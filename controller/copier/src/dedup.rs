@@ -118,12 +118,14 @@ pub struct DedupIndex<S> {
 }
 
 impl<S: ChunkContent> DedupIndex<S> {
-    /// Creates an empty index, which limits its segments by this machine's host memory.
+    /// Creates an empty index. It adds a segment only while this machine has enough free host
+    /// memory.
     pub fn new() -> Self {
         DedupIndex::within(HostBudget::now)
     }
 
-    /// Creates an empty index, which limits its segments by the host memory that `memory` returns.
+    /// Creates an empty index. It adds a segment only while `memory` returns enough free host
+    /// memory.
     pub fn within(memory: fn() -> HostBudget) -> Self {
         DedupIndex {
             keys: RandomState::new(),

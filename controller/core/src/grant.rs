@@ -39,8 +39,8 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether the stage is between the pauses and the end of the proof: all awaited processes have
-    /// paused their allocations, but the VRAM is not proven free yet.
+    /// Whether all awaited processes have paused their allocations, but the VRAM is not yet proven
+    /// free.
     #[must_use]
     pub fn is_held(&self) -> bool {
         matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))

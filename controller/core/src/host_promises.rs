@@ -26,8 +26,9 @@ pub(super) enum HostVerdict {
 }
 
 /// Promises host memory to a container for its offload, if the reading shows enough free memory.
-/// Prefers the host pool, or the container's own memory, and takes the other if the first does not
-/// suffice. `asked_at`: when the reading was requested.
+/// The memory is either in the host pool or the container's own. `host_pool::is_preferred` decides
+/// which of the two is tried first. If that one does not suffice, the other is tried. `asked_at`:
+/// when the reading was requested.
 pub(super) fn promise_host_memory(
     node: &mut NodeState,
     key: &Key,

@@ -31,7 +31,7 @@ impl NodeState {
         offloaded.map(|(_, p)| p.offloaded_vram_bytes()).sum()
     }
 
-    /// Numbers of a container's processes.
+    /// Returns the number by which the controller identifies each process of a container.
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
         self.registry.processes.ids_of(key).collect()
     }

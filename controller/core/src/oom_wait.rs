@@ -51,7 +51,7 @@ enum OomWaitRefusal {
     #[error("the controller does not know its container")]
     NoContainer,
     #[error(
-        "the policy setting on_oom of the container is \"fail\", so its allocations do not wait"
+        "the container's policy setting on_oom = \"fail\" lets no allocation wait for free VRAM"
     )]
     Policy,
     #[error("the driver refused it {MAX_ATTEMPTS} times, each time although enough VRAM was free")]
@@ -59,7 +59,8 @@ enum OomWaitRefusal {
     #[error("NVML does not list the GPU {0}")]
     UnknownGpu(String),
     #[error(
-        "the GPU's VRAM is too small for it: the container already holds {:.2} GiB there",
+        "the GPU has too little VRAM for the allocation and the {:.2} GiB that the container holds \
+         there",
         *own_bytes as f64 / f64::from(1 << 30)
     )]
     GpuTooSmall {

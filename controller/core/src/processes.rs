@@ -137,7 +137,8 @@ impl Processes {
         all.map(|(_, process)| process)
     }
 
-    /// Numbers of a container's processes, in order.
+    /// Returns the number by which the controller identifies each process of a container, in
+    /// ascending order.
     pub fn ids_of(&self, key: &Key) -> impl Iterator<Item = ProcessId> + '_ {
         self.of(key).map(|(id, _)| id)
     }

@@ -50,7 +50,11 @@ pub(super) fn order(actor: &mut NodeActor, copier: CopierId, order: CopierOrder)
 
 fn unreachable(actor: &mut NodeActor, copier: CopierId, error: &std::io::Error) {
     let gpu = actor.copiers.gpu(copier).unwrap_or_default();
-    tracing::warn!(gpu, %error, "copier {gpu}: cannot send an order");
+    tracing::warn!(
+        gpu,
+        %error,
+        "copier {gpu}: the controller cannot send an order to this copier, and regards it as ended"
+    );
     actor.later.push_back(Input::CopierEnded(copier));
 }
 

@@ -27,7 +27,7 @@ pub struct MetricReference {
 /// Lists every metric of a controller, in the order of `/metrics`.
 ///
 /// # Errors
-/// The text of the metrics cannot be written.
+/// The list of the metrics cannot be created.
 pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
     let metrics = Metrics::new(1);
     let mut node = example();

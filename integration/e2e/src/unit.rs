@@ -101,7 +101,7 @@ impl<'a> SimulatedSystemd<'a> {
     /// Runs `work`. While it runs, executes every call of `systemctl` that arrives.
     ///
     /// # Errors
-    /// When `work` fails, or the unit cannot be run.
+    /// When `work` fails, or the controller's unit cannot be started or stopped.
     pub fn answering<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let (asked, done) = (self.folder.join("asked"), self.folder.join("done"));
         thread::scope(|scope| {
@@ -121,10 +121,10 @@ impl<'a> SimulatedSystemd<'a> {
         })
     }
 
-    /// Executes a call of systemctl. Returns its exit status and output.
+    /// Executes a call of `systemctl` with these arguments. Returns its exit status and output.
     ///
     /// # Errors
-    /// When the unit cannot be run.
+    /// When the controller's unit cannot be started or stopped.
     pub fn call(&self, arguments: &str) -> Result<(&'static str, String)> {
         let name = format!(" {UNIT}");
         let verb = arguments.strip_suffix(&name).unwrap_or(arguments);

@@ -341,8 +341,8 @@ impl Code {
     }
 }
 
-/// Stack words and the program counter, each with the owner of the code at this address. `None`:
-/// there is no code at the address.
+/// The program counter of a thread, followed by the words on its stack. Each word is used as an
+/// address, and stored with the owner of the code at that address. `None`: there is no code.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
 /// Whether a driver library, directly or through libc, made the system call in which a thread

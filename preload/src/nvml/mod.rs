@@ -1,7 +1,7 @@
 //! Hooks the calls into NVIDIA's management library (NVML) in a process that uses CUDA. While the
 //! driver holds the process locked or checkpointed, every function of NVML blocks (measured, driver
-//! 580), and nothing in NVML would cause a restore. `docs/nvml.md` lists how each function is
-//! handled.
+//! 580). NVML itself never causes a restore, so such a call could block forever. Therefore a gate
+//! keeps calls out of NVML during this time. `docs/nvml.md` lists how each function is handled.
 //!
 //! ```text
 //! application ──dlsym, linked name──> stub ──> thunk ──enter──> NVML ──leave──>
@@ -12,9 +12,12 @@
 //! controller ──Reading──> readings
 //! ```
 //!
-//! This gate is not the gate of CUDA calls. With the engine `copy` the context stays, and NVML
-//! works while CUDA calls wait. All calls inside NVML are counted in one word, because they are
-//! rare and slow, and because they are also made before the process has its counters.
+//! The gate of NVML calls is separate from the gate of CUDA calls. The reason is the engine `copy`:
+//! it keeps the context, so NVML works while CUDA calls wait.
+//!
+//! One word counts all calls that are inside NVML. The process's counters of CUDA calls are not
+//! used, because a program may call NVML before they exist. One word is enough, because calls of
+//! NVML are rare and slow.
 
 mod answers;
 mod cache;

@@ -69,7 +69,7 @@ pub struct StagingPool {
     known: DigestTable,
 }
 
-/// Where the content of a slot is stored after the copy out in progress.
+/// Place where the content of a slot is stored when the current copy out has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
     /// The content will be in the pool: the copy out in progress copies it there.

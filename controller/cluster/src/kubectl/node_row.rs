@@ -39,8 +39,9 @@ pub struct NodeRow {
     pub figures: Option<NodeFigures>,
 }
 
-/// The reply of a node's agent, as figures of the node. `Ok(None)`: no controller runs on the node
-/// now. `Err`: there is no valid reply, for the reason in this text.
+/// Result of a request to the agent of a node. `Ok(Some)`: the agent replied with the node's
+/// figures. `Ok(None)`: the agent replied that no controller runs on the node now. `Err`: the agent
+/// sent no valid reply. The text states why.
 type NodeReply = Result<Option<NodeFigures>, String>;
 
 impl NodeRow {

@@ -128,7 +128,7 @@ impl Format for Priority {
     }
 }
 
-/// Form of an amount of memory: a number of MiB. The value is in bytes.
+/// Form of an amount of memory that users write as a number of MiB. The parsed value is in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mebibytes;
 
@@ -151,7 +151,7 @@ impl Format for Mebibytes {
     }
 }
 
-/// Form of an amount of memory with its unit, such as `20Gi`. The value is in bytes.
+/// Form of an amount of memory with its unit, such as `20Gi`. The parsed value is in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantity;
 

@@ -25,7 +25,8 @@ enum Manner {
     BusyAfter(Millis),
     /// The process sends no report.
     Silent,
-    /// The process reacts differently to each order.
+    /// The process reports Busy after 400 ms to the first order, and sends no report on the second.
+    /// It obeys the third, and reports Busy at once to the fourth. Then the sequence repeats.
     Alternates,
     /// The process reports Busy to each order in the first minute. After that it pauses its
     /// allocations as ordered.

@@ -58,7 +58,7 @@ pub struct ContainerdProcess {
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerdAbsent {
     /// The socket does not exist.
-    #[error("no socket at {}", .0.display())]
+    #[error("containerd's socket {} does not exist", .0.display())]
     NoSocket(PathBuf),
     /// The socket exists, but no process accepts connections at it.
     #[error("cannot connect to {}", socket.display())]

@@ -148,8 +148,8 @@ pub enum DockerError {
     },
     /// After the reload, dockerd does not serve the new configuration.
     #[error(
-        "dockerd did not load its new configuration (see journalctl --unit docker), and {} was \
-         restored: {why}",
+        "dockerd did not load its new configuration: {why}. The earlier {} was restored; see \
+         journalctl --unit docker",
         path.display()
     )]
     Reload {

@@ -69,10 +69,12 @@ pub enum FileError {
 }
 
 impl SourceFile {
-    /// Reads the files from `folder`, or from its subfolders `bin` and `lib`.
+    /// Reads Affinode's programs and its preload library from `folder`, or from its subfolders
+    /// `bin` and `lib`.
     ///
     /// # Errors
-    /// [`FileError`]: a file is missing, or the library would not load.
+    /// [`FileError`]: a file is missing or cannot be read, or containers could not load the preload
+    /// library.
     pub fn of(folder: &Path) -> Result<SourceFile, FileError> {
         let places = [
             folder.to_owned(),

@@ -33,7 +33,8 @@ use crate::doctor::{cdi, handler::PLUGINS, imports};
 /// First line of a template that extends the built-in template of k3s and rke2.
 const BASE: &str = "{{ template \"base\" . }}";
 
-/// Planned changes of the handler, and the data for the record.
+/// Changes that an installation plans for Affinode's runtime handler in containerd's configuration.
+/// Also contains what the installation's record will state about the handler.
 #[derive(Default)]
 pub struct HandlerPlan {
     /// The edit of containerd's files. `None`: no file is changed.

@@ -17,8 +17,8 @@ const WORKER_MIB: u64 = 256;
 /// Time for which the process's kernel runs. It is longer than the idle timeout.
 const KERNEL_MS: u64 = 6_000;
 
-/// Launches one kernel and makes no further call. Requires that the container is not offloaded
-/// while the kernel runs.
+/// A process launches one kernel and makes no further CUDA call. Checks that its container is
+/// offloaded only after the kernel has ended.
 pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "runner";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;

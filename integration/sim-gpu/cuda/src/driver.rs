@@ -29,7 +29,8 @@ pub struct Driver {
     pub link: Link,
     pub streams: Streams,
     pub stats: Stats,
-    /// State of the driver's private tables, and of the tools that use them.
+    /// State of the tools (such as profilers) that are attached to this process. They use the
+    /// driver's private tables of functions.
     pub tools: Tools,
     gpus: Vec<GpuInfo>,
     /// Index of the GPU for each device ordinal of the process. CUDA_VISIBLE_DEVICES determines the

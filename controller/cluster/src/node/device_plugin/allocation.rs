@@ -30,7 +30,8 @@ pub enum AllocationError {
          pod, so that its replacement gets other devices"
     )]
     Unknown {
-        /// Identities of the first unknown seats, as text.
+        /// Identities of the unknown seats in the request, separated by commas. If there are more
+        /// than `NAMED`, only the first `NAMED` are listed.
         names: String,
         /// Number of unknown seats in the request.
         count: usize,
