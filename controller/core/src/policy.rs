@@ -119,7 +119,7 @@ pub enum InvalidValue {
     #[error("accepted here: {0}")]
     NotPermitted(&'static str),
     /// No annotation has this name. The list contains the names of all annotations.
-    #[error("Affinode has no annotation of this name; accepted names: {}", .0.join(", "))]
+    #[error("no such annotation; accepted: {}", .0.join(", "))]
     Name(Vec<&'static str>),
 }
 

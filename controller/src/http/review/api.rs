@@ -64,7 +64,7 @@ pub enum ReviewError {
         source: io::Error,
     },
     /// The connection to the API server ended before the response.
-    #[error("no response from the API server {server} to the controller's {kind} request")]
+    #[error("no response from {server} to a {kind}")]
     Broken {
         /// Host and port of the API server.
         server: String,
@@ -75,10 +75,7 @@ pub enum ReviewError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The API server's response did not arrive in time.
-    #[error(
-        "no response from the API server {server} to the controller's {kind} request within {} s",
-        TIME.as_secs()
-    )]
+    #[error("no response from {server} to a {kind} within {} s", TIME.as_secs())]
     Late {
         /// Host and port of the API server.
         server: String,
@@ -98,9 +95,7 @@ pub enum ReviewError {
         status: StatusCode,
     },
     /// The API server's response is not a valid review.
-    #[error(
-        "the response of the API server {server} to the controller's {kind} request is invalid"
-    )]
+    #[error("the response of {server} to a {kind} is invalid")]
     Answer {
         /// Host and port of the API server.
         server: String,
