@@ -82,7 +82,7 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
 }
 
 /// Keeps the kernel from replacing the pages of a range by huge pages. It would charge these to the
-/// cgroup of this process, whoever allocated the pages.
+/// cgroup of this process, even if another process has allocated the pages.
 pub fn keep_page_sizes(start: *mut u8, bytes: usize) {
     const MADV_NOHUGEPAGE: usize = 15;
     // SAFETY: changes no content.
