@@ -25,6 +25,8 @@ const PASSING_SHIM_DESCRIPTORS: usize = 6;
 /// limit is absolute, because there may have been no copier at the start of the campaign.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
+/// Program name of the host pool's process.
+const HOST_POOL: &str = "affinode-host-pool";
 
 /// Counts of processes, files and mounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,13 +69,16 @@ impl LeakCheck {
         let own = descriptors(controller.pid.as_raw());
         let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
-        // The controller has at most one copier for each GPU, which starts and ends on demand. Each
-        // copier costs the controller a pidfd and three more descriptors.
+        // The controller has at most one copier for each GPU, and one host pool. They start on
+        // demand. Each of them costs the controller a pidfd and three more descriptors.
         let copiers = world.processes(COPIER)?.len();
+        let host_pools = world.processes(HOST_POOL)?.len();
         let gpus: BTreeSet<_> = cast.iter().map(|actor| actor.way.gpu).collect();
         counts.insert("copiers too many", copiers.saturating_sub(gpus.len().max(1)));
-        counts.insert("pidfds in the controller", of("pidfd").saturating_sub(copiers));
-        let controller_descriptors = own.len().saturating_sub(4 * copiers);
+        counts.insert("host pools too many", host_pools.saturating_sub(1));
+        let children = copiers + host_pools;
+        counts.insert("pidfds in the controller", of("pidfd").saturating_sub(children));
+        let controller_descriptors = own.len().saturating_sub(4 * children);
         let known = world.cli().ps()?;
         counts.insert("containers in `affinode ps`", known.containers.len());
         let managed = known.containers.iter().map(|row| row.processes.len()).sum();
@@ -156,7 +161,7 @@ fn count_processes(
             "affinode-sim-gpud" => "simulated GPUs",
             "containerd-shim-runc-v2" => "stock shims",
             "containerd-shim-affinode-v1" if command.ends_with(" controller") => "controllers",
-            COPIER => continue,
+            COPIER | HOST_POOL => continue,
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
             _ if scenery.contains(&process.pid.as_raw()) => "scenery",
