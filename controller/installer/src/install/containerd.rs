@@ -433,7 +433,7 @@ enum ProgramRole {
     /// shim ends.
     Shim,
     Controller,
-    /// The process is a copier, or it starts a controller.
+    /// The process is a copier or the host pool, or it starts a controller.
     Helper,
 }
 
@@ -441,7 +441,7 @@ impl ProgramRole {
     fn of(command_line: &[u8]) -> ProgramRole {
         match command_line.split(|byte| *byte == 0).nth(1) {
             Some(b"controller") => ProgramRole::Controller,
-            Some(b"copier" | b"launch") => ProgramRole::Helper,
+            Some(b"copier" | b"host-pool" | b"launch") => ProgramRole::Helper,
             _ => ProgramRole::Shim,
         }
     }
@@ -484,6 +484,7 @@ mod tests {
         assert_eq!(role("containerd-shim-affinode-v1"), ProgramRole::Shim);
         assert_eq!(role("containerd-shim-affinode-v1 controller"), ProgramRole::Controller);
         assert_eq!(role("affinode-copier copier GPU-1"), ProgramRole::Helper);
+        assert_eq!(role("affinode-host-pool host-pool /sys"), ProgramRole::Helper);
         assert_eq!(role("containerd-shim-affinode-v1 launch"), ProgramRole::Helper);
     }
 
