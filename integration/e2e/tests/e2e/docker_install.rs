@@ -135,7 +135,7 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     ensure!(worker.verify()?, "the memory of the program has changed");
     let said = place.installation.refused("uninstall", &[])?;
     ensure!(
-        said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?,
+        said.contains("1 shim runs,") && place.docker.serves(RUNTIME)?,
         "dockerd does not serve the runtime, or the output is wrong: {said}"
     );
     place.docker.run(&["rm", "--force", "trainer"])?;
