@@ -371,7 +371,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
         Ok((exe == Path::new(&shim)).then_some(()))
     })?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
-    ensure!(said.contains("1 shim runs:"), "expected `1 shim runs:` in: {said}");
+    ensure!(said.contains("1 shim runs,"), "expected `1 shim runs,` in: {said}");
     ensure!(shim.exists());
     // With `--drain`, the uninstallation waits until the containers have ended.
     let mut waiting =
