@@ -32,32 +32,33 @@ impl CopyOptions {
     }
 
     fn code(self) -> u32 {
-        let bit = |on: bool, bit: u32| if on { bit } else { 0 };
-        COPY_OUT
-            | bit(self.keep, KEEP)
-            | bit(self.then_checkpoint, THEN_CHECKPOINT)
-            | bit(self.check, CHECK)
-            | bit(self.host_pool, HOST_POOL)
+        let own = CopyOptions { host_pool: false, ..self };
+        let code = COPY_OUT_CODES.iter().find(|way| way.1 == own).map_or(9, |way| way.0);
+        if self.host_pool { code | TO_HOST_POOL } else { code }
     }
 
     fn from_code(code: u32) -> Option<CopyOptions> {
-        let options = code.checked_sub(COPY_OUT)?;
-        let has = |bit: u32| options & bit != 0;
-        (options <= KEEP | THEN_CHECKPOINT | CHECK | HOST_POOL).then(|| CopyOptions {
-            keep: has(KEEP),
-            then_checkpoint: has(THEN_CHECKPOINT),
-            check: has(CHECK),
-            host_pool: has(HOST_POOL),
-        })
+        let own = code & !TO_HOST_POOL;
+        let (_, how) = *COPY_OUT_CODES.iter().find(|way| way.0 == own)?;
+        Some(CopyOptions { host_pool: code & TO_HOST_POOL != 0, ..how })
     }
 }
 
-/// The code of a copy out. Each option sets one bit of the code.
-const COPY_OUT: u32 = 1 << 8;
-const KEEP: u32 = 1;
-const THEN_CHECKPOINT: u32 = 1 << 1;
-const CHECK: u32 = 1 << 2;
-const HOST_POOL: u32 = 1 << 3;
+/// The code of each combination of options, without the host pool. Codes 9 and 10 were defined
+/// first, later 12 and 13, and last 14 to 17. An older library decodes only the codes that were
+/// defined before its release.
+const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
+    (9, CopyOptions { keep: false, then_checkpoint: false, check: false, host_pool: false }),
+    (10, CopyOptions { keep: true, then_checkpoint: false, check: false, host_pool: false }),
+    (12, CopyOptions { keep: false, then_checkpoint: true, check: false, host_pool: false }),
+    (13, CopyOptions { keep: true, then_checkpoint: true, check: false, host_pool: false }),
+    (14, CopyOptions { keep: false, then_checkpoint: false, check: true, host_pool: false }),
+    (15, CopyOptions { keep: true, then_checkpoint: false, check: true, host_pool: false }),
+    (16, CopyOptions { keep: false, then_checkpoint: true, check: true, host_pool: false }),
+    (17, CopyOptions { keep: true, then_checkpoint: true, check: true, host_pool: false }),
+];
+/// The bit that a copy out to the host pool adds to its code.
+const TO_HOST_POOL: u32 = 1 << 8;
 
 /// An order from the controller to an agent about the agent's own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
