@@ -26,6 +26,10 @@ use crate::{config::MemorySection, copier::pair, inventory::memory};
 /// Minimum time between two starts of the host pool.
 const RESTART_AFTER: Duration = Duration::from_secs(10);
 
+/// Time during which no offload uses a host pool that could not start, or that has ended with an
+/// error.
+const UNUSABLE_FOR: Duration = Duration::from_secs(300);
+
 /// The host pool of the node. Its process is started when the first process is attached. Dropping
 /// this value kills the process.
 #[derive(Debug)]
@@ -94,6 +98,18 @@ impl HostPool {
         child.tell(HostPoolOrder::Detach { process: process.0 }, None)
     }
 
+    /// Whether an offload may use the host pool. It may not for some time after the process could
+    /// not be started, or has ended with an error. On a node where it never starts, no offload has
+    /// to fail first.
+    #[must_use]
+    pub fn is_usable(&self) -> bool {
+        let has_failed = match &self.child {
+            Some(child) => child.has_failed(),
+            None => self.started_at.is_some(),
+        };
+        !has_failed || self.started_at.is_none_or(|at| at.elapsed() >= UNUSABLE_FOR)
+    }
+
     /// Whether the host pool's process runs.
     #[must_use]
     pub fn is_running(&self) -> bool {
@@ -108,11 +124,10 @@ impl HostPool {
 
     /// Returns the process of the host pool. Starts it if it does not run.
     fn running(&mut self) -> io::Result<&HostPoolProcess> {
-        let child = match self.child.take().filter(HostPoolProcess::is_running) {
-            Some(child) => child,
-            None => self.start()?,
-        };
-        Ok(self.child.insert(child))
+        if !self.is_running() {
+            self.child = Some(self.start()?);
+        }
+        self.child.as_ref().ok_or_else(|| io::Error::other("the host pool does not run"))
     }
 
     fn start(&mut self) -> io::Result<HostPoolProcess> {

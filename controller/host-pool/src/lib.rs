@@ -35,6 +35,7 @@ mod sys;
 mod tests;
 
 pub use cgroup::{cgroup_path, cgroup_path_in, used_bytes};
+pub use memory_file::CreateError;
 
 use std::{ffi::OsString, io, os::fd::AsFd, path::PathBuf};
 
@@ -70,6 +71,9 @@ pub enum HostPoolError {
         #[source]
         source: io::Error,
     },
+    /// The kernel or a sandbox does not permit memory files.
+    #[error(transparent)]
+    File(#[from] CreateError),
     /// The controller's socket has failed.
     #[error("the host pool's socket to the controller failed")]
     Io(#[from] io::Error),
@@ -95,6 +99,8 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> Result<(), HostPoolErro
     let cgroup = args.next().map(PathBuf::from).filter(|path| path.is_absolute());
     let cgroup = cgroup.ok_or(HostPoolError::Usage)?;
     cgroup::enter(&cgroup)?;
+    // If this node does not permit memory files, the controller must know it before an offload.
+    drop(memory_file::MemoryFile::create()?);
     let controller = io::stdin().as_fd().try_clone_to_owned()?;
     serve::run(controller, &pool::Pool::start(pool::LATE_ALLOW)?)
 }

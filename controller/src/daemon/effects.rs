@@ -43,7 +43,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             actor.inventory.ask(InventoryQuery::Survey {
                 key,
                 processes,
-                host_pool: may_use,
+                host_pool: may_use && actor.host_pool.is_usable(),
                 known,
             });
         }

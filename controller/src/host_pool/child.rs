@@ -32,6 +32,8 @@ pub fn command(cgroup: &Path) -> Command {
 pub struct HostPoolProcess {
     socket: OwnedFd,
     is_running: Arc<AtomicBool>,
+    /// Whether the process has reported an error by its exit status. A signal is no such error.
+    has_failed: Arc<AtomicBool>,
     /// Dropping this sender makes the controller kill the process.
     _kill: oneshot::Sender<()>,
 }
@@ -62,9 +64,15 @@ impl HostPoolProcess {
             });
         }
         let is_running = Arc::new(AtomicBool::new(true));
+        let has_failed = Arc::new(AtomicBool::new(false));
         let (kill, killed) = oneshot::channel();
-        tokio::spawn(wait(process, killed, Arc::clone(&is_running)));
-        Ok(HostPoolProcess { socket: ours, is_running, _kill: kill })
+        let (runs, failed) = (Arc::clone(&is_running), Arc::clone(&has_failed));
+        tokio::spawn(async move {
+            let fails = wait(process, killed).await;
+            failed.store(fails, Ordering::Release);
+            runs.store(false, Ordering::Release);
+        });
+        Ok(HostPoolProcess { socket: ours, is_running, has_failed, _kill: kill })
     }
 
     /// Sends an order to the host pool, with the descriptor `along` if there is one.
@@ -80,6 +88,11 @@ impl HostPoolProcess {
         self.is_running.load(Ordering::Acquire)
     }
 
+    /// Whether the process has exited and has reported an error by its exit status.
+    pub fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Acquire)
+    }
+
     /// Returns a function that tells whether the process has not exited yet.
     #[cfg(test)]
     pub fn watch(&self) -> impl Fn() -> bool + use<> {
@@ -88,18 +101,25 @@ impl HostPoolProcess {
     }
 }
 
-/// Waits until the process exits. Kills it when the sender of `killed` is dropped.
-async fn wait(mut process: Child, killed: oneshot::Receiver<()>, is_running: Arc<AtomicBool>) {
+/// Waits until the process exits. Kills it when the sender of `killed` is dropped. Returns whether
+/// the process has reported an error by its exit status.
+async fn wait(mut process: Child, killed: oneshot::Receiver<()>) -> bool {
     tokio::select! {
         _ = killed => {
             // An error means that the process has exited already.
             let _ = process.start_kill();
             let _ = process.wait().await;
+            false
         }
         exit = process.wait() => match exit {
-            Ok(status) => tracing::warn!(%status, "the host pool has ended"),
-            Err(error) => tracing::warn!(%error, "cannot wait for the end of the host pool"),
+            Ok(status) => {
+                tracing::warn!(%status, "the host pool has ended");
+                status.code().is_some_and(|code| code != 0)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot wait for the end of the host pool");
+                false
+            }
         },
     }
-    is_running.store(false, Ordering::Release);
 }

@@ -76,6 +76,29 @@ async fn ended_host_pool_is_started_after_a_while() {
     assert!(pool.is_running());
 }
 
+/// On a node where the host pool cannot run, no offload may be sent to it.
+#[tokio::test]
+async fn host_pool_that_fails_is_not_usable() {
+    let mut pool = host_pool(|_| Command::new("false"));
+    assert!(pool.is_usable(), "it has not been tried");
+    pool.attach(ProcessId(7)).unwrap();
+    until(|| !pool.is_running()).await;
+    assert!(!pool.is_usable());
+    tokio::time::pause();
+    tokio::time::advance(UNUSABLE_FOR).await;
+    assert!(pool.is_usable(), "it is tried again");
+
+    // A program that ends without an error, or by a signal, is started again.
+    let mut pool = host_pool(|_| Command::new("true"));
+    pool.attach(ProcessId(7)).unwrap();
+    tokio::time::resume();
+    until(|| !pool.is_running()).await;
+    assert!(pool.is_usable());
+    let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
+    pool.attach(ProcessId(7)).unwrap_err();
+    assert!(!pool.is_usable());
+}
+
 #[tokio::test]
 async fn failed_start_is_not_repeated_at_once() {
     let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
