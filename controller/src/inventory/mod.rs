@@ -192,3 +192,32 @@ fn host_pools(
     }
     memory::pools(rules, &processes, host_pool_used_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use affinode_core::host_memory::MemoryPlace;
+
+    use super::*;
+
+    /// What a process has allocated since the core's last reading must be added to its need. What
+    /// it had before must not be added again, although a retained copy makes its need smaller.
+    #[test]
+    fn growth_since_the_last_reading_is_needed() {
+        let pid = std::process::id();
+        let rules = MemoryRules {
+            overhead_bytes: 0,
+            node_reserve_bytes: Some(0),
+            host_pool_bytes: 1 << 40,
+        };
+        let need =
+            HostNeed { pid, vram_bytes: 1_000, bytes: 300, copied_bytes: 800, driver_moves: false };
+        for (held_bytes, more_bytes) in [(1_000, 0), (900, 0), (1_250, 250)] {
+            let gpu = GpuSample { processes: vec![(pid, held_bytes)], ..GpuSample::default() };
+            let memory = host_pools(rules, vec![need], Some(0), &[], &[gpu]).unwrap();
+            let node = memory.container.iter().find(|pool| pool.place == MemoryPlace::Node);
+            assert_eq!(node.unwrap().need_bytes, 300 + more_bytes);
+            let chunk = affinode_proto::wire::copier::CHUNK_BYTES;
+            assert_eq!(memory.allowances, [(pid, 800 + more_bytes + chunk)]);
+        }
+    }
+}

@@ -90,9 +90,12 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
             return Err(LOADER_HELD);
         }
         let place = if how.host_pool { StagingPlace::HostPool } else { StagingPlace::Own };
+        let no_memory = match place {
+            StagingPlace::HostPool => NO_HOST_MEMORY,
+            StagingPlace::Own => result::OUT_OF_MEMORY,
+        };
         if !pool.begin(bytes, context, place) {
-            let of_host = place == StagingPlace::HostPool;
-            return Err(if of_host { NO_HOST_MEMORY } else { result::OUT_OF_MEMORY });
+            return Err(no_memory);
         }
         pool.set_keeps(how.keep);
         // Compute the digests before the first copy, because they decide which content is copied
@@ -117,7 +120,7 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
         }
         // The copier was tried and failed. It may still write to the pool, so begin a new one.
         if pool.is_tainted() && !pool.begin(bytes, context, place) {
-            return Err(result::OUT_OF_MEMORY);
+            return Err(no_memory);
         }
         let mut out =
             CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };

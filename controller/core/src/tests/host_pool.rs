@@ -115,6 +115,7 @@ fn copy_without_the_pool_follows_a_failed_one() {
     world.fail = Some(Outcome::NoHostMemory);
     world.work(id);
     assert_eq!(world.container(AUTO).shown.reason.0, Reason::HostMemory);
+    assert_eq!(world.left_host_pool, [id], "its connection may have failed");
     world.settle();
     assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true, false]));
 }

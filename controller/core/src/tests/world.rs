@@ -99,6 +99,8 @@ pub(super) struct World {
     pub(super) turned_back: Vec<ProcessId>,
     /// Permissions to use the host pool, in bytes, in their order.
     pub(super) allowed: Vec<(ProcessId, u64)>,
+    /// Processes whose connection to the host pool was ended.
+    pub(super) left_host_pool: Vec<ProcessId>,
 }
 
 pub(super) fn settings() -> Settings {
@@ -173,6 +175,7 @@ impl World {
             ordered: Vec::new(),
             turned_back: Vec::new(),
             allowed: Vec::new(),
+            left_host_pool: Vec::new(),
         };
         (0..containers).for_each(|n| world.announce(n));
         world
@@ -590,6 +593,7 @@ impl Host for World {
             | Effect::EndCopier { .. } => return self.told_copier(effect),
             Effect::TurnBack(id) => self.turned_back.push(id),
             Effect::AllowHostPool { process, bytes } => self.allowed.push((process, bytes)),
+            Effect::LeaveHostPool(process) => self.left_host_pool.push(process),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
             Effect::Publish(event) if event.kind == EventKind::Refused => {
                 self.refused.extend(event.reason.map(|reason| reason.to_string()));

@@ -6,6 +6,7 @@ use affinode_proto::wire::{
     call_ring::{CallRingReader, RECORDS},
     copier::ToCopier,
     counters::{CounterSnapshot, PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
+    host_pool::ToHostPool,
     ipc::{HANDLE_BYTES, IpcHandle, IpcReply, IpcRequest},
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
 };
@@ -63,6 +64,9 @@ pub fn messages(data: &[u8]) {
         && let Some(handle) = IpcHandle::decode(bytes)
     {
         assert_eq!(handle.encode(), *bytes);
+    }
+    if let Ok(message) = ToHostPool::decode(&frame) {
+        assert_eq!(ToHostPool::decode(&message.encode()), Ok(message));
     }
     if let Ok(message) = ToCopier::decode(&frame) {
         assert_eq!(ToCopier::decode(&message.encode()), Ok(message));
