@@ -1,6 +1,9 @@
-//! The staging pool: host memory for content that is copied out of VRAM. It is anonymous memory of
-//! the process, on huge pages where the kernel gives them. The process's container is charged for
-//! it, as for the driver's own checkpoint.
+//! The staging pool: host memory for content that is copied out of VRAM. The controller decides for
+//! each copy out which of two kinds of memory it is:
+//!
+//! - Memory of the process, on huge pages where the kernel gives them. The process's container is
+//!   charged for it, as for the driver's own checkpoint.
+//! - A memory file of the node's host pool (`host_pool`), for which Affinode is charged.
 //!
 //! ```text
 //! chunk:  empty ──helper threads──> resident ──agent──> registered ──> copied to or from

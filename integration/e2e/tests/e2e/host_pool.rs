@@ -117,6 +117,20 @@ fn content_outlives_pool_and_controller() -> Result<()> {
     Ok(())
 }
 
+/// A copy that is retained after a restore stays in the host pool. It must not keep the container
+/// from its next offload, for which the container's own limit has no room.
+#[test]
+fn retained_copy_permits_the_next_offload() -> Result<()> {
+    let settings = "[[policy.namespace]]\nname = \"default\"\nretain_host_copy = true";
+    let mut small = SmallContainer::start("auto", "affinode-test-pool-kept", settings)?;
+    small.offload()?;
+    assert!(small.worker.verify()?);
+    small.offload()?;
+    assert!(small.pool_bytes()? >= VRAM_MIB * MIB, "the second copy is in the pool, too");
+    assert!(small.worker.verify()?);
+    Ok(())
+}
+
 #[test]
 fn memory_of_an_ended_container_is_free() -> Result<()> {
     let small = SmallContainer::start("auto", "affinode-test-pool-dies", "")?;

@@ -102,12 +102,13 @@ fn without_retained_copy_all_is_copied() -> Result<()> {
 
 /// Checks how much of a host copy is retained some seconds after a restore. A process whose memory
 /// use is far below its limit must retain the whole copy. A process that cannot see a limit must
-/// retain only the minimum.
+/// retain only the minimum. The node has no host pool, so the copies are charged to the containers.
 #[test]
 fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     const LARGE_MIB: u64 = 1152;
     const MIN_MIB: u64 = 1024;
-    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let config = format!("{MANUAL}[memory]\nhost_pool_percent = 0\n");
+    let world = TestbedConfig::default().config(&config).world()?;
     let spec = |id| {
         Worker::spec(id, USUAL, LARGE_MIB)
             .annotation("affinode.io/engine", "copy")
