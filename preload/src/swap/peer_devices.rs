@@ -12,21 +12,6 @@ use crate::sys::{self, folder};
 const DEVICES: &CStr = c"/dev";
 const DESCRIPTORS: &CStr = c"/proc/self/fd";
 
-/// Names that are in `/dev` of every container.
-const USUAL: [&[u8]; 18] = [
-    b".", b"..", b"console", b"core", b"fd", b"full", b"mqueue", b"null", b"ptmx", b"pts",
-    b"random", b"shm", b"stderr", b"stdin", b"stdout", b"tty", b"urandom", b"zero",
-];
-/// Names in `/dev` that come with a GPU, and those that Kubernetes adds.
-const OF_GPU: [&[u8]; 6] = [
-    b"dri",
-    b"nvidia-caps",
-    b"nvidia-caps-imex-channels",
-    b"nvidia-modeset",
-    b"nvidia-uvm-tools",
-    b"termination-log",
-];
-
 /// Whether `/dev` contains a device that is neither usual in a container nor part of a GPU. True
 /// also if `/dev` cannot be read.
 pub fn has_others() -> bool {
@@ -60,13 +45,48 @@ fn has_peer_memory() -> bool {
 }
 
 fn is_known(name: &[u8]) -> bool {
-    let is_gpu = |name: &[u8]| {
-        let number = name.strip_prefix(b"nvidia");
-        name == b"nvidiactl"
-            || name == b"nvidia-uvm"
-            || number.is_some_and(|n| !n.is_empty() && n.iter().all(u8::is_ascii_digit))
-    };
-    USUAL.contains(&name) || OF_GPU.contains(&name) || is_gpu(name)
+    is_usual(name) || is_gpu(name)
+}
+
+/// Whether `/dev` of every container has this name. The names are patterns, not a table: every
+/// process that loads the library would relocate the table's pointers.
+fn is_usual(name: &[u8]) -> bool {
+    matches!(
+        name,
+        b"." | b".."
+            | b"console"
+            | b"core"
+            | b"fd"
+            | b"full"
+            | b"mqueue"
+            | b"null"
+            | b"ptmx"
+            | b"pts"
+            | b"random"
+            | b"shm"
+            | b"stderr"
+            | b"stdin"
+            | b"stdout"
+            | b"tty"
+            | b"urandom"
+            | b"zero"
+    )
+}
+
+/// Whether the name comes to `/dev` with a GPU, or Kubernetes adds it.
+fn is_gpu(name: &[u8]) -> bool {
+    let number = name.strip_prefix(b"nvidia");
+    matches!(
+        name,
+        b"nvidiactl"
+            | b"nvidia-uvm"
+            | b"nvidia-uvm-tools"
+            | b"nvidia-modeset"
+            | b"nvidia-caps"
+            | b"nvidia-caps-imex-channels"
+            | b"dri"
+            | b"termination-log"
+    ) || number.is_some_and(|n| !n.is_empty() && n.iter().all(u8::is_ascii_digit))
 }
 
 #[cfg(test)]
