@@ -26,6 +26,14 @@ fn reader(_: &Path) -> Command {
     command
 }
 
+/// A program that fails when it has read one packet. If it did not read, the packet could find the
+/// socket closed.
+fn failing_reader(_: &Path) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", "dd bs=128 count=1 status=none > /dev/null; exit 1"]);
+    command
+}
+
 async fn until(condition: impl Fn() -> bool) {
     let poll = async {
         while !condition() {
@@ -69,7 +77,7 @@ async fn ended_host_pool_is_started_after_a_while() {
     pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
     assert!(pool.allow(ProcessId(7), 100).is_err());
-    assert!(pool.attach(ProcessId(7)).is_err(), "it has just been started");
+    assert!(pool.attach(ProcessId(7)).is_err(), "the next start must wait");
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;
     pool.attach(ProcessId(7)).unwrap();
@@ -79,17 +87,17 @@ async fn ended_host_pool_is_started_after_a_while() {
 /// On a node where the host pool cannot run, no offload may be sent to it.
 #[tokio::test]
 async fn host_pool_that_fails_is_not_usable() {
-    let mut pool = host_pool(|_| Command::new("false"));
-    assert!(pool.is_usable(), "it has not been tried");
+    let mut pool = host_pool(failing_reader);
+    assert!(pool.is_usable(), "a host pool counts as usable until it fails");
     pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
     assert!(!pool.is_usable());
     tokio::time::pause();
     tokio::time::advance(UNUSABLE_FOR).await;
-    assert!(pool.is_usable(), "it is tried again");
+    assert!(pool.is_usable(), "the host pool counts as usable again");
 
     // A program that ends without an error, or by a signal, is started again.
-    let mut pool = host_pool(|_| Command::new("true"));
+    let mut pool = host_pool(reader);
     pool.attach(ProcessId(7)).unwrap();
     tokio::time::resume();
     until(|| !pool.is_running()).await;
