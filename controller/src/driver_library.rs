@@ -1,8 +1,9 @@
-//! Finds the libraries of the NVIDIA driver. Either the dynamic loader finds them, or they are in a
-//! folder that only a Kubernetes operator or a node image uses.
+//! Finds the libraries of the NVIDIA driver. Some Kubernetes operators and node images install them
+//! in folders that the dynamic loader does not search.
 //!
-//! The folder is searched each time that a library is opened. An operator may install the driver
-//! after the controller has started, and replaces it when the operator's pod restarts.
+//! The search is repeated each time that a library is opened, because an operator can install the
+//! driver after the controller has started. The operator also replaces the driver when the
+//! operator's pod restarts.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +12,8 @@ use crate::config::Config;
 /// File name of NVML's library. A folder that contains this file is a library folder of the driver,
 /// because every installation of the driver has NVML.
 const MARKER: &str = "libnvidia-ml.so.1";
-/// Library folders below the driver's root: Debian and Ubuntu, Red Hat, others.
+/// Library folders that are searched below the driver's root. The first is that of Debian and
+/// Ubuntu, and the second that of Red Hat. The others belong to further distributions.
 const LIB_DIRS: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "lib64", "usr/lib"];
 /// Library folders that the dynamic loader searches on the usual distributions.
 const LOADER_DIRS: [&str; 6] = [

@@ -1,5 +1,7 @@
 //! Runs the host pool as a child process (crate `affinode-host-pool`), and owns the controller's
-//! end of its socket. `core/host_pool.rs` decides which processes use it, and how much.
+//! end of its socket. The core (the module that decides about moves) decides which processes use
+//! the host pool, and how much of its memory they get (`core/host_pool.rs`). After an exit, the
+//! next attach starts the process again, but not within 10 s of its last start.
 //!
 //! ```text
 //! first attach ──> running ──exits──> not running ──attach, 10 s after the start──> running

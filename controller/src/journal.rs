@@ -83,8 +83,9 @@ impl Journal {
     }
 }
 
-/// Journal records of containers that are not announced yet. If a container's shim died together
-/// with the controller that wrote the record, the container will never be announced.
+/// Containers whose journal records were read from disk, and which are not announced yet. If a
+/// container's shim died together with the controller that wrote the record, the container is never
+/// announced.
 #[derive(Debug, Default)]
 pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
@@ -95,9 +96,9 @@ impl UnclaimedEntry {
         self.0.push((key, processes));
     }
 
-    /// Removes and returns the containers whose journal records are useless: they are not
-    /// announced, and none of their processes (pid, start time) is running. Announced containers
-    /// are removed from the list, too.
+    /// Removes containers from this list, and returns those whose journal records are useless. A
+    /// record is useless if its container is not announced and none of its processes (pid, start
+    /// time) is running. Announced containers are removed but not returned.
     pub fn useless(
         &mut self,
         announced: impl Fn(&Key) -> bool,
@@ -124,12 +125,14 @@ fn digest(body: &str) -> String {
 
 fn read(path: &Path) -> Result<Record, String> {
     if fs::metadata(path).map_err(|e| e.to_string())?.len() > MAX_BYTES {
-        return Err("the file is larger than a record can be".into());
+        return Err("the file is larger than the maximum size of a record".into());
     }
     let text = fs::read_to_string(path).map_err(|e| e.to_string())?;
     let (head, body) = text.split_once('\n').ok_or("the file has no first line")?;
-    let sum =
-        head.strip_prefix(TITLE).ok_or("the file has another version, or is not a record")?.trim();
+    let sum = head
+        .strip_prefix(TITLE)
+        .ok_or("the file is not a journal record, or has another version")?
+        .trim();
     if sum != digest(body) {
         return Err("the checksum does not match".into());
     }

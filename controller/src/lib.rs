@@ -5,7 +5,7 @@
 //! | [`agents`] | sockets of containers, connections and identities of processes |
 //! | [`inventory`] | readings of NVML, cgroups and /proc |
 //! | [`copier`] | the processes that copy memory for other processes, and their sockets |
-//! | [`host_pool`] | the process that allocates host memory for copy outs |
+//! | [`host_pool`] | the process that allocates host memory for copies out |
 //! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |

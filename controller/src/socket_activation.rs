@@ -1,5 +1,5 @@
-//! Opens the listening sockets of the run directory, and keeps them in systemd's store of
-//! descriptors between two controllers.
+//! Opens the listening sockets of the run directory. While no controller runs, systemd's store of
+//! descriptors keeps them open.
 //!
 //! ```text
 //! controller ──bind, FDSTORE=1──> systemd keeps a copy
@@ -119,8 +119,9 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes sockets from systemd's store whose file is missing or belongs to another socket.
-    /// Their container has ended, or another controller has created a socket at that path.
+    /// Removes unused sockets from systemd's store if their file is missing or belongs to another
+    /// socket. The container of such a socket has ended, or another controller has created a socket
+    /// at the same path.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {

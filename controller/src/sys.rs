@@ -64,8 +64,8 @@ pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
     Ok(descriptors.map(|(fd, name)| (name, unsafe { OwnedFd::from_raw_fd(fd) })).collect())
 }
 
-/// Takes a write lease on a file, as the user who owns the file could. If `on` is false, releases
-/// the lease.
+/// Takes a write lease (`F_SETLEASE`) on a file. A user can do this with each file that the user
+/// owns. If `on` is false, releases the lease.
 ///
 /// # Errors
 /// Other processes have the file open.

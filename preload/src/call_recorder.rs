@@ -3,14 +3,17 @@
 //! shares with the controller (layout: [`affinode_proto::wire::call_ring`]).
 //!
 //! ```text
-//! thunk: gate and one_in both 0 ──> (calls are not recorded, the steps below are skipped)
-//!        gate 0, one_in not 0: skip -= 1, still 0 or above ──> call unrecorded
-//!                            below 0 ──> slow path: begin ──> call ──> end
+//! thunk: gate is open (0), one_in is 0 ──────────────────> call, not recorded
+//!        gate is open (0), one_in is not 0: skip -= 1
+//!                          skip is 0 or more ────────────> call, not recorded
+//!                          skip is below 0 ──> slow path: begin ──> call ──> end
 //! ```
 //!
-//! The number of skipped calls is drawn anew each time. Otherwise a program whose calls repeat in a
-//! rhythm would always be recorded at the same call. Recording takes no lock, makes no system call
-//! and never waits. If the ring is full, the call is counted as dropped.
+//! `one_in` is the sampling rate: about one of `one_in` calls is recorded, and 0 means none. `skip`
+//! is the number of calls until the next recorded call. After each recorded call, it is set to a
+//! new random number. With a fixed number, a program whose calls repeat in a rhythm would always be
+//! recorded at the same call. Recording takes no lock, makes no system call and never waits. If the
+//! ring is full, the call is counted as dropped.
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 

@@ -1,8 +1,8 @@
 //! Runs a program and reads its output, without effects that the application could notice.
 //!
-//! The application would notice an ordinary child process: by SIGCHLD, by `waitpid(-1)`, and by its
-//! own handlers of `fork`. So the agent starts a keeper task, whose end sends no signal. The keeper
-//! task starts the program and waits for it:
+//! The application would notice an ordinary child process in three ways: through SIGCHLD, through
+//! `waitpid(-1)`, and through its own `fork` handlers. So the agent starts a keeper task, whose end
+//! sends no signal. The keeper task starts the program and waits for it:
 //!
 //! ```text
 //! agent ──clone, no signal──> keeper ──clone, SIGCHLD──> program

@@ -87,10 +87,11 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
     is_whole.then_some((answer, wanted))
 }
 
-/// Stores the results that the driver has written for a call.
+/// Stores the results of a driver call in the cache. `number` identifies the driver's function.
 ///
 /// # Safety
-/// `arguments` must be those of a call of this function that has just succeeded.
+/// `arguments` must be those of a call of the driver's function `number`. The call must have just
+/// succeeded.
 pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     let Some((answer, wanted)) = question(number, arguments) else { return };
     let order = Ordering::Acquire;
@@ -133,11 +134,11 @@ unsafe fn length(at: u64, room: usize) -> Option<usize> {
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
-/// Writes the cached results of a call to the caller's addresses. Returns false if no result is
-/// cached, or the buffer is too small.
+/// Writes the cached results of a driver call to the caller's addresses. `number` identifies the
+/// driver's function. Returns false if no result is cached, or the caller's buffer is too small.
 ///
 /// # Safety
-/// `arguments` must be those of a call of this function.
+/// `arguments` must be those of a call of the driver's function `number`.
 pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     let Some((answer, wanted)) = question(number, arguments) else { return false };
     if answer.state.load(Ordering::Acquire) != KNOWN {

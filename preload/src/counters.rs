@@ -13,8 +13,8 @@ use crate::sys;
 
 /// Counters of one thread.
 ///
-/// Only the thread that owns a slot writes the slot, with plain increments. Slot 0 is for all
-/// threads that own no slot, and is written with atomic increments.
+/// Only the thread that owns a slot writes the slot, so the fast path uses plain increments. All
+/// threads that own no slot share slot 0. They write it with atomic increments.
 #[repr(C, align(64))]
 pub struct ThreadSlot {
     pub inflight: AtomicU32,
@@ -22,16 +22,17 @@ pub struct ThreadSlot {
     pub calls: AtomicU64,
     pub polls: AtomicU64,
     pub owner: SlotOwner,
-    /// Decides which calls of this slot are recorded in the ring. The protocol assigns no meaning
-    /// to the last bytes of a slot, so this field and the next ones are private to the library.
+    /// Decides which calls of this slot are recorded in the ring buffer for the call trace. This
+    /// field and the following ones are private to the library, because the last bytes of a slot
+    /// have no meaning in the protocol.
     pub pick: CallSampler,
     /// Number of calls in progress in the driver that may allocate device memory.
     pub allocating: AtomicU32,
     /// Number of threads that wait at the gate and own no slot. Only used in slot 0.
     waiting: AtomicU32,
-    /// Time at which the thread's wait at the gate is no longer counted, unless the thread renews
-    /// the wait. Slot 0 has several threads, and contains the time that results from their last
-    /// renewal.
+    /// The thread's wait at the gate is counted until this time. A waiting thread renews its wait,
+    /// which sets a later time. Several threads share slot 0, where the field has the time of the
+    /// last renewal by any of them.
     waits_until_us: AtomicU64,
 }
 
@@ -75,26 +76,25 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    /// Value that the gate's generation has during the copy out that the controller cancels. The
-    /// generation is the number of times that the gate was closed. The controller writes this
-    /// field.
+    /// Cancels a copy out. The controller writes the gate's generation (the number of times that
+    /// the gate was closed) to this field. The copy out of that generation then stops.
     turn_back: AtomicU64,
-    /// Bytes of host memory that the copy out in progress has not yet touched, so that the kernel
-    /// has not yet allocated them.
+    /// Bytes of host memory that the copy out in progress still has to touch. The kernel allocates
+    /// memory only when it is touched, so these bytes do not yet count as used.
     pub filling_bytes: AtomicU64,
-    /// Number of the controller's last recall of VRAM allowances. Only an allowance with the same
-    /// number is valid. The controller writes this field.
+    /// Current epoch of VRAM allowances (amounts that this process may still allocate). The
+    /// controller changes the epoch to recall all earlier allowances: only an allowance with the
+    /// current epoch is valid.
     pub vram_epoch: AtomicU64,
-    /// Total bytes of allocating calls that the container's VRAM limit has admitted and that have
-    /// not ended yet.
+    /// Total bytes of the allocations in progress that the container's VRAM limit has admitted.
     pub vram_pending: AtomicU64,
     pub gate: AtomicU32,
     /// The sampling rate of recorded calls: about one of this many calls is recorded. 0: no calls
-    /// are recorded. The field is next to the gate, so that the thunk checks both by one
-    /// comparison.
+    /// are recorded. The field is next to the gate, so that the thunk (the assembly code of each
+    /// hook) checks both by one comparison.
     pub one_in: AtomicU32,
-    /// 1 while the gate also holds nested calls (calls made inside another call). It is set once
-    /// every count of calls in progress was read as zero. Private to the library.
+    /// 1 while the gate also holds nested calls (calls made inside another call). The agent sets it
+    /// after it has read zero in every count of calls in progress. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,

@@ -1,7 +1,7 @@
 //! Handles the CUDA calls that an offloaded process makes while it exits.
 //!
-//! Exit handlers and destructors release the program's memory and handles on the GPU. The process is
-//! about to end and frees all of them in any case, so a release needs neither the GPU nor VRAM:
+//! Exit handlers and destructors release the program's memory and handles on the GPU. The end of
+//! the process frees all of them in any case. So a release needs neither the GPU nor VRAM:
 //!
 //! ```text
 //! call at a closed gate, all work has ended, `exit` is on the stack
@@ -121,7 +121,8 @@ struct PendingRelease {
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
-    /// Number of recorded releases that were already made in the driver, after the restore.
+    /// Number of recorded releases that the library has already made in the driver after the
+    /// restore.
     made: usize,
     context_is_gone: bool,
 }
@@ -203,8 +204,8 @@ impl RecordedRelease {
         true
     }
 
-    /// Returns the next recorded release that has not been made in the driver, and marks it as
-    /// made.
+    /// Returns the next recorded release that the driver has not received yet, and marks it as
+    /// made. The caller must make the release.
     fn take(&mut self) -> Option<PendingRelease> {
         let next = self.releases.get(..self.count)?.get(self.made).copied()?;
         self.made += 1;
@@ -248,8 +249,8 @@ fn driver_is_up() -> bool {
 }
 
 /// Whether the library answers a call inside `exit` with SUCCESS, without calling the driver. If
-/// the call is a release, records it. Only to be called while all work on the GPU has ended and the
-/// calling thread [runs](is_running) `exit`.
+/// such a call is a release, this function also records it. May be called only after all work on
+/// the GPU has ended, and by a thread that [runs](is_running) `exit`.
 pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
@@ -267,8 +268,8 @@ pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool
     is_answered == Some(true)
 }
 
-/// Makes the calling thread's recorded releases in the driver. The caller must count the calling
-/// thread as inside the driver.
+/// Calls the driver for each recorded release of the calling thread. The thread must already be
+/// counted as inside the driver.
 pub fn catch_up() {
     if OWNER.load(Ordering::Relaxed) == 0 {
         return;

@@ -92,7 +92,8 @@ pub unsafe extern "C" fn cuGetProcAddress_v2() {
 
 /// Exported `dlsym`, which the process calls instead of the real one. This library handles names
 /// that begin with `cu` and a capital letter, or with `nvml`. For every other name this function
-/// jumps to the real `dlsym`, which uses the address of its caller.
+/// jumps to the real `dlsym`. The jump keeps the application's return address, on which the result
+/// of the real `dlsym` depends.
 ///
 /// # Safety
 /// See the manual page of `dlsym`.

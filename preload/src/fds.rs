@@ -1,7 +1,8 @@
-//! Tracks this library's own file descriptors in the application's process. They are moved to high
-//! numbers. The library checks a number before each use, because the application may have closed
-//! the descriptor and opened another file under the same number. In that case the library forgets
-//! the number, and never closes it.
+//! Tracks this library's own file descriptors in the application's process. The library moves them
+//! to high numbers, because some programs expect certain low numbers for their own descriptors. The
+//! library checks a number before each use, because the application may have closed the descriptor
+//! and opened another file under the same number. In that case the library forgets the number, and
+//! never closes it.
 
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 

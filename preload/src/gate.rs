@@ -21,27 +21,30 @@
 //! # Calls inside calls
 //!
 //! A call is nested if it is made while another call of its thread is counted. Callbacks of the
-//! driver make such calls, and so do signal handlers that interrupt a call. The outer call may need
-//! the nested call to end, so a nested call passes a closed gate until the gate is sealed. The
-//! count of the outer call does not prove that this call has passed the gate: a signal can arrive
-//! after the outer call was counted and before it read the gate, when the closer has already seen
-//! every count at zero. A nested call must therefore also pass a second gate, the seal:
+//! driver make such calls, and so do signal handlers that interrupt a call. The outer call may be
+//! unable to end before the nested call. So a nested call passes a closed gate until the gate is
+//! sealed.
+//!
+//! The seal is needed because a counted outer call has not always passed the gate. A call is
+//! counted first and reads the gate afterwards. A signal can arrive between these two steps, when
+//! the closer has already seen every count at zero. The signal handler's nested call must then not
+//! pass. A nested call therefore also checks the seal:
 //!
 //! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed` before
 //!   it reads the counts for the last time. All four accesses are sequentially consistent (the slow
 //!   path counts by locked instructions), so at least one side sees the other. Either the nested
 //!   call reads that the gate is sealed, and waits. Or the closer reads the nested call's count,
 //!   and breaks the seal.
-//! - If the gate let the outer call through, the closer sees the outer call's count after the
-//!   barrier at the latest, and the count stays until the call ends. So the gate is not sealed
-//!   meanwhile, and the nested call never waits for a closer that waits for the outer call.
-//! - If the outer call was only counted, the gate holds it as soon as it reads the gate, whatever
-//!   the signal handler has done.
+//! - If the outer call has passed the gate, the closer sees its count after the barrier at the
+//!   latest. The count stays until the outer call ends, and the gate is not sealed before that. So
+//!   the nested call passes, and the closer waits for both calls without a deadlock.
+//! - If the outer call was counted but has not read the gate yet, it has not passed. It reads the
+//!   gate after the signal handler, and waits there if the gate is closed.
 //!
-//! While allocations are paused, nested allocations are held in the same way, by the counts of
-//! allocating calls. A nested allocation passes until the agent reports that allocations are
-//! paused. From then on it waits, even if its outer call is not an allocation. The fast path needs
-//! no seal, because it passes only an open gate.
+//! While allocations are paused, nested allocations are held in the same way. The closer then reads
+//! only the counts of allocating calls. A nested allocation passes until the agent reports that
+//! allocations are paused. From then on it waits, even if its outer call is not an allocation. The
+//! fast path needs no seal, because it passes only an open gate.
 
 use core::sync::atomic::Ordering;
 
@@ -78,10 +81,10 @@ pub struct HookFrame {
     waits_until_us: u64,
     /// Start time of the call if it is recorded, else 0.
     began_ns: u64,
-    /// What the call allocates under the container's VRAM limit. `None`: it is not limited, or the
-    /// size is not known.
+    /// The allocation to which the container's VRAM limit applies. `None`: the limit does not apply
+    /// to this call.
     limited: Option<AllocRequest>,
-    /// Bytes of the call's allocation that count as pending under the container's VRAM limit.
+    /// Bytes that this call has added to the pending bytes of the container's VRAM limit.
     pending_bytes: u64,
 }
 
@@ -112,7 +115,7 @@ pub enum ThunkAction {
 /// itself.
 ///
 /// # Safety
-/// Only the thunk calls it, with its own frame.
+/// Only the thunk may call this function, with its own frame.
 pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
@@ -238,7 +241,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
 /// repeat the call, else 0.
 ///
 /// # Safety
-/// Only the thunk calls it, with the frame that [`enter`] filled.
+/// Only the thunk may call this function, with the frame that [`enter`] filled.
 pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
@@ -282,8 +285,10 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     oom_wait::settle(oom_wait, want, frame.result, &mut frame.waits_until_us).into()
 }
 
-/// Decides whether the container's VRAM limit admits a counted call. A nested call is always
-/// admitted, because it must not leave the gate to ask for an allowance.
+/// Decides whether the container's VRAM limit admits a call that is counted as in progress. A call
+/// may have to request an allowance (an amount of VRAM that the process may still allocate) from
+/// the controller. For this request it must leave the gate. A nested call must not leave the gate,
+/// so it is always admitted.
 fn admit(
     frame: &mut HookFrame,
     entry: &HookEntry,
@@ -318,9 +323,10 @@ fn admit(
     admission
 }
 
-/// Applies the container's VRAM limit after a call has returned. For an allocation of known size,
-/// its pending bytes end. After another allocation, allowances are dropped. The results of
-/// `cuMemGetInfo` are reduced to the limit.
+/// Applies the container's VRAM limit after a call has returned. An allocation of known size:
+/// subtracts its bytes from the pending bytes. A successful allocation of unknown size: drops the
+/// process's allowances, so that the next allocation requests a new one from the controller.
+/// `cuMemGetInfo`: reduces its results to the limit.
 fn end_limit(frame: &mut HookFrame, class: Class) {
     let limit = &PROCESS.vram_limit;
     // In a child that was forked during the call, the counters are the child's own.
@@ -350,22 +356,24 @@ fn end_limit(frame: &mut HookFrame, class: Class) {
     }
 }
 
-/// Whether the call requests a constant whose value is cached. If so, writes its results.
+/// Whether the results of this call are constant and cached. If so, writes them to the caller's
+/// addresses, so that the call need not reach the driver.
 fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
     // SAFETY: these are the arguments of a call of this function.
     entry.class() == Class::Constant
         && unsafe { constants::answer(entry.number(), &frame.arguments) }
 }
 
-/// Whether a function that this library does not wrap may have handles of physical memory as
-/// arguments. These are functions that bind memory for several devices, and unlisted functions.
+/// Whether a function without a wrapper in this library may take handles of physical memory. This
+/// is so for functions that bind memory for several devices, and for functions that are not in the
+/// library's list.
 fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
-/// Whether the call that has just returned was made inside another call. The outer call is still
-/// counted, so the gate could not close while the inner call waited for free VRAM. The inner call
-/// must therefore not wait.
+/// Whether the call that has just returned was made inside another call. Such a call must not wait
+/// for free VRAM. Its outer call stays counted during the wait, so the process could not be
+/// offloaded.
 fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
@@ -477,8 +485,8 @@ pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     }
 }
 
-/// Whether the gate currently holds a call of this class. If the result is false, a waiting call
-/// stops waiting, but is not admitted yet: it is counted and reads the gate again.
+/// Whether the gate currently holds a call of this class. If it does not, a waiting call stops its
+/// wait, but is not admitted yet: it counts itself and reads the gate again.
 fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
     look(page, class) == GateCheck::Holds && (!nested || page.is_sealed())
 }

@@ -25,8 +25,8 @@ pub fn at_start() -> Hazards {
     Hazards(hazards.0 | tools::in_environment().0)
 }
 
-/// Whether an MPS control daemon runs for this process. It is detected at the path at which libcuda
-/// searches for it.
+/// Whether an MPS control daemon runs for this process. It is detected by the pipe `control` in the
+/// folder in which libcuda searches for it.
 fn uses_mps() -> bool {
     let folder = libc::environment(b"CUDA_MPS_PIPE_DIRECTORY").unwrap_or(b"/tmp/nvidia-mps");
     let mut path = [0; 256];
@@ -40,7 +40,8 @@ fn uses_mps() -> bool {
     CStr::from_bytes_until_nul(&path).is_ok_and(sys::exists)
 }
 
-/// Returns the hazards that a successful call of a function of this class adds.
+/// Returns the hazards that a successful call adds to the process. `class` is the class of the
+/// called function.
 ///
 /// # Safety
 /// `arguments` must be those of a function of this class that returned success.
@@ -70,8 +71,9 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
     }
 }
 
-/// Returns the hazard of peer access if a call grants access to a device other than `owner`, the
-/// device of the memory.
+/// Returns the hazard of peer access if the descriptors of a call give a device access to another
+/// device's memory. `owner` is the device that contains the memory. `None`: every device in the
+/// descriptors counts as another device.
 ///
 /// # Safety
 /// `descriptors` must point to `count` descriptors.

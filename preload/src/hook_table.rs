@@ -3,9 +3,9 @@
 //!
 //! The entry of an exported function is a static next to the exported symbol (`exports`). A
 //! function that the application gets as an address has an entry in a pool. The entry is found by
-//! the function's address, so that repeated look-ups return the same stub. The pool is a hash table
-//! to which entries are only added, without a lock. So every entry stays consistent, even if a
-//! thread is stopped while it adds an entry, or the process is forked.
+//! the function's address, so that repeated look-ups return the same stub. The pool is a hash
+//! table. Entries are added without a lock and never removed. So every entry stays consistent, even
+//! if a thread stops or the process forks while an entry is added.
 
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
@@ -18,8 +18,8 @@ pub struct HookEntry {
     /// Address of the real function. 0 if it is not known yet.
     real: AtomicUsize,
     /// Properties of the hook, packed into one word. Bits 0..32: number of the hook. Bits 32..48:
-    /// offset of the counter for its calls within a thread's slot. Bits 48..56: 1 if its calls take
-    /// the thorough path. Bits 56..64: class of the function.
+    /// offset, within a thread's slot, of the counter for its calls. Bits 48..56: 1 if its calls
+    /// always take the slow path. Bits 56..64: class of the function.
     meta: AtomicU64,
 }
 
@@ -29,11 +29,11 @@ pub mod layout {
     pub const REAL: usize = 0;
     /// Offset of the hook's number, u32.
     pub const NUMBER: usize = 8;
-    /// Offset of the field that contains the counter's offset within a slot, u16.
+    /// Offset of a u16. Its value is again an offset: that of the counter within a thread's slot.
     pub const COUNTER: usize = 12;
-    /// Offset of the flag that calls take the thorough path, u8.
+    /// Offset of a u8, which is 1 if calls of the function always take the slow path.
     pub const THOROUGH: usize = 14;
-    /// Size of an entry and of its stub in bytes.
+    /// Size of an entry in bytes. A stub has the same size.
     pub const STRIDE: usize = 16;
 }
 
@@ -81,7 +81,7 @@ impl HookEntry {
         })
     }
 
-    /// If the function waits for GPU work, makes its calls take the thorough path.
+    /// If the function waits for GPU work, makes its calls take the slow path from now on.
     fn see_wait(&self) {
         // An incomplete entry has no class yet. The thread that completes the entry calls this
         // function afterwards.
@@ -116,16 +116,17 @@ pub const POOL: usize = 1024;
 /// stubs.
 pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 
-/// True once calls of [`Class::Sync`] take the thorough path, on which the library observes how
-/// long they wait. Until then, they take the short path, like other calls.
+/// True once calls of [`Class::Sync`], which wait for GPU work, take the slow path. There the
+/// library acts on such a wait, for example frees unused memory after it. Until then, these calls
+/// take the fast path, like other calls.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
 /// Entries of the exported functions that wait for GPU work.
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
-/// Makes all calls that wait for GPU work take the thorough path from now on. Before this function
-/// is called, such calls have no extra cost.
+/// Makes all calls that wait for GPU work take the slow path from now on. Until the first call of
+/// this function, they take the fast path and have no extra cost.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(HookEntry::see_wait);
@@ -225,7 +226,7 @@ mod tests {
         assert_eq!(exported.resolve(|_| Some(77)), Some(77));
         assert!(
             SEES_WAITS.load(Ordering::Relaxed) || !is_seen(),
-            "waits take the thorough path too early"
+            "waits take the slow path too early"
         );
         see_waits();
         // Another test may have called `see_waits` before, without completing it.

@@ -131,8 +131,8 @@ pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
 }
 
 /// Returns the set of signals that libc sends to all threads for `setuid` and cancellation. libc
-/// waits until each thread has handled such a signal, so a thread that blocks them would hang the
-/// application.
+/// waits until each thread has handled such a signal. If a thread of this library blocked these
+/// signals, the application would hang.
 pub fn internal_signals() -> u64 {
     const fn bit(signal: u64) -> u64 {
         1 << (signal - 1)
@@ -198,7 +198,8 @@ pub enum StackSize {
     Large,
 }
 
-/// True once a thread that needs a large stack may have been started with a smaller one.
+/// True once [`start_thread`] could not request the large stack that a thread needs. The thread
+/// then has the default stack, which may be too small.
 static HAS_SMALL_STACKS: AtomicBool = AtomicBool::new(false);
 
 /// Whether all threads that need a large stack were started with one.

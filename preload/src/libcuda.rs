@@ -12,8 +12,9 @@ use affinode_cuda_sys::CheckpointGetStateFn;
 use crate::elf::{self, DynamicSection, LoadedObject};
 use crate::{libc, sys};
 
-/// Base address and dynamic section of the libcuda that [`keep`] keeps loaded. 0 if there is none.
-/// In a forked child libcuda is at the same addresses.
+/// Base address of the libcuda that [`keep`] keeps loaded, and the address of its dynamic section.
+/// Both are 0 before that. They are also valid in a forked child, which has libcuda at the same
+/// addresses.
 static KEPT: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// Keeps libcuda loaded for the life of the process. Takes the loader's lock.

@@ -46,17 +46,18 @@ fn hooked(name: &[u8], real: usize) -> usize {
     real
 }
 
-/// Address of a real `cuGetProcAddress`, for one of its wrappers. The driver has two signatures,
-/// and each has a variant for per-thread default streams. All are called with the five arguments of
-/// the longer signature. A function with four arguments ignores the fifth.
+/// Address of the driver's `cuGetProcAddress` that one wrapper calls. The driver has several such
+/// functions: two signatures, each with a variant for per-thread default streams. A wrapper passes
+/// the five arguments of the longer signature to all of them. A function with four arguments
+/// ignores the fifth.
 struct LookupEntry {
     real: AtomicUsize,
 }
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
 
-/// The wrappers of `cuGetProcAddress`. Entries 0 and 1 belong to the exported `cuGetProcAddress`
-/// and `cuGetProcAddress_v2`.
+/// The driver's functions behind the wrappers of `cuGetProcAddress`, one entry for each wrapper.
+/// Entries 0 and 1 belong to the exported `cuGetProcAddress` and `cuGetProcAddress_v2`.
 static LOOKUP_ENTRIES: [LookupEntry; 8] = [const { LookupEntry { real: AtomicUsize::new(0) } }; 8];
 const WAYS: [GetProcAddress; 8] = [
     through::<0>,
@@ -95,8 +96,9 @@ impl LookupEntry {
     }
 }
 
-/// Wrapper of `cuGetProcAddress`. Calls the real function of entry `DOOR` of [`LOOKUP_ENTRIES`].
-/// Entry 0 is the exported `cuGetProcAddress`, entry 1 the exported `cuGetProcAddress_v2`.
+/// Wrapper of `cuGetProcAddress`. Calls the driver's function in entry `DOOR` of
+/// [`LOOKUP_ENTRIES`]. Entry 0 is the exported `cuGetProcAddress`, entry 1 the exported
+/// `cuGetProcAddress_v2`.
 ///
 /// # Safety
 /// See the driver's documentation of `cuGetProcAddress`.
@@ -132,7 +134,8 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
 #[repr(C)]
 pub struct LookupResult {
     address: usize,
-    /// 1 if the exported `dlsym` must jump to the real `dlsym`, which then sees the true caller.
+    /// 1 if the exported `dlsym` must jump to the real `dlsym`. After a jump, the return address
+    /// that the real `dlsym` sees is still in the application.
     jump: usize,
 }
 
@@ -149,8 +152,8 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library.
 /// Objects loaded earlier are skipped, because their `dlsym` may be a hook that calls this
-/// library's `dlsym`. Returns 0 if no object after this library has a `dlsym`. A weak reference of
-/// the program to `dlsym` would also be 0 then, if this library were not loaded.
+/// library's `dlsym`. Returns 0 if no object after this library has a `dlsym`. The program can then
+/// reach the exported `dlsym` only by a weak reference, which would be 0 without this library.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);

@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A waiting allocation does not count as a call inside the driver, so its process may be offloaded
-//! like any other. The agent reports only one allocation of a process at a time. If another
-//! allocation fails meanwhile, it waits until the state is FREE.
+//! like any other. The agent reports only one allocation of a process at a time. A second
+//! allocation that fails meanwhile waits until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -123,10 +123,10 @@ impl OomWaiter {
         }
     }
 
-    /// Makes the calling thread the owner of the wait, whose allocation is reported. If another
-    /// thread is the owner, waits until that thread's wait has ended, at most until the time
-    /// `until_us`. Returns false if that time has passed, or if the calling thread is the owner
-    /// already.
+    /// Makes the calling thread the owner: the thread whose allocation is reported to the
+    /// controller. If another thread is the owner, first waits until that thread's wait has ended,
+    /// but not beyond the time `until_us`. Returns false if that time has passed, or if the calling
+    /// thread is the owner already.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -200,17 +200,17 @@ impl OomWaiter {
 /// would limit the delay.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
-/// Whether a call of this function may be repeated after it failed for lack of memory. This
-/// requires that the failed call has done nothing. It is undocumented whether the failed launch of
-/// a graph has done nothing: a part of the graph's work may have begun.
+/// Whether a call of this function may be repeated after it failed for lack of memory. This is
+/// allowed only if the failed call has had no effect. A failed launch of a graph is not repeated:
+/// it is undocumented whether a part of the graph's work has begun.
 pub fn may_be_repeated(entry: &HookEntry) -> bool {
     let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
 }
 
-/// Returns the requirements of a call that has just failed for lack of VRAM. Returns `None` if the
-/// call may not wait. Must be called while the call is still counted, because this function queries
-/// the driver for the device.
+/// For a call that has just failed for lack of VRAM: returns the VRAM that the call needs. Returns
+/// `None` if the call must not wait. The call must still be counted as in progress, because this
+/// function queries the driver for the device.
 ///
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
@@ -227,9 +227,10 @@ pub unsafe fn wanted(
     unsafe { request(entry, arguments) }
 }
 
-/// The requirements of an allocating call; `None`: the call allocates no device memory, or it is
-/// not known how much. To be called while the call is counted, because it queries the driver for
-/// the device.
+/// Returns the VRAM that an allocating call needs, with the size 0 if only the driver knows it.
+/// `None`: the call allocates no device memory, or the device or the function's arguments are not
+/// known. The call must be counted as in progress, because this function queries the driver for the
+/// device.
 ///
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
@@ -269,11 +270,13 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Makes a failed call wait for VRAM. If the call was repeated after a wait and did not fail again
-/// for lack of VRAM, ends its wait instead. Must be called after the call has returned and is no
-/// longer counted. Returns true if the call must be repeated. `until_us` is the time at which the
-/// wait ends. It must be 0 after the first attempt, and keep the stored value after each
-/// repetition.
+/// Makes a call that failed for lack of VRAM (`want` is `Some`) wait for VRAM. Returns true if the
+/// call must be repeated. If a repeated call no longer fails for lack of VRAM, ends its wait and
+/// returns false.
+///
+/// Must be called after the call has returned and is no longer counted. `until_us` is the time at
+/// which the wait ends. The caller sets it to 0 before the first attempt. This function then stores
+/// the time, and the caller passes the same value after each repetition.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,
@@ -306,17 +309,17 @@ pub fn settle(
     again
 }
 
-/// Ends the wait of a call that will be repeated without the gate, because the process is no longer
-/// managed.
+/// Ends the wait of a call that will not reach [`settle`] again. Such a call either bypasses the
+/// gate, because the process is no longer managed, or returns an error to the application.
 pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
         waiter.leave(sys::gettid(), false);
     }
 }
 
-/// Returns a request of unknown size (0 bytes) if the function may take device memory and its size
-/// cannot be told before the call. The launch of a graph is not included, because programs launch
-/// graphs far more often than they allocate.
+/// Returns a request of unknown size (0 bytes) if the function may allocate device memory of a size
+/// that is not known before the call. The launch of a graph is not included, because programs
+/// launch graphs far more often than they allocate.
 pub fn takes_unknown_size(entry: &HookEntry) -> Option<AllocRequest> {
     let takes = entry.class() == Class::Alloc && may_be_repeated(entry);
     takes.then_some(AllocRequest { bytes: 0, uuid: [0; 16] })

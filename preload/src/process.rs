@@ -51,8 +51,8 @@ pub struct Process {
     pub vram_limit: VramLimit,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
-    /// State of the process's first load of a CUDA module. The load must have ended before the
-    /// library copies memory.
+    /// State of the process's first load of a CUDA module, which must end before the library copies
+    /// memory.
     pub module_load: swap::loader_lock::ModuleLoad,
 }
 
@@ -86,7 +86,7 @@ pub struct ThreadState {
     /// Token of the registration to which the thread belongs. Before the thread's first call it is
     /// -1, which is not a token.
     token: u64,
-    /// Number of calls on the slow path in which this thread is now, nested calls included.
+    /// Number of slow-path calls in progress in this thread. It is above 1 if calls are nested.
     pub depth: u32,
     /// 1 if the gate never holds calls of this thread, because it is the agent's thread or works
     /// for the agent.
@@ -194,8 +194,9 @@ pub fn leave_fast_path() {
     unsafe { (*thread()).token |= SHARED };
 }
 
-/// Runs `run` while the calling thread counts its calls on the page `scratch`. The agent uses it,
-/// because its own calls are otherwise not counted.
+/// Runs `run` while the calls of the calling thread are counted on the page `scratch` instead of
+/// the process's page. The agent uses this function to measure a counted call, because its own
+/// calls are otherwise not counted.
 pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
     // SAFETY: the calling thread's own block. The slot is replaced before the page is freed.
@@ -243,7 +244,8 @@ fn register() -> Option<&'static CounterPage> {
     }
 }
 
-/// Makes the kernel zero [`PROCESS`] in each forked child. Returns false if the kernel refused.
+/// Makes the kernel fill [`PROCESS`] with zeros in each forked child. Returns false if the kernel
+/// has refused this.
 pub fn children_start_anew() -> bool {
     static ARRANGED: AtomicU32 = AtomicU32::new(0);
     match ARRANGED.load(Ordering::Relaxed) {

@@ -155,9 +155,9 @@ pub fn set_signal_mask(mask: u64) -> u64 {
     old
 }
 
-/// Waits until a blocked signal of `mask` is pending, and consumes it. If the kernel refuses the
-/// call, the function sleeps for a short time. The caller must then check the state that the signal
-/// announces.
+/// Waits until a blocked signal of `mask` is pending, and consumes it. The function can also return
+/// without a signal: after the timeout, after an interruption or, if the kernel refuses the call,
+/// after at most 50 ms. The caller must therefore read the state that the signal announces.
 pub fn wait_signal(mask: u64, timeout_ms: u64) {
     const MOMENT_MS: u64 = 50;
     static NEVER_WOKEN: AtomicU32 = AtomicU32::new(0);

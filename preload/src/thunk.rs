@@ -1,14 +1,14 @@
 //! The assembly code through which every hooked CUDA call runs. It needs no signatures of
 //! functions, because it preserves the argument registers and copies eight words of stack
 //! arguments. Eight words are the 64 bytes that `cuIpcOpenMemHandle` takes by value. No other
-//! driver function has more than five.
+//! driver function has more than five words of stack arguments.
 //!
 //! ```text
 //! stub: r11 = entry ──> thunk
-//!   thread's token is the process's, entry needs no thorough look
+//!   thread has a slot in this process, entry is not marked for the slow path
 //!     ──> inflight += 1, gate open? ──> calls += 1 ──> real function ──> inflight -= 1
 //!         (and calls are not recorded, or this call is not picked)
-//!   anything else
+//!   anything else (slow path)
 //!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
 //!                                       ^    ├── not managed: jump to the real function  │
 //!                                       │    └── answered: its result, nothing is called  │
@@ -16,8 +16,8 @@
 //! ```
 //!
 //! The fast path has no system call, lock, atomic operation or clock. The processor may reorder the
-//! increment and the read of the gate. Therefore a thread that closes the gate then executes a
-//! barrier on all threads (`membarrier`).
+//! increment and the read of the gate. Therefore the agent executes a barrier on all threads
+//! (`membarrier`) after it has closed the gate, and only then reads the counts.
 
 use core::arch::global_asm;
 
@@ -28,7 +28,7 @@ use crate::gate::{HookFrame, enter, leave};
 use crate::hook_table::{ENTRIES, POOL, layout};
 use crate::process::PROCESS;
 
-/// Offset in a thread slot of the number of calls that are still made before a call is recorded.
+/// Offset of the field in a thread slot that counts down the calls before the next recorded call.
 const SKIP: usize = core::mem::offset_of!(ThreadSlot, pick.skip);
 
 global_asm!(

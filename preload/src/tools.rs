@@ -108,8 +108,8 @@ const MAPS: &CStr = c"/proc/self/maps";
 /// Whether the process has mapped a file whose name begins with one of `names`. The function reads
 /// the file `maps` instead of the loader's list of objects. If the agent walked that list during a
 /// fork, the child would hang, because glibc does not reset the list's lock in the child. If `maps`
-/// cannot be read, the function walks the list in spite of this, because an undetected tool could
-/// cost the process.
+/// cannot be read, the function walks the list nevertheless. The reason is that an undetected tool
+/// is worse: the driver could fail to restore the process.
 fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
     let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };

@@ -11,14 +11,17 @@
 //!
 //! The controller reads from NVML how much VRAM the container uses, and divides the rest of the
 //! limit between the container's processes. Each process gets an allowance: a number of bytes that
-//! it may still allocate on a GPU. This module therefore counts neither contexts nor freed memory.
-//! An allowance is valid while the epoch in the counters is the one with which it was given: the
-//! controller changes the epoch to recall it. A caller adds its bytes before it reads the epoch, so
-//! the controller never misses an allocation that a recalled allowance has let through.
+//! it may still allocate on a GPU. The reading of NVML includes contexts and freed memory, so this
+//! module counts neither.
 //!
-//! The limit is cooperative: a program that talks to the driver by itself is not held. If no
-//! controller replies within [`ANSWER_MS`], allocations are not limited until one does, because a
-//! program must not fail for that.
+//! An allowance is valid while the counters have the epoch with which the allowance was given. To
+//! recall an allowance, the controller writes a new epoch and then reads the pending bytes. A
+//! caller adds its bytes to the pending bytes before it reads the epoch. If the caller still reads
+//! the old epoch, the controller therefore sees the caller's bytes.
+//!
+//! The limit is cooperative: it does not stop a program that calls the driver directly. If no
+//! controller replies within [`ANSWER_MS`], allocations are not limited until a controller replies
+//! or accepts the process, because a missing controller must not make a program fail.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -31,13 +34,14 @@ use crate::{process, sys};
 
 /// Maximum number of GPUs on which the VRAM of one process can be limited.
 const GPUS: usize = 16;
-/// Maximum time that an allocation waits for an allowance.
+/// Maximum time that an allocation waits for an allowance, in milliseconds.
 const ANSWER_MS: u64 = 10_000;
-/// Maximum time that a waiting caller sleeps before it checks again for a reply, and whether the gate
-/// has closed, in milliseconds.
+/// Maximum time that a waiting caller sleeps, in milliseconds. The caller then checks again whether
+/// a reply has arrived or the gate has closed.
 const LOOK_AGAIN_MS: u64 = 100;
-/// Maximum number of requests that one allocation makes while each reply states that its size is
-/// free. Other threads can use up an allowance before the thread that requested it.
+/// Maximum number of requests that one allocation makes while each reply states that enough VRAM is
+/// free. One request may not suffice, because other threads can use up the allowance first. After
+/// the last request, the allocation is admitted without an allowance.
 const MAX_ASKS: u32 = 20;
 /// Unit in which the driver takes VRAM, in bytes. The size of an allocation of at least one unit is
 /// rounded up to whole units.
@@ -50,7 +54,8 @@ pub struct VramLimit {
     /// 1 after a request got no reply in time. It becomes 0 when a controller accepts the process
     /// or sends a reply.
     is_unanswered: AtomicU32,
-    /// Number of replies that calls have used since the agent last read this number.
+    /// Number of replies that calls have used and that the agent has not yet reported to the
+    /// controller.
     taken: AtomicU32,
     gpus: [GpuAllowance; GPUS],
 }
@@ -108,7 +113,7 @@ pub enum Admission {
 }
 
 /// VRAM that an allocation of this size takes, in bytes. The driver puts several small allocations
-/// into one piece.
+/// into one piece ([`PIECE_BYTES`]), so a small allocation takes an equal share of a piece.
 fn rounded(bytes: u64) -> u64 {
     match PIECE_BYTES.checked_div(bytes) {
         None => 0,
@@ -146,7 +151,8 @@ impl GpuAllowance {
         self.uuid.each_ref().map(|half| half.load(Ordering::Acquire)) == halves
     }
 
-    /// Takes bytes from the allowance, and adds them to the pending bytes.
+    /// Takes bytes from the allowance, and adds them to the pending bytes. False: the allowance is
+    /// invalid or too small, and nothing was taken.
     fn take(&self, page: &CounterPage, bytes: u64) -> bool {
         let order = Ordering::SeqCst;
         page.vram_pending.fetch_add(bytes, order);
@@ -181,8 +187,9 @@ impl VramLimit {
         (limit_bytes != 0).then_some(limit_bytes)
     }
 
-    /// Stores the limit that the controller has sent with its acceptance of the process, in bytes.
-    /// 0: there is no limit. Requests without a reply are sent again.
+    /// Stores the limit, in bytes, from the message (Welcome) with which a controller accepts the
+    /// process. 0: there is no limit. Drops all allowances. The agent sends requests without a
+    /// reply again.
     pub fn set_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Release);
         self.is_unanswered.store(0, Ordering::Release);
@@ -196,7 +203,7 @@ impl VramLimit {
         }
     }
 
-    /// The entry of a GPU. `None`: the process uses too many GPUs.
+    /// The entry of a GPU. `None`: the process uses more than [`GPUS`] GPUs.
     fn gpu(&self, uuid: &[u8; 16]) -> Option<&GpuAllowance> {
         let halves = halves(uuid);
         if let Some(known) = self.gpus.iter().find(|gpu| gpu.is_of(halves)) {
@@ -251,8 +258,8 @@ impl VramLimit {
     /// outside the gate and not counted as a call in progress, so that the process can be offloaded
     /// meanwhile. If `want.bytes` is 0, the request only updates the values of [`VramLimit::view`].
     ///
-    /// Returns without a reply if the gate closes. The caller must then wait at the gate, because only
-    /// callers at the gate cause a restore.
+    /// Returns without a reply if the gate closes. The caller must then wait at the gate, because
+    /// only callers at the gate cause a restore.
     pub fn ask(&self, want: &AllocRequest, attempts: &mut LimitAttempts) {
         let Some(gpu) = self.gpu(&want.uuid) else { return };
         (attempts.asked, attempts.is_answered) = (attempts.asked.saturating_add(1), false);
@@ -306,8 +313,8 @@ impl VramLimit {
         self.gpus.iter().for_each(|gpu| gpu.epoch.store(0, Ordering::SeqCst));
     }
 
-    /// The limit on a GPU, and what the container could allocate there at the time of the last reply,
-    /// in bytes. `None`: there is no limit, or there was no reply.
+    /// The limit on a GPU, and the amount that the container could still allocate there at the time
+    /// of the last reply, both in bytes. `None`: there is no limit, or there was no reply.
     pub fn view(&self, uuid: &[u8; 16]) -> Option<(u64, u64)> {
         let known = self.gpu(uuid).filter(|gpu| gpu.answered.load(Ordering::Acquire) > 0)?;
         let free_bytes = known.free_bytes.load(Ordering::Acquire);

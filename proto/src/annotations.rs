@@ -5,10 +5,11 @@ pub const OFFLOAD: &str = "affinode.io/offload";
 /// Container annotation that disables offloads of the container, because its clients cannot wait
 /// for a restore.
 pub const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
-/// Memory of a GPU, in bytes, that the resource claims of a container were allocated: a decimal
-/// number. The shim adds it to a container's annotations, from the files of its claims. The
-/// container's VRAM limit is at most this amount. In the file of one device, the value is
-/// `DEVICE=BYTES`. A pod cannot set this annotation.
+/// Annotation with the amount of GPU memory, in bytes, that Kubernetes has allocated to the
+/// container's ResourceClaims. The value is a decimal number. The container's VRAM limit is at most
+/// this amount. The shim adds the annotation from the policy files of the claims. Each policy file
+/// is for one device, and there the value has the form `DEVICE=BYTES`. A pod cannot set this
+/// annotation.
 pub const CLAIMED_VRAM: &str = "affinode.io/claimed-vram";
 
 /// Returns whether two annotations control the same setting. If they come from sources of different

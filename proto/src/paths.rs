@@ -60,7 +60,8 @@ pub const STATE_FILE: &str = "state";
 /// A controller that starts later reads it.
 pub const ANNOUNCEMENT_FILE: &str = "announcement";
 /// File name in a container's folder on the host: the file with the generation of the container
-/// that owns the folder.
+/// that owns the folder. The generation is a number that differs between containers with the same
+/// id.
 pub const GENERATION_FILE: &str = "generation";
 /// File name in a container's folder on the host: the `/etc/ld.so.preload` for the container,
 /// merged from the image's entries and Affinode's.

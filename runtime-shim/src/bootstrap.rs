@@ -41,8 +41,8 @@ pub enum BootstrapReply {
 /// Error: the stock shim's reply has none of the known forms.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "containerd-shim-runc-v2 printed {0:?} for start, which does not contain an address that this \
-     version can parse"
+    "containerd-shim-runc-v2 start printed {0:?}. This output has no address that this version of \
+     Affinode can parse"
 )]
 pub struct BootstrapReplyError(String);
 

@@ -144,9 +144,9 @@ impl Bundle {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Records the ids of the containers that the daemon of this bundle serves. If the shim of a
-    /// group has ended, containerd 2.x removes the bundles of the group's containers before it runs
-    /// `delete`. `delete` then finds these containers in the record.
+    /// Records the ids of the containers that the daemon of this bundle serves, for `delete`. If
+    /// the shim of a group has ended, containerd 2.x removes the bundles of the group's other
+    /// containers before it runs `delete`. The record is then the only list of these containers.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();

@@ -1,7 +1,7 @@
 //! Reads the policy (settings of Affinode) that ResourceClaims of Kubernetes (DRA) give to a
 //! container. The node agent writes a claim's policy into files of the run directory, and a CDI
-//! specification mounts these files into the containers that use the claim. CDI has no annotations
-//! of containers, so the shim recognises the policy by the mounts.
+//! specification mounts these files into the containers that use the claim. CDI cannot set
+//! annotations of a container, so the shim finds the policy by these mounts.
 //!
 //! A mount counts only if its source is in the run directory. Only root can write there, and a pod
 //! can mount such a file itself only if it may mount any folder of the host.
@@ -39,7 +39,8 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     if files.len() > MAX_FILES {
         let (id, count) = (&announcement.id, files.len());
         warn!(
-            "container {id}: has {count} policy files of claims, of which only {MAX_FILES} are used"
+            "container {id}: its resource claims have {count} policy files, but Affinode uses only \
+             {MAX_FILES} of them"
         );
         files.truncate(MAX_FILES);
     }
@@ -52,7 +53,7 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
             }
             Err(error) => {
                 let (id, file) = (&announcement.id, file.display());
-                warn!("container {id}: cannot use the policy of its claim in {file}: {error}");
+                warn!("container {id}: cannot use policy file {file} of its claim: {error}");
             }
         }
     }
@@ -72,7 +73,7 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     }
 }
 
-/// Memory that the devices of a container's claims were allocated.
+/// GPU memory that Kubernetes has allocated to a container's claims, for each device.
 #[derive(Default)]
 struct ClaimedMemory {
     /// Bytes of each device, summed over the claims of the container.
@@ -91,8 +92,8 @@ impl ClaimedMemory {
         }
     }
 
-    /// Returns the limit of the container's VRAM on each GPU. A container has one limit for all
-    /// its GPUs, so it is the largest amount of a device.
+    /// Returns the limit of the container's VRAM on each GPU. A container has the same limit on all
+    /// its GPUs, so the limit is the amount of the device with the largest amount.
     fn limit_bytes(&self) -> Option<u64> {
         self.of_devices.values().max().copied()
     }

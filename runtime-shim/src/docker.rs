@@ -138,7 +138,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
     let facts = file.metadata()?;
     if !facts.is_file() || facts.len() > MAX_BYTES {
-        return Err(io::Error::other("it is not a regular file, or it is too large"));
+        return Err(io::Error::other("it is not a regular file, or is larger than the maximum"));
     }
     let mut text = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut text)?;

@@ -1,4 +1,4 @@
-//! Reads the names of a container that are displayed, from its annotations or from Docker's files.
+//! Reads a container's names for display, from its annotations or from Docker's files.
 
 use affinode_proto::annotations::CLAIMED_VRAM;
 use affinode_proto::api::control::Announcement;
@@ -80,8 +80,8 @@ fn is_own(name: &str, value: &str) -> bool {
         && name.len() + value.len() <= MAX_ANNOTATION_BYTES
 }
 
-/// Whether a ResourceClaim may set this annotation of Affinode. Only annotations of the pod decide
-/// whether a container is managed.
+/// Whether a ResourceClaim may set this annotation of Affinode. It may not set
+/// `affinode.io/inject`, because only the pod may decide whether a container is managed.
 #[must_use]
 pub fn may_be_claimed(name: &str, value: &str) -> bool {
     name != INJECT && is_own(name, value)

@@ -142,8 +142,8 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     }
 }
 
-/// Whether the container engine runs without the machine's root privileges. In a user namespace,
-/// the root folder does not belong to the root user of that namespace.
+/// Whether the container engine runs without root privileges on the host. In a user namespace, the
+/// process may be root, but then `/` does not belong to the root user of that namespace.
 fn is_rootless() -> bool {
     let root = rustix::process::geteuid().is_root();
     !root || std::fs::metadata("/").is_ok_and(|folder| folder.uid() != 0)

@@ -128,9 +128,9 @@ fn pack(options: &RuncOptions) -> Result<Any, OptionsError> {
     Ok(any)
 }
 
-/// Copies the settings of `table` to `options`. The names of settings are Go field names in any
-/// case, as in containerd's TOML decoder. Settings that runc does not have belong to another
-/// runtime and are ignored.
+/// Copies the settings of `table` to `options`. The names of settings are Go field names, without
+/// regard to upper and lower case, as in containerd's TOML decoder. Settings that runc does not
+/// have belong to another runtime and are ignored.
 fn apply(options: &mut RuncOptions, table: &toml::Table) -> Result<(), OptionsError> {
     for (name, value) in table {
         match name.to_ascii_lowercase().as_str() {

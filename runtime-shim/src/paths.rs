@@ -62,7 +62,8 @@ impl ShimPaths {
         folders.into_iter().flatten().flatten().any(|folder| ContainerDir(folder.path()).is_kept())
     }
 
-    /// Creates the run directory. Containers of every user have permission to traverse it.
+    /// Creates the run directory. All users can traverse it, because a container's processes may
+    /// run as any user.
     pub fn make_run_dir(&self) -> io::Result<()> {
         make_dir(&self.run_dir)
     }

@@ -1,5 +1,5 @@
-//! The daemon of a group (pod): accepts containerd's connections, proxies each, and ends with the
-//! stock shim.
+//! The daemon of a group (pod): accepts containerd's connections, proxies each, and ends when the
+//! stock shim ends.
 //!
 //! ```text
 //! start ──socket on stdin──> Joining ──stock shim answered──> Serving ──┬─ stock shim gone ─> Draining ─> end
@@ -42,7 +42,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// An address that cannot be parsed.
-    #[error("cannot use the socket address of the shim, or of the stock shim that it started")]
+    #[error("cannot use the socket address of the proxy or of the stock shim")]
     Address(#[from] AddressError),
     /// The stock shim does not reply.
     #[error("cannot connect to the stock shim at {address}")]

@@ -234,9 +234,10 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this run of `start` has started it. `stock_pid` is the process that ran
-/// the stock shim's `start`. If this process created the listener at `address`, the stock shim is
-/// new and has no containers yet. Any other listener is left running.
+/// Ends the stock shim at `address` if this run of `start` has started it. `stock_pid` is the pid
+/// of the process that ran the stock shim's `start`. If that process created the listener at
+/// `address`, the stock shim is new and has no containers yet. Otherwise the stock shim is left
+/// running.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {

@@ -1,5 +1,5 @@
 //! `affinode calls`: shows the CUDA functions that processes call, with rate, bytes and duration.
-//! Processes record their calls while this command runs.
+//! Processes record their calls only while a client such as this command watches them.
 
 use std::{collections::BTreeMap, io::Write, time::Duration};
 
@@ -175,8 +175,8 @@ impl CallSums {
         let mute = self.processes.values().filter(|p| p.one_in == 0).count();
         if mute > 0 {
             line.push_str(&format!(
-                ", {mute} with a library that is too old to record calls: restart these processes \
-                 to see their calls"
+                "; in {mute} of these processes, the library is too old to record calls: restart \
+                 them to see their calls"
             ));
         }
         if self.left_out > 0 {

@@ -37,7 +37,7 @@ pub struct ControlClient {
 enum ClientRights {
     /// The user may make all requests, because the user is root.
     Full,
-    /// The user may only make requests that read, as a member of `control.view_group`.
+    /// The user is a member of `control.view_group`. Such a user may read, but not change anything.
     View,
 }
 
@@ -57,13 +57,13 @@ impl ControlClient {
     }
 
     /// Checks whether this user may send a request that changes something. Returns an error if the
-    /// user may only read. The controller also refuses such a request if it arrives on the socket
-    /// for viewers.
+    /// user may only read. The controller checks this as well: on the socket for members of
+    /// `control.view_group`, it refuses requests that change something.
     fn may_change(&self) -> Result<(), CliError> {
         match self.rights {
             ClientRights::Full => Ok(()),
             ClientRights::View => Err(CliError::NotDone(
-                "members of control.view_group can only view: run this command as root".into(),
+                "this command needs root; members of control.view_group can only view".into(),
             )),
         }
     }
@@ -209,8 +209,7 @@ async fn open(socket: &Path, rights: ClientRights) -> Result<ControlClient, CliE
     }
 }
 
-/// Returns whether the kernel refuses this user the connection to a socket, because the user lacks
-/// the permission.
+/// Returns whether this user lacks the permission to connect to a socket.
 fn may_not_connect(socket: &Path) -> bool {
     let connected = std::os::unix::net::UnixStream::connect(socket);
     connected.is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)

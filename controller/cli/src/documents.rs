@@ -17,7 +17,8 @@ const MIN_LINES: usize = 80;
 const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
 
 /// The parser must accept each `affinode` command line in the documents, because users type these
-/// lines. A command that a text only mentions may lack its arguments.
+/// lines. The test also accepts a command without its arguments, because a text may only mention
+/// the command.
 #[test]
 fn every_command_of_the_documents_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -102,9 +103,9 @@ fn command(line: &str) -> Option<Vec<String>> {
     Some(used.take_while(|word| !ENDS.contains(&word.as_str())).map(|word| filled(&word)).collect())
 }
 
-/// Replaces a placeholder in a documented command by a value that the parser accepts. Of several
-/// alternatives, such as `a|b`, the first is returned. A name in capital letters becomes 1, which
-/// suits any option.
+/// Returns a word of a documented command, with a placeholder replaced by a value that the parser
+/// accepts. Of alternatives such as `a|b`, the function takes the first. A placeholder in capital
+/// letters, such as `FILE`, becomes `1`, because every option accepts `1`.
 fn filled(word: &str) -> String {
     let first = word.split('|').next().unwrap_or(word);
     let name =

@@ -51,7 +51,8 @@ pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, Cli
     }
 }
 
-/// Formats one event as a line. `wide` adds its date, number, key and reason word.
+/// Formats one event as a line. `wide` adds the event's date, its sequence number, the key of its
+/// container and its reason word.
 fn line(event: &schema::Event, wide: bool) -> String {
     let container = format::safe(&event.container);
     let mut text = format!("{}  {container}  ", format::clock(event.unix_ms));

@@ -35,8 +35,8 @@ pub fn run(out: &mut dyn Write, asked: &GpusArgs) -> Result<(), CliError> {
 }
 
 /// Enters the node's root file system, and then replaces this process by the program that is
-/// installed there. The program in the container must not open the driver, because the driver's
-/// library and the C library of the node belong together.
+/// installed there. The program in the container must not load the node's driver library itself,
+/// because that library needs the C library of the node.
 fn run_on_node(root: &Path, prefix: &Path) -> Result<CliError, CliError> {
     install::enter(root)?;
     let program = prefix.join("bin/affinode");

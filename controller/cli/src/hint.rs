@@ -15,8 +15,8 @@ pub struct HintArgs {
     /// Name of the container: namespace/pod/container, namespace/id or id. The beginning of one of
     /// these is enough if it is unique.
     container: String,
-    /// Reported state of the container. The hint idle ends at the container's next CUDA call, the
-    /// hint busy after an hour.
+    /// Reported state of the container. The hint idle ends at the container's next CUDA call. The
+    /// hint busy ends after an hour.
     is: HintState,
     /// Format of the output.
     #[arg(short, long, default_value = "table")]

@@ -19,9 +19,9 @@ use super::{CliError, OutputFormat};
 
 /// Install Affinode on this node. This installs the programs, the library, and a systemd unit that
 /// keeps a controller running. It adds a handler to containerd's configuration, a runtime to
-/// Docker's if Docker runs, and a runtime to Podman's if Podman is installed. The former containerd
-/// configuration is restored if the new configuration differs in more than the handler, or if
-/// containerd does not start with the new configuration. Docker's configuration file is restored if
+/// Docker's if Docker runs, and a runtime to Podman's if Podman is installed. The command restores
+/// containerd's earlier configuration in two cases: the new configuration changes more than the
+/// handler, or containerd does not start with it. It restores Docker's configuration file if
 /// dockerd does not serve the runtime.
 #[derive(Debug, clap::Args)]
 pub struct InstallArgs {
@@ -91,7 +91,7 @@ pub struct InstallArgs {
 
 impl InstallArgs {
     /// Returns whether the runtime is registered in Podman. `--podman` requires the registration.
-    /// `--no-podman`, a named containerd or a named root of a node prevents it. Otherwise the
+    /// `--no-podman`, `--containerd` and `--host-root` each prevent it. Without these options, the
     /// runtime is registered if Podman is found.
     fn podman(&self) -> PodmanRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
@@ -111,7 +111,7 @@ impl InstallArgs {
     }
 
     /// Returns whether the runtime is registered in Docker. `--docker` requires the registration.
-    /// `--no-docker`, a named containerd or a named root of a node prevents it. Otherwise the
+    /// `--no-docker`, `--containerd` and `--host-root` each prevent it. Without these options, the
     /// runtime is registered if dockerd is found.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
@@ -142,8 +142,8 @@ pub struct StatusArgs {
     /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// Path of containerd's socket. Default: the socket that the installation used. If there was
-    /// none, the paths that distributions use are tried.
+    /// Path of containerd's socket. Default: the socket that the installation used. Without an
+    /// earlier installation, the paths that distributions use are tried.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
     /// Folder that contains the record of the installation.
@@ -164,13 +164,13 @@ struct InstallPaths {
     /// paths of the node.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
-    /// Path of containerd's socket. Default: the socket that the installation used. If there was
-    /// none, the paths that distributions use are tried.
+    /// Path of containerd's socket. Default: the socket that the installation used. Without an
+    /// earlier installation, the paths that distributions use are tried.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
     /// Folder of the installation, which contains bin, lib/affinode and share/affinode. For Docker,
-    /// nerdctl and ctr, its folder bin must be in containerd's PATH. With another prefix than
-    /// /usr/local, add this folder to containerd's PATH.
+    /// nerdctl and ctr, the folder bin must be in containerd's PATH. If the prefix is not
+    /// /usr/local, add the folder bin to this PATH yourself.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// Folder for the record of the installation, which `affinode status` and `affinode uninstall`
@@ -192,9 +192,9 @@ struct InstallPaths {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum RestartMode {
-    /// Restart the unit with `systemctl restart`.
+    /// Restart containerd's unit with `systemctl restart`.
     Systemd,
-    /// You restart it yourself.
+    /// You restart containerd yourself.
     None,
 }
 
@@ -310,8 +310,8 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         let state = match file.state {
             FileState::InPlace => "as installed",
             FileState::Changed => {
-                "changed since the installation: run affinode install, otherwise affinode \
-                 uninstall keeps the file"
+                "changed since the installation: affinode uninstall would keep the file, and \
+                 affinode install replaces it"
             }
             FileState::Missing => "missing: run affinode install",
         };
@@ -324,7 +324,8 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     for name in &status.former {
         rows.push((
             format!("handler {name}"),
-            "former name of the handler: it stays in the configuration while a shim runs",
+            "former name of the handler, kept for running shims: after they have ended, affinode \
+             install removes it",
         ));
     }
     if let Some(docker) = &status.docker {
@@ -369,11 +370,12 @@ fn handler_state(state: HandlerState) -> &'static str {
         HandlerState::Served => "served by containerd",
         HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
         HandlerState::RestartDue => {
-            "served by containerd in its former version: restart containerd to apply the change"
+            "containerd still serves the former version of the handler: restart containerd to \
+             apply the change"
         }
         HandlerState::Outdated => {
-            "served by containerd, but its settings differ from those that affinode install would \
-             write now: run affinode install"
+            "served by containerd, but the handler's settings differ from the settings that \
+             affinode install would write now: run affinode install"
         }
         HandlerState::NotRead => "containerd does not read this file: run affinode install",
         HandlerState::Missing => {
@@ -394,7 +396,8 @@ fn unit_state(state: UnitState) -> &'static str {
     match state {
         UnitState::Running => "keeps a controller running",
         UnitState::Disabled => {
-            "keeps a controller running until a reboot: run systemctl enable affinode-controller"
+            "keeps a controller running now, but does not start after a reboot: run systemctl \
+             enable affinode-controller"
         }
         UnitState::Stopped => {
             "stopped, so shims start the controller: run systemctl start affinode-controller"
@@ -409,8 +412,9 @@ fn unit_state(state: UnitState) -> &'static str {
     }
 }
 
-/// Returns the default folder of the files to install. If this program is in a folder `bin`, it is
-/// the folder that contains `bin`. Otherwise it is the folder of this program.
+/// Returns the default folder of the files to install. If this program is in a folder `bin`, the
+/// function returns the folder that contains `bin`. Otherwise it returns the folder of this
+/// program.
 fn own_folder() -> Result<PathBuf, CliError> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));

@@ -1,7 +1,8 @@
 //! The command `affinode`, a client of the controller's control API.
 //!
 //! The exit status is 0 if the command is done, 1 if it failed or was refused, and 2 if its usage
-//! is wrong. An error is printed once to standard error, with the way to correct it.
+//! is wrong. An error is printed once to standard error, together with what the user can do about
+//! it.
 
 mod calls;
 mod client;
@@ -142,7 +143,7 @@ enum OutputFormat {
     Table,
     /// Columns with further details.
     Wide,
-    /// JSON with stable names. openapi.yaml describes the objects of the HTTP API.
+    /// JSON with stable names. openapi.yaml describes the objects that the HTTP API also returns.
     Json,
     /// YAML with the same names as in JSON.
     Yaml,
@@ -189,7 +190,7 @@ enum CliError {
     History(#[from] affinode_controller::history::StoreError),
     #[error(transparent)]
     Gpus(#[from] affinode_controller::inventory::gpu_facts::GpuFactsError),
-    #[error("cannot run {program} of the node; check that Affinode is installed there")]
+    #[error("cannot run {program} on the node; check that Affinode is installed on the node")]
     NodeProgram {
         program: String,
         #[source]
@@ -339,8 +340,8 @@ async fn reload(
     let mut words = if changed { "configuration changed" } else { "nothing changed" }.to_owned();
     if !waits.is_empty() {
         let waits = waits.join(", ");
-        let how = "systemctl restart affinode-controller, or end its process";
-        words += &format!("; changes of {waits} apply when the controller starts again ({how})");
+        let how = "run systemctl restart affinode-controller, or end the controller's process";
+        words += &format!("; changes to {waits} apply when the controller starts again ({how})");
     }
     say(out, output, &words, &serde_json::json!({ "changed": changed, "waits": waits }))
 }

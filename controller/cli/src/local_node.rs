@@ -1,5 +1,5 @@
-//! Shows a node on which no controller runs and no container needs a controller. The command then
-//! reads the node's GPUs itself.
+//! Shows a node on which no controller runs and no container needs a controller. On such a node,
+//! `affinode ps` and `affinode top` read the GPUs themselves.
 
 use std::{fs, io, os::unix::net::UnixStream, path::Path};
 
@@ -27,8 +27,8 @@ pub struct LocalNode {
 
 impl LocalNode {
     /// Prepares to read the GPUs without a controller. `None`: a controller may run, or the run
-    /// directory has a folder of a container or job, so that only a controller knows the state of
-    /// the node.
+    /// directory has a folder of a container or job. In both cases, only a controller knows the
+    /// state of the node.
     pub fn of_empty(run_dir: &Path) -> Option<LocalNode> {
         if !is_empty(run_dir) {
             return None;
@@ -62,8 +62,8 @@ impl LocalNode {
     }
 }
 
-/// Returns whether the node has neither a controller nor a container or job. The control socket
-/// then has no listener, and the run directory has no folder of a container or job.
+/// Returns whether the node has no controller, no container and no job. This is true if the control
+/// socket has no listener, and the run directory has no folder of a container or job.
 fn is_empty(run_dir: &Path) -> bool {
     let absent = match UnixStream::connect(run_dir.join(paths::CONTROL_SOCKET)) {
         Ok(_) => false,

@@ -26,9 +26,9 @@ pub struct PolicyArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum PolicyCommand {
-    /// Print each value of the policy that applies to each container, with its source. default:
-    /// built in. node: a configuration file. namespace: a rule for the container's namespace.
-    /// annotation: the container's annotation. operator: a command such as `affinode pin`.
+    /// Print the policy of each container: each value with its source. The sources are: default
+    /// (built in), node (a configuration file), namespace (a rule for the container's namespace),
+    /// annotation (of the container) and operator (a command such as `affinode pin`).
     Show(ShowArgs),
     /// Set values of the node's policy permanently. The values are validated first, then written
     /// into a file in the folder conf.d next to the configuration file.
@@ -50,7 +50,7 @@ enum PolicyCommand {
     },
     /// Check whether a configuration file is valid, and print the resulting policies. The files in
     /// the folder conf.d next to the file, and environment variables, apply as well. The command
-    /// needs no controller. To see how the file would have acted in the past, run `affinode
+    /// needs no controller. To see which effect the file would have had in the past, run `affinode
     /// simulate --history --config FILE`.
     #[command(alias = "check")]
     Validate {
@@ -97,8 +97,8 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Runs the command if it needs no controller, and then returns `None`. Returns any other command
-/// to the caller, which must connect to the controller first.
+/// Runs a command that needs no controller, and returns `None`. Returns a command that needs a
+/// controller unchanged, because the caller must first connect to the controller.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),

@@ -15,8 +15,8 @@ const STEP_MS: u32 = 1_500;
 /// with those of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RecordedCall {
-    /// Share of the VRAM that offloads freed, from 0 to 1. It is the number of freed GPU seconds,
-    /// divided by the sum of freed and held GPU seconds.
+    /// Share of the VRAM that offloads freed, from 0 to 1. It is the freed GPU seconds divided by
+    /// the sum of freed and held GPU seconds.
     pub freed: f64,
     /// Number of restores for which CUDA calls waited.
     pub wakes: u64,

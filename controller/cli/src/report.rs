@@ -56,7 +56,8 @@ enum ReportGrouping {
 enum ReportFormat {
     /// Aligned columns for a terminal.
     Table,
-    /// Further columns: CUDA calls, the idle share of the time VRAM was held, and all prices.
+    /// Further columns: CUDA calls, the share of held VRAM that was idle, and the prices of used
+    /// and idle VRAM.
     Wide,
     /// Comma-separated values, in GPU seconds.
     Csv,

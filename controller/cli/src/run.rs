@@ -30,16 +30,17 @@ const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
 /// Run a program outside a container and let the controller manage its GPU memory, as it does for a
-/// container. This is called a job. The memory is offloaded while the program is idle, and restored
-/// at its next CUDA call. The program replaces this command's process, so exit status and signals
-/// are those of the program.
+/// container. Such a program is called a job. The controller offloads the memory while the program
+/// is idle, and restores it at the program's next CUDA call. The program replaces this command's
+/// process, so exit status and signals are those of the program.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
     /// Name of the job. Default: the program's name.
     #[arg(long)]
     name: Option<String>,
     /// Namespace of the job. It determines which rules `[[policy.namespace]]` apply. Only root can
-    /// choose it. A job of another user is in the namespace user-NAME, with the name of that user.
+    /// choose the namespace. A job of a user other than root is in the namespace user-NAME, where
+    /// NAME is the user's name.
     #[arg(long)]
     namespace: Option<String>,
     /// Annotation of the job, without the prefix affinode.io/: for example idle-timeout=2m or
@@ -171,8 +172,9 @@ fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
     answer().map_err(RunError::Answer)
 }
 
-/// Acquires the job's lock and keeps it open when this process executes the program. Descendants of
-/// the process inherit the lock, and the kernel releases it when the last of them ends.
+/// Locks the job's lock file, and keeps the file open when this process executes the program.
+/// Descendants of the process inherit the open file. The kernel releases the lock when the last of
+/// these processes ends.
 fn hold(lock: &str) -> std::io::Result<()> {
     let file = File::open(lock)?;
     rustix::fs::flock(file.as_fd(), FlockOperation::LockShared)?;

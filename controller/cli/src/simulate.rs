@@ -62,31 +62,33 @@ pub struct SimulateArgs {
     /// VRAM of each process, in GiB. It applies if the trace does not contain the VRAM.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// Number of GPUs over which the processes are distributed. Default: the GPUs that the trace
-    /// names. If it names none: 1 with --fits, otherwise the smallest number of GPUs on which all
-    /// processes fit at any time.
+    /// Number of GPUs over which the processes are distributed. Default: 1 with --fits, otherwise
+    /// the number of GPUs that the trace names. If it names none, the default is the smallest
+    /// number that --oversubscription permits.
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
     /// Maximum VRAM that the processes of one GPU need at the same time, as a multiple of the GPU's
-    /// VRAM. The number of GPUs is chosen accordingly: with 2, half as many GPUs as with 1.
+    /// VRAM. The default of --gpus depends on this value: a value of 2 gives about half as many
+    /// GPUs as a value of 1.
     #[arg(long, default_value_t = 1.0, value_name = "RATIO")]
     oversubscription: f64,
     /// VRAM of each GPU, in GiB. The default is the VRAM of an H200.
     #[arg(long, default_value_t = 140.4, value_name = "GIB", conflicts_with = "fits")]
     vram: f64,
-    /// VRAM of each GPU, given as the number of processes that fit, each with the VRAM of the
-    /// largest process.
+    /// VRAM of each GPU, as a number of processes: it has space for this many processes of the
+    /// largest size.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
     /// Time for which a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
-    /// File with the measured durations of offloads and restores of one engine (TOML or JSON), as
-    /// the GPU kit writes it. Default: values of an H200. Can be repeated, once for each engine.
+    /// File (TOML or JSON) with the measured durations of offloads and restores of one engine. To
+    /// measure them on a machine, pack the GPU kit with `cargo xtask gpu-kit` and run its part
+    /// calibration. Default: values of an H200. Can be repeated, once for each engine.
     #[arg(long, value_name = "FILE")]
     calibration: Vec<PathBuf>,
-    /// Longest acceptable wait of a call. The columns COPIED and GONE count the calls that wait
-    /// longer.
+    /// Longest acceptable wait of a call. The columns COPIED and GONE show the share of calls that
+    /// wait longer.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     slo: humantime::Duration,
     /// Configuration file whose policy is simulated as `configured`. Default: the built-in values.
@@ -133,7 +135,7 @@ pub enum SimulateError {
     /// The results cannot be written to this file.
     #[error("cannot write {path}")]
     Write {
-        /// Path of the output.
+        /// Path of the output that cannot be written.
         path: String,
         #[source]
         source: std::io::Error,
@@ -326,7 +328,7 @@ struct SimulatedHost {
 }
 
 /// Returns a warning if the trace has a time step that is at least as long as an idle timeout of a
-/// compared policy. Every pause in the trace then looks idle.
+/// compared policy. The simulation then takes every pause of the trace for idle time.
 fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String> {
     let step_ms = trace.step_ms()?;
     let is_shorter = |b: &&Baseline| b.shortest_timeout_ms().is_some_and(|ms| ms <= step_ms);
@@ -334,8 +336,9 @@ fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String>
     let step = humantime::format_duration(std::time::Duration::from_millis(step_ms));
     (!names.is_empty()).then(|| {
         format!(
-            "warning: the time steps of the trace ({step}) are not shorter than the idle timeouts of {}: \
-             every pause looks idle, so the figures of these policies are not reliable",
+            "warning: the time steps of the trace ({step}) are at least as long as the idle \
+             timeouts of {}. Therefore every pause in the trace counts as idle, and the figures of \
+             these policies are not reliable",
             names.join(", ")
         )
     })
@@ -350,8 +353,8 @@ impl SimulatedHost {
             GpuRule::Named => format!("GPUs: {gpus}, named in the trace; {peak}"),
             GpuRule::Peak => {
                 format!(
-                    "GPUs: {gpus}, the fewest on which VRAM demand is at most {ratio} times the \
-                     VRAM of a GPU; {peak}"
+                    "GPUs: {gpus}, the smallest number for which the processes of each GPU want at \
+                     most {ratio} times its usable VRAM; {peak}"
                 )
             }
         }
@@ -401,7 +404,8 @@ fn print(
     }
     writeln!(
         out,
-        "{} processes, {} requests, {days:.1} days; {} of VRAM on each of {} GPUs, {} wanted\n{}\n",
+        "{} processes, {} requests, {days:.1} days; {} of VRAM on each of {} GPUs; all processes \
+         together want {}\n{}\n",
         trace.loads.len(),
         trace.requests(),
         format::bytes(machine.vram_bytes),
@@ -415,8 +419,12 @@ fn print(
     }
     if let Some(happened) = happened {
         let (freed, wakes) = (happened.freed * 100.0, happened.wakes);
-        writeln!(out, "recorded: {freed:.2}% freed, {wakes} wakes; with these policies:\n")
-            .map_err(failed)?;
+        writeln!(
+            out,
+            "recorded in the history: {freed:.2}% of the VRAM freed, {wakes} wakes; simulated with \
+             these policies:\n"
+        )
+        .map_err(failed)?;
     }
     table::print(out, Some(&titles), &rows).map_err(failed)
 }
@@ -490,6 +498,6 @@ mod tests {
     fn coarse_trace_names_the_doubtful_policies() {
         assert_eq!(warned(10), None);
         let text = warned(60).unwrap();
-        assert!(text.contains("(1m)") && text.contains("fixed-30s, fixed-60s:"), "{text}");
+        assert!(text.contains("(1m)") && text.contains("fixed-30s, fixed-60s. "), "{text}");
     }
 }

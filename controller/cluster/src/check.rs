@@ -12,7 +12,7 @@ use clap::Args;
 /// Options of the check.
 #[derive(Args, Clone, Debug)]
 pub struct CheckOptions {
-    /// The root of the container.
+    /// Root directory of the container to check.
     #[arg(long, value_name = "DIR", default_value = "/")]
     root: PathBuf,
 }
@@ -33,7 +33,7 @@ pub enum CheckError {
     /// The memory map of this process cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// Path of the file.
+        /// Path of the memory map that cannot be read.
         path: PathBuf,
         /// I/O error of the failed read.
         #[source]

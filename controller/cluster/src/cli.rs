@@ -20,14 +20,16 @@ struct ClusterArgs {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Manage a GPU node: install Affinode, serve its controller's API, report to its pods (a
-    /// DaemonSet).
+    /// Manage a GPU node: install Affinode, serve the API of the node's controller, and report on
+    /// the node's pods. This command runs in a DaemonSet.
     Node(Box<node::NodeOptions>),
-    /// Remove Affinode from all nodes, before the rest of an installation is removed (a Job).
+    /// Remove Affinode from all nodes, before the other objects of the installation are removed.
+    /// This command runs in a Job.
     Retire(node::retire::RetireOptions),
-    /// Set the runtime class of GPU pods while they are created (an admission webhook).
+    /// Run an admission webhook, which sets the runtime class of GPU pods while they are created.
     Webhook(Box<webhook::WebhookOptions>),
-    /// Check whether the container of this command is managed (the pod of `helm test`).
+    /// Check whether the container in which this command runs is managed. This command runs in the
+    /// pod of `helm test`.
     Check(check::CheckOptions),
 }
 

@@ -1,10 +1,10 @@
-//! Formats an error together with its causes, as the controller does, and errors of the kube
-//! library.
+//! Formats errors. An error is printed together with its causes, as in the controller. For an error
+//! of the kube library, the API server's message is printed.
 
 pub use affinode_controller::error_chain::chain;
 
-/// An error of the kube library. If the API server replied with an error, the text is the server's
-/// own message with the HTTP status. The text that kube adds is left out.
+/// An error of the kube library. If the API server replied with an error, this type shows only the
+/// server's message and the HTTP status, without the text that kube adds.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", match .0 {
     kube::Error::Api(status) => format!("{} (HTTP {})", status.message, status.code),

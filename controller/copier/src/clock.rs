@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Returns the current time, or the time at which a test has stopped the clock.
+/// Returns the current time. While a test has stopped the clock, returns the time that the stopped
+/// clock shows.
 pub fn now() -> Instant {
     #[cfg(any(test, feature = "testing"))]
     if let Some(held) = HELD.get() {

@@ -8,8 +8,9 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// Pieces of one process that have arrived to be copied out. Fields are dropped in the order of
-/// their declaration, so that copies end before the memory that they use is freed.
+/// Pieces of GPU memory that a process has exported to the copier so far, and the copies of these
+/// pieces. Fields are dropped in the order of their declaration, so that copies end before the
+/// memory that they use is freed.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,
@@ -32,8 +33,8 @@ impl CopyOutBatch {
         Ok(CopyOutBatch { copies, blocks: Vec::new(), offset: 0, since, last: since })
     }
 
-    /// Starts to copy the next piece into the region (the process's memory file), which must have
-    /// space for it.
+    /// Starts to copy the next piece into `region`, the process's memory file. The file must have
+    /// space for the piece. `shared`: the descriptor with which the process exported the piece.
     ///
     /// # Errors
     /// [`CudaError`]: the driver refused to import or copy the piece.

@@ -1,15 +1,19 @@
 //! Finds content that several processes have in common, and stores it once, in a shared segment.
 //!
+//! A chunk is a part of a process's memory file. A segment is a file of the copier with the content
+//! of one chunk. In an offer, the copier proposes that a process uses a segment in place of its own
+//! chunk.
+//!
 //! ```text
-//! chunk ──fingerprint──> equals a segment's      ──bytes are equal──> offered
-//!                        equals another chunk's  ──bytes are equal──> draft, segment, two offers
-//!                        unknown, or bytes differ ──────────────────> recorded
+//! chunk ──fingerprint──> equals a segment's      ──bytes are equal──> segment is offered
+//!                        equals another chunk's  ──bytes are equal──> new segment, offered to both
+//!                        unknown, or bytes differ ──────────────────> fingerprint is recorded
 //! ```
 //!
 //! A fingerprint is a hash of samples of a chunk. The keys of the hash are random and known only to
 //! this copier. The fingerprint only selects the chunks whose bytes are compared. A chunk is
-//! compared only within its dedup domain, and a process gets a segment only if it already has all
-//! of the segment's content.
+//! compared only within its dedup domain. A process gets a segment only if one of its chunks
+//! already has the segment's content.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -69,8 +73,8 @@ pub trait ChunkHolder {
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Limit for the total size of a copier's segments, as a divisor of the node's host memory: 4 means
-/// a quarter. The size is limited because segments are charged to no container.
+/// Limit for the total size of a copier's segments, as a divisor of the node's host memory. 4 means
+/// a quarter. The size is limited because no container is charged for the memory of segments.
 const MAX_MEMORY_SHARE: u64 = 4;
 /// Host memory that must stay free after a new segment is created, as a divisor of the node's host
 /// memory: 8 means an eighth.
@@ -174,7 +178,8 @@ impl<S: ChunkContent> DedupIndex<S> {
     /// segment. Returns `Later` if a process must first reply to an offer.
     ///
     /// # Errors
-    /// [`RegionError`]: the driver has refused a call, and may refuse it again.
+    /// [`RegionError`]: the driver has refused a call, and the copier's CUDA context may be
+    /// unusable.
     pub fn step<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],

@@ -3,16 +3,16 @@
 //! The driver takes at least a third of a second to restore a context, and meanwhile no CUDA call
 //! of that process returns. The copier has a context of its own. While the driver restores a
 //! process, the copier creates the process's memory, copies the content into it and exports it to
-//! the process. If the process was prefaulted, the copier also copies its memory out while the
-//! driver makes the checkpoint.
+//! the process. If the process was prefaulted (its host memory was prepared before the offload),
+//! the copier also copies its memory out while the driver makes the checkpoint.
 //!
 //! | module | content |
 //! | --- | --- |
 //! | `serve` | the loop: messages, and the order of work |
-//! | `session` | one process, from its memory file to the end of its fill |
+//! | `session` | one process, from its memory file to the end of its fill (copy back into VRAM) |
 //! | `copy_out` | pieces that one process has exported to be copied out |
 //! | `dedup`, `host_budget` | content that several processes have; host memory for it |
-//! | `socket` | frames with a descriptor |
+//! | `socket` | frames, each with at most one file descriptor |
 //! | `sys` | the driver, and memory files |
 //!
 //! The copier owns nothing that a process needs. The content is in a memory file of the process, or
@@ -20,8 +20,9 @@
 //! it without a copier. The copier may therefore end at any moment. The controller ends it when the
 //! VRAM of its context is needed.
 //!
-//! Input from agents is untrusted: sizes are bounded by the controller's numbers for the process,
-//! and the file must be sealed with all its pages present. The device copies the content.
+//! Input from agents is untrusted. The controller limits the sizes that a process may announce. The
+//! memory file must be sealed, with all its pages allocated. The copier does not access the mapping
+//! of the file: the GPU copies the content.
 
 // A function that fits on one screen can be read at once.
 #![cfg_attr(not(test), deny(clippy::too_many_lines))]

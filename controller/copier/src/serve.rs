@@ -96,8 +96,8 @@ pub(crate) struct CopierServer {
     /// unregistered only while no process waits, because the driver executes one call at a time.
     leaving: Vec<HostRegion>,
     dedup: DedupIndex<SharedSegment>,
-    /// Time at which memory was last freed, so that the GPU began to scrub (clear) it. `None` if
-    /// the driver has noticed that the scrubbing ended.
+    /// Time at which memory was last freed. The GPU then begins to scrub (clear) it. `None`: no
+    /// memory was freed since the driver last noticed the end of scrubbing.
     wiping: Option<Instant>,
     /// Whether the controller has forbidden steps that allocate VRAM.
     held: bool,

@@ -1,7 +1,7 @@
 //! The copier's session with one process that is offloaded or about to be offloaded.
 //!
 //! ```text
-//! New ──CopiedOut, Chunks──> Listing ──Checkpointed──> Registering ──all are──> Registered
+//! New ──CopiedOut, Chunks──> Listing ──Checkpointed──> Registering ─all done──> Registered
 //!  │                         ^    ^                        Fill and Restoring, in any order │
 //!  │ Prefaulted              │    │ all copied                                              v
 //!  v                         │    └── CopyingOut <──CopyOut── (Listing)      Filled <── Filling
@@ -9,7 +9,9 @@
 //!                                                                             └─ closed ──> end
 //! ```
 //!
-//! The memory of a Prepared process is registered as soon as no other process waits.
+//! Fill is an order of the controller. The other words on arrows that begin with a capital letter
+//! are messages of the process. The memory of a Prepared process is registered as soon as no other
+//! process waits.
 //!
 //! In each state, the copier closes the connection if a message is not allowed, if the process is
 //! too slow, or if the driver fails. The process then restores itself.
@@ -47,13 +49,15 @@ const MARGIN_BYTES: u64 = 1 << 30;
 /// Maximum number of messages that the copier reads from one process before it serves other
 /// processes.
 const FRAMES_AT_ONCE: usize = 64;
-/// Time limit of a fill (the copy back into VRAM), in addition to the time of its copies. It is
-/// also the time limit for the process to close its socket after the fill.
+/// Time limit of a fill (the copy back into VRAM) and of a copy out. The time that the copies take
+/// at [`BYTES_A_SECOND`] is added to it. After a fill, it is also the time limit for the process to
+/// close its socket.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for the arrival of the next exported piece, counted from the arrival of the previous
 /// piece.
 const BETWEEN: Duration = Duration::from_secs(2);
-/// Bandwidth that copies are assumed to reach at least, in bytes per second.
+/// Assumed minimum bandwidth of copies, in bytes per second. The time limits of copies are computed
+/// from it.
 const BYTES_A_SECOND: u64 = 1 << 30;
 
 /// Reason why the copier closes the connection to a process.
@@ -94,11 +98,11 @@ pub enum SessionError {
     /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out the memory that the process exported")]
     HandedOver(#[source] CudaError),
-    /// The process must be restored now, but the driver has not registered all of its memory yet.
+    /// The process needs its restore now, but the driver has not registered all of its memory yet.
     #[error("the restore came before the copier had registered the memory of the process")]
     NotHeld,
-    /// A time limit has expired, because the process does not read its messages or there is no VRAM
-    /// for its memory.
+    /// A time limit has expired: the copies were slow, VRAM for the process was missing, or the
+    /// process did not send or read its messages.
     #[error(
         "the time limit passed, because the copy was slow, VRAM was missing, or the process did \
          not send or read its messages"
@@ -125,7 +129,8 @@ pub enum SessionStep {
     More,
     /// The next step can run after the GPU has completed a copy.
     Soon,
-    /// The next step can run after the process has acted, for which it has a time limit.
+    /// The next step can run after the process has replied or closed its socket. The process has a
+    /// time limit for this.
     Later,
     /// The next step can run only after a message has arrived.
     Nothing,
@@ -149,8 +154,8 @@ enum SessionState {
     New,
     /// The process has sent its memory file (prefaulted), and is still resident on the GPU.
     Prepared,
-    /// The process is listing its pieces. Contains the number of pieces that are not listed yet. 0
-    /// means that all pieces are listed, but the process is not checkpointed yet.
+    /// The process is sending the list of its pieces. Contains the number of pieces that are not
+    /// listed yet. 0: all pieces are listed, but the process is not checkpointed yet.
     Listing(u32),
     /// The process is exporting its pieces, and the GPU copies them out.
     CopyingOut(CopyOutBatch),
@@ -173,7 +178,7 @@ pub struct ProcessSession {
     state: SessionState,
     copies: Option<CopyStream>,
     blocks: Vec<DeviceBlock>,
-    /// Offset in the memory file of the next block to be filled, in bytes.
+    /// Offset in the memory file at which the next copy into VRAM begins, in bytes.
     offset: usize,
     /// Number of filled blocks that the copier has exported to the process so far.
     shared: usize,
@@ -329,9 +334,9 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Maps the memory file that the process sends with this message. A prefaulted process sent its
-    /// file earlier and must send none now. Its file must have been mapped with at least `bytes`
-    /// bytes.
+    /// Maps the memory file that the process sends with its message CopiedOut. A prefaulted process
+    /// sent its file earlier and must send none now. The file that it sent must be mapped with at
+    /// least `bytes` bytes.
     fn have_region(&mut self, file: Option<OwnedFd>, bytes: u64) -> Result<(), SessionError> {
         match (&self.region, file) {
             (None, Some(file)) => {
@@ -550,11 +555,11 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Exports the next block to the process. The block must be filled first, because it would
-    /// otherwise show the earlier content of its memory. The process must also have sent Restored
-    /// first. Before that it does not read its socket, and a descriptor in the socket would keep
-    /// the memory allocated. Returns false if no block is ready, or if the process must read its
-    /// messages first.
+    /// Exports the next block of device memory to the process. The block must be filled first:
+    /// otherwise the process would see the earlier content of this memory. The process must also
+    /// have sent Restored. Before Restored it does not read its socket, and a descriptor in the
+    /// socket would keep the memory allocated. Returns false if no block is ready, or if the
+    /// process must read its messages first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);

@@ -58,8 +58,8 @@ pub(super) fn report(node: &mut NodeState, id: ProcessId, report: OrderReport) {
     node.resume(&key);
 }
 
-/// Updates the recorded VRAM of a process after an offload or a restore. Evictions use the record
-/// until the next NVML sample.
+/// Updates the recorded VRAM of a process after an offload or a restore. Until the next NVML
+/// sample, evictions are decided by this record.
 fn count_moved_vram(node: &mut NodeState, id: ProcessId, action: Action, record: ReportRecord) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     if record.phase == Phase::Checkpointed {

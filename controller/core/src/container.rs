@@ -51,7 +51,7 @@ pub struct Container {
     /// Cause of the offload or restore in progress.
     pub cause: Reason,
     /// When the pending survey (a reading of host memory and GPUs) was requested. `None`: no survey
-    /// is pending. The offload may end before its survey arrives.
+    /// is pending. The offload may end before the result of its survey arrives.
     pub survey_asked: Option<Millis>,
     /// When the first CUDA call began to wait for the container's restore. `None`: no call waits.
     pub wake_began: Option<Millis>,
@@ -69,7 +69,8 @@ pub struct Container {
     /// Number of restores in a row that failed, and when the next one may begin.
     pub restore_failures: RestoreFailures,
     /// Periods in which the controller waits only briefly for reports on orders to pause
-    /// allocations, because processes of the container did not follow such orders.
+    /// allocations. Such a period begins when a process of the container did not follow such an
+    /// order.
     pub short_holds: ShortHolds,
     /// Counts and durations of the container's offloads and restores.
     pub figures: Figures,

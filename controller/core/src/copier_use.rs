@@ -47,7 +47,8 @@ fn may_have_copier(node: &NodeState, uuid: &str) -> bool {
     node.settings.copiers && (node.is_settled() || node.copiers.has_ready(uuid))
 }
 
-/// Orders the copier to copy the memory of a process that is being restored back into VRAM.
+/// Orders the copier to fill the memory of a process: to copy its content back into VRAM while the
+/// driver restores the process.
 pub(super) fn fill_memory(node: &mut NodeState, id: ProcessId) {
     let most_bytes = needs::offloaded_bytes_of(node, id);
     node.copiers.fill(node.clock.now, id, most_bytes, &mut node.output.effects);
@@ -79,9 +80,10 @@ pub(super) fn keep_copiers(node: &mut NodeState) {
     node.copiers = copiers;
 }
 
-/// Requests the NVML sample for each grant that waits only for copiers: the processes have paused
-/// their allocations. Requests no sample while a copier is starting or ending, because the copier
-/// may allocate VRAM right after the sample. No other function requests these samples.
+/// Requests NVML's proof of free VRAM for each grant in the stage `AwaitingCopiers`, in which the
+/// processes have paused their allocations. Requests no proof while a copier is starting or ending,
+/// because the copier may allocate VRAM right after NVML is read. No other function requests
+/// proofs.
 pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
     let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
     if !node.admission.grants.values().any(|grant| waits(&grant.stage)) {
@@ -101,8 +103,9 @@ pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
 }
 
 /// Returns the GPU of a process whose memory a copier can copy out, and the number of its swappable
-/// bytes. `None` if the library cannot use a copier, if the offload uses another method, if the
-/// process has memory on several GPUs, or if its counters report that no copier can restore it.
+/// bytes. `None` if the library cannot use a copier, or if the offload is not a copy out with a
+/// checkpoint. Also `None` if the process has memory on several GPUs, or if its counters report
+/// that no copier can restore it.
 pub(super) fn offloads_through_copier(node: &NodeState, id: ProcessId) -> Option<(String, u64)> {
     let process = node.registry.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
     for_copier(node, process, process.memory.offloaded_vram()?)

@@ -71,7 +71,7 @@ struct GpuCopier {
     stage: CopierStage,
     /// When a process was last attached to the copier.
     used_at: Millis,
-    /// Whether the copier is unregistering host memory of processes that have been restored.
+    /// Whether the copier is unregistering host memory of processes that have detached from it.
     unregisters: bool,
     /// The process whose memory the copier is copying back into VRAM (a fill), and when the copy
     /// began. `None`: no fill is in progress.
@@ -88,8 +88,8 @@ enum AttachmentState {
     /// offload.
     Ahead { prefaulted: bool },
     /// The process is being offloaded. `prefaulted`: whether the copier registered the process's
-    /// host memory before the offload and has not copied to it yet. If false, the memory is not
-    /// registered yet.
+    /// host memory before the offload and has not copied to it yet. If false, the copier has not
+    /// registered the memory before the offload, or has copied to it already.
     Offloading { prefaulted: bool },
     /// The process is offloaded, and the copier has registered its host memory. The copier can copy
     /// the content back into VRAM.
@@ -118,7 +118,7 @@ pub struct CopierFigures {
     pub restores: u64,
     /// Number of offloads in which a copier of this GPU copied the memory.
     pub offloads: u64,
-    /// Amount of memory of the copier's processes that is deduplicated, in bytes.
+    /// Amount of deduplicated memory of the processes that are attached to the copier, in bytes.
     pub shared_bytes: u64,
     /// Size of the files with deduplicated memory, in bytes.
     pub stored_bytes: u64,
@@ -215,14 +215,15 @@ impl CopierRegistry {
 
     /// Removes a process that no longer needs its copier or has no connection to it. The controller
     /// ignores later reports of the copier about this process. Returns whether the process was
-    /// attached before its offload.
+    /// attached in advance, for an offload that has not begun.
     pub(super) fn detach(&mut self, process: ProcessId) -> bool {
         let attached = self.attached.remove(&process);
         attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
     }
 
-    /// Orders the copier to copy a process's memory back into VRAM, at most `most_bytes` of granted
-    /// VRAM. Does nothing if the copier has not registered the memory of that process.
+    /// Orders the copier to copy a process's memory back into VRAM. `most_bytes`: the granted VRAM,
+    /// which the copier must not exceed. Does nothing if the copier has not registered the memory
+    /// of that process.
     pub(super) fn fill(
         &mut self,
         now: Millis,
@@ -441,7 +442,7 @@ impl CopierRegistry {
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
     }
 
-    /// Amount of memory of all processes of a GPU that is deduplicated, in bytes.
+    /// Amount of deduplicated memory of all processes of a GPU, in bytes.
     fn shared_bytes(&self, uuid: &str) -> u64 {
         let here = self.attached.values().filter(|attached| attached.uuid == uuid);
         here.map(|attached| attached.shared_bytes).fold(0, u64::saturating_add)

@@ -37,9 +37,10 @@ pub(super) fn copies_in_progress(node: &NodeState) -> Vec<CopyInProgress> {
     copies.filter(|copy| !copy.processes.is_empty()).collect()
 }
 
-/// Cancels each copy out that needs more host memory than is free. The progress of the copies was
-/// read after the free memory. The remaining need of a copy can therefore be too small for that
-/// free memory, but never too large.
+/// Cancels each copy out that still needs more host memory than is free. Free memory was read
+/// first, then the progress of the copies. Memory that a copy took between the two readings is
+/// missing from its need, but still counts as free. The need can therefore be too small, but never
+/// too large.
 pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
     for (key, pools) in levels {
         let copying = node.registry.processes.of(&key).filter(|(_, process)| is_copying(process));

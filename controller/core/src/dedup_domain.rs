@@ -9,8 +9,8 @@ use super::{ContainerSpec, ProcessId, node_state::NodeState};
 /// A set of processes whose identical content may be stored only once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Domain {
-    /// Containers of one namespace. The names in containerd and in Kubernetes must both be equal,
-    /// because both may use the same name for different namespaces.
+    /// Containers of one namespace. Both the containerd namespace and the Kubernetes namespace must
+    /// be equal, because containerd and Kubernetes may use the same name for different namespaces.
     Containers {
         /// Namespace of the container in containerd.
         containerd: String,

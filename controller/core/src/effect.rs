@@ -109,25 +109,28 @@ pub enum Effect {
     /// number.
     Prove(Key, u64),
     /// Read how much VRAM a container with a limit uses. First recall the VRAM allowances of its
-    /// processes. Then read their pending bytes (allocations begun under the recalled allowances),
-    /// and after that the GPUs. Report the result with [`super::Input::VramRead`].
+    /// processes: the amounts that they may allocate without a message to the controller. Then read
+    /// the pending bytes, which are allocations begun under the recalled allowances. Then read the
+    /// GPUs. Report the result with [`super::Input::VramRead`].
     ReadVram {
         /// The container with a VRAM limit.
         key: Key,
-        /// Number of the recall of allowances. The result contains the same number.
+        /// Number that identifies this recall of allowances. The result contains the same number.
         epoch: u64,
         /// All processes of the container.
         processes: Vec<ProcessId>,
     },
-    /// Recall the VRAM allowances of processes.
+    /// Recall the VRAM allowances of processes: no process may begin another allocation under an
+    /// earlier allowance. An allowance is the amount of VRAM that a process may allocate without a
+    /// message to the controller.
     RecallVram {
-        /// Number of the recall.
+        /// Number that identifies this recall.
         epoch: u64,
         /// All processes of a container with a VRAM limit.
         processes: Vec<ProcessId>,
     },
-    /// Write the file that shows a container its VRAM under a limit. An empty list: there is no limit
-    /// any more, so remove the file.
+    /// Write the file that shows a container its VRAM under a limit. If `views` is empty, the
+    /// container has no limit, so remove the file.
     ShowVram {
         /// The container with a VRAM limit.
         key: Key,
@@ -136,7 +139,7 @@ pub enum Effect {
     },
     /// Start a copier on a GPU.
     StartCopier {
-        /// Number of the new copier.
+        /// Id of the new copier.
         copier: CopierId,
         /// UUID of the copier's GPU.
         gpu: String,
@@ -144,9 +147,9 @@ pub enum Effect {
     /// Send a process a connection to a copier. If that fails, report
     /// [`super::Input::NotAttached`].
     AttachCopier {
-        /// Number of the copier.
+        /// Id of the copier.
         copier: CopierId,
-        /// Number of the process.
+        /// Id of the process at the controller.
         process: ProcessId,
         /// Maximum memory that the process may copy out, in bytes.
         most_bytes: u64,
@@ -157,7 +160,7 @@ pub enum Effect {
     /// Order a copier to copy a process's memory back into VRAM. The VRAM for this copy is granted
     /// to the process's container and proven free.
     FillMemory {
-        /// Number of the copier.
+        /// Id of the copier.
         copier: CopierId,
         /// The process that was ordered to restore.
         process: ProcessId,
@@ -166,7 +169,7 @@ pub enum Effect {
     },
     /// Order a copier to allocate VRAM only for [`Effect::FillMemory`], or withdraw this order.
     HoldCopier {
-        /// Number of the copier.
+        /// Id of the copier.
         copier: CopierId,
         /// True: VRAM is being proven free or allocated for a grant, so the copier must wait.
         /// False: the copier continues as usual.
@@ -174,7 +177,7 @@ pub enum Effect {
     },
     /// End a copier. When its process has exited, report [`super::Input::CopierExited`].
     EndCopier {
-        /// Number of the copier.
+        /// Id of the copier.
         copier: CopierId,
         /// Why the copier is ended, for the log.
         why: CopierEnd,

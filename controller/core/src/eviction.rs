@@ -34,8 +34,9 @@ const SEEK_MS: Millis = 100;
 /// of the missing VRAM are evicted, even if they do not free enough together.
 const GATHER_MS: Millis = 30_000;
 
-/// Evicts other containers from the GPUs of the waiting container `key` until the VRAM `needs` fit.
-/// VRAM that is being freed, or was freed since the last NVML sample, counts as free.
+/// Evicts other containers from the GPUs of the waiting container `key` until it fits. `needs`: the
+/// VRAM that it needs on each GPU. VRAM that is being freed, or was freed since the last NVML
+/// sample, counts as free.
 pub(super) fn evict_for(
     node: &mut NodeState,
     key: &Key,
@@ -123,9 +124,9 @@ fn missing_vram(
     needs.iter().filter_map(missing).collect()
 }
 
-/// Whether a container may be evicted now. It must be idle, or its own allocation must wait for
-/// VRAM: the waiter that needs its VRAM is then earlier in the queue. The other conditions of an
-/// offload must hold too, such as the policy and the choices of operators.
+/// Whether a container may be evicted now. Either it is idle, or one of its own allocations waits
+/// for VRAM. In the second case, the waiter that needs its VRAM is earlier in the queue. The other
+/// conditions of an offload must hold too, such as the policy and the choices of operators.
 pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
     let free = |c: &Container| {
         let waits =

@@ -17,9 +17,10 @@
 //! (`holds.rs`). NVML's sample includes the VRAM that such a process allocates, and the VRAM of
 //! unmanaged processes.
 //!
-//! Processes end their holds by themselves if the controller sent nothing for too long, or if the
-//! copy takes far longer than expected. From then on the grant is in doubt: a running restore keeps
-//! its promise of VRAM, but no further restore is started.
+//! The holds can end before the restore does. Processes end them by themselves if the controller
+//! sent nothing for too long. The controller ends them if the restore takes far longer than
+//! expected. From then on the grant is in doubt: a running restore keeps its promise of VRAM, but
+//! no further restore is started.
 
 use std::collections::BTreeSet;
 

@@ -9,9 +9,10 @@
 //! a hundred pauses.
 //!
 //! ```text
-//! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
+//! keep-alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
 //! next use:    E[pause - idle | pause > idle], by the same counts
-//! prewake:     pauses after an offload that agree within a quarter: back before the shortest
+//! prewake:     if the last pauses after offloads differ by at most a quarter:
+//!              shortly before the shortest of these pauses would end
 //! ```
 
 use std::sync::LazyLock;
@@ -53,8 +54,8 @@ const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// Number of pauses of each length that a container made at one pace. `bins`: number of pauses per
-/// length. `sum`: number of pauses in all bins.
+/// Counts of pauses at one pace (a class of the mean length of the preceding pauses). `bins`:
+/// number of pauses of each length. `sum`: number of pauses in all bins.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,

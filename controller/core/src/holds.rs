@@ -174,9 +174,9 @@ pub(super) fn hold_newcomer(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Orders a new process of an offloaded container to pause its allocations, so that it does not
-/// allocate the VRAM that the container's other processes need. The pause ends when these are
-/// restored. The same applies while the container is being offloaded.
+/// Orders a new process to pause its allocations if other processes of its container are offloaded
+/// or being offloaded. Otherwise it could allocate the VRAM that they need for their restore.
+/// [`release_siblings`] ends the pause.
 pub(super) fn hold_for_siblings(node: &mut NodeState, id: ProcessId) {
     let Some(key) = node.registry.processes.get(&id).map(|p| p.key.clone()) else { return };
     let now = node.clock.now;
@@ -350,7 +350,7 @@ pub(super) fn settle_overdue(node: &mut NodeState, key: &Key, grant_is_late: boo
     }
 }
 
-/// Starts the proof of the grant's VRAM once no process is awaited any more and no copier is
+/// Starts the proof of the grant's VRAM as soon as the grant waits for no process and no copier is
 /// starting or ending.
 pub(super) fn prove_when_held(node: &mut NodeState, key: &Key) {
     let Some(grant) = node.admission.grants.get_mut(key) else { return };

@@ -15,7 +15,8 @@
 //! A promise counts in full until its offload has ended, even for memory that the offload already
 //! uses. Such memory is counted twice, because readings do not show it as free either. The double
 //! count delays other offloads but does not endanger them. A released promise still counts for
-//! readings that were requested before its release.
+//! readings that were requested before its release: such a reading may show memory as free that the
+//! offload has taken since.
 
 use super::{Key, Millis};
 
@@ -40,7 +41,8 @@ pub enum MemoryPlace {
 pub struct MemoryPool {
     /// Which host memory the pool is.
     pub place: MemoryPlace,
-    /// Memory that may be taken from the pool, in bytes. The reserve is not included.
+    /// Memory that may be taken from the pool, in bytes. The reserve that must stay free is
+    /// subtracted already.
     pub free_bytes: u64,
     /// Memory that the offload needs from the pool, in bytes.
     pub need_bytes: u64,

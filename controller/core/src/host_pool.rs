@@ -16,8 +16,8 @@ use super::{
     node_state::NodeState, offload_level, plan::OffloadMethod, process::Process,
 };
 
-/// Time in milliseconds during which a container prefers its own memory after a copy out to the host
-/// pool failed. It is longer than the usual delay before the next offload.
+/// Time in milliseconds during which a container prefers its own memory after a copy out to the
+/// host pool failed. It is longer than the usual delay before the next offload.
 const PAUSE_MS: Millis = 30 * 60_000;
 
 /// Whether the container's content may be copied to the host pool. The settings `prefault` and
@@ -35,9 +35,10 @@ pub(super) fn may_use(node: &NodeState, key: &Key) -> bool {
         && node.registry.processes.of(key).all(|(_, process)| can_copy(process))
 }
 
-/// Whether the host pool is preferred to the container's own memory. It is not if the context
-/// leaves too: a copier then restores the container faster, but it cannot read the host pool. It is
-/// also not preferred for some time after a copy out to it failed.
+/// Whether the host pool is preferred to the container's own memory. It is preferred only if all
+/// CUDA contexts stay on the GPU. If contexts leave it too, a copier makes the restore faster, and
+/// a copier cannot read the host pool. After a failed copy out to the host pool, the container's
+/// own memory is preferred for some time.
 pub(super) fn is_preferred(node: &NodeState, key: &Key) -> bool {
     let moves = offload_level::moves(node, key);
     let not_before = |c: &Container| c.offload_failures.host_pool_not_before;
@@ -57,8 +58,8 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
     }
 }
 
-/// Memory that the library will copy to the host pool, in bytes. A retained copy counts in full,
-/// because only the process itself says how much it has retained.
+/// Memory that the library will copy to the host pool, in bytes. A retained host copy is not
+/// subtracted, because only the process itself reports its size, and the process is not trusted.
 fn copied_bytes(process: &Process) -> u64 {
     if process.agent.phase.is_offloaded() {
         return 0;
@@ -66,9 +67,9 @@ fn copied_bytes(process: &Process) -> u64 {
     process.memory.swap.swappable_bytes.min(process.vram_bytes())
 }
 
-/// Permits the processes of a container to use the host pool for the offload that was promised its
-/// memory. `allowances` has the memory of each process, by its pid. The amounts are those of the
-/// promise: what a process reports meanwhile does not count.
+/// Permits the processes of a container to use the host pool for an offload. `allowances`: the
+/// promised bytes of each process, by its pid. Sizes that a process reports after the promise do
+/// not change its permission.
 pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) {
     let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
     for id in ids {
@@ -99,8 +100,9 @@ pub(super) fn end_permissions(node: &mut NodeState) {
     }
 }
 
-/// Records that a copy out to the host pool failed. The container prefers its own memory for a while.
-/// The connections of its processes may have failed too, so they are made anew for their next use.
+/// Records that a copy out to the host pool failed. The container prefers its own memory for a
+/// while. The connections of its processes may have failed too, so they are made anew for their
+/// next use.
 pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     let ids: Vec<ProcessId> = node.registry.processes.ids_of(key).collect();

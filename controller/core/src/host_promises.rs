@@ -73,14 +73,17 @@ fn judge(
         }
         Err(MemoryShortage::Short { pool }) => {
             let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
-            let detail = format!("{} has {free} left, but {need} are needed", pool.name());
+            let detail = format!(
+                "{} has {free} of free host memory, but the offload needs {need}",
+                pool.name()
+            );
             HostVerdict::Refused(reason_of(&pool), detail)
         }
         Err(MemoryShortage::Promised { pool, promised_bytes }) => {
             let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
             let detail = format!(
-                "{} has {free} left, but {} of it are promised to other offloads in progress, \
-                 and {need} are needed",
+                "{} has {free} of free host memory. {} of it are promised to other offloads in \
+                 progress, and this offload needs {need}",
                 pool.name(),
                 mib(promised_bytes),
             );
@@ -89,9 +92,10 @@ fn judge(
     }
 }
 
-/// Returns the reason and detail for a copy out that failed for lack of host memory. They name the
-/// pool in which the controller found too little memory. If the library cancelled the copy itself,
-/// they name the node.
+/// Returns the reason and detail for a copy out that failed for lack of host memory. The detail
+/// names the pool in which the controller found too little memory. If the controller found none,
+/// the library itself ended the copy: the detail then names the host pool, or another process that
+/// took the memory.
 pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, String) {
     match node.host_ledger.short_pool(key) {
         Some(pool) => {

@@ -21,7 +21,7 @@ use super::{
     overrides::OperatorOverrides,
 };
 
-/// Number of an operator's request that waits for its response.
+/// Number that identifies an operator's request while the request waits for its response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommandId(pub u64);
 
@@ -135,7 +135,8 @@ pub struct SwapStatus {
 }
 
 impl SwapStatus {
-    /// Returns the report of an agent with this memory on an order that it executed or refused.
+    /// Returns an agent's report on an order, with this memory status. `outcome` states whether the
+    /// agent carried out the order.
     #[must_use]
     pub fn report(
         self,
@@ -193,7 +194,7 @@ pub enum Input {
     Joined {
         /// The container of the process.
         key: Key,
-        /// Number of the connection; a process that reconnects has a new one.
+        /// Number that identifies the connection. A process that reconnects gets a new number.
         process: ProcessId,
         /// Pid, start time and command.
         identity: Identity,

@@ -13,9 +13,10 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Whether the VRAM `needs` of a container fit, in addition to the promises to other
-    /// containers. `margin(total)`: number of bytes that must stay free on a GPU with `total`
-    /// bytes. `held(uuid)`: VRAM that the container has on that GPU now, in bytes. A GPU without a
+    /// Whether a container fits in addition to the promises to other containers. `needs`: the VRAM
+    /// that it needs on each GPU. `margin(total)`: number of bytes that must stay free on a GPU
+    /// with `total` bytes. `held(uuid)`: VRAM that the container has on that GPU now, in bytes. The
+    /// margin is not required if the container needs nearly all VRAM of the GPU. A GPU without a
     /// sample has no free VRAM.
     #[must_use]
     pub fn fits(

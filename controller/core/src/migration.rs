@@ -136,8 +136,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Whether the controller can name this GPU to the driver as the target of a restore. A MIG
-/// instance cannot be in the driver's list of GPUs. A GPU without a device file cannot be found.
+/// Whether the order to restore can name this GPU. The order lists all GPUs by UUID and device
+/// file. A GPU in MIG mode, or without a device file, cannot be in that list.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

@@ -22,7 +22,7 @@ use super::{
     vram_limit::VramRequests,
 };
 
-/// The record in an earlier controller's journal of a process that has not registered with this
+/// A record of an earlier controller's journal, about a process that has not registered with this
 /// controller.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
@@ -53,7 +53,8 @@ pub(super) struct NodeState {
     pub(super) host_ledger: HostLedger,
     pub(super) copiers: CopierRegistry,
     pub(super) prediction: UsePrediction,
-    /// Requests of processes of containers with a VRAM limit.
+    /// Requests for VRAM allowances. Only processes of containers with a VRAM limit send such
+    /// requests.
     pub(super) vram_requests: VramRequests,
     pub(super) output: NodeOutput,
 }
@@ -72,8 +73,8 @@ pub(super) struct NodeClock {
 /// The containers and processes that the controller knows.
 #[derive(Debug, Default)]
 pub(super) struct NodeRegistry {
-    /// The containers, ordered by key. A hash finds a container by its key, because each input
-    /// looks up several containers.
+    /// The containers, ordered by key. The map also contains a hash table of the keys, because each
+    /// input looks up several containers.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     /// Records of the journal about processes that have not registered, by key, pid and start time.

@@ -113,9 +113,9 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, survey: Survey) {
     }
 }
 
-/// Checks that NVML shows the VRAM of every process and that there is VRAM to offload. Without a
-/// process's VRAM, the VRAM that its restore needs would be unknown. `Err`: the reason to refuse
-/// the offload.
+/// Checks that NVML shows the VRAM of every process and that there is VRAM to offload. If the VRAM
+/// of a process were unknown, so would be the VRAM that its restore needs. `Err`: the reason to
+/// refuse the offload.
 fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
     let unseen = |p: &Process| {
         let claims = p.activity.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);

@@ -29,8 +29,8 @@ use super::{
 };
 
 /// Deadlines of the close and lock orders in a forced offload. They are longer than usual, because
-/// a process is ended if its forced offloads fail. Meanwhile a grant of another container waits at
-/// most 0.9 s for this process to pause its allocations.
+/// a process is ended if its forced offloads fail. They do not delay the grant of another
+/// container, which waits at most 0.9 s for this process to pause its allocations.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
 /// Returns a function that chooses the offload method for a process of this container.

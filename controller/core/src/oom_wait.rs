@@ -7,9 +7,9 @@
 //! ```
 //!
 //! These allocations wait in the same queue as restores and get the same grants, so each GPU serves
-//! one waiter at a time. While its allocation waits, a process is outside the driver. It can
-//! therefore be evicted for earlier waiters as if it were idle, and two processes that need each
-//! other's VRAM take turns. If a container is offloaded while its allocation waits, one grant
+//! one waiter at a time. While an allocation waits, its call is not inside the driver. The process
+//! can therefore be evicted for earlier waiters as if it were idle, and two processes that need
+//! each other's VRAM take turns. If a container is offloaded while its allocation waits, one grant
 //! serves both its restore and the allocation.
 
 use affinode_proto::{
@@ -38,8 +38,9 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
-/// Extra time in the controller's limit for a waiting allocation, beyond the library's limit. The
-/// library ends the wait first, unless its container does not keep to the limit.
+/// Extra time in the controller's limit for a waiting allocation, beyond the library's limit.
+/// Normally the library ends the wait first. The controller ends it only if the process exceeds the
+/// library's limit.
 const OVERTIME_MS: Millis = 2_000;
 /// Time limit for an allocation with a grant. A slower allocation counts as a failed grant even if
 /// it succeeds, because other processes pause their allocations until it ends.
@@ -48,19 +49,22 @@ const QUICK_MS: Millis = 1_000;
 /// Why an allocation may not wait for VRAM and fails at once.
 #[derive(Debug, thiserror::Error)]
 enum OomWaitRefusal {
-    #[error("the controller does not know its container")]
+    #[error("the controller does not know the container of the process")]
     NoContainer,
     #[error(
         "the container's policy setting on_oom = \"fail\" lets no allocation wait for free VRAM"
     )]
     Policy,
-    #[error("the driver refused it {MAX_ATTEMPTS} times, each time although enough VRAM was free")]
+    #[error(
+        "the driver refused the allocation {MAX_ATTEMPTS} times, each time although enough VRAM \
+         was free"
+    )]
     Attempts,
     #[error("NVML does not list the GPU {0}")]
     UnknownGpu(String),
     #[error(
-        "the GPU has too little VRAM for the allocation and the {:.2} GiB that the container holds \
-         there",
+        "the GPU has too little VRAM for the allocation in addition to the {:.2} GiB that the \
+         container holds there",
         *own_bytes as f64 / f64::from(1 << 30)
     )]
     GpuTooSmall {

@@ -90,7 +90,7 @@ pub(super) enum ProcessMark {
 }
 
 impl ProcessMark {
-    /// Records the mark in the process.
+    /// Records in `process` what the mark states: a hazard or a failed move.
     pub fn set(self, process: &mut Process) {
         match self {
             ProcessMark::None => {}
@@ -141,8 +141,9 @@ impl OrderReport {
         ReportRecord { phase, is_false, was_copied_out, was_to_restore }
     }
 
-    /// Updates the offload data of the process. Clears the data if no offload took place. Records
-    /// if the process was checkpointed although the copier did not copy its memory.
+    /// Updates the offload data of the process, and clears the data if no offload took place.
+    /// Counts a failure of the copier if the process was checkpointed although the copier did not
+    /// copy its memory.
     fn record_offload(&self, process: &mut Process, pending: PendingOrder) {
         let phase = process.agent.phase;
         let left = pending.takes_vram_away();
@@ -178,7 +179,7 @@ impl OrderReport {
             (Action::RestoreOnGpu { .. }, _) if phase == Phase::Checkpointed => {
                 ReportVerdict::MigrationFailed(match self.outcome {
                     Outcome::Unreachable => {
-                        "the process cannot access every GPU of the node, or its driver is too old"
+                        "the process cannot access every GPU of the node, or the driver is too old"
                             .to_owned()
                     }
                     _ => self.failed("cuCheckpointProcessRestore", pid),
@@ -273,8 +274,8 @@ fn offload_failed(reason: Reason, detail: String) -> ReportVerdict {
 
 fn not_copied(pid: u32) -> ReportVerdict {
     let detail = format!(
-        "the copier did not copy out the memory of process {pid}, although its host memory was \
-         prefaulted"
+        "the copier did not copy out the memory of process {pid}, although the process's host \
+         memory was prefaulted"
     );
     ReportVerdict::OffloadFailed(Reason::DriverError, detail, ProcessMark::CopierFailed)
 }

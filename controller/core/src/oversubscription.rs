@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! wanted(GPU) = VRAM of its containers + VRAM that its offloaded containers need again
-//! wanted fits, or a container has just started ──> eager: the freed VRAM is for new containers
-//! wanted does not fit                          ──> pressure: an early offload saves nothing
+//! wanted fits, or a container has just started ──> as mode eager: frees VRAM for new containers
+//! wanted does not fit                          ──> as mode pressure: an early offload saves nothing
 //! ```
 //!
 //! On an oversubscribed GPU, an early offload saves no VRAM. It moves data, and each move makes

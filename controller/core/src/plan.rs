@@ -15,7 +15,7 @@ use super::ProcessId;
 /// these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessPosition {
-    /// Number of the process.
+    /// Id of the process at the controller.
     pub process: ProcessId,
     /// The phase that the agent reported last.
     pub phase: Phase,

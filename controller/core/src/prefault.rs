@@ -10,9 +10,9 @@
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Prefaulted memory is charged to the container and the node like any other memory in use.
-//! Therefore each process is ordered to prefault at most once per idle period. No offload waits for
-//! prefaulting.
+//! Prefaulted memory is charged to the container and the node like any other memory in use. A CUDA
+//! call ends the prefaulting. Each process is ordered to prefault at most once per idle period. No
+//! offload waits for prefaulting.
 
 use affinode_proto::{
     reason::Reason,
@@ -25,18 +25,19 @@ use super::{
     offload_check, offload_level, plan::OffloadMethod, policy::Engine, process::Process,
 };
 
-/// Number of offloads in a row in which the copier did not copy the memory of a process. From this
-/// number on, the process is not prefaulted.
+/// After this many consecutive offloads of a process in which no copier copied its memory, the
+/// process is no longer prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
-    /// Time at which the present idle period began. It identifies the period.
+    /// Time at which the present idle period began. This time identifies the period.
     fn quiet_since(&self) -> Millis {
         self.usage.last_use.max(self.figures.restored_at.unwrap_or(0))
     }
 }
 
-/// Orders the processes of a container to prefault host memory, or to release it, if this is due.
+/// Decides for each process of a container whether prefaulting begins or ends now, and sends the
+/// orders: to prefault host memory, or to release it.
 pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get(key) else { return };
     let prepared = |(_, p): (ProcessId, &Process)| p.prefault.ordered;
@@ -67,8 +68,9 @@ pub(super) fn update_prefault(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Whether prefaulted memory of the container should be kept. It is kept if an offload is possible,
-/// or is prevented only by a condition that may end soon, such as a failed reading of the GPUs.
+/// Whether a container's processes keep their prefaulted memory. They keep it while an offload is
+/// possible. They also keep it if only a condition that may end soon prevents the offload, such as
+/// a failed reading of the GPUs.
 fn stays_prefaulted(node: &NodeState, key: &Key, c: &Container) -> bool {
     let copies = offload_level::engine_of(node, key) == Engine::Full;
     let verdict = offload_check::check_offload(node, key, true);
@@ -109,8 +111,8 @@ pub(super) fn end_prefault(node: &mut NodeState, id: ProcessId) {
     }
 }
 
-/// Ends the prefaulting of a container after a failed offload. A process that is offloaded gets no
-/// order, because its prefaulted memory is in use.
+/// Ends the prefaulting of a container's resident processes after a failed offload. An offloaded
+/// process keeps its prefaulted memory, because its content is stored there.
 pub(super) fn prefault_failed(node: &mut NodeState, key: &Key) {
     let here = |(_, p): &(ProcessId, &Process)| p.memory.offloaded.is_none();
     let here: Vec<ProcessId> =
@@ -122,10 +124,10 @@ pub(super) fn prefault_failed(node: &mut NodeState, key: &Key) {
 ///
 /// - its library does not support prefaulting or copiers;
 /// - its counters were not read yet;
-/// - the offload uses another method;
+/// - its offload would not both copy the memory and checkpoint the context;
 /// - its memory is on several GPUs, or less than the minimum;
 /// - its counters report that no copier can restore it;
-/// - no copier copied it in the last offloads (`MAX_UNCOPIED`).
+/// - no copier copied its memory in its last `MAX_UNCOPIED` offloads.
 pub(super) fn may_prefault(node: &NodeState, id: ProcessId) -> Option<(String, u64)> {
     let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
     let may = |p: &&Process| {
@@ -140,8 +142,8 @@ pub(super) fn may_prefault(node: &NodeState, id: ProcessId) -> Option<(String, u
     (bytes >= node.settings.prefault_min_bytes).then_some((uuid, bytes))
 }
 
-/// Attaches a resident process to the copier of its GPU before the offload, so that the copier
-/// registers the prefaulted host memory. Returns false if the process can use no copier.
+/// Attaches a resident process to the copier of its GPU before the offload. The copier can then
+/// register the prefaulted host memory. Returns false if the process cannot use a copier.
 fn attach_ahead(node: &mut NodeState, id: ProcessId) -> bool {
     match may_prefault(node, id) {
         Some((uuid, most_bytes)) => copier_use::attach(node, id, &uuid, most_bytes, true),

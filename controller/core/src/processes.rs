@@ -1,8 +1,8 @@
 //! All processes of the node, found by number or by container.
 //!
-//! Most inputs need two results over all processes: the VRAM that the processes want per GPU, and
-//! the partly restored containers. Both are cached. Before a result is returned, it is updated for
-//! the containers whose processes may have changed.
+//! To handle most inputs, the node needs two results over all processes: the VRAM that the
+//! processes want on each GPU, and the partly restored containers. Both results are cached. Before
+//! a cached result is returned, it is updated for the containers whose processes may have changed.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -12,9 +12,9 @@ use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
-/// All processes of the node, grouped by container. The grouping makes look-ups fast: each input
-/// looks up the few processes of one container many times, and a node may have a thousand
-/// containers.
+/// All processes of the node, grouped by container. For each input, the node looks up the few
+/// processes of one container many times. The grouping makes these look-ups fast, even if the node
+/// has a thousand containers.
 #[derive(Debug, Default)]
 pub struct Processes {
     by_key: IndexMap<Key, Siblings, FixedState>,
@@ -47,8 +47,8 @@ impl Siblings {
         self.list.iter().flat_map(|(_, process)| wants(process))
     }
 
-    /// Whether the container is partly restored: a process is locked, or holds VRAM behind a closed
-    /// gate.
+    /// Whether the container is partly restored. Then not all of its gates are open, and at least
+    /// one of its processes is locked by the driver, or is not offloaded and holds VRAM.
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
@@ -155,8 +155,8 @@ impl Processes {
         self.wanted.get(uuid).copied().unwrap_or(0)
     }
 
-    /// Containers that hold VRAM and are only partly restored: a process is locked, or its gate is
-    /// closed.
+    /// Partly restored containers. In such a container, not all gates are open, and at least one
+    /// process is locked by the driver, or is not offloaded and holds VRAM.
     pub fn half_way(&mut self) -> &BTreeSet<Key> {
         self.count();
         &self.half_way

@@ -15,8 +15,8 @@ use super::{Key, Millis};
 pub const AGING_MS: Millis = 10_000;
 
 /// Place of a waiter in the stored order: priority (highest first), start of the wait, arrival
-/// number. No two places are equal. The order of service differs from the stored order if waiting
-/// has raised a waiter above one of higher priority.
+/// number. No two places are equal. Waiting raises the priority of a waiter. It may therefore be
+/// served before a waiter with an earlier place.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]

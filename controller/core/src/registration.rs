@@ -52,8 +52,8 @@ pub(super) fn announced(node: &mut NodeState, spec: ContainerSpec, key: &Key) {
     }
 }
 
-/// Whether `generation` shows that this is another container than the known container with this
-/// key. Ids of containers are reused, so the key alone does not suffice. 0 matches any generation.
+/// Whether a container with this generation differs from the known container with this key. The
+/// generation is compared because ids of containers are reused. Generation 0 matches any container.
 #[must_use]
 pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> bool {
     let known = node.registry.containers.get(key).map_or(0, |known| known.spec.generation);
@@ -252,7 +252,7 @@ pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
             &key,
             State::Unregistered,
             Reason::NotRegistered,
-            "its CUDA processes ended",
+            "the container's CUDA processes ended",
             0,
             0,
         );

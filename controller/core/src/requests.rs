@@ -77,8 +77,8 @@ pub(super) fn resume_offload_request(node: &mut NodeState, key: &Key) {
     }
 }
 
-/// Answers requests for a container that stays resident, so that no offload or restore follows. The
-/// container was called, or one of its processes started, after the request.
+/// Answers the open requests for a container that has stayed resident: an offload was not done, and
+/// a restore is done. The container was called, or one of its processes started, after the request.
 pub(super) fn settle_requests(node: &mut NodeState, key: &Key) {
     let Some(c) = node.registry.containers.get_mut(key) else { return };
     let resident = c.goal.is_resident() && matches!(c.shown.state, State::Active | State::Idle);

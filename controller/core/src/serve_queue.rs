@@ -33,8 +33,7 @@ const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 struct GpuClaims {
     /// GPUs with a grant, and GPUs on which a process exports memory to a copier.
     taken: BTreeSet<String>,
-    /// GPUs that are reserved for an earlier waiter that does not fit yet, with the key of that
-    /// waiter.
+    /// GPUs that an earlier waiter without a grant needs, with the key of that waiter.
     kept: Vec<(BTreeSet<String>, Key)>,
 }
 
@@ -44,8 +43,9 @@ impl GpuClaims {
     }
 }
 
-/// Begins a grant for each waiter that is next on its GPUs and whose VRAM need fits by the last
-/// sample. If a waiter does not fit, later waiters on its GPUs wait behind it.
+/// Begins grants for waiters in the order of service. A waiter gets a grant if the last sample
+/// shows enough free VRAM, its GPUs are not taken, and no earlier waiter needs them. `may_pass`
+/// describes an exception. If a waiter gets no grant, later waiters for its GPUs wait behind it.
 pub(super) fn serve_queue(node: &mut NodeState) {
     if node.admission.queue.is_empty() {
         return;
@@ -117,8 +117,8 @@ fn serving_order(node: &mut NodeState, taken: &BTreeSet<String>) -> Vec<Key> {
     order
 }
 
-/// Promises VRAM to a waiter, or evicts containers for it, as far as the claims of earlier waiters
-/// allow it.
+/// Promises VRAM to a waiter, or evicts containers for it, unless the claims of earlier waiters
+/// prevent this.
 fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let known = knows_gpus(node);
     let want = needs::alloc_wait_beside_restore(node, &key);
@@ -165,8 +165,9 @@ fn show_waiting(node: &mut NodeState, key: &Key, known: bool) {
     }
 }
 
-/// Whether a container needs only a restore, and only on GPUs in `taken`. While these GPUs are
-/// taken, the container cannot be next, and it blocks no other waiter.
+/// Whether a container waits only for a restore, not for an allocation, and needs only GPUs in
+/// `taken`. Such a container cannot be served now. It also blocks no other waiter, because these
+/// GPUs are taken anyway.
 fn needs_only(node: &NodeState, key: &Key, taken: &BTreeSet<String>) -> bool {
     let mut off = false;
     let mut needs = node
@@ -196,8 +197,8 @@ fn turn(node: &NodeState, key: &Key, half_way: bool) -> u8 {
     }
 }
 
-/// Whether a process is exporting its memory to a copier and may therefore need VRAM for parts of
-/// that memory.
+/// Whether a process is exporting its memory to a copier. During the export, the process may need
+/// additional VRAM on its GPU.
 fn hands_over(node: &NodeState, process: &Process) -> bool {
     process.pending.is_some_and(|pending| {
         let hands = matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);
@@ -297,9 +298,9 @@ pub(super) fn check_grants(node: &mut NodeState) {
     }
 }
 
-/// Whether a completed grant is unused: it covers no process that can be restored, and the waiting
-/// allocation was not ordered to try again. This happens if another process of the container is
-/// neither resident nor offloaded, for example because its agent sends no report.
+/// Whether no process uses a completed grant. The grant covers no process that can be restored, and
+/// the waiting allocation was not ordered to try again. This happens if another process of the
+/// container is neither resident nor offloaded, for example because its agent sends no report.
 fn is_unused(node: &NodeState, key: &Key) -> bool {
     let covers = node.admission.grants.get(key).is_some_and(|grant| !grant.covers.is_empty());
     let mut waits = node.registry.processes.of(key).filter_map(|(_, p)| p.alloc_wait.as_ref());
@@ -307,9 +308,10 @@ fn is_unused(node: &NodeState, key: &Key) -> bool {
     !covers && !resumed
 }
 
-/// Whether an allocation of a resident container may be served before the earlier waiter `head`. It
-/// may pass `head` if `head` is not allowed to evict its container, because both would otherwise
-/// wait for each other.
+/// Whether an allocation of the resident container `key` may be served before the earlier waiter
+/// `head`. It may if `head` cannot evict `key`, because `key` has a higher priority or may not be
+/// evicted. Without this rule, `head` would wait for the VRAM of `key`, and `key` would wait behind
+/// `head`.
 fn may_pass(node: &NodeState, key: &Key, head: &Key) -> bool {
     let priority = |key: &Key| node.registry.containers.get(key).map(|c| c.policy.priority);
     let resident = needs::container_needs(node, key).is_empty();

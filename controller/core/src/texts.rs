@@ -31,15 +31,15 @@ pub(super) fn copy_failed_text(pid: u32) -> String {
 /// do.
 pub(super) fn ipc_refused_text(pid: u32) -> String {
     format!(
-        "process {pid} could not export an IPC handle of its memory, because a copier restored the memory: set affinode.io/engine to copy or checkpoint"
+        "process {pid} could not export an IPC handle of its memory, because a copier restored the memory: set the annotation affinode.io/engine to copy or checkpoint"
     )
 }
 
 /// Text of the event about a process that calls the driver without the library's hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
-        "a thread of process {pid} called the driver without passing the library's hooks, and \
-         blocked there: the process was restored, and its context stays on the GPU from now on"
+        "a thread of process {pid} called the driver without the library's hooks, and this call \
+         blocked. Therefore the process was restored, and its context stays on the GPU from now on"
     )
 }
 

@@ -6,11 +6,13 @@
 //!   └───────────────────────┴──────────────────────────┘ unlock, open; offloaded processes wait for a grant
 //! ```
 //!
-//! The context of an offloaded container may be evicted too: `container/goal.rs` says how.
+//! A survey is a reading of host memory and GPUs. The CUDA context of an offloaded container may be
+//! evicted later: `container/goal.rs` describes this.
 //!
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
-//! `restore.rs`. Reports on orders are handled in `completions.rs`. Parts that change a container
-//! do not call this file: they resume the container (`output.rs`), and the node then advances it.
+//! `restore.rs`. Reports on orders are handled in `completions.rs`. A function that changes a
+//! container does not call `advance`. It calls `resume` (`output.rs`), and the node then calls
+//! `advance` for the container.
 
 use affinode_proto::state::State;
 

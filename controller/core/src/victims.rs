@@ -29,9 +29,9 @@ pub enum VictimRule {
 pub struct Candidate {
     /// Key of the candidate container.
     pub key: Key,
-    /// Priority of the candidate. If the candidate is already offloaded, this is at most the
-    /// waiter's priority. Such a candidate is not in use, so a higher priority must not protect its
-    /// context.
+    /// Priority of the candidate. For a candidate that is already offloaded, only its CUDA context
+    /// can be evicted. The container is not in use, so its priority must not protect the context:
+    /// the field contains at most the waiter's priority.
     pub priority: i32,
     /// Time since the candidate's last use, in milliseconds.
     pub idle_ms: Millis,
@@ -71,9 +71,9 @@ impl Candidate {
     }
 }
 
-/// Chooses candidates that together free the missing VRAM. If all of them together cannot free
-/// enough, chooses none. With `partly` (the waiter has waited long), it then chooses all candidates
-/// that free some of the missing VRAM.
+/// Chooses candidates that together free the missing VRAM. If all candidates together cannot free
+/// enough, the result depends on `partly`. If it is false, none is chosen. If it is true (the
+/// waiter has waited long), all candidates that free some of the missing VRAM are chosen.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,

@@ -7,18 +7,20 @@
 //!   VramTaken ─> the next request of the container
 //! ```
 //!
-//! A process may allocate until its allowance is used up, without a message. NVML counts what the
-//! library does not see: contexts, modules, and the driver's own rounding. An allowance therefore
-//! starts from NVML's reading, not from a sum of allocations, and needs no report of freed memory.
+//! An allowance is the amount of VRAM that a process may allocate without a message to the
+//! controller. It is computed from NVML's reading, not from a sum of allocations. NVML also counts
+//! VRAM that the library does not see: contexts, modules, and the driver's rounding. Freed memory
+//! needs no report, because the next reading shows it.
 //!
-//! The order of the steps keeps the container below its limit. After the recall, no process begins
-//! an allocation under its old allowance. What was begun before is pending, and is added to NVML's
-//! reading: it may not be in the reading yet. Memory may be in both sums. If an allowance is too
-//! small only because of pending bytes, the GPUs are therefore read again.
+//! The order of the steps keeps the container below its limit. A recall makes the present
+//! allowances of the container invalid: no process begins another allocation under them.
+//! Allocations that began before the recall are pending. NVML's reading may not contain them yet,
+//! so their bytes are added to it. If the reading does contain them, they count twice. If an
+//! allowance is too small only because of pending bytes, the GPUs are therefore read again.
 //!
-//! A container's next request is served after VramTaken: the process has allocated, or has seen that
-//! it cannot. Otherwise two processes that ask at the same time could recall each other's
-//! allowances forever.
+//! The process sends VramTaken when it has allocated the VRAM, or cannot. Only then is the
+//! container's next request served. Otherwise two processes that send requests at the same time
+//! could recall each other's allowances forever.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -39,8 +41,9 @@ use super::{
 const TAKE_MS: Millis = 1_000;
 /// Maximum number of GPUs for which a process can wait at the same time.
 const MAX_WAITING_GPUS: usize = 16;
-/// Maximum number of readings for one request. The GPUs are read again if only pending bytes, which
-/// may be in NVML's reading too, make the allowance too small.
+/// Maximum number of readings of the GPUs for one request. Pending bytes may already be in NVML's
+/// reading, and then count twice. If an allowance is too small only because of pending bytes, the
+/// GPUs are read again.
 const MAX_READINGS: u32 = 20;
 
 /// Requests of processes for VRAM allowances.
@@ -48,23 +51,23 @@ const MAX_READINGS: u32 = 20;
 pub(super) struct VramRequests {
     /// Processes whose library got a limit with its Welcome. Requests of other processes are ignored.
     limited: BTreeSet<ProcessId>,
-    /// The last request of each process for each GPU that has no reply yet, with its number of
-    /// arrival.
+    /// For each process and GPU, the last request that has no reply yet. The first number of the
+    /// value is the request's number in the order of arrival.
     waiting: BTreeMap<(ProcessId, [u8; 16]), (u64, VramRequest)>,
-    /// The request for which the GPUs are being read. There is one at a time on the node, so that
-    /// requests of containers never delay the readings for restores by more than one reading.
+    /// The request for which the GPUs are being read. The node reads for one request at a time. A
+    /// restore, which also needs a reading, therefore waits for at most one of these readings.
     reading: Option<VramReading>,
     /// For each container, the process that got an allowance last, and the time until which
     /// VramTaken is awaited.
     granted: BTreeMap<Key, (ProcessId, Millis)>,
-    /// For each container, when it was served last, as a number of arrival. The container that was
-    /// served longest ago is next.
+    /// For each container, when one of its requests was last served. The value is taken from the
+    /// counter `arrivals`. The container with the lowest value is served next.
     last_served: BTreeMap<Key, u64>,
-    /// What the file of each container with a limit shows.
+    /// For each container with a limit, the content of the file that shows the container its VRAM.
     shown: BTreeMap<Key, Vec<VramView>>,
-    /// Number of the last arrival.
+    /// Counter that numbers requests as they arrive and as they are served.
     arrivals: u64,
-    /// Number of the last recall.
+    /// Number of recalls of allowances so far.
     recalls: u64,
 }
 
@@ -86,8 +89,9 @@ struct VramReading {
     readings: u32,
 }
 
-/// Returns the limit that the library of a new process enforces, in bytes; 0: none. Recalls the
-/// allowances of the container's other processes, because they do not include the new one.
+/// Returns the limit that the library of a new process enforces, in bytes. 0: the library enforces
+/// no limit. Recalls the allowances of the container's other processes, because they were computed
+/// without the new process.
 pub(super) fn limit_newcomer(node: &mut NodeState, key: &Key, id: ProcessId) -> u64 {
     let limit_bytes = limit_bytes(node, key);
     let able = node
@@ -175,8 +179,9 @@ fn begin_reading(node: &mut NodeState, reading: VramReading) {
     node.output.effects.push(Effect::ReadVram { key, epoch, processes });
 }
 
-/// Replies to the request for which VRAM was read. `pending` contains the pending bytes of each
-/// process. They were read after the recall of the allowances, and before the GPUs were read.
+/// Replies to the request for which the GPUs were read. `pending` contains the pending bytes of
+/// each process: allocations that it began under an earlier allowance. They were read after the
+/// recall of the allowances, and before the GPUs were read.
 pub(super) fn read(
     node: &mut NodeState,
     key: &Key,
@@ -234,8 +239,9 @@ fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
     if holds { limit } else { 0 }
 }
 
-/// Returns what the limit leaves on a GPU without regard to pending bytes, in bytes. `None`: NVML
-/// cannot be read.
+/// Returns the VRAM that a container may still use on a GPU under its limit, in bytes. Pending
+/// bytes are not subtracted. `UNLIMITED_VRAM_BYTES`: the limit does not apply to this GPU. `None`:
+/// NVML cannot be read.
 fn unpromised_bytes(
     node: &NodeState,
     key: &Key,
@@ -287,7 +293,8 @@ pub(super) fn forget_container(node: &mut NodeState, key: &Key) {
     node.vram_requests.last_served.remove(key);
 }
 
-/// Updates the files of the containers with a limit after a sample of all GPUs.
+/// Updates the file that shows a container its VRAM, for each container with a limit. Called after
+/// a sample of all GPUs.
 pub(super) fn show(node: &mut NodeState) {
     let mut shown = BTreeMap::new();
     for key in node.registry.containers.keys() {
@@ -308,7 +315,8 @@ pub(super) fn show(node: &mut NodeState) {
     node.vram_requests.shown = shown;
 }
 
-/// VRAM of a container on each GPU that is not divided into parts (MIG).
+/// Limit and VRAM in use of a container, one record for each GPU. GPUs that are divided into MIG
+/// instances are left out.
 fn views(node: &NodeState, key: &Key, limit_bytes: u64) -> Vec<VramView> {
     let whole = node.gpus.samples.iter().filter(|gpu| !gpu.mig);
     let view = |gpu: &GpuSample| {

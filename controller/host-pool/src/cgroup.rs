@@ -48,7 +48,8 @@ pub fn used_bytes(cgroup: &Path) -> io::Result<u64> {
 /// Creates the cgroup if it does not exist, and moves this process into it.
 ///
 /// # Errors
-/// [`HostPoolError::Cgroup`] or [`HostPoolError::Uncounted`].
+/// [`HostPoolError::Cgroup`]: the cgroup cannot be created or entered.
+/// [`HostPoolError::Uncounted`]: the kernel does not count its memory.
 pub(crate) fn enter(cgroup: &Path) -> Result<(), HostPoolError> {
     if let Some(parent) = cgroup.parent() {
         // Version 1 has no such file. In version 2 the controller may be enabled already, even if
@@ -61,7 +62,8 @@ pub(crate) fn enter(cgroup: &Path) -> Result<(), HostPoolError> {
     };
     fs::create_dir_all(cgroup).map_err(failed("create the cgroup", cgroup))?;
     let processes = cgroup.join("cgroup.procs");
-    write(&processes, "0").map_err(failed("move the host pool to the cgroup, by", &processes))?;
+    write(&processes, "0")
+        .map_err(failed("move the host pool into its cgroup by writing to", &processes))?;
     used_bytes(cgroup)
         .map_err(|source| HostPoolError::Uncounted { path: cgroup.to_owned(), source })?;
     Ok(())

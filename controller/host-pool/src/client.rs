@@ -21,7 +21,8 @@ pub struct Client {
     pub socket: OwnedFd,
     /// Memory file of the process.
     pub memory: MemoryFile,
-    /// Notified if the process may have another request.
+    /// Notified when the number of the process's unanswered requests falls, so that its next
+    /// request may be accepted.
     pub room: Condvar,
 }
 
@@ -37,7 +38,7 @@ pub enum ReadError {
 }
 
 impl Client {
-    /// Carries out a request.
+    /// Allocates the pages that a request names, on the processor that it names.
     pub fn populate(&self, request: Request) -> Populated {
         let Request { offset, bytes, processor, .. } = request;
         if offset.checked_add(bytes).is_none_or(|end| end > FILE_BYTES) {
@@ -49,7 +50,7 @@ impl Client {
 }
 
 impl ReadError {
-    /// Whether the process has only closed its socket.
+    /// Whether the error means only that the process has closed its socket.
     pub fn is_hang_up(&self) -> bool {
         use io::ErrorKind::{BrokenPipe, ConnectionReset};
         let ReadError::Socket(error) = self else { return false };

@@ -30,12 +30,14 @@ const MIN_SIZE_BYTES: u64 = 4096;
 /// The allowed amount is rounded up to this size in bytes, the size of a huge page.
 const UNIT_BYTES: u64 = 2 << 20;
 
-/// The size of a mapping is a multiple of this size in bytes, so that it is rarely made anew.
+/// The size of a mapping is a multiple of this size in bytes. A growing range therefore rarely
+/// needs a new mapping.
 const MAPPED_UNIT_BYTES: usize = 16 << 30;
 
 const PAGE_BYTES: usize = 4096;
 
-/// How often a lower limit is set again after the process has allocated pages meanwhile.
+/// Maximum number of attempts to set the size of the file system. An attempt fails if the process
+/// allocates pages at the same time.
 const RETRIES: u32 = 8;
 
 /// Reason why a memory file cannot be created.
@@ -54,7 +56,7 @@ pub enum Populated {
     Done,
     /// The allowed amount or the node's memory did not suffice. Some of the pages may exist.
     NoRoom,
-    /// The file cannot have these pages.
+    /// The request is invalid, or the allocation failed for a reason other than lack of memory.
     Refused,
 }
 
@@ -64,10 +66,10 @@ pub struct MemoryFile {
     mount: OwnedFd,
     file: OwnedFd,
     limit: Mutex<Limit>,
-    /// The mapping through which pages are allocated. It is made once and not for each range: a
-    /// change of the address space would wait for every thread that allocates pages, and each
-    /// allocation would then wait for the others. `None`: no page was allocated since the last
-    /// change of the limit.
+    /// The mapping through which pages are allocated. All allocations share it. A mapping for each
+    /// range would be slow: to map or unmap memory, the kernel waits for all threads that are
+    /// allocating pages, and new allocations wait meanwhile. `None`: no page was allocated since
+    /// the last change of the limit.
     mapping: Mutex<Option<Arc<Mapping>>>,
 }
 
@@ -171,8 +173,8 @@ impl MemoryFile {
         }
     }
 
-    /// Sets the size of the file system to the allowed amount, or to the amount of the pages that
-    /// it already has if they are more.
+    /// Sets the size of the file system to the allowed amount. If the file already has more pages
+    /// than that, sets the size to the amount of these pages.
     fn resize(&self, limit: &mut Limit) -> Result<(), Errno> {
         let mut slack = 0;
         for _ in 0..RETRIES {

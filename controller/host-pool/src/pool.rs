@@ -21,7 +21,8 @@ use crate::{
     socket,
 };
 
-/// Time for which a request without room waits for an `Allow` that it may have overtaken.
+/// Time for which a request that finds too little memory waits for an `Allow`. The `Allow` that
+/// permits it may have been sent earlier and arrive later.
 pub const LATE_ALLOW: Duration = Duration::from_secs(1);
 
 /// Maximum number of workers.
@@ -61,7 +62,8 @@ struct State {
 }
 
 impl Pool {
-    /// Starts the workers. A request without room waits `late_allow` for an `Allow`.
+    /// Starts the workers. A request that finds too little memory waits `late_allow` for an
+    /// `Allow`.
     ///
     /// # Errors
     /// No worker can be started.
@@ -88,7 +90,8 @@ impl Pool {
     /// reads requests. Replaces an earlier connection of the process.
     ///
     /// # Errors
-    /// [`AttachError`]: the socket is closed.
+    /// [`AttachError`]: the file or the thread cannot be created. The process's socket is then
+    /// closed.
     pub fn attach(self: &Arc<Self>, process: u64, socket: OwnedFd) -> Result<(), AttachError> {
         if let Some(old) = self.find(process) {
             self.end(&old);

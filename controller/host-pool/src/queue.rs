@@ -1,5 +1,5 @@
 //! Order in which the worker threads carry out requests. Processes take turns, so a process with
-//! many requests delays another one by at most one request per worker.
+//! many requests delays another process by at most one request per worker.
 //!
 //! ```text
 //! push ──> waiting ──take──> in work ──> finish
@@ -7,8 +7,9 @@
 //!             └─Allow, or late──┴──> parked
 //! ```
 //!
-//! A request can arrive before the `Allow` that permits it, because the two use different sockets.
-//! Therefore a request without room is parked until the next `Allow` or its deadline. No worker
+//! `Allow` is the controller's order that sets how much memory a process may use. A request can
+//! arrive before the `Allow` that permits it, because the two use different sockets. A request that
+//! finds too little memory is therefore parked until the next `Allow` or its deadline. No worker
 //! waits for it.
 
 use std::{
@@ -102,7 +103,8 @@ impl Queue {
         Some(Job { client, request, allows: lane.allows })
     }
 
-    /// Returns the time at which the next parked request has to be tried for the last time.
+    /// Returns the earliest deadline of all parked requests. At its deadline, a request is tried
+    /// for the last time.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.lanes.values().flat_map(|lane| &lane.parked).map(|request| request.deadline).min()
     }

@@ -9,7 +9,7 @@ use crate::{HostPoolError, pool::Pool, socket};
 /// Serves until the controller closes its socket.
 ///
 /// # Errors
-/// [`HostPoolError::Io`] or [`HostPoolError::Frame`].
+/// [`HostPoolError::Io`]: the socket failed. [`HostPoolError::Frame`]: an order is invalid.
 pub fn run(controller: OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
     let result = obey(&controller, pool);
     pool.stop();
@@ -21,7 +21,10 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
         match HostPoolOrder::decode(&frame)? {
             HostPoolOrder::Attach { process } => {
                 let Some(socket) = descriptor else {
-                    tracing::warn!("process {process}: the controller sent no socket");
+                    tracing::warn!(
+                        "process {process}: cannot use the host pool, because the controller sent \
+                         no socket for the process"
+                    );
                     continue;
                 };
                 if let Err(error) = pool.attach(process, socket) {
@@ -32,7 +35,11 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
             HostPoolOrder::Allow { process, bytes } => {
                 if let Err(error) = pool.allow(process, bytes) {
                     let error: &dyn std::error::Error = &error;
-                    tracing::warn!(error, "process {process}: cannot allow {bytes} bytes");
+                    tracing::warn!(
+                        error,
+                        "process {process}: cannot set the limit of its memory file to {bytes} \
+                         bytes"
+                    );
                 }
             }
             HostPoolOrder::Detach { process } => pool.detach(process),

@@ -44,9 +44,9 @@ pub fn receive_with_descriptor(socket: impl AsFd) -> io::Result<Option<(Frame, O
 /// Waits for the next packet of an untrusted peer. Returns its frame, or `None` if the peer has
 /// closed the socket.
 ///
-/// There is no buffer for descriptors. The kernel therefore closes the packet's descriptors within
-/// this call. To close a descriptor of an untrusted file may take long, so each peer needs a thread
-/// of its own.
+/// There is no buffer for descriptors, so the kernel closes the packet's descriptors within this
+/// call. Closing a descriptor of an untrusted file can take long. Each peer therefore needs a
+/// thread of its own.
 ///
 /// # Errors
 /// The connection has failed, or the packet is not a frame.

@@ -9,7 +9,7 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
 };
 
-/// How often an allocation is tried again that the kernel asked to try again.
+/// Maximum number of attempts to allocate pages while the kernel returns `EINTR` or `EAGAIN`.
 const RETRIES: u32 = 100;
 
 /// Allocates the pages of a range of a memory file. They are charged to the cgroup of this process.

@@ -64,9 +64,9 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 
-/// Changes the settings for a policy that ends processes in place of offloading them. The engine
-/// becomes `checkpoint` everywhere, because the end of a process frees all of its VRAM at once, as
-/// the driver's checkpoint does.
+/// Changes the settings for a policy that ends processes and does not offload them. The engine
+/// becomes `checkpoint` everywhere. With this engine, an offload frees all VRAM of a process at
+/// once, as the end of the process does.
 fn ends_whole(mut settings: Settings) -> Settings {
     settings.policies.node.engine = Engine::Checkpoint;
     settings.policies.rules.clear();

@@ -1,9 +1,10 @@
 //! The costs of offloads and restores on a machine. The defaults were measured on an H200
-//! (`docs/figures.md`). The part `calibration` of the GPU kit measures another machine. It writes a
-//! file for each engine, which replaces that engine's defaults.
+//! (`docs/figures.md`). To measure another machine, run the part `calibration` of the GPU kit
+//! (`cargo xtask gpu-kit`). It writes a file for each engine. The file replaces that engine's
+//! defaults.
 //!
-//! Every order of the core has its own cost, so that an offload costs the sum of its steps with
-//! every engine:
+//! With every engine, an offload costs the sum of its steps. The cost of a step is computed from
+//! the measured costs of the engines (`copy.offload` is an offload with the engine `copy`):
 //!
 //! ```text
 //! copy out                              copy.offload
@@ -70,9 +71,9 @@ pub struct Calibration {
 }
 
 impl Default for Calibration {
-    /// Returns costs measured on an H200 (driver 580.159). They are straight lines through the
-    /// medians of two sizes: 1 GiB, and torch with 24.2 GiB. The time of program starts is an
-    /// assumption.
+    /// Returns costs measured on an H200 (driver 580.159). Each cost is a straight line through the
+    /// medians of two measured sizes: 1 GiB, and a torch program of 24.2 GiB. The time of program
+    /// starts is an assumption.
     fn default() -> Calibration {
         Calibration {
             checkpoint: EngineCosts {
@@ -192,7 +193,7 @@ impl Calibration {
             .flat_map(|costs| [costs.offload_bytes_per_second, costs.restore_bytes_per_second]);
         let valid = |speed: f64| speed.is_finite() && speed >= 1e6;
         if !speeds.chain([self.reload_bytes_per_second]).all(valid) {
-            return bad("speeds are in bytes per second, 1e6 and more");
+            return bad("a speed is invalid; accepted: 1e6 bytes per second or more");
         }
         Ok(self)
     }

@@ -22,9 +22,8 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
     compare(trace, machine, &chosen).unwrap()
 }
 
-/// Creates a trace of clients that call as rarely as the clients with a low rate in ServeGen's
-/// trace. Such a client has some ten-minute windows with few, uneven calls, and then a long time
-/// without calls.
+/// Creates a trace of clients that call as rarely as the low-rate clients in ServeGen's trace. Such
+/// a client makes few, irregular calls in some ten-minute windows, and then none for a long time.
 fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
@@ -46,8 +45,8 @@ fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
-/// Returns the cost of a run in seconds. It is the time for which processes held VRAM, plus the
-/// policy's cost of a wake for each wake.
+/// Returns the cost of a run in seconds: the time for which processes held VRAM, plus the policy's
+/// `wake_cost` for each wake.
 fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
@@ -67,8 +66,8 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// Over weeks, the default policy must free more VRAM than a policy with a fixed timeout of one
-/// minute. The default policy must also have the lower cost, although the cost includes its wakes.
+/// Over two weeks, the default policy must free more VRAM than a policy with a fixed timeout of one
+/// minute. Its cost, which includes the cost of its wakes, must also be lower.
 #[test]
 fn the_default_frees_more_than_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);

@@ -10,9 +10,11 @@
 //! decision. The clock jumps from event to event, so two weeks take seconds.
 //!
 //! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
-//! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows,
-//! pauses of allocations for a proof (a simulated process never allocates), processes on several
-//! GPUs, lack of host memory, copiers as processes, and options of a copy.
+//! copy and checkpoint of each engine.
+//!
+//! Not simulated: failures, processes whose memory grows, pauses of allocations for a proof (a
+//! simulated process never allocates), processes on several GPUs, and lack of host memory. Copiers
+//! are not simulated as processes. The options of a copy (`CopyOptions`) have no effect.
 
 pub mod baselines;
 pub mod calibration;

@@ -15,8 +15,9 @@
 //! on the machine. The agents take the time of the calibration. The GPU is a sum of bytes. Sockets,
 //! shared counters and the driver are tested end to end elsewhere.
 //!
-//! The engine sees a use immediately, but this test only at its next reading. Therefore the times
-//! of the same decision can differ, by at most [`APART_MS`].
+//! In the simulation, the node learns of a use immediately. In this test, it learns of the use at
+//! the next reading of the counters. The times of the same decision can therefore differ by up to
+//! [`APART_MS`].
 
 use std::{
     cmp::Reverse,
@@ -197,7 +198,7 @@ impl Live {
     }
 
     fn agent(&mut self, id: ProcessId) -> &mut Agent {
-        self.agents.get_mut(&id).expect("each process lives to the end")
+        self.agents.get_mut(&id).expect("each process lives until the end of the test")
     }
 
     /// Runs one tick of the node in the way in which the daemon does.
@@ -238,7 +239,8 @@ impl Live {
         self.at(self.now + self.service_ms, Next::Returns(id));
     }
 
-    /// Begins an order. A gate closes, and a restore allocates its VRAM, at the begin.
+    /// Begins an order. Two effects happen at the begin of the order, not at its end: a gate
+    /// closes, and a restore allocates its VRAM.
     fn begin_order(&mut self, id: ProcessId, order: u64, action: Action) {
         let takes_ms = self.order_ms(id, action);
         let agent = self.agent(id);
@@ -358,9 +360,8 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Returns settings with a fixed idle timeout, so that the node learns no times from pauses. The
-/// daemon's loop may see a pause half a second too short, which then does not change later
-/// decisions.
+/// Returns settings with a fixed idle timeout. The daemon's loop may see a pause up to half a
+/// second too short. With a learned timeout, this difference would change later decisions.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
@@ -407,7 +408,10 @@ fn the_default_policy_moves_as_many() {
         let [simulated, live] = both_ways(&trace(7), gib, &settings);
         for (to, reason) in [(State::Closing, reason), (State::Restoring, "called")] {
             let (s, l) = (count(&simulated, to, reason), count(&live, to, reason));
-            assert!(s > 50 && s.abs_diff(l) * 20 <= s, "{to} {reason}: {s}, and {l} live");
+            assert!(
+                s > 50 && s.abs_diff(l) * 20 <= s,
+                "{to} {reason}: {s} simulated, {l} in the daemon's loop"
+            );
         }
     }
 }

@@ -47,8 +47,8 @@ impl ProcessMemory {
         }
     }
 
-    /// Returns the memory of the process as it is when this engine has moved all memory off the
-    /// GPU.
+    /// Returns the memory of the process in the state after an offload with this engine. All memory
+    /// is off the GPU, including the CUDA context.
     pub(super) fn offloaded(self, engine: Engine) -> ProcessMemory {
         let level = match engine {
             Engine::Copy | Engine::Full | Engine::Auto if self.copyable_bytes > 0 => {

@@ -3,9 +3,11 @@
 //! ```text
 //!  number given        ──> that many GPUs, each process on the GPU with the least VRAM in use
 //!  trace names GPUs    ──> those GPUs, each process on the GPU of its name
-//!  otherwise           ──> the fewest GPUs that hold all processes that exist at once,
-//!                          if a GPU holds its VRAM times the oversubscription
+//!  otherwise           ──> the fewest GPUs for all processes that exist at the same time
 //! ```
+//!
+//! In the last case, the processes on a GPU may together want the GPU's VRAM times the
+//! oversubscription.
 //!
 //! A process exists from its first call to the end of the trace. If its last call is more than a
 //! day before the end of the trace, it exists until that call.
@@ -49,8 +51,9 @@ pub struct GpuPlacement {
 
 impl GpuPlacement {
     /// Places the processes of a trace on GPUs. `gpus` is the number of GPUs that the user stated.
-    /// `oversubscription` is the VRAM that processes may want at the same time, as a multiple of
-    /// the VRAM that containers can have.
+    /// `vram_bytes` is the VRAM of one GPU. `oversubscription` is the maximum VRAM that the
+    /// processes of a GPU may want at the same time, divided by the VRAM that containers can use on
+    /// it.
     ///
     /// # Errors
     /// The trace needs more than [`MAX_GPUS`].

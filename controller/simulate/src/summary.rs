@@ -75,7 +75,8 @@ pub struct SimulationSummary {
     /// Mean fraction of requests that waited, in the 10 % of processes with the highest such
     /// fraction.
     pub worst_decile_delayed: f64,
-    /// VRAM that processes hold at even steps of the trace, in bytes, for the plot.
+    /// VRAM that processes hold, in bytes, for the plot. Each value is the mean of one of the equal
+    /// intervals into which the trace is divided.
     pub resident_over_time: Vec<u64>,
 }
 
@@ -198,8 +199,8 @@ pub(super) struct CallDelay {
 }
 
 /// Computes added latency, fairness, and the share of requests that waited longer than `slo_ms`.
-/// `delays` contains the waiting time of each request that waited. `lived` contains the numbers of
-/// requests of each process.
+/// `delays` has one entry for each request that waited. `lived` has one entry for each process,
+/// with the numbers of all its requests and of its waiting requests.
 pub(super) fn latency(
     figures: &mut SimulationSummary,
     delays: Vec<CallDelay>,

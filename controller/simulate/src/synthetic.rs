@@ -1,8 +1,9 @@
 //! Creates a synthetic trace of a node with three kinds of programs: interactive sessions (people),
-//! periodic programs (clockwork) and servers. All follow the same daily curve with the same peaks.
+//! periodic programs (clockwork) and servers. Sessions and servers follow the same daily curve with
+//! the same peaks. Periodic programs call at the same rate day and night.
 //!
 //! ```text
-//! load(t) = daily curve x (1 + common peaks)    the same for all
+//! load(t) = daily curve, three times as high during common peaks
 //!   people    sessions of minutes, calls every few seconds in them
 //!   clockwork every 10 to 60 minutes, plus or minus 2 %, day and night
 //!   server    calls at random, each server at its own rate
@@ -66,8 +67,8 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Returns the relative load of each time slot. The load is low at night and higher by day. All
-/// programs share two or three additional peaks a day.
+/// Returns the relative load of each time slot. The load is low at night and higher by day, with
+/// 2.5 additional peaks a day on average.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {

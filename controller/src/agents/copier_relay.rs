@@ -1,6 +1,6 @@
 //! Relays messages between one process and its copier. A copier serves all processes of a GPU on
-//! one thread. The relay therefore forwards a descriptor only if closing it cannot block that
-//! thread.
+//! one thread. If a process sent a descriptor that blocks when it is closed, that thread would
+//! stop. The relay therefore forwards only descriptors that can be closed without blocking.
 
 use std::{io, os::fd::OwnedFd};
 

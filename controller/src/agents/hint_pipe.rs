@@ -41,8 +41,8 @@ impl ReceivedHint {
     }
 }
 
-/// Reading end of a hint pipe. The file is also open for writing, because a reader would otherwise
-/// see an end of file whenever no program of the container has the pipe open.
+/// Reading end of a hint pipe. The file is also open for writing. Otherwise, a read would return an
+/// end of file whenever no program of the container has the pipe open.
 #[derive(Debug)]
 pub struct HintPipe(File);
 
@@ -54,7 +54,9 @@ pub struct HintPipe(File);
 pub fn make(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(known) if known.file_type().is_fifo() => {}
-        Ok(_) => return Err(io::Error::other("another file has the name of the hint pipe")),
+        Ok(_) => {
+            return Err(io::Error::other("the file at the path of the hint pipe is not a pipe"));
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             mkfifo(path, Mode::from_bits_truncate(0o622))?;
         }
@@ -64,8 +66,8 @@ pub fn make(path: &Path) -> io::Result<()> {
 }
 
 /// Reads all text that the container writes into its hint pipe. Must run on the container's own
-/// thread: to open or read a pipe, the kernel waits for a writer in the middle of a write, and page
-/// faults can delay that writer without limit.
+/// thread, because opening or reading a pipe can block: the kernel waits until a write in progress
+/// ends. Page faults of the writer can delay that end without limit.
 pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =

@@ -31,8 +31,8 @@ use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSock
 /// a Hello count too.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
-/// Accepts and serves the agents of one container, on a thread of the container's own. Dropping the
-/// listener ends the thread and its connections.
+/// Accepts the connections of one container's agents, and serves them on a thread that serves only
+/// this container. Dropping the listener ends the thread and the connections.
 #[derive(Debug)]
 pub struct AgentListener {
     _ward: IsolatedRuntime,
@@ -45,9 +45,10 @@ pub struct AgentListener {
 }
 
 impl AgentListener {
-    /// Listens at the agent socket, in the folder that is mounted into the container. An old socket
-    /// is replaced, except a socket that systemd has stored. If `owner` is given, only processes of
-    /// this user and of root may connect. If it is `None`, processes of any user may connect.
+    /// Listens at the agent socket, which is in the folder that is mounted into the container. If
+    /// systemd stored this socket for an earlier controller, that socket is used. Otherwise a new
+    /// socket replaces the file. If `owner` is given, only processes of this user and of root may
+    /// connect. If it is `None`, processes of any user may connect.
     ///
     /// # Errors
     /// The folder or the socket cannot be created.
@@ -99,8 +100,8 @@ impl AgentListener {
         format!("{containers}/{key}/{mount}/{}", paths::AGENT_SOCKET)
     }
 
-    /// Writes the pressure file of the container: the UUIDs of the GPUs on which some container
-    /// waits for VRAM, one per line.
+    /// Writes the pressure file, which the container's programs read. It lists, one per line, the
+    /// UUIDs of the GPUs on which any container waits for VRAM.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -109,12 +110,13 @@ impl AgentListener {
         self.replace(paths::PRESSURE_FILE, &text)
     }
 
-    /// Writes the state file of the container, from which its programs read the container's state.
-    /// Does nothing if the file already contains that state. `since_unix_ms` is the start of the
-    /// state, in milliseconds since 1970.
+    /// Writes the state file, from which the container's programs read the container's state. Does
+    /// nothing if the file already contains this state. `since_unix_ms` is the time at which the
+    /// container entered the state, in milliseconds since 1970.
     ///
     /// # Errors
-    /// The file cannot be written. Only the first of consecutive failures is returned.
+    /// The file cannot be written. If several writes fail in a row, only the first failure is
+    /// returned.
     pub fn write_state(&mut self, status: ContainerStatus, since_unix_ms: i64) -> io::Result<()> {
         if self.written == Some(status) {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Connections to the agents: the threads of Affinode's library in the processes of containers.
+//! Connections to the agents. An agent is the thread of Affinode's library in a process of a
+//! container.
 //!
 //! ```text
 //! AgentListener (one per container) ──accept──> connection: Hello, peer ──Joined──> the actor
@@ -8,13 +9,13 @@
 //!                                                 copier_relay <── frames, descriptors ──> copier
 //! ```
 //!
-//! The I/O of each container runs on a thread of its own ([`crate::isolated_runtime`]), except the
-//! wait for the exit of its processes.
+//! Each container has a thread for its I/O ([`crate::isolated_runtime`]). Only the wait for the
+//! exit of its processes runs on the controller's main thread.
 //!
-//! Everything that an agent sends is untrusted. The kernel identifies the process (`SO_PEERCRED`,
-//! pidfd), the shared counters are read with `pread`, and frames have one size. Limits exist for
-//! the rate of a container's messages, for the rate and number of its connections, and for the time
-//! until the Hello.
+//! The controller trusts nothing that an agent sends. It gets the identity of a process from the
+//! kernel (`SO_PEERCRED`, pidfd). It reads the shared counters with `pread`, and all frames have
+//! the same size. For each container, the rate of messages and the rate and number of connections
+//! are limited. An agent must send its Hello (the first message) within a time limit.
 
 mod connection;
 mod copier_relay;

@@ -16,7 +16,8 @@ use rustix::{
 
 use crate::inventory::process;
 
-/// File system type (`f_type`) of tmpfs, which every memfd has (`linux/magic.h`).
+/// Value of `f_type` for tmpfs (`linux/magic.h`). The counter file must be a memfd, and the kernel
+/// keeps memfds on a tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// Reason why the controller refused a process that connected.
@@ -35,22 +36,22 @@ pub enum PeerError {
     /// The process ended while the controller identified it. Contains its pid.
     #[error("process {0} ended while it was identified")]
     Ended(u32),
-    /// The Hello did not come with exactly one descriptor, which must be the counter file. Contains
-    /// the number of descriptors.
+    /// The Hello (the agent's first message) carried no descriptor, or more than one. It must carry
+    /// exactly one descriptor, the counter file. The value is the number of descriptors.
     #[error("the Hello carries {0} descriptors, but must carry one: the counter file")]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]
     Page(#[source] std::io::Error),
-    /// The file is not a counter file. For example, it is a pipe, is on FUSE or on huge pages, or
-    /// has another size.
+    /// The descriptor is not a counter file, which is a memfd of a fixed size. For example, it is a
+    /// pipe, a file on FUSE, a file on huge pages, or a file of another size.
     #[error("the counter file is not a memfd of {PAGE_BYTES} bytes")]
     NotAPage,
 }
 
-/// Result of an identification. It contains the identity of the process, and the time in
-/// milliseconds by which its `CLOCK_MONOTONIC` is ahead of the controller's. The descriptor becomes
-/// readable when the process ends.
+/// Result of an identification: the identity of the process, the lead of its clock, and its pidfd.
+/// The lead is the time in milliseconds by which the process's `CLOCK_MONOTONIC` is ahead of the
+/// controller's. The pidfd becomes readable when the process ends.
 pub type Identified = (Identity, i64, OwnedFd);
 
 /// Identifies the process at the other end of a socket.
@@ -106,8 +107,8 @@ pub fn page(descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     if regular && memory && fits { Ok(File::from(page)) } else { Err(PeerError::NotAPage) }
 }
 
-/// Returns whether a file is in memory. Only memory files have seals, and the kernel reads them
-/// without a call to a file system.
+/// Returns whether a file is in memory, as a memfd is. The check reads the file's seals, which only
+/// such files have. The kernel calls no file system for this, so the check cannot block.
 pub fn is_memory(file: impl AsFd) -> bool {
     rustix::fs::fcntl_get_seals(file).is_ok()
 }

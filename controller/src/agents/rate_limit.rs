@@ -66,8 +66,8 @@ pub struct RateLimits {
     pub refusals: RefusalLog,
 }
 
-/// Limits the log lines about refused processes. It logs a few refusals one by one, and then only
-/// their number.
+/// Limits the log lines about refused processes. Refusals above the rate are only counted. The next
+/// log line states their number.
 #[derive(Debug)]
 pub struct RefusalLog {
     budget: RateLimit,
@@ -81,8 +81,8 @@ impl Default for RefusalLog {
 }
 
 impl RefusalLog {
-    /// Returns the text to log for one refusal. Returns `None` if too many refusals were logged
-    /// recently.
+    /// Returns the text to log for one refusal, or `None` if the rate limit is reached. The text
+    /// states how many refusals before it were not logged.
     pub fn tell(&self, why: String) -> Option<String> {
         let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {

@@ -69,7 +69,8 @@ struct Bench {
     mail: mpsc::Receiver<AgentMail>,
 }
 
-/// Creates a socket pair, and serves one end as the connection of a container.
+/// Creates a socket pair. One end is served in the way in which the controller serves the
+/// connection of a process. The test uses the other end.
 fn bench() -> Bench {
     let (peer, ours) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
@@ -119,7 +120,7 @@ async fn hello_with_capabilities_tells_the_core() {
     let order = ControllerMessage::Order { order: 1, action, decided_ms: 9 };
     assert!(agent.send(order));
     let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
-    assert_eq!(answer, order, "orders are sent as the core made them");
+    assert_eq!(answer, order, "the agent receives the order as the core made it");
 }
 
 #[tokio::test]
@@ -332,14 +333,15 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
         let mut bench = bench();
         send_with(&bench.peer, &hello(WIRE_VERSION), &[descriptor.as_fd()]);
         let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
-            panic!("{descriptor:?} was taken for a page")
+            panic!("{descriptor:?} was accepted as a counter file")
         };
         assert!(why.contains("not a memfd"), "{why}");
     }
 }
 
-/// Checks that a message whose descriptor blocks the receiving thread in the kernel blocks only the
-/// thread of its container.
+/// Sends the controller a message with a descriptor that blocks the receiving thread in the kernel.
+/// Checks that only the thread of the sending container is blocked, and that another container is
+/// still served.
 #[tokio::test]
 async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();
@@ -376,10 +378,11 @@ async fn a_blocked_reader_blocks_one_container() {
     let theirs = Key::parse(&"1".repeat(32)).unwrap();
     while !matches!(mail.recv().await, Some(AgentMail::Joined { key, .. }) if key == theirs) {}
     let waits = hostiles.iter().any(|(_, lingering)| lingering.is_waited_for());
-    assert!(waits, "it has waited for the other container's connection");
+    assert!(waits, "the second container was served only after the blocked thread went on");
 }
 
-/// Relays one packet from a process, and returns what a copier would receive.
+/// Sends one packet with `descriptor` through the relay between a process and its copier. Returns
+/// what the copier receives.
 async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_copier::socket::Received> {
     let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
     affinode_copier::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();

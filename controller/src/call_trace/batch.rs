@@ -35,7 +35,8 @@ pub struct ProcessCalls {
     /// Sampling rate: about one of this many calls was recorded. 0 means that the library is too
     /// old to record calls.
     pub one_in: u32,
-    /// Number of calls that were not recorded because the ring was full.
+    /// Number of calls without a usable record: the ring was full, or the record was never finished
+    /// or was overwritten.
     pub dropped: u64,
     /// Calls summed up by function, the most called first.
     pub functions: Vec<FunctionCalls>,

@@ -16,13 +16,13 @@ use super::CallTraceBatch;
 const KEPT: usize = 50;
 /// Maximum time that a watcher's request waits for a batch.
 const MAX_WAIT: Duration = Duration::from_secs(2);
-/// Time after which a watcher that sent no new request is removed.
+/// Time for which a watcher's subscription lasts after the time limit of its latest request.
 const WATCHER_TTL: Duration = Duration::from_secs(2);
 
 /// Containers that a watcher observes: one container, or all containers (`None`).
 pub type Scope = Option<Key>;
 
-/// Store of the latest batches, and of the scopes that are watched now.
+/// Stores the latest batches, and the scopes (containers) that are watched now.
 #[derive(Debug, Default)]
 pub struct CallTraceHub {
     inner: Mutex<CallTraceHubState>,

@@ -1,4 +1,4 @@
-//! The call trace shows the CUDA calls of processes live while a watcher requests them.
+//! The call trace: a live view of the CUDA calls of processes. It runs while a watcher requests it.
 //!
 //! ```text
 //!  watcher ──after()──> CallTraceHub ──watched()──> CallSampler ──SampleCalls──> agent: call ring
@@ -6,10 +6,11 @@
 //!     └───── batches ──────┘<── CallTraceBatch ──────┘  └────────── pread ─────────┘
 //! ```
 //!
-//! Processes record a sample of their calls in a ring ([`affinode_proto::wire::call_ring`]). The
-//! [`CallSampler`] reads the ring five times a second and sends each agent the wanted sampling
-//! rate. The sampler runs on the frontend's thread. Two seconds after the last request, it orders
-//! the agents to stop.
+//! Each process records a sample of its CUDA calls in a ring ([`affinode_proto::wire::call_ring`]).
+//! The [`CallSampler`] reads the rings five times a second. It also sends each agent the sampling
+//! rate that the process must use. The sampler runs on the thread of the dashboard and the history.
+//! The subscription of a watcher expires two seconds after the time limit of its last request. When
+//! no subscription is left, the sampler orders the agents to stop the recording.
 
 mod aggregate;
 mod batch;

@@ -43,7 +43,8 @@ pub struct CallSampler {
 }
 
 impl CallSampler {
-    /// Creates a sampler of the processes of one controller, for the watchers of one hub.
+    /// Creates a sampler. It finds the processes through `door`, and passes batches of their calls
+    /// to `hub`.
     #[must_use]
     pub fn new(door: ControllerHandle, hub: Arc<CallTraceHub>) -> CallSampler {
         CallSampler { door, hub, watched: HashMap::new(), called_roll: None, read: Instant::now() }
@@ -150,8 +151,9 @@ impl SampledProcess {
         })
     }
 
-    /// Sends the agent the sampling rate and the number of the next record to read, unless it
-    /// already has both.
+    /// Sends the agent the sampling rate, and the number of the next record that the sampler will
+    /// read. The process may overwrite all records below this number. Nothing is sent if the agent
+    /// already has both values.
     fn ask_for(&mut self, one_in: u32) {
         if self.sight.outbox.is_none() {
             return;
@@ -163,8 +165,8 @@ impl SampledProcess {
     }
 }
 
-/// Queues a message for an agent. If other messages already wait in the queue, it queues nothing
-/// and returns false, because orders are more important.
+/// Queues a message about the call trace for an agent. Queues nothing and returns false if other
+/// messages wait in the queue. They may be orders of the controller, which are more important.
 fn tell(sight: &CallSource, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {

@@ -16,7 +16,8 @@ pub struct KubernetesSection {
     /// File with the controller's own token for the API server. The file is read again for each
     /// request.
     pub token_file: String,
-    /// Audiences that a client's token must have. If empty, the audiences of the API server apply.
+    /// Accepted audiences of clients' tokens. A token must be issued for at least one of them. If
+    /// the list is empty, the API server's own audiences apply.
     pub audiences: Vec<String>,
 }
 
@@ -31,7 +32,7 @@ impl KubernetesSection {
     pub fn host_and_port(&self) -> Result<(String, u16), String> {
         let bad = || {
             format!(
-                "http.kubernetes.api_server: {:?}: accepted: https://host:port",
+                "http.kubernetes.api_server: {:?}; accepted: https://host:port",
                 self.api_server
             )
         };
@@ -55,7 +56,7 @@ impl KubernetesSection {
         for (key, file) in [("ca_file", &self.ca_file), ("token_file", &self.token_file)] {
             if !file.starts_with('/') {
                 return Err(ConfigError::Bad(format!(
-                    "http.kubernetes.{key}: {file:?}: accepted: an absolute path, because http.auth = \"token-review\" needs this file"
+                    "http.kubernetes.{key}: {file:?}; accepted: an absolute path (http.auth = \"token-review\" needs this file)"
                 )));
             }
         }

@@ -156,13 +156,19 @@ impl Config {
 
     fn check(self) -> Result<Config, ConfigError> {
         if !(10..=60_000).contains(&self.timing.sample_interval) {
-            return Err(ConfigError::Bad("timing.sample_interval: accepted: 10ms to 60s".into()));
+            return Err(ConfigError::Bad(
+                "timing.sample_interval: out of range; accepted: 10ms to 60s".into(),
+            ));
         }
         if self.timing.close_deadline > 60_000 {
-            return Err(ConfigError::Bad("timing.close_deadline: accepted: 1ms to 60s".into()));
+            return Err(ConfigError::Bad(
+                "timing.close_deadline: out of range; accepted: 1ms to 60s".into(),
+            ));
         }
         if self.timing.lock_timeout > 600_000 {
-            return Err(ConfigError::Bad("timing.lock_timeout: accepted: 1ms to 10m".into()));
+            return Err(ConfigError::Bad(
+                "timing.lock_timeout: out of range; accepted: 1ms to 10m".into(),
+            ));
         }
         self.memory.check()?;
         self.http.check()?;

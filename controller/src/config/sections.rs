@@ -111,13 +111,16 @@ impl MemorySection {
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         if self.host_pool_percent > 90 {
-            return Err(ConfigError::Bad("memory.host_pool_percent: accepted: 0 to 90".into()));
+            return Err(ConfigError::Bad(
+                "memory.host_pool_percent: out of range; accepted: 0 to 90".into(),
+            ));
         }
         let name = &self.host_pool_cgroup;
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(is_allowed) {
             return Err(ConfigError::Bad(
-                "memory.host_pool_cgroup: accepted: a name of letters, digits, '-', '_' and '.'"
+                "memory.host_pool_cgroup: invalid name; accepted: letters, digits, '-', '_' and \
+                 '.', but no '.' at the start"
                     .into(),
             ));
         }

@@ -151,11 +151,12 @@ impl Default for ReportSection {
     }
 }
 
-/// Address of the HTTP server if `listen` is `auto` and the controller is the node's own
-/// controller.
+/// Address of the HTTP server if `listen` is `auto` and this is the node's own controller, which
+/// has the default run directory.
 const NODE_ADDRESS: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9410);
-/// Folder of the history if `dir` is `auto` and the controller is the node's own controller.
+/// Folder of the history if `dir` is `auto` and this is the node's own controller, which has the
+/// default run directory.
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
@@ -173,7 +174,7 @@ impl HttpSection {
             other => match other.strip_prefix("unix:") {
                 Some(path) if path.starts_with('/') => Ok(ListenAddress::Unix(path.into())),
                 _ => other.parse().map(ListenAddress::Tcp).map_err(|_| {
-                    format!("http.listen: {other:?}: accepted: auto, off, address:port, unix:/path")
+                    format!("http.listen: {other:?}; accepted: auto, off, address:port, unix:/path")
                 }),
             },
         }
@@ -189,10 +190,10 @@ impl HttpSection {
             || matches!(listen, ListenAddress::Unix(_));
         match self.actions {
             HttpActions::Off => Err("http.actions is \"off\": this site is read-only"),
-            HttpActions::Authenticated if !authenticated => Err(
-                "this address needs no token, so it is read-only: use the command affinode, or set \
-                 http.token_file or http.actions in the configuration",
-            ),
+            HttpActions::Authenticated if !authenticated => {
+                Err("this site is read-only, because its address needs no token: use the command \
+                 affinode, or set http.token_file or http.actions in the configuration")
+            }
             HttpActions::Authenticated | HttpActions::AnyClient => Ok(()),
         }
     }
@@ -234,8 +235,8 @@ impl HttpSection {
 
 impl HistorySection {
     /// Returns the folder of the history, or `None` if the history is off. `auto` means
-    /// /var/lib/affinode for the node's own controller, and a folder in the run directory for a
-    /// private controller.
+    /// /var/lib/affinode for the node's own controller. For a private controller, which has another
+    /// run directory, `auto` means a folder in that directory.
     #[must_use]
     pub fn folder(&self, run_dir: &Path) -> Option<PathBuf> {
         match self.dir.as_str() {
@@ -249,12 +250,14 @@ impl HistorySection {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         if !matches!(self.dir.as_str(), "auto" | "off") && !self.dir.starts_with('/') {
             return Err(ConfigError::Bad(format!(
-                "history.dir: {:?}: accepted: auto, off, /path",
+                "history.dir: {:?}; accepted: auto, off, /path",
                 self.dir
             )));
         }
         if !(8..=1 << 20).contains(&self.max_mib) {
-            return Err(ConfigError::Bad("history.max_mib: accepted: 8 to 1048576".into()));
+            return Err(ConfigError::Bad(
+                "history.max_mib: out of range; accepted: 8 to 1048576".into(),
+            ));
         }
         Ok(())
     }
@@ -264,11 +267,13 @@ impl ReportSection {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         if !self.price_per_gpu_hour.is_finite() || self.price_per_gpu_hour < 0.0 {
             return Err(ConfigError::Bad(
-                "report.price_per_gpu_hour: accepted: 0.0 or more".into(),
+                "report.price_per_gpu_hour: invalid number; accepted: 0.0 or more".into(),
             ));
         }
         if self.currency.chars().count() > 8 {
-            return Err(ConfigError::Bad("report.currency: accepted: up to 8 letters".into()));
+            return Err(ConfigError::Bad(
+                "report.currency: too long; accepted: up to 8 characters".into(),
+            ));
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
-//! Stores the node's values from `affinode policy set` in a configuration file of their own in
-//! `conf.d`, so that they persist and are visible next to the rest of the configuration.
+//! Stores the policy values of the node that `affinode policy set` changes. They are in a separate
+//! configuration file in `conf.d`. The values therefore persist, and operators see them next to the
+//! rest of the configuration.
 //!
 //! ```text
 //! changes ──> new drop-in ──load the configuration with it──invalid──> nothing is written
@@ -26,7 +27,7 @@ const HEADER: &str =
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
     /// No policy setting has this name.
-    #[error("unknown policy value {0:?}; accepted: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
+    #[error("unknown policy setting {0:?}; accepted: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
     Name(String),
     /// The configuration would be invalid with the change.
     #[error("the policy was not changed, because the configuration would be invalid")]
@@ -70,7 +71,9 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
         old.parse().map_err(|e| SetError::Old { path: path.clone(), source: Box::new(e) })?;
     let policy = table.entry("policy").or_insert_with(|| toml::Table::new().into());
     let toml::Value::Table(policy) = policy else {
-        return Err(ConfigError::Bad(format!("policy in {} is not a table", path.display())).into());
+        return Err(
+            ConfigError::Bad(format!("policy in {} is not a TOML table", path.display())).into()
+        );
     };
     for (name, value) in changes {
         if !explain::names().any(|known| known == name) {
@@ -95,7 +98,8 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     write().map_err(failed)
 }
 
-/// Converts a value from the command line, which has no quotes, to a TOML value.
+/// Converts a value from the command line to a TOML value. The value has no quotes, so its type is
+/// inferred: a whole number, a boolean, or else a string.
 fn typed(value: &str) -> toml::Value {
     if let Ok(number) = value.parse::<i64>() {
         return number.into();

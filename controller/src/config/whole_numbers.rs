@@ -24,7 +24,8 @@ impl<P: Provider> Provider for WholeNumbers<P> {
     }
 }
 
-/// Converts floats without a fraction to integers. Keys of a float type accept integers, too.
+/// Converts floats without a fraction to integers. Keys that expect a float are not harmed, because
+/// they accept integers as well.
 fn make_whole(value: &mut Value) {
     match value {
         Value::Num(_, number) => {

@@ -1,5 +1,5 @@
-//! Runs a copier as a child process: another instance of this program, with the controller's socket
-//! on its standard input.
+//! Runs a copier as a child process. The process is another instance of this program. Its standard
+//! input is a socket that is connected to the controller.
 
 use std::{
     io,
@@ -25,8 +25,8 @@ use crate::{driver_library::DriverLibrary, sys};
 pub struct CopierProcess {
     socket: OwnedFd,
     ear: AbortHandle,
-    /// Sender whose message makes the controller kill the process. Dropping the sender also kills
-    /// it.
+    /// Sender whose message makes the controller kill the process. Dropping the sender has the same
+    /// effect.
     kill: Option<oneshot::Sender<()>>,
     pid: u32,
 }
@@ -71,8 +71,9 @@ impl CopierProcess {
         })
     }
 
-    /// Starts the program of `command`, with the other end of the socket `ours` on its standard
-    /// input. The lines of its standard error are passed to `log`.
+    /// Starts the program of `command`. `ours` is the controller's end of a socket pair. The caller
+    /// has given the other end to the program as its standard input. `log` receives each line of
+    /// the program's standard error.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -144,7 +145,8 @@ impl Drop for CopierProcess {
     }
 }
 
-/// Waits until a process exits. Kills it when `killed` receives a message or its sender is dropped.
+/// Waits until a process exits, and reports the exit to `mail`. Kills the process first if `killed`
+/// receives a message or the sender of `killed` is dropped.
 async fn wait(
     mut process: Child,
     killed: oneshot::Receiver<()>,

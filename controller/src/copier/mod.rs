@@ -1,5 +1,6 @@
 //! Runs the copiers as processes (crate `affinode-copier`), and owns the controller's ends of their
-//! sockets. `core/copiers.rs` decides which GPUs have a copier, and when a copier ends.
+//! sockets. The core (the module that decides about moves) decides which GPUs have a copier, and
+//! when a copier ends (`core/copiers.rs`).
 //!
 //! ```text
 //!                    ┌──Report──> the core

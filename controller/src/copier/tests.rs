@@ -1,4 +1,5 @@
-//! Tests of the child processes of copiers. Programs that do nothing replace the copier.
+//! Tests of the child processes of copiers. Small programs such as `sleep` run in place of a
+//! copier.
 
 use std::{process::Stdio, time::Duration};
 
@@ -89,5 +90,5 @@ async fn nvml_shows_the_vram_of_a_copier() {
     };
     assert_eq!(shown(&copiers), (pid, 500));
     copiers.end(ID);
-    assert_eq!(shown(&copiers), (0, 0), "it is about to end");
+    assert_eq!(shown(&copiers), (0, 0), "a copier that was told to end is not shown");
 }

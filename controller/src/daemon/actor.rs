@@ -1,11 +1,12 @@
-//! The actor: the data of the task that drives the core, with methods that all parts of this module
-//! use.
+//! The actor: the data of the task that drives the core (the module that decides about moves), and
+//! the methods that all parts of `daemon` use.
 //!
 //! ```text
 //!  serve ──> commands, tick, recall ──> containers, hints, jobs, … ──> effects ──> copiers ──> actor
 //! ```
 //!
-//! The other parts are files of functions on this data, and call each other in this direction.
+//! The other parts are files with functions that work on this data. Each part calls only parts to
+//! the right of it in the picture.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -40,7 +41,8 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// State of the controller's main task: the core, and everything that executes the core's effects.
+/// State of the controller's main task: the core (the module that decides about moves), and all
+/// that is needed to execute the core's effects (the actions that it has decided).
 pub(super) struct NodeActor {
     pub(super) node: Node,
     pub(super) config: Config,
@@ -54,7 +56,8 @@ pub(super) struct NodeActor {
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
-    /// Inputs for the core that resulted from effects and are not yet fed to it.
+    /// Inputs for the core that arose while effects were executed. The core has not processed them
+    /// yet.
     pub(super) later: VecDeque<Input>,
     pub(super) inventory: Inventory,
     pub(super) readings: GpuPolling,

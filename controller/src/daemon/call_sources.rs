@@ -5,7 +5,8 @@ use affinode_core::Key;
 use super::actor::NodeActor;
 use crate::handle::CallSource;
 
-/// Returns the connected processes of these containers, or of all containers if `keys` is `None`.
+/// Returns those processes of these containers that are connected to the controller. If `keys` is
+/// `None`, the processes of all containers are returned.
 pub(super) fn sights(actor: &NodeActor, keys: Option<&[Key]>) -> Vec<CallSource> {
     let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
     let mut sights = Vec::new();

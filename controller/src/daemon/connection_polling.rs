@@ -8,8 +8,9 @@ use affinode_core::Key;
 /// small file of /proc.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
-/// Selects a limited number of containers per tick, in turn, so that each tick counts the
-/// connections of only some of them.
+/// Selects the containers whose connections are counted at a tick: at most
+/// [`MAX_CONTAINERS_PER_TURN`]. They follow the containers of the previous tick, so that every
+/// container has its turn.
 #[derive(Debug, Default)]
 pub(super) struct ConnectionPolling {
     /// Key of the container whose connections were counted last.

@@ -1,5 +1,6 @@
-//! Handles announcements and withdrawals of containers: creates or closes their sockets, and sends
-//! inputs to the core.
+//! Handles the announcement of each new container, and the withdrawal of each deleted container.
+//! Creates or closes the container's socket, and sends an input to the core (the module that
+//! decides about moves).
 
 use std::{fs::File, io::Read, path::Path, sync::Arc};
 
@@ -43,7 +44,11 @@ pub(super) fn announce(
                 .map_err(|source| CommandError::Socket { id: spec.id.clone(), source })?;
         // The pressure file must exist before the container's programs start.
         if let Err(error) = listener.tell_pressure(actor.node.pressed().iter()) {
-            tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
+            tracing::warn!(
+                %key, %error,
+                "container {key}: cannot write /.affinode/run/pressure, the file that names the GPUs \
+                 on which a container waits for VRAM"
+            );
         }
         actor.listeners.insert(key.clone(), listener);
     }
@@ -53,8 +58,9 @@ pub(super) fn announce(
     Ok(actor.node.annotation_warnings(&key))
 }
 
-/// Announces the containers of Podman and CRI-O again after a start of the controller. No shim
-/// announces them, so their announcements are stored in their folders.
+/// Announces the containers of Podman and CRI-O again after a start of the controller. These
+/// containers have no shim that would announce them, so their announcements are stored in their
+/// folders.
 pub(super) fn recall_containers(actor: &mut NodeActor) {
     for announcement in kept_announcements(&actor.run_dir) {
         let id = announcement.id.clone();
@@ -64,7 +70,7 @@ pub(super) fn recall_containers(actor: &mut NodeActor) {
     }
 }
 
-/// Handles the withdrawal of a deleted container. Does nothing if the id now belongs to a later
+/// Handles the withdrawal of a deleted container. Does nothing if the key now belongs to a later
 /// container, which has another generation. Generation 0 matches every container.
 pub(super) fn withdrawn(actor: &mut NodeActor, key: &str, generation: u64) {
     if let Ok(key) = Key::parse(key)
@@ -117,7 +123,7 @@ fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
         // Containers of shims have no announcement file.
         File::open(&path).ok()?.take(MAX_ANNOUNCEMENT_BYTES).read_to_end(&mut bytes).ok()?;
         Announcement::parse_from_bytes(&bytes)
-            .inspect_err(|error| tracing::error!(%error, "controller: cannot parse the announcement in {}", path.display()))
+            .inspect_err(|error| tracing::error!(%error, "controller: cannot parse the announcement in {}, so its container runs unmanaged", path.display()))
             .ok()
     });
     files.filter(|announcement| announcement.init_pid != 0).collect()

@@ -1,4 +1,5 @@
-//! Executes the core's effects that concern copiers, and logs what copiers report.
+//! Executes the effects (decisions of the core) that concern copiers, and logs the reports of
+//! copiers.
 
 use affinode_core::{
     Input, ProcessId,
@@ -12,7 +13,7 @@ use crate::copier::AttachError;
 /// Starts the process of a copier. If that fails, the core is informed that the copier has ended.
 pub(super) fn start(actor: &mut NodeActor, copier: CopierId, gpu: &str) {
     if let Err(error) = actor.copiers.start(copier, gpu) {
-        tracing::warn!(gpu, %error, "copier {gpu}: cannot start the process");
+        tracing::warn!(gpu, %error, "copier {gpu}: cannot start its process");
         actor.later.extend([Input::CopierEnded(copier), Input::CopierExited(copier)]);
     }
 }
@@ -92,11 +93,15 @@ pub(super) fn log(gpu: &str, report: CopierReport) {
             tracing::debug!(
                 process,
                 bytes,
-                "process {process}: {bytes} bytes registered by the copier"
+                "process {process}: {bytes} bytes of host memory registered by the copier"
             );
         }
         CopierReport::Prefaulted { process, bytes } => {
-            tracing::debug!(process, bytes, "process {process}: {bytes} bytes prefaulted");
+            tracing::debug!(
+                process,
+                bytes,
+                "process {process}: {bytes} bytes of prefaulted host memory registered by the copier"
+            );
         }
         CopierReport::Copied { process, bytes, elapsed_us } => {
             tracing::info!(

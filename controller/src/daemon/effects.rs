@@ -1,4 +1,5 @@
-//! Feeds inputs to the core, and executes the effects that the core returns, in their order.
+//! Feeds inputs to the core (the module that decides about moves). Executes the effects (actions)
+//! that the core returns, in their order.
 
 use affinode_core::{Effect, Input, Key, Record};
 use affinode_proto::wire::{
@@ -91,9 +92,9 @@ fn write_journal(actor: &NodeActor, key: &Key, record: Option<&Record>) {
         None => actor.journal.remove(key),
     };
     if let Err(error) = written {
-        tracing::error!(%key, %error, "container {key}: cannot write its journal record. \
+        tracing::error!(%key, %error, "container {key}: cannot update its journal record. \
                                        After a restart, the controller must estimate \
-                                       the offloaded sizes");
+                                       how much memory is offloaded");
     }
 }
 

@@ -69,7 +69,7 @@ impl Frontend {
             let runtime = match runtime {
                 Ok(runtime) => runtime,
                 Err(error) => {
-                    return tracing::error!(%error, "controller: cannot start the thread of dashboard and history");
+                    return tracing::error!(%error, "controller: cannot start the thread that serves the dashboard and records the history");
                 }
             };
             runtime.block_on(async {
@@ -85,12 +85,13 @@ impl Frontend {
         };
         let thread = std::thread::Builder::new().name("show".into()).spawn(work);
         if let Err(error) = &thread {
-            tracing::error!(%error, "controller: cannot start the thread of dashboard and history");
+            tracing::error!(%error, "controller: cannot start the thread that serves the dashboard and records the history");
         }
         Frontend { dashboard, history, hub, thread: thread.ok() }
     }
 
-    /// Ends the thread, so that the history is written to disk. Called after the actor has ended.
+    /// Ends the thread, and waits until it has written the history to disk. Called after the actor
+    /// has ended.
     pub fn end(mut self) {
         self.hub.wake();
         if let Some(thread) = self.thread.take() {

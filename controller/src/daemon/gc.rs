@@ -1,10 +1,10 @@
 //! Finds ended containers that no shim has withdrawn.
 //!
-//! | container | has ended when |
+//! | container | counts as ended when |
 //! | --- | --- |
-//! | of a shim that was killed | containerd has removed its bundle |
-//! | of Podman or CRI-O, which use no shim | its first process has ended |
-//! | a job | its last process has ended |
+//! | whose shim was killed | containerd has removed the container's bundle |
+//! | of Podman or CRI-O, which use no shim | the container's first process has ended |
+//! | a job | the job's last process has ended |
 
 use std::{
     fs::{self, File},

@@ -14,8 +14,8 @@ pub struct GpuPolling {
 }
 
 impl GpuPolling {
-    /// Returns whether this tick must request a reading of the GPUs. This is the case if at least
-    /// `interval` has passed since an earlier tick had to request one.
+    /// Returns whether this tick must request a reading of the GPUs. This is the case if the last
+    /// tick that requested one was at least `interval` ago, or if there was none.
     pub fn is_due(&mut self, interval: Duration) -> bool {
         let is_due = self.read.is_none_or(|read| read.elapsed() >= interval);
         if is_due {

@@ -8,7 +8,8 @@ use affinode_proto::api::control::HintResponse;
 use super::{actor::NodeActor, effects};
 use crate::{clock::unix_ms, conversion};
 
-/// Passes the hints that containers wrote into their hint pipes since the last call to the core.
+/// Passes hints to the core. For each container, this is the last hint that its programs wrote into
+/// the hint pipe since the previous call of this function.
 pub(super) fn read_hints(actor: &mut NodeActor) {
     let said = actor.listeners.iter().filter_map(|(key, listener)| {
         let hint = Hint::last(&listener.received())?;
@@ -27,7 +28,11 @@ pub(super) fn tell_pressure(actor: &mut NodeActor) {
     }
     for (key, listener) in &actor.listeners {
         if let Err(error) = listener.tell_pressure(pressed.iter()) {
-            tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
+            tracing::warn!(
+                %key, %error,
+                "container {key}: cannot write /.affinode/run/pressure, the file that names the GPUs \
+                 on which a container waits for VRAM"
+            );
         }
     }
     actor.sent_pressure = Some(pressed.clone());
@@ -41,7 +46,11 @@ pub(super) fn write_states(actor: &mut NodeActor) {
         let ago = i64::try_from(now.saturating_sub(status.since)).unwrap_or(i64::MAX);
         let since_unix_ms = unix_ms.saturating_sub(ago);
         if let Err(error) = listener.write_state(status, since_unix_ms) {
-            tracing::warn!(%key, %error, "container {key}: cannot write the state file");
+            tracing::warn!(
+                %key, %error,
+                "container {key}: cannot write /.affinode/run/state, the file that shows the \
+                 container's state to its programs"
+            );
         }
     }
 }

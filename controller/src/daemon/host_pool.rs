@@ -1,4 +1,4 @@
-//! Executes the core's effects that concern the host pool.
+//! Executes the effects (decisions of the core) that concern the host pool.
 
 use std::io;
 
@@ -7,8 +7,9 @@ use affinode_core::ProcessId;
 use super::actor::NodeActor;
 
 /// Sets how much memory of the host pool a process may use. Connects the process to the host pool
-/// first, if necessary. If a step fails, the process gets no memory, and its copy out fails for lack
-/// of host memory. The core then uses the container's own memory.
+/// first, if necessary. If a step fails, the process gets no memory of the host pool, and its copy
+/// out fails for lack of host memory. The core then has the content copied to the container's own
+/// memory.
 pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
     if !actor.host_pool.is_running() {
         actor.in_host_pool.clear();
@@ -24,12 +25,13 @@ pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
     if let Err(error) = allowed {
         tracing::warn!(
             process = process.0, %error,
-            "process {}: cannot use the host pool for its content", process.0
+            "process {}: cannot set how much of the host pool it may use", process.0
         );
     }
 }
 
-/// Ends the connection of a process to the host pool, and with it the permission of the process.
+/// Disconnects a process from the host pool. This also ends the permission that [`allow`] gave to
+/// the process.
 pub(super) fn leave(actor: &mut NodeActor, process: ProcessId) {
     if actor.in_host_pool.remove(&process)
         && let Err(error) = actor.host_pool.detach(process)
@@ -46,7 +48,7 @@ fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
     };
     let socket = actor.host_pool.attach(process)?;
     if !agent.send_host_pool(socket) {
-        return Err(io::Error::other("the process does not read its messages"));
+        return Err(io::Error::other("the process does not read the controller's messages"));
     }
     actor.in_host_pool.insert(process);
     Ok(())

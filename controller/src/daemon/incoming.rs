@@ -1,5 +1,6 @@
-//! Converts messages into inputs to the core. The messages come from agents, from copiers, and from
-//! the threads that read the node's GPUs, processes and memory.
+//! Converts messages into inputs to the core (the module that decides about moves). The messages
+//! come from agents, from copiers, and from the threads that read the node's GPUs, processes and
+//! memory.
 
 use affinode_core::{
     Input, Key, ProcessId,
@@ -51,7 +52,8 @@ pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
     effects::feed(actor, input);
 }
 
-/// Handles a message about the connection to an agent.
+/// Handles what the connection to an agent reports: its start, a message, its end, the exit of the
+/// process, or a refusal.
 pub(super) fn agent_said(actor: &mut NodeActor, mail: AgentMail) {
     match mail {
         AgentMail::Joined { key, id, identity, hello, agent } => {

@@ -34,7 +34,7 @@ pub fn serve(
 ) -> io::Result<IsolatedRuntime> {
     // Before Linux 6.16, a user who sends descriptors can delay the jobs of others.
     if let Err(error) = sys::refuse_descriptors(&listener) {
-        tracing::debug!(%error, "jobs: this kernel has no option to reject file descriptors in requests; a user who sends many can delay the jobs of others");
+        tracing::debug!(%error, "jobs: this kernel cannot reject file descriptors in requests (Linux 6.16 and newer can). A user who sends many descriptors can delay the jobs of other users");
     }
     let ward = IsolatedRuntime::begin("jobs")?;
     let listener = {

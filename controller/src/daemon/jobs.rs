@@ -61,7 +61,7 @@ fn announce_job(actor: &mut NodeActor, job: &JobFolder) -> Result<Vec<String>, C
     if let Err(error) = job.write_engine(policy.engine) {
         // Without the file, allocations use the engine checkpoint until the controller's first
         // message.
-        tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file with the job's engine", job.key());
+        tracing::warn!(key = %job.key(), %error, "job {}: cannot write the file that names its engine. Until the controller's first message, its processes use the engine checkpoint", job.key());
     }
     let warnings = containers::announce(actor, job.key().clone(), spec)?;
     // Last, so that a job that was not admitted does not count as one of its user's jobs.

@@ -1,5 +1,5 @@
-//! Repeats readings of the available host memory while copies out (from VRAM to host memory) are in
-//! progress.
+//! Reads the available host memory again and again while content is copied out (from VRAM to host
+//! memory).
 
 use std::time::Duration;
 
@@ -31,9 +31,9 @@ impl LevelPolling {
         self.due
     }
 
-    /// Starts a reading of the host memory that is available to these copies out, and plans the
-    /// next reading after a short interval. If there are no copies out, no reading is started or
-    /// planned.
+    /// Requests a reading of the host memory that is left for `copies`, the copies out in progress.
+    /// Plans the next reading after [`LEVELS_INTERVAL_MS`]. If `copies` is empty, no reading is
+    /// requested or planned.
     pub(super) fn read(&mut self, copies: Vec<CopyInProgress>) {
         let next = Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
         self.due = (!copies.is_empty()).then_some(next);

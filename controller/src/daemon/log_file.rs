@@ -12,8 +12,8 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Size in bytes at which the log file is full and is renamed. The renamed file and the new file
-/// are both in /run, which is in memory.
+/// Size in bytes at which the log file is full and is renamed. The size is small, because the log
+/// file and the renamed file are in /run, which is in memory.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// Writes log lines to standard error, and limits the size of the file behind it.

@@ -1,10 +1,11 @@
 //! The controller's process (daemon). A lock ensures that only one controller serves a node.
 //!
 //! At its start, the controller reads the configuration, takes the lock, reads the journal and
-//! opens the control socket. Then one task drives the core ([`serve`]). The controller may end at
-//! any time: shims then start another controller and announce their containers again, and agents
-//! connect again and report their state. If a controller that a shim has started holds the lock, a
-//! controller that systemd runs as a unit waits for the lock.
+//! opens the control socket. Then one task, the actor, drives the core (the module that decides
+//! about moves, see [`serve`]). The controller may end at any time. Shims then start another
+//! controller and announce their containers again, and agents connect again and report their state.
+//! If systemd runs a controller as a unit while another controller holds the lock, the controller
+//! of the unit waits for the lock.
 
 mod actor;
 mod api;
@@ -78,8 +79,8 @@ pub(crate) enum DaemonError {
 }
 
 impl DaemonError {
-    /// Returns a function that converts an I/O error into an error with the attempted operation
-    /// `what` and the file's path.
+    /// Returns a function that converts an I/O error into a [`DaemonError`]. The new error states
+    /// the failed operation `what` and the file's path.
     fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DaemonError {
         let path = path.to_owned();
         move |source| DaemonError::File { what, path, source }
@@ -142,8 +143,9 @@ fn raise_descriptors() {
 }
 
 /// Takes the lock that allows this controller to serve the node. If another controller holds the
-/// lock, returns `None`. Only a controller under systemd waits for the lock instead, and a signal
-/// can end it while it waits. The kernel releases the lock when the process ends for any reason.
+/// lock, returns `None`, or waits for the lock if systemd supervises this controller. A signal can
+/// end this process while it waits. The kernel releases the lock when the process ends for any
+/// reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = DaemonError::file;

@@ -1,5 +1,6 @@
-//! Starts and runs the task that drives the core (the actor). Only this task changes the core's
-//! state: it feeds the inputs to the core, and executes the resulting effects in order.
+//! Starts and runs the actor: the task that drives the core (the module that decides about moves).
+//! Only the actor changes the core's state. It feeds inputs to the core, and executes the resulting
+//! effects in order.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -81,8 +82,8 @@ struct ServedSockets {
     _jobs: Option<IsolatedRuntime>,
 }
 
-/// Runs the controller until it receives a signal. A controller without a supervisor and without
-/// jobs also ends when there was no container for `LINGER`.
+/// Runs the controller until it receives a signal. It also ends if there was no container for the
+/// time [`LINGER`], unless systemd supervises it or jobs are enabled.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let (calls, commands) = mpsc::channel(COMMANDS);
     let (mut inbox, mut actor) = begin(&run_dir, config, commands)?;
@@ -203,7 +204,7 @@ impl ServedSockets {
 }
 
 /// Handles messages until a signal arrives. If `stays` is false, also returns when there was no
-/// container for [`LINGER`].
+/// container for the time [`LINGER`].
 async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
     let mut next_tick = tokio::time::Instant::now();
     loop {

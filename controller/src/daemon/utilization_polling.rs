@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use crate::inventory::process_utilization::ProcessUtilization;
 
-/// Minimum time between two readings of the GPU utilization. It applies if the sample interval is
-/// shorter. Otherwise the sample interval is the time between two readings.
+/// Minimum time between two readings of the GPU utilization. It is used if the configured sample
+/// interval is shorter.
 const MIN_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time between two readings of the GPU utilization. It applies if the sample interval is
-/// longer.
+/// Maximum time between two readings of the GPU utilization. It is used if the configured sample
+/// interval is longer.
 const MAX_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reads the GPU utilization of processes at most once per interval. The interval is the sample

@@ -1,10 +1,10 @@
-//! Serves the control API for viewers, the members of the group `control.view_group`. On a separate
-//! socket they can read the state but change nothing.
+//! Serves the control API for viewers: the members of the group `control.view_group`. They use a
+//! separate socket, on which they can read the state but change nothing.
 //!
-//! Shims and root use another socket. Viewers can therefore neither fill the backlog of that socket
-//! nor occupy the actor's thread. When a client connects, the kernel checks by the mode of the
-//! viewers' socket that one of the client's groups has access. The socket option `SO_PEERCRED`
-//! tells the client's user. The number of connections of each user is limited.
+//! Shims and root use another socket, whose backlog viewers cannot fill. The viewers' socket is
+//! served on a thread of its own, so viewers cannot occupy the actor's thread. The mode of the
+//! socket's file lets only root and members of the group connect. The socket option `SO_PEERCRED`
+//! states the user of a connection, and the number of connections of each user is limited.
 
 use std::{
     collections::HashMap,
@@ -146,7 +146,7 @@ async fn accept(
                 tracing::warn!(
                     %error,
                     "control.view_group: the controller cannot accept a connection on the socket \
-                     for the group that this setting names, and tries again"
+                     of the group, and tries again"
                 );
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -159,8 +159,9 @@ async fn accept(
 struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
 
 impl ViewerCount {
-    /// Counts a new connection of a user until the returned value is dropped. Returns `None` if
-    /// this user, or all users together, already have the maximum number of connections.
+    /// Adds a connection of a user to the count, and removes it when the returned value is dropped.
+    /// Returns `None` if this user, or all users together, already have the maximum number of
+    /// connections.
     fn take(&self, uid: u32) -> Option<ViewerPlace> {
         let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {
@@ -171,7 +172,8 @@ impl ViewerCount {
     }
 }
 
-/// Count of one connection of a user. Dropping this value ends the count.
+/// A connection that is included in the count of its user. Dropping this value removes it from the
+/// count.
 #[derive(Debug)]
 struct ViewerPlace {
     count: ViewerCount,

@@ -1,4 +1,4 @@
-//! Executes the effects that belong to the VRAM limits of containers.
+//! Executes the effects (decisions of the core) that concern the VRAM limits of containers.
 
 use std::{
     fs::{self, Permissions},
@@ -12,14 +12,17 @@ use affinode_proto::{paths, wire::vram_view::VramView};
 use super::actor::NodeActor;
 use crate::inventory::InventoryQuery;
 
-/// Recalls the VRAM allowances of processes, reads their pending bytes, and then asks for a reading
-/// of the GPUs.
+/// Prepares a decision about VRAM under a container's limit. Recalls the VRAM allowances (bytes
+/// that a process may allocate without a message) of the container's processes. Then requests a
+/// reading of the GPUs, to which the pending bytes of the processes are attached. Pending bytes are
+/// allocations that NVML may not count yet.
 pub(super) fn read(actor: &NodeActor, key: Key, epoch: u64, processes: &[ProcessId]) {
     let pending = recall(actor, epoch, processes);
     actor.inventory.ask(InventoryQuery::Vram { key, epoch, pending });
 }
 
-/// Recalls the VRAM allowances of processes. Returns the pending bytes of each.
+/// Recalls the VRAM allowances (bytes that a process may allocate without a message). Returns the
+/// pending bytes of each process: allocations that NVML may not count yet.
 pub(super) fn recall(
     actor: &NodeActor,
     epoch: u64,
@@ -30,7 +33,8 @@ pub(super) fn recall(
         let pending_bytes = recalled.unwrap_or_else(|error| {
             tracing::debug!(
                 process = id.0, %error,
-                "process {}: cannot recall its VRAM allowance. Its container may exceed its limit",
+                "process {}: cannot recall its VRAM allowance. The container may exceed its VRAM \
+                 limit",
                 id.0
             );
             0
@@ -40,8 +44,9 @@ pub(super) fn recall(
     processes.iter().map(pending).collect()
 }
 
-/// Writes the file that shows a container its VRAM under a limit. After an error, programs without
-/// CUDA in the container see an older state or the whole GPU.
+/// Writes the file that shows a container's VRAM under its limit. Programs that use NVML but not
+/// CUDA, such as `nvidia-smi`, get their figures from this file. If the file cannot be updated,
+/// they see older figures, or those of the whole GPU.
 pub(super) fn show(run_dir: &Path, key: &Key, views: &[VramView]) {
     let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str());
     let (file, fresh) =
@@ -54,6 +59,6 @@ pub(super) fn show(run_dir: &Path, key: &Key, views: &[VramView]) {
             .and_then(|()| fs::rename(&fresh, &file)),
     };
     if let Err(error) = written {
-        tracing::debug!(%key, %error, "container {key}: cannot show its VRAM");
+        tracing::debug!(%key, %error, "container {key}: cannot update the file that shows the container its VRAM");
     }
 }

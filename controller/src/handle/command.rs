@@ -78,8 +78,8 @@ pub enum Command {
     Withdraw(String, u64),
     /// Returns the state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// Returns the connected processes of these containers, or of all containers if the list is
-    /// `None`.
+    /// Returns those processes of these containers that are connected to the controller. If the
+    /// list is `None`, the processes of all containers are returned.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
     /// Returns the key of the container with this name. If no container or several containers have
     /// the name, the error describes how to name one.

@@ -49,8 +49,8 @@ impl ControllerHandle {
         self.ask(Command::List).await
     }
 
-    /// Returns the connected processes of these containers, or of all containers if `keys` is
-    /// `None`.
+    /// Returns those processes of these containers that are connected to the controller. If `keys`
+    /// is `None`, the processes of all containers are returned.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.

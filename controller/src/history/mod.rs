@@ -5,9 +5,9 @@
 //!                                                         bounded queue, counts what it drops
 //! ```
 //!
-//! A record has the start and the end of a container's stay in a state, and the memory that it held
-//! in that time. Timeline and report are sums of records. The file has a maximum size. The oldest
-//! records are removed first. Recording never waits for the disk.
+//! A record (span) has the start and the end of a container's stay in one state, and the memory
+//! that the container held in this time. Timeline and report are sums of records. The file has a
+//! maximum size, and the oldest records are removed first. Recording never waits for the disk.
 
 mod recorder;
 pub mod report;
@@ -74,7 +74,8 @@ impl NodeHistory {
         })
     }
 
-    /// Returns how often controllers with this history started and ended, including this start.
+    /// Returns the numbers of controller starts and of unexpected ends that the history has
+    /// counted, including this start.
     #[must_use]
     pub fn runs(&self) -> ControllerRuns {
         self.runs

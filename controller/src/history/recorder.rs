@@ -1,5 +1,5 @@
-//! Converts observations of the node into spans (a container's stays in a state). This module does
-//! no I/O.
+//! Converts observations of the node into spans. A span is a container's stay in one state. This
+//! module does no I/O.
 //!
 //! ```text
 //!  event from Active to Idle     observation     event from Idle to Closing
@@ -14,19 +14,19 @@ use affinode_proto::{event::EventKind, state::State};
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
-/// Maximum length of a span in milliseconds. A longer stay is divided into several spans, so that
-/// the values of a span describe all of its time.
+/// Maximum length of a span in milliseconds. A longer stay in a state is divided into several
+/// spans. The values of one span therefore never summarize more than this time.
 pub const MAX_MS: i64 = 3_600_000;
-/// Maximum time between two observations for which the VRAM of a container counts, in milliseconds.
-/// During a longer time the use of VRAM is unknown, so no VRAM counts for it.
+/// Maximum time between two observations, in milliseconds, for which VRAM is counted. If two
+/// observations are further apart, the use of VRAM between them is unknown and does not count.
 const STALE_AFTER_MS: i64 = 60_000;
 /// Minimum length of a recorded pause, in milliseconds. In a pause, the container is not in use.
 /// Observations are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
 /// Minimum time between two writes of ended spans, in milliseconds.
 const ENDED_EVERY_MS: i64 = 2_000;
-/// Time between two writes of growing spans (which have not ended), in milliseconds. A controller
-/// that dies loses at most this time.
+/// Time between two writes of growing spans (spans that have not ended), in milliseconds. If the
+/// controller is killed, at most this much time is missing in the history.
 const GROWING_EVERY_MS: i64 = 30_000;
 
 #[derive(Debug)]
@@ -40,8 +40,8 @@ struct OpenSpan {
     offloaded_share: f64,
 }
 
-/// Records spans: the growing spans of the containers, and the ended spans that are not written
-/// yet.
+/// Stores the spans that are not on disk in their final form: one growing span for each container,
+/// and the ended spans that are not written yet.
 #[derive(Debug, Default)]
 pub struct SpanRecorder {
     open: HashMap<String, OpenSpan>,
@@ -149,8 +149,8 @@ impl OpenSpan {
         }
     }
 
-    /// Extends the span to the time `now_ms`. The container counts with the VRAM of the last
-    /// observation for this time, or with no VRAM if it is longer than `STALE_AFTER_MS`.
+    /// Extends the span to the time `now_ms`. The VRAM of the last observation is counted for the
+    /// added time. If the added time exceeds `STALE_AFTER_MS`, no VRAM is counted for it.
     fn grow(&mut self, now_ms: i64) {
         let passed = now_ms - self.looked_ms;
         if passed <= 0 {

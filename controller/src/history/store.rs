@@ -30,7 +30,7 @@ const MAX_SPANS: usize = 200_000;
 /// Number of writes between two checks of the file's size and the spans' age.
 const CLEAN_EVERY: u64 = 20;
 
-/// Numbers of starts and ends of controllers on this node.
+/// Numbers of starts and of unexpected ends of controllers on this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerRuns {
     /// Number of starts, including the start of this controller.
@@ -53,7 +53,7 @@ pub struct StoreLimits {
 /// Reason why the history cannot be stored or read.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The folder or the file of the history cannot be used.
+    /// An operation on the folder or the file of the history failed.
     #[error("{what} {path}")]
     File {
         /// Text that names the failed operation.
@@ -224,8 +224,8 @@ impl SpanStore {
         Ok(bytes)
     }
 
-    /// Removes spans that are too old. If the file exceeds its maximum size, also removes the
-    /// oldest spans, to reduce the use to about four fifths of that size.
+    /// Removes spans that are too old. If the file uses more than its maximum size, also removes
+    /// the oldest spans, until about four fifths of the maximum size are in use.
     fn clean(&self, now_ms: i64) -> Result<(), StoreError> {
         let used = self.used_bytes()?;
         let most = self.limits.max_bytes;

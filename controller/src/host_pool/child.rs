@@ -1,5 +1,5 @@
-//! Runs the host pool as a child process: another instance of this program, with the controller's
-//! socket on its standard input.
+//! Runs the host pool as a child process. The process is another instance of this program. Its
+//! standard input is a socket that is connected to the controller.
 
 use std::{
     io,
@@ -32,7 +32,8 @@ pub fn command(cgroup: &Path) -> Command {
 pub struct HostPoolProcess {
     socket: OwnedFd,
     is_running: Arc<AtomicBool>,
-    /// Whether the process has reported an error by its exit status. A signal is no such error.
+    /// Whether the process has exited with a status other than 0. An end by a signal does not
+    /// count.
     has_failed: Arc<AtomicBool>,
     /// Dropping this sender makes the controller kill the process.
     _kill: oneshot::Sender<()>,
@@ -83,17 +84,18 @@ impl HostPoolProcess {
         socket::send(self.socket.as_fd(), &order.encode(), along).map(drop)
     }
 
-    /// Whether the process has not exited yet.
+    /// Whether the process still runs.
     pub fn is_running(&self) -> bool {
         self.is_running.load(Ordering::Acquire)
     }
 
-    /// Whether the process has exited and has reported an error by its exit status.
+    /// Whether the process has exited with a status other than 0. An end by a signal does not
+    /// count.
     pub fn has_failed(&self) -> bool {
         self.has_failed.load(Ordering::Acquire)
     }
 
-    /// Returns a function that tells whether the process has not exited yet.
+    /// Returns a function that returns whether the process still runs.
     #[cfg(test)]
     pub fn watch(&self) -> impl Fn() -> bool + use<> {
         let is_running = Arc::clone(&self.is_running);

@@ -1,4 +1,4 @@
-//! Tests of the child process of the host pool. Programs that do nothing replace it.
+//! Tests of the child process of the host pool. Small programs such as `sleep` run in its place.
 
 use std::time::Duration;
 

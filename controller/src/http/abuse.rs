@@ -111,7 +111,7 @@ async fn a_call_stream_without_a_reader_is_closed() {
         if site.site.call_streams.available_permits() == CALL_STREAMS {
             break;
         }
-        assert!(round < 2_000, "the stream never ends");
+        assert!(round < 2_000, "the stream without a reader was not closed");
     }
 }
 
@@ -148,7 +148,7 @@ async fn a_closed_connection_admits_the_next() {
     let waiting = site.ask("GET", "/healthz", "");
     tokio::pin!(waiting);
     let early = tokio::time::timeout(Duration::from_millis(100), waiting.as_mut()).await;
-    assert!(early.is_err(), "one too many was served");
+    assert!(early.is_err(), "one request more than the maximum was served");
     held.pop();
     assert_eq!(waiting.await.0, 200);
 }
@@ -170,7 +170,7 @@ async fn history_responses_are_limited() {
     let wrong = routes::past(&site.site, Some("since_ms=1h"), "/api/v1/history").await;
     assert_eq!(wrong.status(), 400);
     let early = std::future::poll_fn(|context| Poll::Ready(next.as_mut().poll(context))).await;
-    assert!(early.is_pending(), "one too many was made");
+    assert!(early.is_pending(), "one response more than the maximum was made");
     // Each response holds a permit as long as it exists, so no further response can begin.
     assert_eq!(site.site.reads.available_permits(), 0);
     held.pop();

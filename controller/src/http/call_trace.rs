@@ -9,8 +9,8 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Time without a batch after which the server sends an SSE comment. Only a failed write shows that
-/// the client has closed the connection.
+/// Time without a batch after which the server sends an SSE comment. If the client has closed the
+/// connection, this write fails. Without a write, the server would not notice.
 const QUIET: Duration = Duration::from_secs(2);
 
 /// Begins a stream of CUDA calls. Processes record their calls while the stream is open.

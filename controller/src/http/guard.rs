@@ -171,7 +171,8 @@ impl HttpGuard {
     /// Checks the Host and Origin headers of a request.
     ///
     /// # Errors
-    /// [`Denied`]: the host or the origin is not a name of the node.
+    /// [`Denied`]: the Host header is not a name of the node, or the request comes from a page of
+    /// another site.
     pub fn place(&self, headers: &HeaderMap) -> Result<(), Denied> {
         self.stands(headers).map_err(|kind| match kind {
             DenyReason::Host => Denied::new(
@@ -201,10 +202,11 @@ impl HttpGuard {
         }
     }
 
-    /// Checks that the sender of a request has a right.
+    /// Checks that the sender of a request has the right `access`, and returns the sender.
     ///
     /// # Errors
-    /// [`Denied`]: no valid token, or the user does not have the right.
+    /// [`Denied`]: the request has no valid token, the token's user does not have the right, or the
+    /// API server cannot check the token.
     pub async fn admit(
         &self,
         headers: &HeaderMap,

@@ -16,7 +16,9 @@ pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
     let Some(given) = value(query, name) else { return Ok(None) };
     match given.parse() {
         Ok(number) if number >= 0 => Ok(Some(number)),
-        _ => Err(format!("{name}: expected milliseconds since 1970, a whole number from 0")),
+        _ => {
+            Err(format!("{name}: expected a whole number of at least 0 (milliseconds since 1970)"))
+        }
     }
 }
 

@@ -216,7 +216,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     let Some(history) = site.history.clone() else {
         return reply::error(
             StatusCode::NOT_FOUND,
-            "the history is off: see history.dir in the configuration",
+            "there is no history: check history.dir in the configuration, and see the controller's log",
         );
     };
     let times = query::number(query, "since_ms")
@@ -268,7 +268,10 @@ fn place_among(
 ) -> Option<OwnedSemaphorePermit> {
     let permit = Arc::clone(streams).try_acquire_owned().ok();
     if permit.is_none() {
-        site.refused(DenyReason::Busy, format!("client {}: too many streams are open", caller.who));
+        site.refused(
+            DenyReason::Busy,
+            format!("client {}: refused, because too many streams are open", caller.who),
+        );
     }
     permit
 }
@@ -284,7 +287,7 @@ fn too_many_streams() -> Reply {
 async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
-        let why = "invalid key: expected 32 hex digits, as in /api/v1/node";
+        let why = "invalid container key: expected 32 hex digits, as in /api/v1/node";
         return reply::error(StatusCode::BAD_REQUEST, why);
     };
     // Only existing containers are watched. Otherwise clients could fill memory with unknown keys.
@@ -374,16 +377,20 @@ async fn may_act(
         Ok(Err(_)) => {
             site.refused(
                 DenyReason::Malformed,
-                format!("client {}: the body is too large", caller.who),
+                format!(
+                    "client {}: refused, because the body of the request is too large",
+                    caller.who
+                ),
             );
             Err(reply::error(
                 StatusCode::PAYLOAD_TOO_LARGE,
-                "the body of the request is too large, and this request needs no body",
+                "the body of the request is too large; send this request without a body",
             ))
         }
-        Err(_) => {
-            Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body was not received in time"))
-        }
+        Err(_) => Err(reply::error(
+            StatusCode::REQUEST_TIMEOUT,
+            "the body of the request did not arrive in time",
+        )),
     }
 }
 
@@ -410,13 +417,13 @@ async fn container(
     let Ok(key) = Key::parse(key.unwrap_or_default()) else {
         return reply::error(
             StatusCode::NOT_FOUND,
-            "invalid key: expected 32 hex digits, as in /api/v1/node",
+            "invalid container key: expected 32 hex digits, as in /api/v1/node",
         );
     };
     let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
         site.refused(
             DenyReason::Busy,
-            format!("client {}: too many moves are in progress", caller.who),
+            format!("client {}: refused, because too many moves are in progress", caller.who),
         );
         return reply::error(
             StatusCode::TOO_MANY_REQUESTS,
@@ -432,7 +439,10 @@ async fn act(site: &AppState, who: &str, key: &Key, asked: RequestedMove) -> Rep
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
     };
     let Some(known) = node.containers.into_iter().find(|c| c.key == key.as_str()) else {
-        return reply::error(StatusCode::NOT_FOUND, "no container has this key; it may have ended");
+        return reply::error(
+            StatusCode::NOT_FOUND,
+            "no container has this key; the container may have ended",
+        );
     };
     let answer = match asked {
         RequestedMove::Move(wanted, word) => {

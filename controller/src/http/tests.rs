@@ -18,7 +18,7 @@ async fn the_page_has_a_strict_policy_and_a_tag() {
     }
     assert!(
         !page.contains("http://") && !page.contains("https://"),
-        "nothing comes from elsewhere"
+        "the page loads nothing from another server"
     );
 }
 

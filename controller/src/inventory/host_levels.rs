@@ -1,7 +1,7 @@
-//! Reads how much host memory is left for copies out (copies of VRAM to host memory) that are in
-//! progress. It reads every pool that is charged for this memory: the cgroups and the node. A
-//! separate thread reads the pools, with at most one request pending, because files of cgroups can
-//! take milliseconds to read. Readings of NVML run on another thread, because they can take
+//! Reads how much host memory is left while content is copied out (from VRAM to host memory). It
+//! reads every pool of host memory that is charged for the copies: the cgroups and the node. A
+//! separate thread does so, because files of cgroups can take milliseconds to read. At most one
+//! request waits for this thread. NVML is read on another thread, because its readings can take
 //! seconds.
 
 use std::sync::mpsc::{self, SyncSender};
@@ -10,15 +10,15 @@ use affinode_core::copy_watch::{CopyInProgress, Levels};
 
 use super::memory::{self, MemoryRules};
 
-/// Handle of the thread that reads the host memory that is left for copies out in progress.
+/// Handle of the thread that reads how much host memory is left for the copies out in progress.
 #[derive(Debug)]
 pub struct HostLevels {
     questions: SyncSender<Vec<CopyInProgress>>,
 }
 
 impl HostLevels {
-    /// Starts the thread that reads the host memory. The thread calls `tell` with the result of
-    /// each reading.
+    /// Starts the thread that reads how much host memory is left. The thread passes the result of
+    /// each reading to `tell`.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -35,8 +35,8 @@ impl HostLevels {
         Ok(HostLevels { questions })
     }
 
-    /// Requests a reading of the host memory for these copies. Does nothing if a request is
-    /// pending.
+    /// Requests a reading of the host memory that is left for these copies out. Does nothing if
+    /// another request is pending.
     pub fn ask(&self, copies: Vec<CopyInProgress>) {
         let _ = self.questions.try_send(copies);
     }

@@ -41,10 +41,11 @@ fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
 
-/// Returns the pools of host memory for an offload of these processes. The pools are the node, each
-/// memory cgroup with a limit that is charged for the offload, and the host pool. Each pool has its
-/// free memory and the memory that the offload needs. `host_pool_used_bytes`: memory of the host
-/// pool that is in use. `None`: the offload cannot use the host pool.
+/// Returns the pools from which an offload of these processes takes host memory. The pools are the
+/// node, the host pool, and each memory cgroup that is charged for the offload and has a limit.
+/// Each pool has its free memory and the memory that the offload needs. `host_pool_used_bytes` is
+/// the memory of the host pool that is in use. It is `None` if the offload cannot use the host
+/// pool.
 ///
 /// # Errors
 /// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.
@@ -56,8 +57,9 @@ pub fn pools(
     let mut groups_of: Vec<(Vec<PathBuf>, &HostNeed)> = Vec::new();
     for need in processes {
         let pid = need.pid;
-        let groups = CgroupTree::of(pid)
-            .map_err(|e| (Reason::CgroupMemory, format!("cgroup of process {pid}: {e}")))?;
+        let groups = CgroupTree::of(pid).map_err(|e| {
+            (Reason::CgroupMemory, format!("cannot read the cgroup of process {pid}: {e}"))
+        })?;
         if groups.is_frozen() || process::is_stopped(pid) {
             return Err((Reason::Frozen, format!("process {pid}")));
         }
@@ -97,9 +99,11 @@ pub fn pools(
     Ok(SurveyedMemory { container, host_pool, allowances })
 }
 
-/// Returns the memory of the container that an offload to the host pool needs, in bytes. The
-/// process's page tables for its memory file take at most a 512th of the file, and the driver's
-/// records of registered memory about as much. What the driver moves is never in the host pool.
+/// Returns how much of the container's own memory an offload needs if the content goes to the host
+/// pool, in bytes. This is memory for page tables and for the driver. The page tables of the
+/// process's memory file take at most a 512th of the file. The driver's records of registered
+/// memory take about as much. VRAM that the driver moves, and not the library, needs the
+/// container's memory in full.
 fn own_need_beside_host_pool(rules: MemoryRules, need: &HostNeed) -> u64 {
     const MIN_BYTES: u64 = 32 << 20;
     let tables_bytes = match need.copied_bytes {
@@ -131,8 +135,9 @@ fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {
     })
 }
 
-/// Returns every pool that is charged for moving a process with `vram_bytes` of VRAM, and the
-/// memory that the move needs from it. Ignores the pool's free memory and the state of the process.
+/// Returns every pool that is charged for the move of a process with `vram_bytes` of VRAM, and the
+/// memory that the move needs from it. The free memory of the pools and the state of the process
+/// are not read.
 #[must_use]
 pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
     let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
@@ -142,9 +147,10 @@ pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool
     places.map(|place| MemoryPool { place, free_bytes: 0, need_bytes }).collect()
 }
 
-/// Returns how much host memory these processes may still use, for each pool: the node, and each
-/// memory cgroup with a limit that is charged for them. Half of each pool's reserve stays free, to
-/// keep a distance from the kernel's out-of-memory killer. A cgroup that cannot be read is omitted.
+/// Returns how much host memory these processes may still use, for each pool. The pools are the
+/// node, and each memory cgroup that is charged for the processes and has a limit. Half of each
+/// pool's reserve stays free, to keep a distance from the kernel's out-of-memory killer. A cgroup
+/// that cannot be read is omitted.
 #[must_use]
 pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());

@@ -1,7 +1,8 @@
 //! Reads the state of the machine: GPUs ([`nvml`]), processes ([`process`]), host memory
-//! ([`memory`]). One thread reads them ([`Inventory`]), so that a slow driver never blocks the
-//! actor. Another thread reads the utilization of processes ([`process_utilization`]). The command
-//! `affinode gpus` reads what does not change ([`gpu_facts`]).
+//! ([`memory`]). A thread reads GPUs and host memory ([`Inventory`]), so that a slow driver never
+//! blocks the actor. Two further threads read the utilization of processes
+//! ([`process_utilization`]), and the host memory that is left during copies out ([`host_levels`]).
+//! The command `affinode gpus` reads what does not change ([`gpu_facts`]).
 
 pub mod gpu_facts;
 pub mod host_levels;
@@ -36,8 +37,8 @@ pub enum InventoryQuery {
     /// Requests the memory of all GPUs, to prove that enough VRAM is free for a restore of the
     /// container with this key. The number identifies the request, and the response repeats it.
     Prove(Key, u64),
-    /// Requests all GPUs with their processes, to decide on an allowance of VRAM for a container
-    /// with a VRAM limit. The response repeats the fields of the request.
+    /// Requests all GPUs with their processes. The core needs them to decide how much a container
+    /// with a VRAM limit may allocate. The response repeats the fields of the request.
     Vram {
         /// The container with a VRAM limit.
         key: Key,
@@ -56,8 +57,8 @@ pub enum InventoryQuery {
         processes: Vec<HostNeed>,
         /// Whether the content may be copied to the host pool.
         host_pool: bool,
-        /// Pids of all managed processes, and of copiers. If one of them is in the container's
-        /// cgroup, it is no stranger.
+        /// Pids of all managed processes and of all copiers. If another process in the container's
+        /// cgroup uses a GPU, it is unmanaged, and the container is not offloaded.
         known: Vec<u32>,
     },
 }
@@ -161,7 +162,10 @@ fn host_pool_used_bytes(rules: MemoryRules, cgroup: &Path) -> Option<u64> {
         // The pool has not been used yet since the node was booted.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Some(0),
         Err(error) => {
-            tracing::debug!(%error, "host pool: cannot read its memory in use");
+            tracing::debug!(
+                %error,
+                "host pool: cannot read how much of it is in use, so this offload does not use it"
+            );
             None
         }
     }

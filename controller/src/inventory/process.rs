@@ -88,8 +88,8 @@ pub fn cgroups(pid: u32) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{pid}/cgroup"))
 }
 
-/// Finds a stranger among the processes of `on_gpu`: a process that is in the same cgroup as a
-/// process of `ours`. Processes in `ours` and `known` are no strangers.
+/// Finds an unmanaged process: a process of `on_gpu` that is in the same cgroup as a process of
+/// `ours`, but is neither in `ours` nor in `known`.
 #[must_use]
 pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
     let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();

@@ -1,7 +1,7 @@
-//! Reads from NVML which processes used a GPU recently. The counters of CUDA calls do not show that
-//! a kernel is still running. A separate thread reads the utilization, with at most one request
-//! pending. Decisions and proofs of free VRAM therefore do not wait for this reading, even if the
-//! driver is slow.
+//! Reads from NVML which processes used a GPU recently. The counters of CUDA calls cannot show
+//! this, because a kernel can run long after the call that launched it. A separate thread reads the
+//! utilization, with at most one request pending. Decisions and proofs of free VRAM therefore do
+//! not wait for this reading, even if the driver is slow.
 
 use std::{
     sync::mpsc::{self, SyncSender},

@@ -7,9 +7,8 @@ use affinode_core::{Millis, input::GpuSample};
 
 /// Time over which the mean utilization is computed, in milliseconds.
 const WINDOW_MS: Millis = 60_000;
-/// Maximum time for which one utilization reading counts in the mean, in milliseconds. Usually a
-/// reading counts for the time since the previous reading. This maximum applies if that time is
-/// longer.
+/// Maximum time for which one utilization reading counts in the mean, in milliseconds. A reading
+/// counts for the time since the previous reading, but never for longer than this.
 const STALE_AFTER_MS: Millis = 10_000;
 
 /// Utilization readings of the last minute for each GPU, by UUID.

@@ -219,8 +219,8 @@ pub fn running(run_dir: &Path) -> usize {
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Returns whether the lock file of a job is free, and too old for a new job to be about to lock
-/// it. Returns `false` if the file cannot be examined.
+/// Returns whether no process holds the lock of a job, although the time in which a new job must
+/// take its lock has passed. Returns `false` if the lock file cannot be examined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
     // If an earlier controller gave this file to the user, the user may have a lease on it. A

@@ -90,7 +90,7 @@ pub enum JobRefusal {
     User(String),
     /// The job's name is empty, too long, or has characters that are not accepted.
     #[error(
-        "invalid job name {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
+        "invalid job name {0:?}; accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
     )]
     Name(String),
     /// The requested namespace is not the user's own.
@@ -105,7 +105,7 @@ pub enum JobRefusal {
     },
     /// The namespace is too long, or has characters that are not accepted.
     #[error(
-        "invalid namespace {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
+        "invalid namespace {0:?}; accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
     )]
     Namespace(String),
     /// The request has too many annotations.

@@ -1,5 +1,6 @@
-//! Formats metrics as Prometheus text, for clients that do not request OpenMetrics. In this format,
-//! a counter's family has the same name as its samples, and there are no units and no end mark.
+//! Converts metrics to the older Prometheus text format, for clients that do not request
+//! OpenMetrics. In the older format, a counter's family has the same name as its samples, with
+//! `_total`. The format has no units and no end mark.
 
 use std::fmt::Write as _;
 

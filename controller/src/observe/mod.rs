@@ -44,7 +44,8 @@ pub struct ViewObserver {
 }
 
 impl ViewObserver {
-    /// Creates an observer that reads the node through `door`, for these consumers.
+    /// Creates an observer. It reads the node through `door`, and passes what it reads to `hub`,
+    /// `metrics` and `history`.
     #[must_use]
     pub fn new(
         door: ControllerHandle,

@@ -340,7 +340,8 @@ fn play_scene(
 }
 
 /// Starts the command `affinode offload` or `affinode restore` for a container in the background.
-/// Its result is not checked. A later step checks that the controller replies.
+/// Its exit status is not checked. At the end of the round, the test checks that the command has
+/// ended.
 fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
     let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -55,12 +55,13 @@ pub struct GpuRow {
     pub copier_restores: u64,
     /// Number of processes whose host memory is registered with the copier.
     pub copier_registered: u32,
-    /// Amount of content that processes share with other processes, summed over all processes, in
-    /// bytes.
+    /// Size of the offloaded memory whose content is stored once for several processes, in bytes.
+    /// Each of these processes counts in full.
     pub copier_shared_bytes: u64,
-    /// Size of the files that hold shared content, in bytes.
+    /// Size of the files with the content that is stored once for several processes, in bytes.
     pub copier_stored_bytes: u64,
-    /// Number of offloads in which one of the GPU's copiers has copied out a process.
+    /// Number of processes that the GPU's copiers have copied out. A process counts once for each
+    /// of its offloads.
     pub copier_offloads: u64,
     /// Number of resident processes whose host memory is prefaulted.
     pub copier_prefaulted: u32,
@@ -149,7 +150,7 @@ pub struct ProcessRow {
     pub swappable_bytes: u64,
     /// VRAM whose contents are copied out at present, in bytes.
     pub copied_out_bytes: u64,
-    /// Host memory that the process retains while it is resident, in bytes.
+    /// Host memory of the copy that the resident process retains for its next offload, in bytes.
     pub kept_bytes: u64,
     /// Amount of unchanged content that the last offload skipped, in bytes.
     pub unchanged_bytes: u64,

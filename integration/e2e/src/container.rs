@@ -1,8 +1,8 @@
 //! Containers that tests run with `ctr`, with and without a GPU.
 //!
 //! A test communicates with a container's program through two named pipes in a mounted folder. The
-//! pipes do not depend on `ctr` or containerd, so they still work after these have ended.
-//! Containers that are started through CRI use the same pipes.
+//! pipes do not depend on `ctr` or containerd, so a test can use them even after `ctr` or
+//! containerd has ended. Containers that are started through CRI use the same pipes.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -39,7 +39,7 @@ pub struct Spec {
     pub gpu: bool,
     /// Environment variables of the program.
     pub env: Vec<(String, String)>,
-    /// Annotations of the spec.
+    /// Annotations of the container's OCI spec.
     pub annotations: Vec<(String, String)>,
     /// Read-only bind mounts, as source and destination.
     pub mounts: Vec<(PathBuf, PathBuf)>,
@@ -50,13 +50,15 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Describes a GPU container with the runtime `affinode` that runs `argv` as root.
+    /// Describes a container with the testbed's GPU. It runs the command line `argv` as root, with
+    /// the runtime `affinode`.
     #[must_use]
     pub fn gpu(id: &str, argv: &[&str]) -> Self {
         Self { gpu: true, ..Self::plain(id, argv) }
     }
 
-    /// Describes a container without a GPU, with the runtime `affinode`, that runs `argv`.
+    /// Describes a container without a GPU. It runs the command line `argv`, with the runtime
+    /// `affinode`.
     #[must_use]
     pub fn plain(id: &str, argv: &[&str]) -> Self {
         Self {
@@ -80,8 +82,8 @@ impl Spec {
         self
     }
 
-    /// Sets a longer idle timeout. A worker that makes a call every 20 ms then stays active, even
-    /// on a slow machine.
+    /// Makes the worker launch a kernel every 20 ms, and sets an idle timeout of one hour. The
+    /// container then stays active, even on a slow machine.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
@@ -113,7 +115,7 @@ impl Spec {
         self
     }
 
-    /// Sets the runtime type of containerd.
+    /// Sets the container's runtime type in containerd.
     #[must_use]
     pub fn runtime(mut self, runtime: &str) -> Self {
         runtime.clone_into(&mut self.runtime);
@@ -282,8 +284,9 @@ impl Running {
 
     /// Runs a program in the container with `ctr tasks exec`, and returns its standard output.
     ///
-    /// If a program ends before `ctr` has opened the pipes, `ctr` drops the program's output. The
-    /// program is therefore run by a shell, which ends only after the output has arrived.
+    /// If a program ends before `ctr` has opened the pipes, `ctr` drops the program's output.
+    /// Therefore a shell runs the program. The shell ends only after this function has read the
+    /// whole output.
     ///
     /// # Errors
     /// When the program fails.

@@ -28,8 +28,8 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
-/// Configuration snippet that registers Affinode with a version 2 configuration of containerd. The
-/// tests install the same file that the documents show to users.
+/// Snippet that adds Affinode's runtime to a containerd configuration of version 2. The tests
+/// install the same file that the documents show to users.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
 /// Program name of Affinode's shim. The constant `INSTALLED` is the path of this program in the
 /// snippet for containerd 2.
@@ -48,8 +48,8 @@ pub enum Layout {
     Docker,
     /// k3s or rke2 writes the file at each start.
     Rancher {
-        /// Whether the file imports the files of a folder next to it. Newer versions of k3s and
-        /// rke2 write such files for containerd 2.
+        /// Whether the file imports the files of a folder next to it. For containerd 2, newer
+        /// versions of k3s and rke2 write a file with such an import.
         imports: bool,
     },
 }
@@ -125,7 +125,7 @@ impl Containerd {
         Ok(std::fs::write(file, text)?)
     }
 
-    /// Release of containerd that this value runs.
+    /// The containerd release that runs in this testbed.
     #[must_use]
     pub fn release(&self) -> &Release {
         &self.release

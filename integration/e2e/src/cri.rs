@@ -1,6 +1,6 @@
-//! A client for the part of CRI with which a kubelet runs a pod. The module connects to the socket
-//! of containerd or CRI-O, and describes pods and containers. It also connects the program of a GPU
-//! container to the test.
+//! A client for the part of CRI that a kubelet uses to run a pod. The module connects to the socket
+//! of containerd or CRI-O, and builds the CRI configurations of pods and containers. It also opens
+//! the pipes through which a test communicates with the program of a GPU container.
 
 mod messages;
 
@@ -64,8 +64,8 @@ impl Cri {
         Ok(cri)
     }
 
-    /// Returns the features that containerd reports for a runtime handler. A kubelet rejects a pod
-    /// that needs a feature that is not reported.
+    /// Returns the features that containerd reports for a runtime handler. If a pod needs a feature
+    /// that is not in this report, a kubelet rejects the pod.
     ///
     /// # Errors
     /// When a request to CRI fails, or there is no such handler.
@@ -158,7 +158,7 @@ impl Cri {
         answer.status.context("the response of CRI has no status")
     }
 
-    /// Stops a container with SIGTERM. The runtime sends SIGKILL after this number of seconds.
+    /// Stops a container with SIGTERM. After `seconds` seconds, the runtime sends SIGKILL.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -268,7 +268,7 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
 }
 
 /// Describes a container with the testbed's GPU, and opens the pipes to its program. The program is
-/// the usual CUDA worker, with this much VRAM.
+/// the CUDA test program [`USUAL`], which fills `mib` MiB of VRAM.
 ///
 /// # Errors
 /// When the pipes cannot be created.

@@ -33,18 +33,18 @@ pub const OWN: &str = "own";
 /// show.
 const REGISTER: &str = include_str!("../../../config/crio/affinode.conf");
 /// Shell script that edits a container's spec and then runs runc. CRI-O gives the first process of
-/// a pod a negative OOM score, which needs CAP_SYS_RESOURCE. Build machines often lack this
-/// capability, so the script inserts the machine's own score. conmon runs the script in the folder
-/// of the spec.
+/// a pod a negative `oom_score_adj`. Setting a negative value needs CAP_SYS_RESOURCE, which build
+/// machines often lack. Therefore the script replaces the negative value by its own
+/// `oom_score_adj`. conmon runs the script in the folder of the spec.
 const RUNC: &str = r#"#!/bin/sh
 score=$(cat /proc/self/oom_score_adj)
 [ -f config.json ] && sed -i "s/\"oomScoreAdj\": -[0-9]*/\"oomScoreAdj\": $score/" config.json
 exec @RUNC@ "$@"
 "#;
 
-/// Entry point of a pod's first container, which sleeps until it receives SIGTERM. The process
-/// needs a handler for SIGTERM, because the first process of a pid namespace ignores this signal
-/// otherwise.
+/// Entry point of a pod's first container, which sleeps until it receives SIGTERM. The shell sets a
+/// handler for SIGTERM. Without a handler, the first process of a pid namespace ignores this
+/// signal.
 const PAUSE: &str = r#"ENTRYPOINT ["/bin/sh", "-c", "trap exit TERM; /bin/sleep infinity & wait"]"#;
 
 /// Paths of CRI-O and of the programs that it needs, built or installed.
@@ -52,8 +52,8 @@ const PAUSE: &str = r#"ENTRYPOINT ["/bin/sh", "-c", "trap exit TERM; /bin/sleep 
 pub struct CrioPrograms {
     /// Folder with the programs `crio` and `pinns`.
     pub folder: PathBuf,
-    /// Path of a runc that supports the spec version that CRI-O writes. A distribution's crun may
-    /// be too old.
+    /// Path of a runc that supports the version of the OCI spec that CRI-O writes. The crun of a
+    /// distribution may be too old for this version.
     pub runc: PathBuf,
     /// Programs that CRI-O and Podman have in common.
     pub podman: PodmanPrograms,
@@ -141,8 +141,8 @@ impl<'a> Crio<'a> {
     }
 
     /// Returns the documented configuration of Affinode's handler, with the testbed's paths. The
-    /// configuration also lists the runtime's environment variables, because CRI-O passes no others
-    /// to a runtime.
+    /// configuration also lists the environment variables that Affinode's runtime needs, because
+    /// CRI-O passes no other variables to a runtime.
     fn handler(&self) -> Result<String> {
         let program = self.world.artifacts().bin("affinode-runtime")?;
         let env = self.world.oci_runtime_env(&self.runc());

@@ -1,5 +1,5 @@
-//! Runs dockerd in a testbed, with the testbed's containerd. Its files, sockets and images are in
-//! the testbed's folder, and its containers have no network.
+//! Runs dockerd in a testbed, with the testbed's containerd. The files, sockets and images of
+//! dockerd are in the testbed's folder. Its containers have no network.
 
 use std::{
     collections::BTreeMap,
@@ -49,7 +49,8 @@ impl DockerPrograms {
         command.is_file().then_some(Self { daemon, command })
     }
 
-    /// Finds Docker's programs that `cargo xtask deps` unpacked. `None` if it found no packages.
+    /// Finds Docker's programs that `cargo xtask deps` unpacked. `None` if a program is missing,
+    /// for example because no packages were unpacked.
     #[must_use]
     pub fn find(artifacts: &Artifacts) -> Option<Self> {
         Self::in_folder(&artifacts.docker_dir())
@@ -64,7 +65,8 @@ pub struct Docker<'a> {
 }
 
 impl<'a> Docker<'a> {
-    /// Starts dockerd with `config` as its `daemon.json`, and loads the usual image into it.
+    /// Starts dockerd with `config` as its `daemon.json`, and loads the image [`image::PLAIN`] into
+    /// it.
     ///
     /// # Errors
     /// When dockerd does not start.

@@ -1,4 +1,5 @@
-//! Helpers for the commands `docker` and `podman`, which have these flags in common.
+//! Helpers for the commands `docker` and `podman`. Both commands accept the flags that this module
+//! uses.
 
 use anyhow::Result;
 
@@ -28,8 +29,9 @@ pub fn gpu_flags(world: &Testbed) -> Result<Vec<String>> {
     Ok(flags)
 }
 
-/// Starts a CUDA program in a background container with these flags, and waits until it has filled
-/// its VRAM. `run` executes the `docker` or `podman` command and returns the container's id.
+/// Starts a container in the background, and waits until its CUDA program has filled `mib` MiB of
+/// VRAM. `flags` are further flags of `docker run` or `podman run`. `run` executes the command and
+/// returns the container's id.
 ///
 /// # Errors
 /// When the container does not start, or a CUDA call fails.

@@ -238,9 +238,9 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// Fault: an installation or removal is killed before each of its steps. The next installation or
-/// removal must repair the node. Small files replace the installed programs to save time, because
-/// the installer treats all programs alike.
+/// Fault: an installation or removal is killed before one of its steps, at each step in turn. The
+/// next installation or removal must repair the node. To save time, the test installs small scripts
+/// in place of the programs. The installer treats these scripts like the programs.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();

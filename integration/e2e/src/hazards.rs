@@ -81,7 +81,8 @@ struct Case {
 
 type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
-/// Result of a hazard: two outcomes, or the reason why it was skipped.
+/// Result of a hazard: the outcomes without and with Affinode, or the reason why the hazard was
+/// skipped.
 enum Found {
     /// The outcomes of a hazard that was run.
     Row {

@@ -14,8 +14,9 @@ use anyhow::{Context, Result};
 const HOOK: &str = "nvidia-container-runtime-hook";
 /// Name of the NVIDIA program that `ctr` looks for.
 const CLI: &str = "nvidia-container-cli";
-/// Shell commands with which the prestart hook finds the container's process and root filesystem in
-/// the state on its standard input.
+/// Shell commands with which the prestart hook finds the container's process and root filesystem.
+/// The hook gets the OCI state of the container on its standard input. The state contains the
+/// process id and the path of the bundle.
 const BY_STATE: &str = r#"state=$(cat)
 field() { echo "$state" | sed "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/"; }
 pid=$(field pid) bundle=$(field bundle)

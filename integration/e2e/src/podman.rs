@@ -143,7 +143,7 @@ impl<'a> Podman<'a> {
         self.world.dir().join("storage.conf")
     }
 
-    /// Path of the runtime program that Podman's configuration contains.
+    /// Path of the runtime program that Podman's configuration names.
     #[must_use]
     pub fn runtime(&self) -> PathBuf {
         self.world.dir().join(PROGRAM)
@@ -155,8 +155,8 @@ impl<'a> Podman<'a> {
         self.world.dir().join("given.json")
     }
 
-    /// Writes the script that Podman's configuration contains as a runtime program. The script runs
-    /// Affinode's runtime, which calls the OCI runtime `behind`.
+    /// Writes the script that Podman's configuration names as a runtime program. The script runs
+    /// Affinode's runtime, which in turn calls the OCI runtime `behind`.
     ///
     /// # Errors
     /// When the script cannot be written.

@@ -32,8 +32,8 @@ const NVIDIA: &str = "nvidia-container-runtime";
 pub struct Rancher<'a> {
     /// Release line of the containerd that k3s or rke2 runs.
     pub line: Line,
-    /// Whether containerd's configuration file imports the files of a folder next to it. Newer
-    /// versions of k3s and rke2 write such files for containerd 2.
+    /// Whether containerd's configuration file imports the files of a folder next to it. For
+    /// containerd 2, newer versions of k3s and rke2 write a file with such an import.
     pub imports: bool,
     /// Folder of the testbed.
     pub dir: &'a Path,
@@ -155,9 +155,9 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// Requires that rke2 would kill no shim when its unit stops. After the stop, rke2 lists the
-    /// processes in the unit's cgroup. It kills each process whose line has a process id before the
-    /// word containerd or kubelet.
+    /// Requires that rke2 would kill no shim when the systemd unit of rke2 stops. After the stop,
+    /// rke2 lists the processes in the unit's cgroup. It kills each process whose line has a
+    /// process id before the word containerd or kubelet.
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
         for pid in pids.lines() {

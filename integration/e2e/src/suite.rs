@@ -7,25 +7,27 @@
 //! | [`hidden`] | a call that bypasses the hooks while the process is offloaded: the process is restored, and its context is not checkpointed again |
 //! | [`crashers`] | the five calls that end a program: with the library 30 of 30 calls return, without it the program ends |
 //! | [`no_controller`] | a process that makes a call without a controller restores itself |
-//! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of that VRAM: no container fails |
+//! | [`oversubscription`] | three containers work in bursts while VRAM suffices for one, and a fourth waits to allocate most of that VRAM: no container fails |
 //! | [`witness`] | a kernel that runs without further calls prevents its container's offload |
-//! | [`connection`] | a network connection restores a container in which this prewake is enabled, before the container makes a call |
+//! | [`connection`] | a network connection restores a container before the container makes a call, if its annotation enables this |
 //! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, and a container that cannot be moved is ended |
-//! | [`engines`] | comparison of the engines: offload, wake, VRAM that stays in use, equal contents; allocations |
-//! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; a separate part |
+//! | [`engines`] | comparison of the engines: times of offload and wake, VRAM that stays in use, contents, speed of allocations |
+//! | [`dedup`] | two containers with equal contents: the contents are stored once |
+//! | [`mod@programs`] | programs that use transformers, cuDNN, CUDA graphs, CuPy, Triton, streams or two processes: the same results with each engine; a separate part |
 //! | [`mod@gpus`] | restores on another GPU, and programs that share memory between processes or GPUs |
 //! | [`nvml`] | NVML queries from C and from pynvml while the process is offloaded: same results, no wake |
-//! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; a separate part |
+//! | [`mod@steps`] | time of a program's steps with Affinode, compared with the stock runtime; a separate part |
 //! | [`tools`] | torch.profiler before, during and after an offload, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
 //! | [`jax`] | JAX with each engine, and the calls that an idle JAX makes |
-//! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
+//! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate`; a separate part |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
 //! | [`host_pool`] | containers whose memory limit is below their VRAM |
-//! | [`vram_limit`] | the VRAM limit with a C program, torch, CuPy and JAX, its cost, and limited containers that need 2.4 times the GPU |
-//! | [`recording`] | records the dashboard's stream, for a replay on another machine |
-//! | [`cost`] | a hooked call compared with a direct call, a torch step with and without the library, a wake compared with the driver's own restore, a wake while another container attacks |
+//! | [`vram_limit`] | the VRAM limit of a container with a C program, torch, CuPy or JAX; its cost; containers whose limits together are 2.4 times the free VRAM |
+//! | [`recording`] | records the dashboard's stream, for a replay on another machine; a separate part |
+//! | [`cost`] | a hooked call compared with a direct call; a torch step with and without the library; a wake compared with the driver's own restore; a wake while another container attacks the controller |
 //!
-//! Parts that need no torch also run on the simulated GPU.
+//! [`run`] does not run the separate parts. Each of them has its own function and testbed. Parts
+//! that need no torch also run on the simulated GPU.
 
 mod calibration;
 mod connection;
@@ -268,10 +270,9 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
     recording::record(&world, folder)
 }
 
-/// Waits until the copier has no more host memory to register or to release. The copier registers
-/// the memory of offloaded processes and releases the memory of restored processes. The controller
-/// counts a process only for some seconds after the last change of its container's state. A process
-/// with an older change cannot extend the wait.
+/// Waits until no copier registers or unregisters host memory. A copier registers the memory of
+/// offloaded processes, and unregisters the memory of restored processes. The figure
+/// `copier_registering` of `affinode ps` counts both.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;

@@ -1,11 +1,11 @@
-//! The supervisor: a process that owns everything that a testbed starts. No process or mount
-//! outlives the test, the demo or the benchmark, even if these are killed.
+//! The supervisor: a process that owns everything that a testbed starts. When the test, the demo or
+//! the benchmark ends or is killed, the supervisor ends all processes and removes all mounts.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
 //!    │                                  ├─ containerd           subreaper of all its descendants
 //!    │ nsenter (ctr)                    ├─ affinode-sim-gpud
-//!    v                                  ├─ shims, controller, containers (orphans come to it)
+//!    v                                  ├─ shims, controller, containers (and orphans)
 //!  same mount namespace                 └─ …
 //!
 //! stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
@@ -28,8 +28,9 @@ use serde::{Deserialize, Serialize};
 pub use client::Keeper;
 pub use server::serve;
 
-/// Folder of containerd's images and snapshots in the testbed's folder. It is a separate tmpfs,
-/// because overlayfs cannot be stacked on the overlayfs that a machine's root may be.
+/// Folder of containerd's images and snapshots in the testbed's folder. It is a separate tmpfs. The
+/// reason is that a machine's root may be an overlayfs, on which no second overlayfs can be
+/// stacked.
 pub(crate) const STORE: &str = "store";
 
 /// Determines which parts of the machine are private to a testbed.

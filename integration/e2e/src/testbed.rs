@@ -168,7 +168,8 @@ impl TestbedConfig {
         self
     }
 
-    /// Sets the last part of the name of the testbed's folder. Without this call it is a number.
+    /// Sets the last part of the name of the testbed's folder. Without this call, the last part is
+    /// a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = Some(name.into());

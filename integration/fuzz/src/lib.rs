@@ -3,9 +3,9 @@
 //!
 //! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
 //!   changes of the corpus. `PROPTEST_CASES` sets the number of changes.
-//! - `cargo xtask fuzz --seconds 300` runs libFuzzer, guided by coverage. It stores inputs that
-//!   reach new code in `target/fuzz/corpus`. With `--keep`, it replaces each corpus here by the
-//!   smallest set of inputs with the same coverage.
+//! - `cargo xtask fuzz --seconds 300` runs libFuzzer, guided by coverage. If an input reaches new
+//!   code, the input is stored in `target/fuzz/corpus`. With `--keep`, each corpus of this crate is
+//!   replaced by the smallest set of inputs with the same coverage.
 //!
 //! Among the crates of `integration`, only this one links the product's crates, because it tests
 //! functions instead of programs.

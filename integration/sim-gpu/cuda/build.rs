@@ -1,5 +1,5 @@
-//! Build script that sets link options, so that the built file can replace the driver's own
-//! library.
+//! Build script of the simulated libcuda. It sets the library's name (soname) and other link
+//! options, so that programs can load the built file in place of the driver's `libcuda.so.1`.
 
 use std::path::PathBuf;
 use std::{env, fs};

@@ -36,7 +36,7 @@ pub fn skip(missing: &str, why: &str) {
     }
 }
 
-/// Records that `good` of `of` attempts of a repeated step succeeded.
+/// Records how many attempts of the repeated step `what` succeeded: `good` attempts out of `of`.
 ///
 /// # Panics
 /// When `good / of` is below `least`, the share that every machine must reach.

@@ -1,17 +1,18 @@
 //! `cargo xtask bench`: measures the overhead of Affinode. Each figure is measured with and without
 //! Affinode in the same run.
 //!
-//! Runs with and without Affinode alternate, and a figure is the median of several runs of each
-//! side. To estimate the noise of a figure, the runs without Affinode are divided into two halves.
-//! The noise is the difference between the medians of the halves.
+//! Runs with and without Affinode alternate. Each figure has two values, which are medians of
+//! several runs: with Affinode and without it. To estimate the noise of a figure, the runs without
+//! Affinode are divided into two halves. The noise is the difference between the medians of the
+//! halves.
 //!
 //! | figure | method |
 //! | --- | --- |
 //! | hooked call | a program times calls of a driver function that does nothing, with and without the preload library |
-//! | start to exit | `ctr run --rm` of `/bin/true`, with the stock shim and Affinode's in turn, medians |
-//! | memory | resident set of all shims of one running container, stock and Affinode's |
+//! | start to exit | median time of `ctr run --rm` of `/bin/true`, with the stock shim and Affinode's in turn |
+//! | memory | resident set of all shims of one running container, with the stock shim and with Affinode's |
 //! | wake | time of a waiting call minus the time of the driver's own restore and unlock |
-//! | engines | the same programs offloaded with each engine, and the goals (`--engines`, or on a machine with a GPU) |
+//! | engines | the same programs are offloaded with each engine, and the results compared with the goals (with `--engines`, or on a machine with a GPU) |
 
 mod calls;
 mod containers;
@@ -38,8 +39,8 @@ pub struct Options {
     /// Number of runs of each container.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// Also compare the engines and print their goals, which takes minutes. Without this option the
-    /// comparison runs only on a machine with a GPU.
+    /// Also compare the engines with each other and with their goals, which takes minutes. Without
+    /// this option, the comparison runs only on a machine with a GPU.
     #[arg(long)]
     engines: bool,
     /// Exit with an error if a goal is missed or a part fails.
@@ -54,8 +55,9 @@ pub struct Figure {
     unit: &'static str,
     without: f64,
     with: f64,
-    /// Difference between the medians of two halves of the runs on one side, in the unit of the
-    /// figure. If the two sides differ by less, the difference is not significant.
+    /// Noise in the unit of the figure: the difference between the medians of two halves of the
+    /// runs without Affinode. If `with` and `without` differ by less, their difference is not
+    /// significant.
     noise: f64,
     /// The goal that the project has set for the figure.
     goal: &'static str,

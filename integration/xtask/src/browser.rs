@@ -36,7 +36,8 @@ pub struct Options {
     /// Folder that gets the screenshots.
     #[arg(long)]
     screenshots: Option<PathBuf>,
-    /// Only replay the dashboard's stream in FILE, which part `dashboard` of the GPU kit recorded.
+    /// Start no containers, and only replay a stream of dashboard data from FILE. The part
+    /// `dashboard` of the GPU kit records such a stream.
     #[arg(long, value_name = "FILE")]
     recorded: Option<PathBuf>,
 }

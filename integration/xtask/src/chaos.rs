@@ -1,4 +1,6 @@
-//! `cargo xtask chaos`: kills random processes at random steps, on the simulated GPU.
+//! `cargo xtask chaos`: causes random faults, such as the kill of a process, while containers are
+//! offloaded and restored on simulated GPUs. A round is a series of faults, after which all
+//! containers are checked.
 
 use affinode_e2e::{
     chaos,
@@ -13,16 +15,16 @@ use crate::{build, deps, output};
 
 #[derive(Args)]
 pub struct Options {
-    /// Number of rounds to play.
+    /// Number of rounds to run.
     #[arg(long, default_value_t = 100)]
     rounds: u64,
     /// Seed of the rounds; the same seed gives the same rounds.
     #[arg(long)]
     seed: Option<u64>,
-    /// Play only the round of this number.
+    /// Run only the round with this number.
     #[arg(long)]
     round: Option<u64>,
-    /// Number of environments that play at the same time.
+    /// Number of test environments that run rounds at the same time.
     #[arg(long, default_value_t = 2)]
     worlds: usize,
     /// Number of simulated GPUs of each environment.

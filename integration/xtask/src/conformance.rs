@@ -140,7 +140,8 @@ impl Suite {
     }
 }
 
-/// Runs a suite with both runtimes. `alone` returns the expression that selects a single test.
+/// Runs a suite with both runtimes, and runs each test with different outcomes again on its own.
+/// The closure `alone` returns the expression that selects the test with a given name.
 fn compare(
     run: &dyn Fn(bool, Option<&str>) -> Result<Outcomes>,
     alone: &dyn Fn(&str) -> String,

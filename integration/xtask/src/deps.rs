@@ -1,8 +1,9 @@
 //! Provides the containerd releases that the tests use, and an old C library.
 //!
-//! The machine's own containerd is listed first. Other release lines come from other suites of the
-//! same distribution, and are unpacked next to it. All suites of an Ubuntu release have the same
-//! release line of containerd, so on Ubuntu only the machine's own containerd is used.
+//! The machine's own containerd is listed first. Packages of other release lines come from other
+//! suites of the same distribution, and are unpacked into the cache. All suites of an Ubuntu
+//! release have the same release line of containerd, so on Ubuntu only the machine's own containerd
+//! is used.
 
 use std::{
     fs,

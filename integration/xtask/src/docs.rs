@@ -1,5 +1,6 @@
-//! `cargo xtask docs`: generates reference pages from the code, and lowers the limits for avoided
-//! words.
+//! `cargo xtask docs`: generates reference pages from the code. With `--limits` it instead lowers
+//! the limits for avoided words: the number of times that the project's texts may contain each
+//! word.
 
 mod api;
 mod chart;

@@ -16,8 +16,8 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// Compiler flags that libFuzzer needs. They make the program count every edge and trace
-/// comparisons.
+/// Compiler flags that libFuzzer needs. With them, the program counts how often each edge of its
+/// control flow is taken, and reports the operands of comparisons.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \

@@ -32,7 +32,7 @@ const VRAM_BYTES: u64 = 1024 * MIB;
 /// How to run the checks.
 #[derive(Args)]
 pub struct Options {
-    /// Keep the cluster after the last check, or after an error, until Enter.
+    /// Keep the cluster after the last check or an error, until Enter is pressed.
     #[arg(long)]
     keep: bool,
     /// Number of nodes in the cluster.

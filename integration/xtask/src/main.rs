@@ -58,8 +58,8 @@ enum Task {
     Browser(browser::Options),
     /// Measure the overhead, compared with the stock runtime (needs root).
     Bench(bench::Options),
-    /// Kill processes at random, and check that no container is lost, stuck or corrupted, and no
-    /// resource leaked (needs root).
+    /// Cause random faults, such as killed processes, and check that no container is lost, stuck or
+    /// corrupted, and that no resource has leaked (needs root).
     Chaos(chaos::Options),
     /// Run containerd's own client tests, and critest with containerd and CRI-O, with the stock
     /// runtime and with Affinode (needs root, Go).
@@ -79,7 +79,7 @@ enum Task {
     /// Install, use, upgrade and uninstall on each containerd release, also with injected faults
     /// (needs root, Go).
     Matrix(matrix::Options),
-    /// Pack everything that a machine with a GPU needs to run the suite.
+    /// Pack everything that a machine with a GPU needs to run the GPU suite.
     GpuKit(gpu_kit::Options),
     /// Build .deb, .rpm, container image, bill of materials and checksums; --check installs them.
     Package(package::Options),

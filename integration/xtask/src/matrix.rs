@@ -6,13 +6,14 @@
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! Each containerd release has a node of its own, on which the steps run. Then faults are injected
-//! into installations, each on a new node. Then steps run on nodes that also have NVIDIA's
-//! container toolkit, which is built as well.
+//! Each containerd release has a node of its own, on which the steps run. After these steps, faults
+//! are injected into installations, each on a new node. Finally, steps run on nodes that also have
+//! NVIDIA's container toolkit, which is built from source, too.
 //!
-//! A step passes if its result was observed, and its cell contains the observation. The GPU is
-//! simulated. The programs are installed into the node's own folders, and a stand-in for systemctl
-//! restarts containerd. CI does not run the matrix, because the first run builds a containerd.
+//! A step passes if its expected result was observed. Its cell in the table contains the
+//! observation. The GPU is simulated. The programs are installed into the node's own folders. A
+//! test program in place of systemctl restarts containerd. CI does not run the matrix, because the
+//! first run builds a containerd.
 
 mod newest;
 mod steps;
@@ -36,11 +37,11 @@ pub struct Options {
     /// Print JSON instead of a table.
     #[arg(long)]
     json: bool,
-    /// Only releases whose version begins with this text: 1.7.
+    /// Only test releases of containerd whose version begins with this text, for example 1.7.
     #[arg(long, value_name = "VERSION")]
     containerd: Option<String>,
-    /// Run only the faults, and the nodes with NVIDIA's toolkit, whose names contain this text. The
-    /// steps of the installation run only if the word "life" contains this text.
+    /// Run only parts whose names contain this text. Each fault and each node with NVIDIA's toolkit
+    /// has its own name. All steps of the installation together have the name "life".
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Also write the table to this file, with date and versions.

@@ -1,5 +1,5 @@
-//! `cargo xtask personas`: runs the commands of the documents as users type them. The commands
-//! begin without Affinode and end with a container that has given its GPU back.
+//! `cargo xtask personas`: runs the commands of the documents as users type them. Before the first
+//! command, Affinode is not installed. After the last command, a container is offloaded.
 //!
 //! Each persona is a kind of user with a machine or a cluster. The commands are read from the
 //! documents, counted and run, so a wrong document makes `cargo xtask personas` fail. The GPU is
@@ -46,11 +46,13 @@ pub struct Options {
 pub enum Persona {
     /// An engineer with one machine, one GPU and Docker.
     Docker,
-    /// The same with containerd and nerdctl.
+    /// An engineer with one machine, one GPU, containerd and nerdctl.
     Nerdctl,
-    /// A platform engineer with a cluster. Without one the chart is rendered, not installed.
+    /// A platform engineer with a Kubernetes cluster. If there is no cluster, the chart is only
+    /// rendered and not installed.
     Kubernetes,
-    /// An administrator of JupyterHub in that cluster. Without one KubeSpawner makes the pods.
+    /// An administrator of JupyterHub on a Kubernetes cluster. If there is no cluster, KubeSpawner
+    /// creates the manifests of the pods, and no pod runs.
     Jupyterhub,
 }
 
@@ -102,9 +104,9 @@ impl Persona {
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// The commands were run. The text is what the user saw.
+    /// The commands were run. The text describes what the user saw.
     Passed(String),
-    /// Only the commands that need no cluster were run. The text is what was seen.
+    /// Only the commands that need no cluster were run. The text describes their result.
     Checked(String),
     /// The commands were not run. The text is the reason.
     NotRun(String),

@@ -1,4 +1,4 @@
-//! Runs other programs.
+//! Runs other programs, and checks their exit status.
 
 use std::process::Command;
 

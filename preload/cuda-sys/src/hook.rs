@@ -7,8 +7,9 @@
 pub enum Class {
     /// Calls count as activity. They wait while the gate is closed.
     Work = 0,
-    /// Calls query whether work has ended. They are held like [`Class::Work`], but counted as polls
-    /// and not as activity, because a framework polls even when it is idle.
+    /// Calls query whether GPU work has ended. They count as polls and not as activity, because a
+    /// framework polls even when it is idle. While the gate is closed, they request no restore.
+    /// They wait until all work has ended, and then return success without a call into the driver.
     Poll = 1,
     /// Calls may allocate device memory. They wait while the gate is closed, and also while
     /// allocations are paused.
@@ -30,18 +31,18 @@ pub enum Class {
     /// Calls concern contexts, captures, or memory that the library may copy. They are held and
     /// counted like [`Class::Work`]. The library has a wrapper for each of these functions.
     Memory = 8,
-    /// Calls query attributes of an address. They pass, because they return at once even while the
-    /// process is checkpointed. If the library has swappable memory (which it copies itself), calls
-    /// are handled like [`Class::Poll`], because such memory has no attributes while it is copied
-    /// out.
+    /// Calls query attributes of an address. They pass if the library has no swappable memory
+    /// (memory that it copies itself), because they return at once even while the process is
+    /// checkpointed. Otherwise they wait while the gate is closed, because swappable memory has no
+    /// attributes while it is copied out. They then count as polls.
     Pointer = 9,
     /// Calls wait for GPU work. They are handled like [`Class::Work`]. After such a call, the
-    /// library releases memory that was freed in a stream. Once the process can have memory of this
-    /// kind, these calls take the slower thorough path.
+    /// library releases memory that was freed in a stream. The calls need the slow path for this,
+    /// and take it as soon as the process can have such memory.
     Sync = 10,
     /// Calls of `cuGetExportTable`, which returns the driver's private tables of functions.
-    /// Requests for tables of the CUDA runtime and its libraries pass unrecorded. Any other request
-    /// is recorded, then held and counted like [`Class::Work`].
+    /// Requests for tables of the CUDA runtime and its libraries pass. Any other request is
+    /// recorded as a hazard, and then held and counted like [`Class::Work`].
     Table = 11,
     /// Calls request a value that is constant for the life of the process. If an earlier result is
     /// cached, the call gets that result. Otherwise the call is held. Calls are counted like
@@ -50,8 +51,8 @@ pub enum Class {
     /// Calls connect CUDA with another API, such as a graphics API. A successful call means that
     /// the other API may access memory of the process later. The calls do not show which memory.
     Interop = 13,
-    /// `cuMemGetInfo`, handled like [`Class::Work`]. If the container has a limit of VRAM, the library
-    /// replaces the results.
+    /// Calls of `cuMemGetInfo`. They are handled like [`Class::Work`]. If the container has a VRAM
+    /// limit, the library replaces the results.
     MemoryInfo = 14,
 }
 
@@ -95,8 +96,8 @@ impl Class {
         )
     }
 
-    /// Whether the library must do more for calls of this class than count them. Such calls take
-    /// the thorough path.
+    /// Whether the library must do more for calls of this class than count them. Such calls always
+    /// take the slow path.
     #[must_use]
     pub const fn is_thorough(self) -> bool {
         !matches!(self, Class::Work | Class::Poll | Class::Sync)
@@ -186,11 +187,12 @@ pub fn base(name: &[u8]) -> &[u8] {
     }
 }
 
-/// Whether calls of this function go directly to the driver. Such a function either belongs to the
-/// checkpoint interface itself, or it touches no context and succeeds at once even while the
-/// process is checkpointed. The second property was measured for each function. For example,
-/// queries of device attributes have it, but the query of a device's name does not. The current
-/// context can be changed and queried even while a checkpoint or a restore is running.
+/// Whether calls of this function go directly to the driver. Two kinds of functions do. Functions
+/// of the first kind belong to the checkpoint interface. Functions of the second kind touch no
+/// context, and succeed at once even while the process is checkpointed. This was measured for each
+/// function. For example, queries of device attributes succeed, but the query of a device's name
+/// does not. The current context can be changed and queried even while a checkpoint or a restore is
+/// running.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
     let base = base(name);
@@ -213,10 +215,11 @@ pub fn passes(name: &[u8]) -> bool {
         )
 }
 
-/// Returns the hook number and class of a function that does not [pass](passes). They are those of
-/// the listed function with this name, or else of the listed function with its base name. If
-/// neither is listed, the class is derived from the words in the name. An unknown function is held,
-/// because a call into the driver of a checkpointed process could end the process.
+/// Returns the hook number and class of a function that does not [pass](passes). If the function's
+/// name is listed, they are those of the listed function. Otherwise they are those of the listed
+/// function with the same base name. If that is not listed either, the class is derived from the
+/// words in the name. Calls of an unknown function are held, because a call into the driver of a
+/// checkpointed process could end the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {

@@ -85,8 +85,8 @@ pub struct CheckpointLockArgs {
     pub reserved1: [u64; 7],
 }
 
-/// The argument of `cuCheckpointProcessCheckpoint`, `…Restore` and `…Unlock`. If all of it is zero,
-/// the state is restored on the same GPUs.
+/// The argument of `cuCheckpointProcessCheckpoint`, `…Restore` and `…Unlock`. If all bytes are
+/// zero, a restore uses the same GPUs as before the checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointArgs {
@@ -183,7 +183,8 @@ pub mod pool_attribute {
     /// Whether the pool may reuse memory that was freed in another stream, once that stream's work
     /// has ended.
     pub const REUSE_OPPORTUNISTIC: u32 = 2;
-    /// Number of bytes that the pool keeps, rather than frees, when the program waits for work.
+    /// Number of bytes that the pool may keep. When the program waits for GPU work, the pool frees
+    /// unused memory above this number.
     pub const RELEASE_THRESHOLD: u32 = 4;
     /// Bytes of physical memory that the pool holds.
     pub const RESERVED: u32 = 5;
@@ -225,7 +226,8 @@ pub mod device_attribute {
     pub const MULTIPROCESSOR_COUNT: i32 = 16;
     /// Number of threads that a multiprocessor runs at once.
     pub const MAX_THREADS_PER_MULTIPROCESSOR: i32 = 39;
-    /// Whether the device supports separate allocation of physical memory and of addresses.
+    /// Whether the device supports CUDA's virtual memory management, which allocates physical
+    /// memory separately from addresses.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
     /// Whether physical memory that is allocated separately can be exported as a descriptor.
     pub const POSIX_DESCRIPTORS: i32 = 103;

@@ -3,9 +3,10 @@
 //! block until the context is restored.
 
 /// How the library handles calls of NVML functions while the context is checkpointed. The table in
-/// `docs/nvml.md` lists the functions of each class. Most comments begin with the arguments of the
-/// functions. A cached result comes from an earlier call that reached NVML. A reading is a figure
-/// that the controller has read from NVML and sent.
+/// `docs/nvml.md` lists the functions of each class. The comment of a class begins with the
+/// arguments of its functions, if all have the same. A cached result comes from an earlier call
+/// that reached NVML. A reading is a figure that the controller has read from NVML and sent to this
+/// process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
@@ -94,7 +95,8 @@ crate::nvml_functions!(define_functions);
 
 /// Index of the function that returns the UUID of a handle's device.
 pub const UUID: usize = Function::nvmlDeviceGetUUID as usize;
-/// Index of `nvmlInitWithFlags`, the only function that initialises NVML and has an argument.
+/// Index of `nvmlInitWithFlags`. Of the functions that initialise NVML, only this one has an
+/// argument.
 pub const INIT_WITH_FLAGS: usize = Function::nvmlInitWithFlags as usize;
 
 const fn offsets() -> [u16; COUNT] {

@@ -2,19 +2,21 @@
 //! bypassed the hooks.
 //!
 //! A call that reaches a driver library without a hook waits there until the process is resident.
-//! The hooks do not see the call, so they do not make the agent send a Wake (the request for a
-//! restore), and the call would wait permanently. The agent therefore samples the threads of its
+//! The hooks do not see this call, so no hook makes the agent send a Wake (the request for a
+//! restore). The call would wait without end. Therefore the agent samples the threads of its
 //! process:
 //!
 //! ```text
-//! before the driver's lock: where each thread is
-//! while Checkpointed, every 0.9 s, if any thread has run since:
-//!   at another place than at the last look ──> recorded
-//!   there still, without having run ─────────> inside the driver, and not so before the lock?
-//!                                              └─ yes: counts as a waiting caller
-//! Open again:
-//!   it has gone on ──────> its call bypassed the hooks: Hazards::HIDDEN_WAY, the context is kept
-//!   it is where it was ──> it waits for something else, so this place is never counted again
+//! before the driver's lock: record the place of each thread
+//! while Checkpointed, every 0.9 s (pauses while no thread runs): look at each thread
+//!   other place than at the last look ──> record the new place
+//!   same place, thread has not run ─────> is this place inside the driver, and was the thread
+//!                                         at another place before the lock?
+//!                                         └─ yes: the thread counts as a waiting caller
+//! Open again: look at the thread that counted as a waiting caller
+//!   other place ──> its call bypassed the hooks: the process gets the hazard HIDDEN_WAY, and
+//!                   later offloads keep the context on the GPU
+//!   same place ───> it waits for something else, so this place is never counted again
 //! ```
 //!
 //! A place is the system call, the stack pointer and the program counter of
@@ -58,8 +60,9 @@ struct ThreadLocation {
 struct ThreadSample {
     tid: u32,
     place: ThreadLocation,
-    /// Number of the thread's voluntary context switches at the last sample that found the thread
-    /// at the same place as the sample before. `None`: only one sample has found it at this place.
+    /// Number of the thread's voluntary context switches, read at the last sample. It is read only
+    /// if the sample before has found the thread at the same place. `None`: only one sample has
+    /// found the thread at this place.
     switches: Option<u64>,
     /// Place of the thread before the driver locked the process. `None`: the thread did not exist,
     /// or it was running.
@@ -75,8 +78,9 @@ pub struct BlockedThreadWatch {
     count: usize,
     excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
-    /// The suspect, which is the thread for which the process is restored: its id, its place, and
-    /// the time of the first check at which the process was resident again.
+    /// The suspect: the thread that seems to block inside the driver, so that the process is
+    /// restored. Contains its id, its place, and the time in microseconds of the first check after
+    /// the restore (`None` until this check).
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
@@ -288,8 +292,8 @@ fn place_of(tid: u32) -> Option<ThreadLocation> {
 }
 
 /// Parses the content of `/proc/self/task/TID/syscall`: the call's number, six arguments, stack
-/// pointer and program counter. `None` also if the thread runs: the content is then the word
-/// `running`.
+/// pointer and program counter. `None`: the content has another form. For a thread that runs, it is
+/// the word `running`.
 fn place_in(text: &[u8]) -> Option<ThreadLocation> {
     let mut words = text.trim_ascii_end().split(|byte| *byte == b' ');
     let call = number(words.next()?, 10)?;
@@ -345,8 +349,8 @@ impl Code {
 /// address, and stored with the owner of the code at that address. `None`: there is no code.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
-/// Whether a driver library, directly or through libc, made the system call in which a thread
-/// sleeps at this place.
+/// Whether the system call in which a thread sleeps at this place was made by a driver library,
+/// directly or through libc.
 fn is_inside_driver(place: ThreadLocation) -> bool {
     const CHUNK: usize = 32;
     let mut words: Words = [(0, None); STACK_WORDS + 1];

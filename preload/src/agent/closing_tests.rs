@@ -2,11 +2,12 @@
 //! The calling thread runs on another processor, which has a store buffer (x86). A signal can
 //! interrupt this thread, and the signal's handler makes a call as well.
 //!
-//! The real [`OrderMachine`] closes the gate of a real counter page. At each access of the machine
-//! to the page, the caller may continue, and stores of the caller may become visible. The caller
-//! reads the gate in the same way as the thunk's slow path. So these tests depend on the machine's
-//! steps and their order. Without the fence, the seal, or the second check of the counts, these
-//! tests find an interleaving in which the process is locked while a call is inside the driver.
+//! The real [`OrderMachine`] closes the gate of a real counter page, so the tests cover the
+//! machine's actual steps and their order. At each access of the machine to the page, the caller
+//! may take steps, and stores of the caller may become visible. The caller reads the gate with the
+//! same function as the thunk's slow path. If the machine lacks the fence, the seal, or the second
+//! check of the counts, the tests find an error: an interleaving in which the process is locked
+//! while a call is inside the driver.
 
 use core::sync::atomic::Ordering;
 
@@ -128,8 +129,9 @@ impl World<'_> {
         slot.inflight.fetch_add(one, Ordering::SeqCst);
     }
 
-    /// Lets the run go on between two accesses of the machine. Repeats one of these steps, as often
-    /// as chosen: the caller takes a step, the signal arrives, or a store becomes visible.
+    /// Advances the run between two accesses of the machine to the page, by as many steps as
+    /// `choices` decides. In each step, the caller advances, the signal arrives, or the oldest
+    /// buffered store becomes visible.
     fn go_on(&mut self) {
         loop {
             self.violated |=

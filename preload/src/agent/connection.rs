@@ -62,8 +62,8 @@ pub struct ControllerConnection {
     page_file: TrackedFd,
     socket: Option<TrackedFd>,
     welcomed: bool,
-    /// While connected: time by which the Welcome must arrive. Otherwise: time of the next attempt
-    /// to connect. In microseconds.
+    /// A time in microseconds. While connected, it is the time by which the Welcome must arrive.
+    /// Otherwise it is the time of the next attempt to connect.
     due_us: u64,
     backoff_ms: u64,
     frame: [u8; FRAME_BYTES],
@@ -123,8 +123,9 @@ impl ControllerConnection {
         self.backoff_ms = FIRST_BACKOFF_MS;
     }
 
-    /// Connects and sends the Hello if the time of the next attempt has come. Closes a connection
-    /// if the Welcome does not arrive in time, or if the application has closed its descriptor.
+    /// Without a connection: connects and sends the Hello, if the time of the next attempt has
+    /// come. With a connection: closes it if the Welcome does not arrive in time, or if the
+    /// application has closed the socket's descriptor.
     pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
         if let Some(socket) = self.socket {
             let overdue = !self.welcomed && now_us >= self.due_us;

@@ -106,8 +106,9 @@ pub fn sees_one_gpu() -> bool {
 
 impl DriverHost {
     /// Adds the hazards of tools in this process, such as profilers, to the counters. If a hazard
-    /// is new, the library observes calls that wait for work from then on, so that these waits do
-    /// not count as use.
+    /// is new, calls that wait for GPU work take the slow path from then on. There they count as
+    /// polls and not as activity, because a profiler's thread waits for work even if the program is
+    /// idle.
     fn note_tools(&self) {
         if self.page.add_hazards(tools::found()) {
             hook_table::see_waits();

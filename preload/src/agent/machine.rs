@@ -19,10 +19,10 @@
 //! Checkpointing, Restoring, Unlocking, CopyingIn. After each call into the driver, the state that
 //! the driver reports decides the phase, whatever the call returned.
 //!
-//! - A CopyOut first waits for work on the GPU. After a lock it does not wait, because the lock has
-//!   already waited. A CopyOut that fails has freed nothing, and the phase is Closed. If a restore
-//!   fails while it copies in, the content stays in the staging buffer (CopiedOut), and the restore
-//!   is repeated.
+//! - A CopyOut in the phase Closed first waits for work on the GPU. A CopyOut in the phase Locked
+//!   does not wait, because the lock has already waited. A CopyOut that fails has freed nothing,
+//!   and the phase is Closed. If a restore fails while it copies in, the content stays in the
+//!   staging buffer (CopiedOut), and the restore is repeated.
 //! - If the context is lost, as after an uncorrectable memory error, the gate opens (Open) and the
 //!   program's calls return the error.
 //! - A process that ends while it is offloaded (its driver returns DEINITIALIZED) is Open.
@@ -61,9 +61,9 @@ pub struct OrderMachine {
 /// process is idle by then, so most of its work has ended.
 const MAX_WORK_MS: u32 = 5_000;
 
-/// Number of consecutive restores that fail because the context is lost, after which calls return
-/// an error. Before that, the restore is repeated, because the driver may use other memory the next
-/// time.
+/// Maximum number of consecutive restores that fail because the context is lost. After the last of
+/// them, calls return an error. Until then the restore is repeated, because the driver may use
+/// other memory the next time.
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
@@ -88,10 +88,11 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). Refuses a
-    /// restore that is older than [`PROOF_TTL_MS`], and executes an equally old copy out without
-    /// the copier. An order gets this old if this process or the controller is stopped meanwhile,
-    /// and the VRAM may then be granted to another process.
+    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). An order is
+    /// late if it is older than [`PROOF_TTL_MS`], for example because this process or the
+    /// controller was stopped. The VRAM may by then be granted to another process. Therefore a late
+    /// restore is refused, and a late copy out is executed without the copier, which would need
+    /// VRAM.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
@@ -331,7 +332,8 @@ impl OrderMachine {
     }
 
     /// Sets the phase after a failed copy out or copy in, and returns the result for the error
-    /// code. The phase is CopiedOut if anything is copied out, else Closed.
+    /// code. The phase is CopiedOut if anything is copied out, else Closed. It is Open if the
+    /// driver has ended (DEINITIALIZED).
     fn moved(&mut self, host: &mut impl Host, code: u32) -> Ended {
         if code == result::DEINITIALIZED {
             self.open(host);
@@ -399,13 +401,15 @@ impl OrderMachine {
     }
 
     /// Checks whether a step of a restore has failed because the context is lost, as after an
-    /// uncorrectable memory error. Then no attempt will succeed, and callers would wait without
-    /// end. Therefore their calls return an error:
+    /// uncorrectable memory error. Callers must not wait without end in this case, so their calls
+    /// return an error:
     ///
-    /// - If the driver runs and confirms the code, calls pass, and the driver returns its error, as
-    ///   without this library. No call needs the memory that is not copied in, because all calls fail.
-    /// - Otherwise, after [`MAX_LOST_RETURNS`] attempts, the gate answers calls with an error and none
-    ///   reaches the driver, whose state is not restored.
+    /// - If the driver reports the state RUNNING and returns the same code again, the gate opens.
+    ///   Calls pass, and the driver returns its error, as without this library. No call needs the
+    ///   memory that is not copied in, because all calls fail.
+    /// - Otherwise the restore may be tried again. After [`MAX_LOST_RETURNS`] failed restores, the
+    ///   gate returns an error for every call. No call reaches the driver, because the driver's
+    ///   state of the process is not restored.
     fn hand_over_if_lost(&mut self, host: &mut impl Host, ended: Ended) -> Ended {
         let (outcome, code) = ended;
         if outcome == Outcome::Done {
@@ -491,10 +495,11 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits until no call of the set `calls` is inside the driver, then seals the gate. False:
-/// `deadline_ms` has passed, or a caller has arrived at the gate while another call was still
-/// inside the driver. In the second case the process is not idle. In addition, the call inside the
-/// driver might not end before the caller at the gate continues.
+/// Waits until no call of the set `calls` is inside the driver, then seals the gate and returns
+/// true. Returns false after `deadline_ms`. If the set is `All`, also returns false if a caller
+/// waits at the gate while another call is still inside the driver. The process is then not idle.
+/// Besides, the call inside the driver may be unable to end before the caller at the gate
+/// continues.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;

@@ -1,11 +1,11 @@
 //! The agent: one thread per CUDA process. It executes the controller's orders, reports waiting
 //! callers, and restores its process itself when the controller does not respond.
 //!
-//! The agent has SIGURG blocked and sleeps until that signal is pending. The socket raises it when
-//! there is something to read, and callers raise it when the counters have changed. The agent's
-//! descriptors are the controller's socket and the counters' file. With a copier, there are also the
-//! copier's socket and the staging file. A process that has exported memory also has the socket for
-//! processes that open this memory.
+//! The agent has SIGURG blocked and sleeps until that signal is pending. The kernel raises the
+//! signal when the agent's socket has something to read, and callers raise it when the counters
+//! have changed. The agent's descriptors are the controller's socket and the counters' file. If a
+//! copier is used, they also include the copier's socket and the staging file. If the process has
+//! exported memory, they include a socket for processes that open this memory.
 
 mod blocked;
 #[cfg(test)]

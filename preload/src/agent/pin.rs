@@ -1,6 +1,7 @@
-//! Keeps libcuda loaded. Before `cuInit`, the last `dlclose` unloads libcuda (seen with 580; after
-//! `cuInit` it stays loaded). A program might request the driver's version, close libcuda and load
-//! it at another address. The agent would then have addresses of unmapped code.
+//! Keeps libcuda loaded. Before `cuInit`, the last `dlclose` unloads libcuda (seen with driver
+//! 580). After `cuInit`, libcuda stays loaded. A program might request the driver's version, close
+//! libcuda, and load it again at another address. The agent would then hold addresses of unmapped
+//! code.
 //!
 //! To add a reference, `dlopen` takes the loader's lock. Another thread may hold that lock while
 //! its constructor waits at the gate for this agent. So a separate thread calls `dlopen`, and the

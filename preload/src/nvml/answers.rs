@@ -18,30 +18,31 @@ use crate::sys;
 /// Maximum age, in microseconds, of a figure that is returned while the process is being moved.
 pub const OLD_US: u64 = 60_000_000;
 
-/// Where an NVML function writes its result. Its arguments are numbered from 0.
+/// Where an NVML function writes its result. The numbers in the variants are argument numbers, from
+/// 0 on.
 #[derive(Clone, Copy)]
 enum AnswerShape {
-    /// The result is written to the address that an argument contains. First value: number of that
-    /// argument. Second value: number of bytes.
+    /// The function writes the result to the address that one of its arguments contains. First
+    /// value: number of that argument. Second value: number of bytes.
     Bytes(usize, usize),
-    /// The result is a text, which is written to the address in this argument. The next argument is
-    /// the length of the text's buffer.
+    /// The result is a text. The argument with this number is the address of the buffer for the
+    /// text, and the next argument is the buffer's length.
     Text(usize),
-    /// The results are two u32 values: one is written to the address in this argument, the other to
-    /// the address in the next argument.
+    /// The results are two u32 values. The argument with this number is the address of the first
+    /// value, and the next argument is the address of the second value.
     Pair(usize),
 }
 
-/// Describes the arguments of an NVML function: which must be equal so that two calls have the same
-/// answer, and which is the address of the result. String arguments must always be equal, and are
-/// not listed here.
+/// Describes the arguments of an NVML function: which arguments identify the cached result, and
+/// which argument is the address of the result. A string argument is always a part of the identity,
+/// and is not listed here.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
-    /// Number of leading arguments that must be equal in two calls, so that both calls have the
-    /// same result.
+    /// Number of leading arguments that identify the result. Two calls have the same result only if
+    /// they are equal in these arguments.
     numbers: usize,
     /// Number of bytes at the start of the result's structure that the caller fills in before the
-    /// call. These bytes must also be equal in both calls.
+    /// call, such as its version. They also identify the result.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -166,8 +167,8 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     }
 }
 
-/// Returns the result of a call that must not reach NVML: an NVML error code or success. Returns
-/// `None` if no result is known.
+/// Answers a call that must not reach NVML, and returns its result code. Returns `None` if no
+/// result is known, so that the call must wait.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
@@ -248,8 +249,9 @@ unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) 
     known.result
 }
 
-/// Returns the limit of the container's VRAM on a GPU, and what it leaves, in bytes, from the file
-/// that the controller writes for programs without CUDA. `None`: the container has no limit.
+/// Reads the limit of the container's VRAM on a GPU from the file that the controller writes for
+/// programs without CUDA. Returns the limit and the part of it that is not used yet, both in bytes.
+/// `None`: the file has no limit for this GPU.
 fn shown_in_file(uuid: &[u8; 16]) -> Option<(u64, u64)> {
     let (mut path, mut content) = ([0; connection::PATH_BYTES], [0; FILE_BYTES]);
     let path = connection::file_beside(connection::named_socket(), VRAM_FILE, &mut path)?;
@@ -257,8 +259,9 @@ fn shown_in_file(uuid: &[u8; 16]) -> Option<(u64, u64)> {
     Some((view.limit_bytes, view.limit_bytes.saturating_sub(view.used_bytes)))
 }
 
-/// Replaces the size of a device's memory by the limit of the container's VRAM, if there is one.
-/// `asks`: the controller is asked what the limit leaves. Otherwise its last reply is used.
+/// Reduces a device's memory sizes in the result of a call to the limit of the container's VRAM, if
+/// there is one. If `asks` is true, requests from the controller how much VRAM the limit leaves.
+/// Otherwise uses the controller's last reply.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class that has returned success.
@@ -369,8 +372,9 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     digits.next().is_none().then_some(uuid)
 }
 
-/// Answers a query of a device's processes with an empty list. The container's own processes are
-/// not on the device, and other processes are not visible.
+/// Answers a query of a device's processes with an empty list. While NVML must not be called, the
+/// container's own processes are not on the device. Processes of other containers are not visible.
+/// `None`: the UUID of the device is not cached.
 ///
 /// # Safety
 /// `frame` must be of a call of a function with the arguments (device, count, processes).

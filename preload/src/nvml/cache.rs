@@ -1,8 +1,9 @@
 //! Cache of NVML results, for calls that are made while NVML must not be called.
 //!
 //! Entries are only added and renewed, without a lock. Each entry has a version. An odd version
-//! means that a thread is writing the entry, and readers ignore it. If a thread is stopped while it
-//! writes, all readers ignore the entry from then on. A call that needs it then causes a restore.
+//! means that a thread is writing the entry, and readers ignore it. If a thread stops forever while
+//! it writes an entry, all readers ignore that entry from then on. A call that needs the entry then
+//! causes a restore.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -11,7 +12,7 @@ use crate::sys;
 /// Maximum number of result bytes that are cached: the length of NVML's longest name.
 pub const BYTES: usize = 96;
 const WORDS: usize = BYTES / 8;
-/// Number of entries: about 30 functions that monitors call, for each of 8 devices.
+/// Number of entries. Monitoring programs call about 30 functions, for each of up to 8 devices.
 const ENTRIES: usize = 256;
 
 struct CachedAnswer {
@@ -33,7 +34,7 @@ static CACHE: [CachedAnswer; ENTRIES] = [const {
     }
 }; ENTRIES];
 
-/// Cached result of one call.
+/// Cached result of one NVML call.
 #[derive(Clone, Copy)]
 pub struct AnswerKey {
     /// Result code of the call, an `nvmlReturn_t`.

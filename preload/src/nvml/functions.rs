@@ -10,8 +10,8 @@ use crate::{libc, lookup, process};
 
 /// Address of the real function of each stub. 0 if it is not known.
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
-/// Function that each spare stub stands for, as its index in the list plus one. 0 if the function
-/// is unlisted.
+/// NVML function of each spare stub: its index in this library's list of NVML functions, plus one.
+/// 0 if the list does not contain the function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
 /// Begin and end address of NVML's code. If several copies of NVML are loaded, this is the copy
 /// that is kept loaded, or else the copy that was found first.
@@ -66,9 +66,9 @@ fn know_code(object: &LoadedObject<'_>) {
     }
 }
 
-/// Keeps the NVML library that was just initialised loaded for the life of the process. If it were
-/// unloaded, this library's counts of NVML's initialisations could become wrong. Must be called on
-/// the application's thread, because it takes the loader's lock.
+/// Keeps the NVML library that was just initialised loaded for the life of the process. If the
+/// application unloaded NVML, this library's counts of NVML's initialisations would become wrong.
+/// Must be called on the application's thread, because it takes the loader's lock.
 pub fn hold_loaded() {
     if IS_HELD.load(Ordering::Acquire) {
         return;
@@ -125,8 +125,9 @@ fn is_taken(place: &AtomicUsize, real: usize) -> bool {
     owner.is_ok() || owner == Err(real)
 }
 
-/// Allocates a spare stub for a function that has no stub of its own: an unlisted function, or a
-/// function of a second copy of NVML. Returns the stub's number.
+/// Allocates a spare stub for a function that has no stub of its own. Such a function is not in
+/// this library's list, or belongs to a second copy of NVML. Returns the stub's number. `None`: no
+/// spare stub is free.
 fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     let spares = REAL.get(COUNT..)?.iter().zip(&SPARE_INDEX);
     for (number, (place, known)) in spares.enumerate() {
@@ -152,7 +153,8 @@ pub fn real(place: u64) -> Option<usize> {
     Some(owner.err().unwrap_or(found))
 }
 
-/// Returns the index of a stub's function in the list. Returns `None` if the function is unlisted.
+/// Returns the index of a stub's function in this library's list of NVML functions. Returns `None`
+/// if the list does not contain the function.
 pub fn index(place: u64) -> Option<usize> {
     let place = place as usize;
     match place.checked_sub(COUNT) {
@@ -161,7 +163,8 @@ pub fn index(place: u64) -> Option<usize> {
     }
 }
 
-/// Returns the class of a stub's function. Unlisted functions have the class `Held`.
+/// Returns the class of a stub's function. A function that is not in this library's list has the
+/// class `Held`.
 pub fn class(place: u64) -> Class {
     index(place).map_or(Class::Held, nvml::class)
 }

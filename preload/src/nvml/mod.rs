@@ -91,19 +91,19 @@ const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
 /// Number of the application's `nvmlInit` calls minus its `nvmlShutdown` calls. Only calls into the
-/// copy of NVML that is kept loaded count. A fork copies this number together with NVML's own
-/// count.
+/// copy of NVML that is kept loaded count. A forked child inherits this number and NVML's own
+/// count, so both still agree there.
 static USERS: AtomicU32 = AtomicU32::new(0);
-/// Number of `nvmlInit` calls minus `nvmlShutdown` calls that have reached the copy of NVML that is
-/// kept loaded. Unlike in [`USERS`], calls that this library answered do not count.
+/// Number of `nvmlInit` calls minus number of `nvmlShutdown` calls that have reached the copy of
+/// NVML that is kept loaded. [`USERS`] also counts the calls that this library has answered itself.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Same number as [`REFERENCES`], for all other copies of NVML.
+/// Same as [`REFERENCES`], but the sum for all other copies of NVML.
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Whether one of the counted `nvmlInit` calls has attached NVML to the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
 /// Registration number of the process that closed the gate, or 0 while the gate is open. A child
-/// that is forked while the gate is closed inherits the parent's number. The locks of NVML are then
-/// never released in the child.
+/// that is forked while the gate is closed inherits the parent's number. The child thereby detects
+/// that NVML's locks, which it has also inherited, are never released in it.
 static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
 /// What the thunk does next with a call, after [`enter`] has returned.
@@ -121,7 +121,7 @@ pub enum NvmlAction {
 /// itself.
 ///
 /// # Safety
-/// Only the thunk calls it, with its own frame: the arguments are those of the function.
+/// Only the thunk may call this function, with its own frame, which has the call's arguments.
 unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     let Some(real) = functions::real(frame.place) else {
         // The program is linked to a name that the NVML library does not have.
@@ -181,7 +181,7 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
 /// the call, else 0.
 ///
 /// # Safety
-/// Only the thunk calls it, with the frame that [`enter`] filled.
+/// Only the thunk may call this function, with the frame that [`enter`] filled.
 unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     let class = functions::class(frame.place);
     let result = frame.result as u32;
@@ -277,10 +277,10 @@ fn attaches(frame: &NvmlFrame) -> bool {
     functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
 }
 
-/// Answers an `nvmlInit` or `nvmlShutdown` call from the counts alone, or any call while the
-/// application has not initialised NVML. Returns `None` if the call must reach NVML. In a process
-/// that uses CUDA, NVML stays initialised, because it could not be initialised again while the
-/// process is checkpointed.
+/// Answers an `nvmlInit` or `nvmlShutdown` call in a process that uses CUDA: changes only the count
+/// of users. NVML itself stays initialised there, because it could not be initialised again while
+/// the process is checkpointed. Also answers any other call if the application has shut NVML down.
+/// Returns `None` if the call must reach NVML.
 fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
     if REFERENCES.load(Ordering::SeqCst) == 0 || !functions::is_held(frame.place) {
         return None;
@@ -335,8 +335,8 @@ fn wait_for_event(frame: &mut NvmlFrame) -> bool {
 }
 
 /// Blocks a caller until calls may reach NVML. Requests a restore at once if the process is
-/// checkpointed. In other phases it requests a restore after 2 s, because a move usually ends
-/// before.
+/// checkpointed. In other phases of a move it requests a restore only after 2 s, because the move
+/// usually ends sooner.
 fn wait() {
     const QUIET_US: u64 = 2_000_000;
     const LOOK_AGAIN_MS: u64 = 20;

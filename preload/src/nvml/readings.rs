@@ -1,5 +1,5 @@
-//! Stores the figures of GPUs that the controller has read from NVML and sent (readings). They
-//! answer calls that are made while NVML must not be called.
+//! Stores readings: figures of GPUs that the controller has read from NVML and sent to this
+//! process. They answer the application's NVML calls while NVML must not be called.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -94,10 +94,12 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     })
 }
 
-/// Returns a reading of the device, or `None` if none is recent enough. If the process is
-/// checkpointed, requests a reading from the controller and waits for it for at most 1 s. While the
-/// process is being moved, its agent cannot request readings, so an older reading is returned, up
-/// to the age [`super::answers::OLD_US`].
+/// Returns a recent reading of the device. `None`: there is none.
+///
+/// If the process is checkpointed, the reading is at most 2 s old. If necessary, this function
+/// requests a reading from the controller and waits for it, for at most 1 s. While the process is
+/// being moved, its agent cannot request readings. The reading may then be up to
+/// [`super::answers::OLD_US`] old.
 pub fn fresh(uuid: &[u8; 16], is_checkpointed: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;

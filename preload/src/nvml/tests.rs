@@ -87,7 +87,7 @@ fn waits_of_threads_that_ended_do_not_count() {
     assert!(waits.count(own) && waits.count(dead) && waits.count(own));
     assert!(waits.uncount(own) && waits.has_any());
     assert!(waits.uncount(own) && !waits.has_any());
-    assert!(!waits.uncount(own) && !waits.uncount(dead), "no wait is left");
+    assert!(!waits.uncount(own) && !waits.uncount(dead), "all waits were removed before");
     // Threads for all entries. One of them waits several times.
     assert!((1..=32).all(|tid| waits.count(tid << 20)) && !waits.count(own));
     assert!(waits.count(1 << 20) && !waits.has_any() && waits.count(own));

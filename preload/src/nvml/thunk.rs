@@ -12,7 +12,8 @@ use crate::sys;
 pub struct NvmlFrame {
     /// Number of the stub through which the function was called.
     pub place: u64,
-    /// Return address of the call, which shows what code has called.
+    /// Return address of the call. It shows whether the application or NVML itself has made the
+    /// call.
     pub caller: usize,
     /// Register rax, as the real function returned it.
     pub result: u64,
@@ -20,8 +21,8 @@ pub struct NvmlFrame {
     pub target: usize,
     /// The call's register arguments: rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
-    /// Time at which the call's wait for events ends. 0, the initial value, means that it is not
-    /// known yet.
+    /// For a call that waits for events: time at which its wait ends. 0, the initial value, means
+    /// that the time was not computed yet.
     until_us: u64,
     unused: u64,
 }
@@ -59,7 +60,8 @@ impl NvmlFrame {
 
     /// Sets the timeout of the next wait in NVML to the remaining time of the call, but to 100 ms
     /// at most. So a long wait is split into short ones, and the call soon notices that the gate
-    /// was closed. Returns false if no time remains. The first use for a call always returns true.
+    /// was closed. Returns false if no time remains. The first use for a call always returns true,
+    /// so that even a call with the timeout 0 reaches NVML once.
     pub fn slice_wait(&mut self) -> bool {
         const SLICE_MS: u64 = 100;
         let is_first = self.until_us == 0;

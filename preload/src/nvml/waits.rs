@@ -8,7 +8,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sys;
 
-/// Maximum number of threads whose waits for events are counted separately.
+/// Maximum number of threads whose waits for events this table counts. Waits of further threads are
+/// counted like other calls into NVML.
 const MAX_THREADS: usize = 32;
 
 /// Table of the threads that wait for events inside NVML. An entry contains the thread id in the
@@ -36,7 +37,8 @@ impl EventWaits {
         self.change(tid, |entry| if entry < 2 * ONE { 0 } else { entry - ONE })
     }
 
-    /// Changes the entry of a thread. No other thread changes the entry while this thread exists.
+    /// Changes the entry of a thread. No other thread changes that entry while the thread exists.
+    /// Returns false if the thread has no entry.
     fn change(&self, tid: u32, to: impl Fn(u64) -> u64) -> bool {
         let own = |entry: u64| (entry as u32 == tid).then(|| to(entry));
         let order = Ordering::SeqCst;

@@ -12,8 +12,8 @@ use super::driver::call;
 use super::{GRANULE_BYTES, SWAP, addresses, count, ipc, locked, stream_pools, tables, vmm};
 use crate::fds::TrackedFd;
 
-/// Minimum size of an allocation that this library can copy to host memory itself. The driver makes
-/// smaller allocations, because it puts several of them into one block of this size.
+/// Minimum size of an allocation that this library can copy to host memory itself. Smaller
+/// allocations are left to the driver, which puts several of them into one block of this size.
 pub(super) const MIN_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
@@ -259,8 +259,8 @@ pub unsafe extern "C" fn pointer_get_attributes(
     code
 }
 
-/// Marks the allocation at an address to stay on the device in offloads. Callers do so if anything
-/// besides the mapping refers to the physical memory, for example an exported handle.
+/// Marks the allocation at an address, so that offloads leave it on the device. Must be called if
+/// anything besides the mapping refers to the physical memory, for example an exported handle.
 pub(super) fn stays(address: u64) {
     let found = locked(|table| {
         let piece = &mut table.around(address)?.piece;
@@ -299,8 +299,9 @@ pub unsafe extern "C" fn mem_get_handle_for_range(
     code
 }
 
-/// Wrapper of `cuCtxFromGreenCtx`. If the call succeeds, the library makes no new allocation
-/// swappable from then on, because no hook sees the end of a green context.
+/// Wrapper of `cuCtxFromGreenCtx`. If the call succeeds, the library makes no further allocation
+/// swappable (copyable to host memory by the library itself). The reason is that no hook sees the
+/// end of a green context.
 pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {

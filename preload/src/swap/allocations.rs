@@ -36,7 +36,7 @@ pub struct AllocationPiece {
     pub imported: bool,
     /// Location of the piece's content: in VRAM, in the staging pool, or in exported memory.
     pub place: MemoryPlace,
-    /// True if the last copy out included the piece.
+    /// True if the last copy out, or the last prefault for one, included the piece.
     pub has_left: bool,
     /// Offset of the content in the staging pool, while the content is in the pool.
     pub offset: u64,
@@ -71,9 +71,9 @@ impl AllocationPiece {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether the memory may stay allocated after the piece is removed from the tables, because
-    /// another reference exists. This is possible if the memory was imported, is on the device, and
-    /// was marked to stay there.
+    /// Whether imported memory may stay allocated after the piece was removed from the tables,
+    /// because something else refers to the memory. This is possible if the memory is on the device
+    /// and marked to stay there.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays
@@ -96,9 +96,9 @@ pub struct Allocation {
     /// This library's number of the CUDA memory pool from which the application allocated the
     /// memory. 0: it was not allocated from a pool.
     pub pool: u64,
-    /// Event of the last `cuMemFreeAsync` of this memory. It is kept if the memory is allocated
-    /// again, because the next `cuMemFreeAsync` of the memory reuses the event. An empty mark:
-    /// there is no event to reuse.
+    /// Mark with the event that the last `cuMemFreeAsync` of this memory has recorded. If the
+    /// memory is allocated again, the mark is kept, so that the next `cuMemFreeAsync` reuses the
+    /// event. An empty mark: there is no event to reuse.
     pub mark: CompletionMark,
 }
 

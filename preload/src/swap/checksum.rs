@@ -12,8 +12,8 @@
 //!
 //! Content can change for two reasons. The staging pool is memory of the application's own process,
 //! so a stray write can change it. The content also crosses the bus twice. A difference is reported
-//! as an uncorrectable error, as faulty device memory would be, so that no result is computed from
-//! it.
+//! as an uncorrectable error, as faulty device memory would be. So the application computes no
+//! result from wrong content.
 
 use core::sync::atomic::Ordering;
 

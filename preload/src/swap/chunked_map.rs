@@ -22,7 +22,7 @@ impl<T: HasKey> ChunkedMap<T> {
     const MAX_GROUP_LEN: usize = PAGE_BYTES / size_of::<T>();
 
     pub const fn empty() -> ChunkedMap<T> {
-        const { assert!(Self::MAX_GROUP_LEN > 1, "a group that can be split") };
+        const { assert!(Self::MAX_GROUP_LEN > 1, "a group must hold at least two entries") };
         ChunkedMap { groups: MmapVec::empty(), spare: MmapVec::empty() }
     }
 

@@ -20,8 +20,8 @@ pub(super) fn current_context() -> Option<usize> {
 
 /// Waits for the GPU's work as `cuMemFree` does, by freeing a small allocation of the same context.
 /// The wait fails where `cuMemFree` fails: during the capture of a stream or after an error. A
-/// `context` of 0 stands for memory that has outlived its context. Then the function waits in the
-/// current context.
+/// `context` of 0 stands for memory that has outlived its context. In this case the function waits
+/// for the work of the current context.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
@@ -44,8 +44,9 @@ pub(super) fn wait_for_work(context: usize) -> u32 {
     })
 }
 
-/// Records that the library keeps one small allocation in this context. False: the context is
-/// recorded already, or the list is full.
+/// Records that the library keeps its first small allocation in this context, so that the driver
+/// keeps its block for small allocations. False: the library already keeps one there, or the list
+/// is full.
 fn keeps_first(context: usize) -> bool {
     let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
     let take = |place: &AtomicUsize| {
@@ -70,9 +71,9 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Ends a context by calling `end`, and frees the context's allocations if `has_ended` then returns
-/// true. `which` returns the context, and is called while no other context can end. Returns the
-/// code of `end`.
+/// Calls `end`, the driver's function that ends a context or releases a reference to it, and
+/// returns its code. If `has_ended` then returns true, frees the allocations of the context.
+/// `which` returns the context. It is called while no other context can end.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
     end: impl FnOnce() -> u32,
@@ -125,10 +126,11 @@ fn ends(
     code
 }
 
-/// Marks one pool allocation of an ended context to stay on the device, and removes the context
-/// from its entry. Memory of a pool outlives its context (measured, H200, driver 580.159), but no
-/// context is left in which the library could copy the memory in. Returns the number of bytes that
-/// are no longer swappable. `None`: the context has no such allocation left.
+/// Handles one allocation from a memory pool whose context has ended. Memory of a pool outlives its
+/// context (measured, H200, driver 580.159), but no context is left in which the library could copy
+/// it. So the function marks the allocation to stay on the device, and sets its context to 0.
+/// Returns the number of bytes that are no longer swappable. `None`: the context has no such
+/// allocation left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
@@ -146,9 +148,9 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// Returns the device's primary context, if it exists now. No context may end during the call,
-/// because the function holds a reference to the context for a short time. If another thread
-/// released its own reference in this time, this function's reference would be the last one.
+/// Returns the device's primary context, if it exists now. No context may end during the call. The
+/// function takes and releases a reference to the context. If another thread released its own
+/// reference in between, this function would release the last one and end the context.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)

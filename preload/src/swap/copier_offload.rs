@@ -1,6 +1,6 @@
 //! Offload through a copier (a separate process that copies VRAM for others). This process exports
 //! its memory and is checkpointed by the driver. Meanwhile the copier copies the content to the
-//! staging pool, which it has registered before.
+//! staging pool, which the copier has registered before.
 //!
 //! ```text
 //! Device ──copied to new memory, if it cannot be exported──> exported, sent, unmapped, released

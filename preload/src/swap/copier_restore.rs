@@ -81,8 +81,8 @@ pub fn hang_up() {
 }
 
 /// Offers the copied-out content to the copier, so that the copier restores it. If the copier
-/// cannot restore this content, closes the connection. Also records in the counters whether a
-/// copier would help at all.
+/// cannot restore this content, closes the connection. Also records in the counters whether any
+/// copier could restore this process, for the controller.
 pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     let summary = summary(MemoryPlace::Pool);
     if let Some(page) = process::page() {
@@ -107,8 +107,8 @@ pub fn announce_offloaded() {
     send(ToCopier::Checkpointed, None);
 }
 
-/// Whether anything more urgent than the copier's messages waits: a caller at the gate, or a
-/// message of the controller.
+/// Whether the agent has more urgent work than the copier's messages: a caller waits at the gate,
+/// or a message of the controller has arrived.
 fn is_wanted() -> bool {
     process::page().is_some_and(CounterPage::has_waiters)
         || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
@@ -242,12 +242,15 @@ fn is_off(piece: &AllocationPiece) -> bool {
 pub(super) type Summary = (u32, u64, i32);
 
 /// Returns the summary of the pieces whose content is at `place`. `None`: a copier cannot create
-/// such memory. A copier can create the memory if it is contiguous in the staging pool, on one
-/// device and without special properties, and its pieces have a minimum size on average. It must
-/// also be memory that the application cannot export. The process imports what a copier creates,
-/// and the driver does not export imported memory. Memory of `cuMemAlloc` meets this condition even
-/// if this library created it as exportable. The application cannot export it, and memory that this
-/// library has exported stays on the device.
+/// such memory. For a copier, the pieces must be contiguous in the staging pool, on one device and
+/// without special properties. Their number and their mean size must be within the protocol's
+/// limits.
+///
+/// The application must also be unable to export the memory. The process imports what a copier
+/// creates, and the driver does not export imported memory. Memory of `cuMemAlloc` meets this
+/// condition: the application cannot export it, even if this library has created it as exportable.
+/// Memory of `cuMemAlloc` that this library has exported stays on the device, so it is not among
+/// these pieces.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;

@@ -43,7 +43,7 @@ pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
 /// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Whether the process lacks a part of its device memory: content is in the staging pool or
+/// Whether a part of the process's memory is not on the device: content is in the staging pool or
 /// exported, or the local memory of a context is released.
 pub fn is_copied_out() -> bool {
     let in_pool = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
@@ -54,10 +54,10 @@ pub fn is_copied_out() -> bool {
 
 /// Copies all swappable memory to host memory and frees it on the device.
 ///
-/// With `keep`, the copy is retained after the restore, and content that is unchanged since the
-/// last copy is not copied again. With `check`, the restore verifies checksums. `handed` is `Some`
-/// if a checkpoint by the driver follows, during which a copier may copy the memory. Its value is
-/// the process's VRAM in bytes.
+/// If `how.keep` is true, the copy is retained after the restore, and content that is unchanged
+/// since the last copy is not copied again. If `how.check` is true, the restore verifies checksums.
+/// `handed` is `Some` if a checkpoint by the driver follows, during which a copier may copy the
+/// memory. Its value is the process's VRAM in bytes.
 ///
 /// # Errors
 /// Returns the driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. All memory is on the device as
@@ -146,8 +146,8 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     })
 }
 
-/// Whether less than half of the content is in the staging pool already, as far as digests are
-/// known.
+/// Whether less than half of the content is in the staging pool already. Content without a known
+/// digest counts as new.
 fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
     found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
 }
@@ -374,8 +374,8 @@ fn copy_to_device() -> Result<(), u32> {
     })
 }
 
-/// Whether the context of the copied-out memory is lost, which means that its synchronisation
-/// returns this error code. Nothing runs on the GPU, so the driver returns at once.
+/// Whether the context of the copied-out memory is broken: whether a synchronisation of this
+/// context returns the error `code`. Nothing runs on the GPU, so the driver returns at once.
 pub fn is_broken(code: u32) -> bool {
     if !is_copied_out() {
         return false;

@@ -45,8 +45,8 @@ impl Digest {
     /// the module `zeros`.
     pub const LEFT_OUT: Digest = Digest { low: 0, high: u64::MAX - 1 };
 
-    /// Returns an input entry of the digest kernel, which contains the address of the memory. The
-    /// kernel replaces the entry by the digest.
+    /// Returns an entry that contains a memory address, as input of the digest kernel. The kernel
+    /// replaces the entry by the digest of the memory at that address.
     pub(super) fn of_address(address: u64) -> Digest {
         Digest { low: address, high: 0 }
     }
@@ -99,8 +99,8 @@ impl Drop for DigestTable {
 }
 
 /// Computes the digests of the pieces for which `which` is true. Returns them in a table for a
-/// staging pool of `bytes` bytes. `None`: the device cannot compute digests now. Digests of single
-/// pieces may stay unknown.
+/// staging pool of `bytes` bytes. `None`: the device cannot compute digests now, or the size of a
+/// piece is not a multiple of [`SLOT_BYTES`]. Digests of single pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
     if !libc::are_stacks_large() || !loader_lock::is_loaded() {
         return None;

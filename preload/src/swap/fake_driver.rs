@@ -73,7 +73,8 @@ impl Export {
 struct Device {
     next: u64,
     handles: BTreeMap<u64, Handle>,
-    /// Mappings: the number that identifies the mapped physical memory object, by address.
+    /// Mapped physical memory. The key is the address, the value is the number of the physical
+    /// memory object.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
     /// Content of each slot that was written. The key is a physical memory object and the slot's
@@ -249,8 +250,8 @@ impl Device {
             .collect()
     }
 
-    /// Checks that a copy does not cross the end of a range of registered host memory. `None`: it
-    /// does.
+    /// Checks that a copy does not cross the end of a range of registered host memory. `None`: the
+    /// copy crosses it.
     fn may_copy(&self, host: usize, bytes: usize) -> Option<()> {
         let end = host + bytes;
         let last = self.registered.range(..end).next_back();

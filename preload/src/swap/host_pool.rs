@@ -1,6 +1,6 @@
 //! The connection to the node's host pool. The host pool allocates pages of a memory file for this
 //! process, so that they are charged to Affinode's cgroup and not to the container's. This process
-//! maps the file. Its content lives as long as the mapping, also without the host pool.
+//! maps the file. The content exists as long as this mapping, even after the host pool has ended.
 //!
 //! ```text
 //! helper thread ──Populate──> host pool      one request and one reply for each chunk;
@@ -19,15 +19,17 @@ use super::prefault::{CHUNK_BYTES, is_turned_back};
 use crate::fds::{self, TrackedFd};
 use crate::sys::{self, Descriptor, task};
 
-/// Time limit for the memory file, in milliseconds. The host pool sends it when it is connected.
+/// Time limit for the memory file, in milliseconds. The host pool sends the file as soon as the
+/// process is connected.
 const FILE_WITHIN_MS: u64 = 1_000;
-/// Time limit for a reply, in milliseconds. The host pool replies in a second, even if it has no
-/// memory. It takes longer only if it is stopped or the node reclaims memory.
+/// Time limit for a reply, in milliseconds. The host pool usually replies within a second, even if
+/// it has no memory. The reply takes longer only if the host pool is stopped or the node reclaims
+/// memory.
 const REPLY_WITHIN_MS: u64 = 10_000;
 /// Time limit for a reply after the controller has cancelled the copy out, in milliseconds.
 const TURNED_BACK_WITHIN_MS: u64 = 200;
-/// Interval at which a thread that waits for a reply looks whether the copy out was cancelled, in
-/// milliseconds.
+/// Interval, in milliseconds, at which a thread that waits for a reply checks whether the copy out
+/// was cancelled.
 const LOOK_MS: u64 = 20;
 
 /// State of the connection: [`NO_FILE`], [`HAS_FILE`] or [`BROKEN`].
@@ -37,8 +39,8 @@ const NO_FILE: u32 = 0;
 /// The memory file has arrived.
 const HAS_FILE: u32 = 1;
 /// The connection has failed and is shut down. The agent closes it before its next use. A helper
-/// must not close it, because other helpers may be waiting for a reply under the same number, and
-/// the application could open another file with this number.
+/// must not close it: other helpers may be waiting on this descriptor, and the application could
+/// open another file with the same number.
 const BROKEN: u32 = 2;
 
 /// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the

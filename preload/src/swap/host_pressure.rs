@@ -1,10 +1,10 @@
 //! Decides whether retained host memory must be freed, before the application reaches the
 //! container's memory limit or uses up the node's memory.
 //!
-//! Host memory is short if less than an eighth of the limit (at least 1 GiB) or less than an eighth
-//! of the node's memory is free. It also counts as short if a value cannot be read. While it is
-//! short, nothing is retained. Limits of cgroups above the container's own are not visible inside
-//! the container.
+//! Host memory is short if the free part of the node's memory is below an eighth. It is also short
+//! if the free part of the container's limit is below an eighth or below 1 GiB. If a value cannot
+//! be read, host memory counts as short. While it is short, no copy is retained in host memory.
+//! Limits of cgroups above the container's own are not visible inside the container.
 
 use core::ffi::CStr;
 
@@ -35,9 +35,9 @@ pub fn would_be_near(bytes: u64) -> bool {
         || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(MIN_BYTES))
 }
 
-/// Whether the use of `bytes` more would leave less than a 64th of the node's memory, or less than
-/// a 128th of the container's limit (at most 32 MiB). With less memory, the kernel's out-of-memory
-/// killer may act.
+/// Whether too little host memory would be left if `bytes` more were used. Too little is less than
+/// a 64th of the node's memory. It is also less than a 128th of the container's limit, or less than
+/// 32 MiB if the 128th is larger. With less memory, the kernel's out-of-memory killer may act.
 ///
 /// The controller granted this memory on the basis of slightly earlier readings. This check detects
 /// memory that other processes have used since then. A value that cannot be read is ignored.

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! The application sees the same addresses and contents at all times. If the driver refuses a step
-//! for an allocation, that allocation is left to the driver. The content never leaves the process,
-//! so it is lost only if this process ends.
+//! for an allocation, that allocation is left to the driver. At all times the process itself holds
+//! the memory that contains the content. So the content is lost only if this process ends.
 //!
 //! | module | content |
 //! | --- | --- |

@@ -2,8 +2,8 @@
 //! processor touches the page first. The farther that node is from the GPU, the slower are copies
 //! to the GPU.
 //!
-//! The library sets no memory policy, because the usual seccomp filter of a container refuses the
-//! call.
+//! The library does not set a memory policy of the kernel, because the usual seccomp filter of a
+//! container refuses that system call.
 
 use affinode_cuda_sys::{device_attribute, result};
 

@@ -21,8 +21,8 @@ pub fn has_others() -> bool {
 /// Whether another device may access memory of this process without a call into the driver. The
 /// process then has the file of such a device open, and the kernel gives the device the pages
 /// behind GPU addresses (`nvidia_p2p_get_pages`). The gate does not stop the device's writes, and
-/// no lock waits for them. The writes go to the memory that was mapped when the device requested
-/// the pages.
+/// the driver's lock does not wait for them. The writes go to the memory that was mapped when the
+/// device requested the pages.
 pub fn is_reached() -> bool {
     has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
 }
@@ -48,8 +48,8 @@ fn is_known(name: &[u8]) -> bool {
     is_usual(name) || is_gpu(name)
 }
 
-/// Whether `/dev` of every container has this name. The names are patterns, not a table: every
-/// process that loads the library would relocate the table's pointers.
+/// Whether `/dev` of every container has a file of this name. The names are match patterns and not
+/// a table, because the loader would relocate the table's pointers in every process.
 fn is_usual(name: &[u8]) -> bool {
     matches!(
         name,
@@ -73,7 +73,8 @@ fn is_usual(name: &[u8]) -> bool {
     )
 }
 
-/// Whether the name comes to `/dev` with a GPU, or Kubernetes adds it.
+/// Whether the name is that of a file which appears in `/dev` together with a GPU, or which
+/// Kubernetes adds there.
 fn is_gpu(name: &[u8]) -> bool {
     let number = name.strip_prefix(b"nvidia");
     matches!(

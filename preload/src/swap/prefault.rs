@@ -21,7 +21,7 @@ const MAX_HELPERS: usize = 16;
 /// was cancelled.
 const STEP_BYTES: usize = 16 << 20;
 
-/// Whose memory the staging pool is.
+/// Owner of the staging pool's memory: this process or the node's host pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StagingPlace {
     /// Memory of this process, which is charged to its container.
@@ -72,7 +72,7 @@ pub struct StagingMemory {
     pub bytes: usize,
     /// Whether the memory is a memory file.
     pub of_file: bool,
-    /// Whose memory it is.
+    /// Owner of the memory: this process or the node's host pool.
     pub place: StagingPlace,
 }
 
@@ -167,8 +167,9 @@ impl Prefault {
         }
     }
 
-    /// Touches the pages of the next chunk, unless this is unnecessary. False: no chunk is left,
-    /// host memory is short, or the copy out was cancelled.
+    /// Touches the pages of the next chunk. Skips the chunk if its pages are present or if no
+    /// content will be stored in it. False: no chunk is left, host memory is short, or the copy out
+    /// was cancelled.
     fn fill_next(&self) -> bool {
         let chunk = self.next.fetch_add(1, Ordering::AcqRel);
         let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
@@ -209,8 +210,9 @@ impl Prefault {
         }
     }
 
-    /// Requests the pages of a chunk from the host pool, and maps the pages of the chunk that the
-    /// host pool has allocated next. Returns that chunk. `None`: the host pool has no memory.
+    /// Requests the pages of a chunk from the host pool, and receives one reply. Maps the pages of
+    /// the chunk that the reply names, which may be another chunk, and returns this chunk. `None`:
+    /// the host pool has no memory, or the connection has failed.
     fn take_from_host_pool(&self, chunk: usize, bytes: usize) -> Option<usize> {
         let (answered, done) = host_pool::populate(chunk, bytes)?;
         let answered_bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), answered);
@@ -273,10 +275,11 @@ impl Prefault {
         }
     }
 
-    /// Counts `bytes` as memory that a helper is touching. False: host memory would become short,
-    /// or the copy out was cancelled. While little memory is left, helpers touch memory one after
-    /// the other. Otherwise the bytes that other helpers touch at the same time would be counted
-    /// twice: in the reading of free memory, and here.
+    /// Counts `bytes` as memory that a helper is touching now. False: host memory would become
+    /// short, or the copy out was cancelled.
+    ///
+    /// If host memory seems short while other helpers are touching memory, waits for them first.
+    /// Their bytes may be counted twice meanwhile: in the reading of free memory, and here.
     fn may_touch(&self, bytes: u64) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);

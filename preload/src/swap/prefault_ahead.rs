@@ -64,8 +64,7 @@ pub fn prepare(on: bool) {
     }
 }
 
-/// Ends the prefault of host memory, in whichever state it is. Does nothing if there is no
-/// prefault.
+/// Ends the prefault of host memory in any of its states. Does nothing if there is no prefault.
 pub fn end_preparation() {
     if is_on() {
         prepare(false);
@@ -154,9 +153,9 @@ pub fn is_over() {
     }
 }
 
-/// Closes the connection to a copier that has the file of the staging pool. Callers must call this
-/// function before they free pages of the pool. After that, the pages that the copier has
-/// registered no longer belong to the pool.
+/// Closes the connection to a copier that has the file of the staging pool. Must be called before
+/// pages of the pool are freed, because the pages that the copier has registered then no longer
+/// belong to the pool.
 pub fn is_spoilt() {
     if is_told() {
         copier_restore::hang_up();

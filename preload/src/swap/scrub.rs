@@ -22,7 +22,7 @@ const SCRUBBED_AFTER_US: u64 = 200_000;
 /// State of the small allocation that the agent makes after device memory was freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScrubState {
-    /// No memory was freed, or the process is resident again.
+    /// No memory was freed, or the process is resident again or checkpointed.
     None,
     /// Memory was freed. The value is the time at which the allocation is due, in microseconds.
     Scrubbing(u64),
@@ -33,7 +33,8 @@ pub enum ScrubState {
 impl ScrubState {
     /// Updates the state, and returns whether the agent must make the small allocation now.
     /// `parked` is true if memory is copied out and the driver can be called. `held` is true if
-    /// allocations are paused, because VRAM is granted to another process, possibly all free VRAM.
+    /// allocations are paused. The controller has then granted VRAM to another process, possibly
+    /// all free VRAM.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::None,

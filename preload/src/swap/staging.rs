@@ -15,9 +15,10 @@
 //! Zero pages are not stored (`zeros`). If the copy is retained after a restore, digests show at
 //! the next offload which content has not changed. That content is not copied again.
 //!
-//! With a copier the memory is a memory file, so that the copier can read it, too. The process
-//! still maps the file, and its container is charged for it. Chunks with content that other
-//! processes also have may be replaced by mappings of shared files (`dedup`).
+//! If the process has a copier, its own memory for the pool is a memory file, so that the copier
+//! can read it, too. The process still maps the file, and its container is charged for it. Chunks
+//! with content that other processes also have may be replaced by mappings of shared files
+//! (`dedup`).
 
 mod dedup;
 
@@ -38,8 +39,9 @@ use super::{host_pool, numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::{process, sys};
 
-/// Number of chunks that the pool always keeps. If the content is not retained, the other chunks
-/// are freed once the process is resident.
+/// Number of chunks that a pool of the process's own memory always keeps. If the content is not
+/// retained, the other chunks are freed once the process is resident. A pool in memory of the host
+/// pool keeps no chunk.
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -59,8 +61,8 @@ pub struct StagingPool {
     of_host_pool: usize,
     /// 1 if the whole content is retained after a restore while host memory suffices.
     keeps: usize,
-    /// 1 if the last copy out skipped a large part of the content as zero. A copier would then not
-    /// help.
+    /// 1 if a large part of the content was zero at the last copy out, and was skipped. A copier
+    /// cannot restore skipped content, so the next offload does without a copier.
     sparse: usize,
     /// 1 if a copier may still be writing to the memory. The memory is then replaced before its
     /// next use.
@@ -83,7 +85,7 @@ pub enum StoredChunk {
     Nowhere,
 }
 
-/// What memory the staging pool is.
+/// Kind of the staging pool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StagingKind {
     /// Anonymous memory of the process.
@@ -175,8 +177,8 @@ impl StagingPool {
         }
     }
 
-    /// Whether the present memory can serve as memory of this kind. A memory file can serve instead
-    /// of anonymous memory.
+    /// Whether the pool's present memory can be used where memory of this kind is needed. A memory
+    /// file of the process can be used in place of anonymous memory.
     fn is_usable_as(&self, kind: StagingKind) -> bool {
         match kind {
             StagingKind::HostPool => self.of_host_pool == 1 && host_pool::has_file(),
@@ -312,8 +314,8 @@ impl StagingPool {
         while self.shrink() {}
     }
 
-    /// Returns the host address of an offset that has content, and registers its chunk with the
-    /// driver.
+    /// Returns the host address of an offset at which the pool has content. First registers the
+    /// chunk of the offset with the driver, if it is not registered.
     pub fn held(&mut self, offset: usize) -> *mut c_void {
         let chunk = offset / CHUNK_BYTES;
         if !self.registered.has(chunk) {
@@ -379,9 +381,9 @@ impl StagingPool {
         self.keeps = usize::from(keeps);
     }
 
-    /// Returns where the content at `offset` is stored after this copy out, and how many bytes from
-    /// `offset` on are stored in the same way. All these bytes are in one chunk, and they are at
-    /// most `most`.
+    /// Returns where the content at `offset` is stored after this copy out. The second value is the
+    /// number of bytes from `offset` on that are stored in the same way, at most `most`. All these
+    /// bytes are in one chunk.
     pub fn stored(
         &self,
         offset: usize,
@@ -412,8 +414,8 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether the last copy out skipped a large part of the content as zero. A copier would then
-    /// not help at the next offload.
+    /// Whether a large part of the content was zero at the last copy out, and was skipped. A copier
+    /// cannot restore skipped content, so the next offload does without a copier.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }

@@ -1,9 +1,12 @@
 //! Physical memory that the application created itself (`cuMemCreate`), and its mappings.
 //!
-//! A block is the physical memory of one `cuMemCreate`. The application knows a block by a name of
-//! this library, which stays the same when the driver's handle changes. A block is swappable while
-//! all of it is mapped exactly once, and only its own device may read and write it at that address.
-//! Frameworks with growing segments map blocks in this way. Any other block is left to the driver.
+//! A block is the physical memory of one `cuMemCreate`. As the handle of a block, the application
+//! gets a name from this library. The name stays the same when the driver's handle changes.
+//!
+//! The library copies only swappable blocks. A block is swappable while the whole block is mapped
+//! exactly once, and only its own device may read and write it at that address. For example, torch
+//! with `expandable_segments` maps blocks in this way, to let its segments grow. Any other block
+//! leaves the device only in the driver's checkpoint.
 //!
 //! ```text
 //! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> swappable
@@ -75,11 +78,11 @@ pub struct MappingPart {
 pub enum Handle {
     /// The application passed the driver's own handle.
     Drivers,
-    /// The application passed a name of this library. The value is the driver's handle for which
-    /// the name stands.
+    /// The application passed a name of this library. The value is the driver's handle of the named
+    /// block.
     Named(u64),
-    /// The application passed a name of this library, but the memory for which the name stands no
-    /// longer exists.
+    /// The application passed a name of this library, but has released all references to the named
+    /// block.
     Stale,
 }
 
@@ -90,8 +93,8 @@ pub enum HandleRelease {
     Lives,
     /// Release this handle in the driver, because the last reference was released.
     Last(u64),
-    /// Release this handle in the driver. The memory was created by a copier, and other references
-    /// may still keep it allocated.
+    /// Release this handle in the driver. The process imported the memory, for example from a
+    /// copier. Another reference, for example an exported handle, may keep the memory allocated.
     Strays(u64),
 }
 
@@ -213,12 +216,12 @@ impl VmmHandleTable {
         (address.wrapping_sub(found.address) < found.bytes).then_some(found)
     }
 
-    /// Marks a block to stay on the device.
+    /// Marks a block as not swappable: every later copy out leaves it on the device.
     pub fn stay(&mut self, name: u64) {
         self.change(name, |block| block.piece.stays = true);
     }
 
-    /// Marks all blocks that are mapped in a range to stay on the device.
+    /// Marks all blocks that are mapped in a range as not swappable.
     pub fn stay_in(&mut self, address: u64, bytes: u64) {
         let mut next = address;
         while let Some(mapping) = self.touching(next, address.saturating_add(bytes)) {
@@ -263,8 +266,8 @@ impl VmmHandleTable {
         Some(self.bury(mapping.block))
     }
 
-    /// Records which devices may access a range. A block in the range can become swappable or stop
-    /// being swappable by this.
+    /// Records which devices may access a range. The new access can make a block in the range
+    /// swappable, or no longer swappable.
     pub fn set_access(
         &mut self,
         address: u64,
@@ -300,8 +303,9 @@ impl VmmHandleTable {
         }
     }
 
-    /// Records that a context ended at the time `before`. Its blocks stay on the device, because no
-    /// context is left in which they could be copied.
+    /// Records that a context has ended. `before` is the time of its end. A block that got its
+    /// access in this context before that time is no longer swappable, because no context is left
+    /// in which the block could be copied.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         let mut next = 0;
         while let Some(name) = self.name_from(next, context, before) {

@@ -8,8 +8,8 @@ use super::{alloc_wrappers, contexts, ipc, pending_work, stream_pools, vmm};
 
 macro_rules! stand_ins {
     ($($function:ident $stand_in:path;)*) => {
-        /// The functions that have a wrapper. If an old and a new name have the same meaning, the
-        /// two are next to each other.
+        /// The functions that have a wrapper. If the driver exports the same function under an old
+        /// and a new name, the two names are next to each other.
         pub const FUNCTIONS: [Function; [$(Function::$function,)*].len()] =
             [$(Function::$function,)*];
 

@@ -14,13 +14,12 @@
 use super::digest::{Digest, SLOT_BYTES};
 use super::prefault::CHUNK_BYTES;
 
-/// Minimum length, in slots, of a run of zeros that is skipped. Shorter runs would split a large
-/// copy into many small copies.
+/// Minimum length of a run of zeros that is skipped, in slots of 2 MiB. Skipping shorter runs would
+/// split a large copy into many small copies.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
-/// If at least this many bytes are zero, to skip them saves more time than a copier saves. A copier
-/// saves the time of restoring a context, about a quarter of a second. In that time the bus copies
-/// 16 GiB.
+/// Number of zero bytes from which skipping saves more time than a copier saves. A copier saves the
+/// time of restoring a context, about a quarter of a second. In that time the bus copies 16 GiB.
 const WORTH_BYTES: usize = 16 << 30;
 
 /// Marks the runs of zeros that a copy out skips, and returns their total number of bytes.
@@ -43,8 +42,8 @@ pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     bytes
 }
 
-/// Whether to skip `bytes` zero bytes saves more time than a restore by a copier. `slots` is the
-/// number of slots of the whole content.
+/// Whether skipping `bytes` zero bytes saves more time than a restore by a copier saves. `slots` is
+/// the number of slots of the whole content.
 pub fn is_worth_a_copier(bytes: usize, slots: usize) -> bool {
     bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)
 }
@@ -63,14 +62,15 @@ fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     }
 }
 
-/// Returns the numbers of the chunks whose whole content is skipped, so that they store nothing.
+/// Returns the numbers of the chunks whose whole content is skipped. These chunks need no host
+/// memory.
 pub fn empty_chunks(known: &[Digest]) -> impl Iterator<Item = usize> + '_ {
     let is_out = |slot: &Digest| *slot == Digest::LEFT_OUT;
     known.chunks(CHUNK_SLOTS).enumerate().filter(move |(_, c)| c.iter().all(is_out)).map(|c| c.0)
 }
 
-/// Returns whether the content at `offset` is skipped, and the number of bytes from `offset` on for
-/// which the same is true. All these bytes are in one chunk, and they are at most `most`.
+/// Returns whether the content at `offset` is skipped, and how many bytes from `offset` on have the
+/// same state (skipped or not). The number is at most `most`, and the bytes are in one chunk.
 pub fn run_at(known: &[Digest], offset: usize, most: usize) -> (bool, usize) {
     let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
     let first = offset / SLOT_BYTES;

@@ -65,10 +65,10 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Attaches the filter to a socket. During the sender's call, the kernel then drops a datagram
-    /// that does not match, and closes the datagram's descriptors. Otherwise this process would
-    /// have to close these descriptors, and the creator of a descriptor's file can delay such a
-    /// close for any time.
+    /// Attaches the filter to a socket. The kernel then drops a datagram that does not match, and
+    /// closes the datagram's descriptors, during the sender's call. Without the filter, this
+    /// process would close these descriptors. Such a close can take any time, because the creator
+    /// of a descriptor's file can delay it.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;

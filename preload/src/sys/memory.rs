@@ -65,7 +65,7 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
     mapped.is_ok() && is_kept_from_children(at, bytes)
 }
 
-/// Makes the kernel leave a mapping of this library out of forked children. Returns false if the
+/// Excludes a mapping of this library from forked children (`MADV_DONTFORK`). Returns false if the
 /// kernel refused.
 fn is_kept_from_children(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
@@ -81,21 +81,22 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Keeps the kernel from replacing the pages of a range by huge pages. It would charge these to the
-/// cgroup of this process, even if another process has allocated the pages.
+/// Prevents the kernel from replacing the pages of a range by huge pages. The kernel would charge
+/// the huge pages to the cgroup of this process, even if another process had allocated the pages.
 pub fn keep_page_sizes(start: *mut u8, bytes: usize) {
     const MADV_NOHUGEPAGE: usize = 15;
     // SAFETY: changes no content.
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_NOHUGEPAGE, 0, 0, 0]) };
 }
 
-/// Allocates the pages of new memory at once. If the kernel allows it, pages of a file are
-/// allocated as huge pages. The default of `shmem_enabled` prevents this on most machines unless it
-/// is requested explicitly.
+/// Allocates the pages of new memory at once. For a file, the function requests huge pages, which
+/// the kernel may deny. Without the request, a file gets small pages on most machines, because of
+/// the default of `shmem_enabled`.
 ///
 /// # Safety
 /// The range must be mapped, must begin and end at the border of a huge page, and must have no
-/// content, because zeros are written on kernels before 5.14.
+/// content. The function writes zeros: into each huge page of a file and, on kernels before 5.14,
+/// into all pages.
 pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_POPULATE_WRITE: usize = 23;
     const PAGE_BYTES: usize = 4096;

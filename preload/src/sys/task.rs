@@ -108,7 +108,8 @@ pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
 }
 
 /// Sets `output` as the standard output, and `/dev/null` as the standard input and error. All other
-/// descriptors are closed at the next [`execute`]. Only for a task with its own descriptors.
+/// descriptors are closed at the next [`execute`]. Must be called only in a task that has its own
+/// descriptor table.
 pub fn take_standard_streams(output: i32) {
     const CLOSE_RANGE_CLOEXEC: usize = 4;
     const O_RDWR: usize = 2;

@@ -89,9 +89,9 @@ pub enum Action {
         how: CopyOptions,
     },
     /// Checkpoints the process with `cuCheckpointProcessCheckpoint` (phase Locked → Checkpointed).
-    /// If the phase is CopiedOut, the agent locks the process first. If a copier copies the memory
-    /// out, the agent waits until the copier has finished. If the copier does not copy, the agent
-    /// restores the process.
+    /// If the phase is CopiedOut, the agent locks the process first. If the agent has exported
+    /// memory to a copier, it waits after the checkpoint until the copier has copied the memory. If
+    /// the copier fails, the outcome is [`NotCopied`](super::message::Outcome::NotCopied).
     Checkpoint {
         /// Largest amount of VRAM that the process holds on any one GPU, in bytes. The agent uses
         /// it if it must restore the process without a controller.

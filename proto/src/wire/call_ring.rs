@@ -5,7 +5,8 @@
 //! page header
 //!   68   sample_every  0: no sampling. n: about one call in n is recorded
 //!   192  claimed       number of records begun so far
-//!   200  limit         number of the first record that may not be begun, because its place is not read yet
+//!   200  limit         number of the first record that may not be begun: the reader has not yet
+//!                      read the older record in its place
 //!   208  dropped       calls that found the ring full
 //!   256  record 0 … record 119
 //! ```
@@ -14,8 +15,8 @@
 //! records a call increments `claimed`, fills the record of that number and writes the number last.
 //! It never waits: at the limit it only increments `dropped`. With each
 //! [`super::message::ControllerMessage::SampleCalls`] the reader sends the number of the first
-//! record that it has not read, and the limit moves. Therefore no record is overwritten before it
-//! is read.
+//! record that it has not read, and the library moves the limit. Therefore no record is overwritten
+//! before it is read.
 //!
 //! A record counts its own call and the calls of its thread since the previous record. Sums are
 //! therefore exact up to the last record, at any sampling rate.
@@ -89,7 +90,7 @@ pub struct CallRingReader {
     stuck: bool,
 }
 
-/// Numbers of the calls and records that the reader did not get, between two readings of the ring.
+/// How many calls and records the reader missed between two readings of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Number of calls since the last reading that were not recorded because the ring was full.

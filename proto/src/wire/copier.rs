@@ -48,9 +48,9 @@ use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 /// Maximum number of pieces into which the copied memory of one process is divided. With more
 /// pieces, the fixed costs of all pieces together would be higher than the cost of the copies.
 pub const MAX_PIECES: usize = 4096;
-/// Minimum mean size of a process's pieces of GPU memory, in bytes. With smaller pieces a restore
-/// without a copier is faster: to allocate and export one piece takes as long as to copy this many
-/// bytes (H200: 0.1 to 0.15 ms).
+/// Minimum mean size of a process's pieces of GPU memory, in bytes. With smaller pieces, a restore
+/// without a copier is faster. The copier must allocate and export each piece, which takes as long
+/// as copying this many bytes (H200: 0.1 to 0.15 ms).
 pub const MIN_MEAN_BYTES: u64 = 8 << 20;
 /// Unit of piece sizes in bytes. The size of each piece is a multiple of it.
 pub const UNIT_BYTES: u64 = 2 << 20;
@@ -186,8 +186,8 @@ pub enum CopierOrder {
     Fill {
         /// Number that the controller has assigned to the process.
         process: u64,
-        /// Granted VRAM in bytes. If more memory of the process is copied out, the copier does not
-        /// fill it, and the process restores itself.
+        /// Granted VRAM in bytes. If the copied-out memory of the process is larger, the copier
+        /// does not fill any of it, and the process restores itself.
         most_bytes: u64,
     },
     /// Begins or ends a pause of the copier's allocations, while the controller proves VRAM free or

@@ -31,12 +31,13 @@ pub const SLOT_BYTES: usize = 64;
 /// Number of counter slots, including the slot that threads share.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// Maximum time per call that the controller believes a hook to add, in picoseconds (1
-/// microsecond). The time comes from a container, and a higher value is reduced to this maximum.
+/// Highest value of [`header::CALL_COST_PS`] that the controller accepts, in picoseconds (1
+/// microsecond). A container writes the value, so the controller reduces a higher value to this
+/// maximum.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// Maximum amount of retained memory that the controller believes a process to have, in bytes (1
-/// pebibyte). The amount comes from a container, and a higher value is reduced to this maximum, so
-/// that sums over thousands of processes do not overflow.
+/// Highest value of [`header::KEPT_BYTES`] and [`header::FILLING_BYTES`] that the controller
+/// accepts, in bytes (1 pebibyte). A container writes the values, so the controller reduces a
+/// higher value to this maximum. Sums over thousands of processes then do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Offsets of the fields in the header of the counters, in bytes.
@@ -57,16 +58,16 @@ pub mod header {
     /// memory outside the container's own limit runs short. The word needs no reset, because a copy
     /// out of another generation ignores it.
     pub const TURN_BACK: usize = 32;
-    /// Offset of a u64: host memory that the copy out in progress has not yet touched, in bytes.
+    /// Offset of a u64: host memory that the copy out in progress will still touch, in bytes.
     pub const FILLING_BYTES: usize = 40;
-    /// u64: number of the last recall of VRAM allowances. The controller, which is the only writer,
-    /// changes it to make all earlier allowances of the process invalid.
+    /// Offset of a u64: number of the last recall of VRAM allowances. Only the controller writes
+    /// this word. A new number makes all earlier allowances of the process invalid.
     pub const VRAM_EPOCH: usize = 48;
-    /// u64: total size of the allocations that a VRAM limit has allowed and whose driver calls have
-    /// not returned yet, in bytes. A thread adds its allocation before it reads [`VRAM_EPOCH`].
+    /// Offset of a u64: total size of the allocations whose driver calls are in progress under a
+    /// VRAM limit, in bytes. A thread adds its allocation before it reads [`VRAM_EPOCH`].
     pub const VRAM_PENDING: usize = 56;
-    /// u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a cache line
-    /// of its own.
+    /// Offset of a u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a
+    /// cache line of its own.
     pub const GATE: usize = 64;
     /// Offset of a u32: number of CUDA calls that wait at the gate now.
     pub const WAITERS: usize = 128;
@@ -156,13 +157,14 @@ pub struct CounterSnapshot {
     /// Host memory retained for the next copy out, in bytes. The container can write any value. A
     /// value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub kept_bytes: u64,
-    /// Host memory that the copy out in progress has not yet touched, in bytes. The container can
+    /// Host memory that the copy out in progress will still touch, in bytes. The container can
     /// write any value. A value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub filling_bytes: u64,
-    /// Number of CUDA calls since the process registered, without polls. The sum over the slots
-    /// wraps.
+    /// Number of CUDA calls of the process, without polls. It is the sum over the slots, which
+    /// wraps at 2^64.
     pub calls: u64,
-    /// Number of poll calls (`cuEventQuery`, `cuStreamQuery`). The sum over the slots wraps.
+    /// Number of poll calls (`cuEventQuery`, `cuStreamQuery`). It is the sum over the slots, which
+    /// wraps at 2^64.
     pub polls: u64,
     /// Number of CUDA calls inside the driver now.
     pub inflight: u64,

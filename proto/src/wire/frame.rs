@@ -53,8 +53,9 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Appends bytes to the frame. Every message fits into a frame, but the length is checked,
-    /// because a panic in the preload library would end the application.
+    /// Appends bytes to the frame. Bytes that do not fit are dropped. Every message fits, but an
+    /// index out of range would panic, and a panic in the preload library would end the
+    /// application.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;

@@ -34,8 +34,9 @@ pub enum ToHostPool {
         offset: u64,
         /// Size of the range in bytes, at most [`MAX_POPULATE_BYTES`].
         bytes: u64,
-        /// Processor on which the requesting thread runs. The pages are allocated on it, so that
-        /// they are near to the GPU.
+        /// Processor on which the requesting thread runs. The host pool allocates the pages on the
+        /// same processor. The kernel then places them in the memory of that processor's NUMA node,
+        /// which is near to the GPU.
         processor: u32,
     },
 }
@@ -63,8 +64,8 @@ pub enum HostPoolOrder {
         /// Number that the controller has assigned to the process.
         process: u64,
     },
-    /// Sets how much memory the file of a process may contain. The pages that the file already has
-    /// stay, even if they are more.
+    /// Sets the maximum amount of memory in the file of a process. If the file has more pages
+    /// already, they stay.
     Allow {
         /// Number that the controller has assigned to the process.
         process: u64,

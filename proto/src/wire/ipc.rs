@@ -1,11 +1,12 @@
-//! Legacy IPC between two processes with the library, for memory that `cuIpcGetMemHandle` cannot
-//! share. Defines the 64 bytes of a handle, and the two frames that the processes exchange when the
+//! Legacy IPC between two processes that have loaded the library. The driver's `cuIpcGetMemHandle`
+//! gives no handle for memory that the library maps itself, so the library creates one. This module
+//! defines the 64 bytes of the handle, and the two frames that the processes exchange when the
 //! importer opens the handle.
 //!
 //! ```text
 //! importer                                             exporter's agent
 //!   IpcRequest + one end of a socket pair ─ datagram ──>   checks the word and the address
-//!   <───────── IpcReply + descriptor of the memory ─────   on that end; otherwise it is closed
+//!   <───────── IpcReply + descriptor of the memory ─────   if valid; otherwise closes that end
 //! ```
 //!
 //! Every process in the network namespace can send to the exporter's socket, so the exporter

@@ -33,9 +33,9 @@ pub const WAKE_REPEAT_MS: u64 = 1_000;
 /// controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// Maximum age of the controller's proof that VRAM is free, in milliseconds. The agent does not
-/// execute an older restore order. [`RESCUE_AFTER_MS`] after its first Wake without a reply,
-/// another process may restore itself and use the VRAM. The maximum age is more than
-/// [`WAKE_REPEAT_MS`] shorter than this time.
+/// execute an older restore order, because another process may use the VRAM by then: a process
+/// restores itself [`RESCUE_AFTER_MS`] after its first Wake without a reply. This maximum plus the
+/// time between two Wakes ([`WAKE_REPEAT_MS`]) is less than [`RESCUE_AFTER_MS`].
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
@@ -45,7 +45,8 @@ wire_enum! {
         Done = 0,
         /// The deadline passed, because calls in progress did not end or the driver did not lock
         /// the process. In the report of a lock or copy out, this outcome can also mean that
-        /// another thread holds the dynamic loader's lock. The agent undid every step.
+        /// another thread holds the dynamic loader's lock ([`BUSY_LOADER`]) or, for a lock, is
+        /// inside NVML ([`BUSY_NVML`]). The agent undid every step.
         Busy = 1,
         /// The order is not valid in the current phase. The agent did nothing.
         WrongPhase = 2,
@@ -86,7 +87,7 @@ pub const MAX_GPUS: usize = 32;
 /// Maximum number of GPUs in one [`ControllerMessage::Gpus`] frame.
 pub const GPUS_PER_FRAME: usize = 5;
 /// Value of `free_bytes` in [`ControllerMessage::VramAllowance`] if the limit does not apply to the
-/// GPU. Sums of it with real sizes do not overflow.
+/// GPU. The sum of this value and a real size does not overflow.
 pub const UNLIMITED_VRAM_BYTES: u64 = u64::MAX >> 1;
 
 /// Identity of one GPU of the node.
@@ -227,12 +228,13 @@ pub enum AgentMessage {
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// Reports that the allocation for which an allowance was requested has used the reply, or has
-    /// found that the reply is too small. The controller then serves the next process of the
-    /// container.
+    /// Reports that an allocation no longer needs the reply to its AskVram: the allocation has used
+    /// the allowance, or the allowance is too small. The controller then serves the next process of
+    /// the container.
     VramTaken,
-    /// Requests readings of the GPUs for a call to NVML that must not reach the driver's NVML now.
-    /// The reply is a [`ControllerMessage::Reading`] for each GPU.
+    /// Requests readings of the GPUs, with which the library answers NVML calls itself while the
+    /// process is locked or checkpointed. NVML would block such calls. The reply is a
+    /// [`ControllerMessage::Reading`] for each GPU.
     AskReadings,
 }
 
@@ -301,8 +303,8 @@ pub enum ControllerMessage {
     /// Delivers a socket that is connected to a copier, for the next checkpoint and its restore.
     /// Sent only to a library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Delivers a socket that is connected to the [`host_pool`](super::host_pool), for the next copy
-    /// outs with [`CopyOptions::host_pool`]. Sent only to a library with
+    /// Delivers a socket that is connected to the [`host_pool`](super::host_pool), for the next
+    /// copy outs with [`CopyOptions::host_pool`]. Sent only to a library with
     /// [`Capabilities::USES_HOST_POOL`].
     HostPool,
     /// Starts or ends a prefault. At the start, the agent touches as much host memory as there is
@@ -320,7 +322,8 @@ pub enum ControllerMessage {
         first: u8,
         /// Number of GPUs on the node, in all messages together.
         total: u8,
-        /// GPUs in this message. Entries beyond `total` are unused.
+        /// GPUs in this message. Entries whose position in the list would be `total` or more are
+        /// unused.
         gpus: [Gpu; GPUS_PER_FRAME],
     },
     /// Delivers a reading of one GPU, at most one sample interval old.

@@ -106,8 +106,8 @@ impl Hazards {
     }
 }
 
-/// Bit set of features of a library. Libraries of the same [`WIRE_VERSION`] can differ in them,
-/// because later ones have more. Unknown bits are ignored.
+/// Bit set of features of a library. Libraries of the same [`WIRE_VERSION`] can differ in their
+/// features, because later libraries have more. Unknown bits are ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities(pub u32);
 
@@ -130,8 +130,8 @@ impl Capabilities {
     /// The library waits for the GPU's work itself, so that a copy out does not need the driver's
     /// lock.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
-    /// If a process has a hazard of [`Hazards::KEEPS_MEMORY`], the library can copy the memory
-    /// without the hazard, and leaves the rest on the GPU.
+    /// If a process has a hazard of [`Hazards::KEEPS_MEMORY`], the library can copy the allocations
+    /// without the hazard, and leaves the other allocations on the GPU.
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
     /// The library enforces a limit of the container's VRAM.
     pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
@@ -269,7 +269,7 @@ impl ProcessFlags {
     /// refused. Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
     /// The last prefault or copy out has shown that no copier can restore the process's memory.
-    /// Cleared when a later one shows that a copier can.
+    /// Cleared when a later prefault or copy out shows that a copier can restore the memory.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
     /// The process exported memory to a copier that has not copied all of it yet. The memory not
     /// yet copied stays in VRAM in every phase. Cleared when all of it is copied or mapped in the
@@ -279,8 +279,8 @@ impl ProcessFlags {
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
     /// The driver shows only one GPU to the process, so its memory is never on several GPUs.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
-    /// The host memory of the process's copy out is in the node's [`host_pool`]. Cleared when the
-    /// library uses memory of the process again.
+    /// The host memory to which the process copies out is in the node's [`host_pool`]. Cleared when
+    /// the library copies out to the process's own memory again.
     pub const HOST_POOL: ProcessFlags = ProcessFlags(1 << 6);
 
     /// Returns whether both sets have a bit in common.

@@ -1,6 +1,7 @@
-//! The file that shows a container its VRAM under a limit: one record of [`RECORD_BYTES`] for each
-//! GPU. The controller writes it into the container's mounted folder. A program that uses NVML but
-//! not CUDA, such as `nvidia-smi`, has no connection to the controller and reads the file.
+//! The file with the VRAM limit and the used VRAM of a container: one record of [`RECORD_BYTES`]
+//! for each GPU. The controller writes the file into the container's mounted folder. The library
+//! reads it in a program that uses NVML but not CUDA, such as `nvidia-smi`, because it has no
+//! connection to the controller there.
 
 use super::message::MAX_GPUS;
 
@@ -16,7 +17,7 @@ pub struct VramView {
     pub uuid: [u8; 16],
     /// Limit of the container's VRAM on the GPU, in bytes.
     pub limit_bytes: u64,
-    /// VRAM that counts under the limit, in bytes.
+    /// The container's used VRAM that counts toward the limit, in bytes.
     pub used_bytes: u64,
 }
 

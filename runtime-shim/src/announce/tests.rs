@@ -155,7 +155,7 @@ async fn a_missing_controller_is_launched_once_for_all() {
     let mut words = node.serve().answer(announcers.len()).await;
     words.sort();
     words.dedup();
-    assert_eq!(words.len(), announcers.len(), "each container once: {words:?}");
+    assert_eq!(words.len(), announcers.len(), "each container is announced once: {words:?}");
     let text = fs::read_to_string(node.path("launched")).unwrap();
     assert_eq!(text, "launch\n", "exactly one announcer starts the controller");
 }
@@ -170,7 +170,7 @@ async fn containers_are_reannounced_after_restart() {
     let mut words = fake.answer(2).await;
     words.sort();
     assert_eq!(words, ["announce a", "announce b"]);
-    assert_eq!(node.launches(), 0, "no launch: the controller was running");
+    assert_eq!(node.launches(), 0, "a controller was launched although one was running");
 
     node.launcher().paths.container("a").make(container("a").generation, b"").unwrap();
     announcer.remove("a".to_owned());

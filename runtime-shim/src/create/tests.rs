@@ -83,7 +83,7 @@ impl World {
         assert_eq!(fs::read(self.config()).ok(), before, "{why}");
         assert!(!self.preload().exists(), "{why}");
         let left: Vec<_> = fs::read_dir(self.dir.path().join("bundle")).unwrap().collect();
-        assert!(left.len() <= 1, "{why}: nothing beside config.json");
+        assert!(left.len() <= 1, "{why}: the bundle has a new file");
     }
 }
 
@@ -140,7 +140,7 @@ fn policy_of_a_claim_is_announced() {
     world.write(&spec.to_string());
     let annotations = world.prepare().container.unwrap().annotations;
     assert_eq!(annotations["affinode.io/offload"], "eager");
-    assert_eq!(annotations["affinode.io/priority"], "1", "that of the pod");
+    assert_eq!(annotations["affinode.io/priority"], "1", "the pod's annotation takes precedence");
 }
 
 /// The container's folder must have a file that names the engine. A process needs it when it looks
@@ -179,7 +179,7 @@ fn a_list_that_the_host_mounts_comes_before_ours() {
     fs::remove_file(world.preload()).unwrap();
     world.write(&spec.to_string());
     fs::remove_file(&list).unwrap();
-    world.assert_untouched("the list is gone");
+    world.assert_untouched("the mounted preload list does not exist");
 }
 
 #[test]
@@ -189,7 +189,11 @@ fn a_container_without_a_gpu_keeps_its_bytes() {
     world.write("{ \"ociVersion\" : \"1.0.2\",\n \"linux\":{\"cgroupsPath\":\"a.slice:b:c\"} }\n");
     world.assert_untouched("no GPU");
     let options = world.prepare().options.unwrap();
-    assert_eq!(options.type_url, options::RUNC_OPTIONS, "options are translated all the same");
+    assert_eq!(
+        options.type_url,
+        options::RUNC_OPTIONS,
+        "options are translated even without a GPU"
+    );
 }
 
 #[test]
@@ -228,7 +232,7 @@ fn obstacle_leaves_container_unmanaged() {
 
     let world = plain();
     fs::create_dir(world.dir.path().join("image/etc/ld.so.preload")).unwrap();
-    world.assert_untouched("a folder in the file's place");
+    world.assert_untouched("a folder at the path of the preload list");
 
     let world = plain();
     let mut spec = gpu();

@@ -9,8 +9,9 @@
 //! ```
 //!
 //! `create` runs below conmon, which adopts all processes that `create` leaves behind and waits for
-//! their end. The controller and the keeper are therefore started by `start`: the container engine
-//! runs `start` itself, not below conmon, and before the container's program runs.
+//! their end. Therefore not `create` but `start` starts the controller and the keeper. The
+//! container engine runs `start` itself, not below conmon. The container's program does not run
+//! before `start`.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};

@@ -147,7 +147,7 @@ async fn creates_and_deletes_are_noticed() {
     ]
     .concat();
     let (to_stock, to_client, _) = exchange(&tasks, &requests, &responses).await;
-    assert_eq!(to_stock, requests, "byte for byte, in order");
+    assert_eq!(to_stock, requests, "the proxy must forward requests unchanged and in order");
     assert_eq!(to_client, responses);
     assert_eq!(
         tasks.told.into_inner(),

@@ -22,7 +22,10 @@ pub struct BindMount {
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
     /// A volume of the container covers the destination.
-    #[error("a volume is mounted at {volume}, which conflicts with the mount at {destination}")]
+    #[error(
+        "the container has a volume at {volume}, which conflicts with Affinode's mount at \
+         {destination}"
+    )]
     Covered {
         /// Destination of the volume.
         volume: String,
@@ -36,12 +39,12 @@ pub enum EditError {
     #[error("the host path {0:?} is not UTF-8, so no spec can contain it")]
     BadSource(PathBuf),
     /// The OCI library could not build the mount entry.
-    #[error("cannot build a mount entry")]
+    #[error("cannot build a mount entry of the container's spec")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// Adds the mounts to the spec. If the spec has them already (a second Create, a restore), they are
-/// not added again. If a mount of the container itself conflicts with a destination, this fails.
+/// not added again. Fails if one of the container's own mounts conflicts with a destination.
 pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditError> {
     if !spec.is_object() || spec.get("mounts").is_some_and(|m| !m.is_array() && !m.is_null()) {
         return Err(EditError::NotAList);

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 /// Annotation with the kind of a container in its pod (sandbox or container), which CRI sets.
 pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
-/// Annotation with the kind of a container in its pod. CRI-O sets it, and Podman does for
-/// containers in pods.
+/// Annotation with the kind of a container in its pod. CRI-O sets it for all containers, and Podman
+/// sets it for containers in pods.
 pub const CRIO_CONTAINER_TYPE: &str = "io.kubernetes.cri-o.ContainerType";
 /// Annotation with the id of the sandbox of the container's pod.
 pub const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";

@@ -27,7 +27,7 @@ const RULES: &str = "policy.namespace";
 pub struct KeyReference {
     /// Section of the key, such as `policy` or `http.kubernetes`.
     pub section: String,
-    /// Name within the section.
+    /// Name of the key within its section.
     pub name: String,
     /// Type of the value, as a word such as `boolean`.
     #[serde(rename = "type")]

@@ -63,7 +63,7 @@ pub trait HttpsSite: Send + Sync + 'static {
     /// Logs that a TLS handshake has failed, for example because the client rejected the
     /// certificate or did not use TLS. The server calls this function after each failed handshake.
     fn parted(&self, error: &io::Error) {
-        tracing::debug!(%error, "client: the TLS handshake failed");
+        tracing::debug!(%error, "https server: the TLS handshake with a client failed");
     }
 }
 
@@ -109,7 +109,7 @@ async fn converse<S: HttpsSite>(stream: TcpStream, site: &S) {
     match timeout(S::LIMITS.handshake, handshake).await {
         Ok(Ok(stream)) => answer_all(stream, site).await,
         Ok(Err(error)) => site.parted(&error),
-        Err(_) => tracing::debug!("client: the TLS handshake was not complete in time"),
+        Err(_) => tracing::debug!("https server: a TLS handshake was not complete in time"),
     }
 }
 
@@ -124,6 +124,6 @@ pub async fn answer_all<S: HttpsSite>(stream: impl AsyncRead + AsyncWrite + Unpi
         .serve_connection(TokioIo::new(stream), service)
         .await;
     if let Err(error) = served {
-        tracing::debug!(%error, "client: the connection ended early");
+        tracing::debug!(%error, "https server: the connection to a client ended early");
     }
 }

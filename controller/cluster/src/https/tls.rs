@@ -25,7 +25,7 @@ pub enum TlsError {
     File {
         /// Command-line option that names the file.
         option: &'static str,
-        /// Path of the file.
+        /// Path of the certificate or key file.
         path: PathBuf,
         /// I/O error of the failed read.
         #[source]
@@ -152,7 +152,8 @@ impl ServedCertificate {
             }
             Ok(false) => {}
             Err(error) => tracing::warn!(
-                "certificate: cannot reload it, so the earlier certificate stays in use: {}",
+                "certificate: cannot reload {cert:?} with its key {key:?}, so the earlier \
+                 certificate stays in use: {}",
                 error_chain::chain(&error)
             ),
         }

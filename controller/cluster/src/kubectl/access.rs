@@ -1,4 +1,5 @@
-//! The user's access to the cluster: kubeconfig, namespace, and the token that agents review.
+//! The user's access to the cluster: kubeconfig, namespace, and the token that is sent to node
+//! agents.
 
 use std::path::PathBuf;
 
@@ -28,8 +29,8 @@ use crate::error_chain::ApiError;
 /// validity.
 const TOKEN_SECONDS: i64 = 600;
 
-/// Options that select the cluster and its user. kubectl passes none of its own options to a
-/// plugin, so these options follow `kubectl affinode`.
+/// Options that select the cluster and its user. kubectl does not pass its own options to a plugin,
+/// so the user gives these options after `kubectl affinode`.
 #[derive(Args, Clone, Debug)]
 pub struct ConnectionArgs {
     /// Path of the kubeconfig. Default: the variable KUBECONFIG, otherwise ~/.kube/config.
@@ -41,9 +42,9 @@ pub struct ConnectionArgs {
     /// Namespace of the pods. Default: the namespace of the context.
     #[arg(short, long, global = true, value_name = "NAME")]
     namespace: Option<String>,
-    /// Service account as which the command authenticates to the node agents, with a token that is
-    /// valid for 10 min. Use this option if the kubeconfig's user has a client certificate, because
-    /// the agents accept only tokens.
+    /// Service account for requests to the node agents. The command requests a token of this
+    /// account, which is valid for 10 min. Use this option if the kubeconfig's user has a client
+    /// certificate, because the agents accept only tokens.
     #[arg(long, global = true, value_name = "NAMESPACE/NAME", value_parser = account)]
     service_account: Option<AccountName>,
 }
@@ -69,7 +70,7 @@ fn account(text: &str) -> Result<AccountName, String> {
 pub struct ClusterAccess {
     /// Client of the API server.
     pub client: Client,
-    /// Namespace of the pods that the user means.
+    /// Namespace that the user selected for pods.
     pub namespace: String,
     token: Option<HeaderValue>,
 }

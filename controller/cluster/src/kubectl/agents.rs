@@ -157,7 +157,7 @@ impl<'a> ClusterAgents<'a> {
         let failed = |why: &str| PluginError::Forward { pod: agent.name.clone(), why: why.into() };
         let (Some(stream), Some(error)) = (forward.take_stream(port), forward.take_error(port))
         else {
-            return Err(failed("no stream was opened for the port"));
+            return Err(failed("no stream was opened for the agent's port"));
         };
         tokio::select! {
             stream = agent_client::handshake(stream, peer, certificate) => Ok(stream?),

@@ -7,15 +7,15 @@ use kube::config::{InferConfigError, KubeconfigError};
 use super::agent_client::AgentClientError;
 use crate::error_chain::ApiError;
 
-/// Exit status of a command. If requests to several nodes have different results, the greatest
-/// status by `Ord` is used.
+/// Exit status of a command. If requests to several nodes have different results, the command exits
+/// with the status among them that comes last in this enum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum ExitStatus {
     /// The command did what was requested.
     #[default]
     Done = 0,
-    /// The API server, an agent or a controller refused.
+    /// The API server, an agent or a controller refused the request.
     Refused = 3,
     /// The API server or a node cannot be reached.
     Unreachable = 4,
@@ -106,9 +106,9 @@ pub enum PluginError {
     /// The agent replied with an error, because it got no reply from its controller.
     #[error("the node's agent replied {status}: {text}")]
     NoController {
-        /// HTTP status of the reply.
+        /// HTTP status of the agent's reply.
         status: u16,
-        /// Text of the reply.
+        /// Text of the agent's reply.
         text: String,
     },
     /// The reply of an agent or a controller is not the expected result.

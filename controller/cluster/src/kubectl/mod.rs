@@ -11,8 +11,9 @@
 //! ```
 //!
 //! A port-forward carries the user's token to the agent, which asks the API server for the user's
-//! rights. The API server's proxy would remove the token. The user needs no network route to a node
-//! and no root rights. The plugin uses no part of Affinode in the cluster except the agents.
+//! rights. The plugin does not use the API server's proxy, because that proxy removes the token.
+//! The user needs no network route to a node and no root rights. The plugin uses no part of
+//! Affinode in the cluster except the agents.
 
 mod access;
 mod agent_client;

@@ -26,12 +26,12 @@ use super::{
 use crate::error_chain::chain;
 
 /// Maximum number of moves that the command requests at the same time. A controller accepts more
-/// moves than this.
+/// concurrent moves than this.
 const MAX_CONCURRENT_MOVES: usize = 4;
-/// Time limit for a move. The agent's own time limit is shorter.
+/// Time limit for a move. The agent's own time limit is shorter, so the agent replies first.
 const MOVE: Duration = Duration::from_secs(630);
 
-/// Which containers are moved.
+/// Options that select the containers to move.
 #[derive(Args, Clone, Debug)]
 pub struct MoveArgs {
     /// Containers to move: POD or POD/CONTAINER in the selected namespace, or

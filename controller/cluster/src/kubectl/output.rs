@@ -35,9 +35,9 @@ pub enum OutputFormat {
 pub struct NodeOutcome {
     /// Name of the node.
     pub node: String,
-    /// `done`, `refused`, `unreachable` or `failed`.
+    /// Status of the request: `done`, `refused`, `unreachable` or `failed`.
     pub status: &'static str,
-    /// Reason if the status is not `done`.
+    /// Reason for the status, if it is not `done`.
     pub why: String,
     #[serde(skip)]
     exit: ExitStatus,
@@ -89,8 +89,8 @@ pub fn say(text: &str) {
     let _ = writeln!(io::stderr(), "kubectl affinode: {text}");
 }
 
-/// Prints the error that ended a command to standard error, and for JSON output also to standard
-/// output. A closed pipe is not reported.
+/// Reports the error with which a command ended. The error goes to standard error, and for JSON
+/// output also to standard output. If the error is a closed pipe, nothing is printed.
 pub fn failure(output: OutputFormat, error: &PluginError) {
     if matches!(error, PluginError::Print(error) if error.kind() == io::ErrorKind::BrokenPipe) {
         return;

@@ -58,7 +58,7 @@ impl ReportArgs {
     }
 }
 
-/// What a line of a report is.
+/// What each line of a report stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Grouping {
     /// One line per container and node.
@@ -76,7 +76,8 @@ enum Grouping {
 enum ReportFormat {
     /// Aligned columns for a terminal.
     Table,
-    /// Further columns: CUDA calls, the idle share of the time VRAM was held, and all prices.
+    /// Further columns: CUDA calls, the share of held VRAM that was idle, and the prices of used
+    /// and idle VRAM.
     Wide,
     /// Comma-separated values, in GPU seconds.
     Csv,
@@ -87,16 +88,16 @@ enum ReportFormat {
 /// Report of the GPU use of all nodes of a cluster in a time range.
 #[derive(Debug, Serialize)]
 struct ClusterReport {
-    /// Start of the range, milliseconds since 1970.
+    /// Start of the range, in milliseconds since 1970.
     since_unix_ms: i64,
-    /// Price of a GPU hour. `None`: a node has no price, or the nodes have different prices.
+    /// End of the range, in milliseconds since 1970.
     until_unix_ms: i64,
-    /// Price of a GPU hour. `None`: no price is configured, or the nodes have different prices.
+    /// Price of a GPU hour. `None`: a node has no price, or the nodes have different prices.
     price_per_gpu_hour: Option<f64>,
     /// Currency of the price.
     currency: String,
-    /// Start of the time for which all nodes have history, in milliseconds since 1970. It is the
-    /// latest of the nodes' oldest records in the range.
+    /// Time since which all nodes have history, in milliseconds since 1970. Each node has an oldest
+    /// record in the range, and this is the latest of these records.
     oldest_unix_ms: Option<i64>,
     rows: Vec<NodeReportRow>,
     /// Outcome of the request to each node.

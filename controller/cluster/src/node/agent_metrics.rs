@@ -115,13 +115,14 @@ impl AgentTable {
         let help = "Whether containerd on the node serves the runtime (1: yes, 0: no)";
         let served = gauge(&mut registry, "agent_runtime_served", help);
         let states = Family::<StateLabels, Gauge>::default();
-        let help = "State of the installation on the node: 1 for the present state, 0 for others";
+        let help = "State of the installation on the node: 1 for the present state, 0 for all \
+                    other states";
         registry.register("agent_install_state", help, states.clone());
         let help = "Whether the node uses the cluster's configuration (1: yes, 0: it was refused)";
         let config_accepted = gauge(&mut registry, "agent_config_accepted", help);
         config_accepted.set(1);
         let config_refusals = Counter::default();
-        let help = "Configurations of the cluster that the node refused";
+        let help = "Number of cluster configurations that the node refused";
         registry.register("agent_config_refusals", help, config_refusals.clone());
         let help = "Whether a controller of the node answered this scrape (1: yes, 0: no). Without \
                     systemd the controller ends a minute after the last container";

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  Prometheus, browser ──TLS, token──> guard ──TokenReview, SubjectAccessReview──> API server
-//!                                        │ may
+//!                                        │ allowed
 //!                                        v
 //!                                   the controller's socket on the node
 //! ```
@@ -53,8 +53,8 @@ const METRICS: &str = "/metrics";
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
-/// Name of the header that marks a reply as sent by the agent because no controller runs. On a node
-/// without GPU containers this is normal.
+/// Name of a header in replies. The agent sets it if the reply comes from the agent itself, because
+/// no controller runs. A node without GPU containers normally has no controller.
 pub const NO_CONTROLLER: &str = "affinode-controller";
 
 /// HTTPS service of the node agent, which forwards permitted requests to the node's controller.
@@ -117,8 +117,9 @@ impl HttpsSite for AuthProxy {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => {
                 tracing::debug!("no reply from the controller: {}", error_chain::chain(&*error));
-                let why = "no controller runs on this node, or it does not use the cluster's \
-                           configuration; a controller starts with the first GPU container";
+                let why = "no controller runs on this node, or the running controller does not use \
+                           the cluster's configuration; a controller starts with the first GPU \
+                           container";
                 let mut absent = own(reply::error(StatusCode::SERVICE_UNAVAILABLE, why));
                 absent.headers_mut().insert(NO_CONTROLLER, HeaderValue::from_static("none"));
                 absent

@@ -60,10 +60,10 @@ pub struct HostPaths {
     /// only if the run directory and the configuration folder have their default paths.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     controller_unit: bool,
-    /// How long to wait for running containers before Affinode is removed.
+    /// Maximum time to wait for the end of running containers before Affinode is removed.
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     drain: Duration,
-    /// File with the controllers' configuration that the cluster sets.
+    /// File with the part of the controllers' configuration that the cluster sets.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
@@ -94,7 +94,7 @@ pub enum HostError {
     /// The configuration file could not be read or written.
     #[error("cannot read or write {}", path.display())]
     Config {
-        /// Path of the file.
+        /// Path of the configuration file.
         path: PathBuf,
         /// Error of the system call.
         #[source]

@@ -18,8 +18,9 @@ pub const EXCLUDE: &str = "affinode.io/exclude";
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation with the state of the node, for operators and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// Annotation with the uninstaller's request. The value of [`may_go`] asks whether Affinode can be
-/// removed. The value of [`must_go`] then requests the removal.
+/// Annotation with the uninstaller's request. First the uninstaller sets the value that [`may_go`]
+/// returns, to ask whether Affinode can be removed. Then it sets the value that [`must_go`]
+/// returns, to request the removal.
 pub const RETIRE: &str = "affinode.io/retire";
 /// Annotation with the VRAM of idle containers that could be offloaded now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
@@ -36,7 +37,7 @@ pub const READY: &str = "ready to be removed";
 pub const RETIRED: &str = "retired";
 /// Value of [`STATE`] when Affinode is not installed on the node, because of [`EXCLUDE`].
 pub const EXCLUDED: &str = "excluded: Affinode is not on this node";
-/// Prefix of [`STATE`] when Affinode cannot be removed.
+/// Prefix of the value of [`STATE`] when Affinode cannot be removed. The reason follows.
 pub const NOT_RETIRED: &str = "cannot be removed: ";
 
 /// Returns the value of [`RETIRE`] that asks whether the installation can be removed.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  containers ──settled──> [`PodGpuStatus`] ──differs from shown──> allowed? ──> [`ConditionChange::Show`]
-//!              passing: unchanged               [`EventRateLimiter`]
+//!              transient: unchanged             [`EventRateLimiter`]
 //!  containers gone for a while ──────────────────────────────────────────────> [`ConditionChange::Clear`]
 //! ```
 

@@ -1,7 +1,7 @@
 //! Makes the node's controller use a changed configuration. Some sections apply only when a
-//! controller starts. If one of them changed, this module ends the controller, because a controller
-//! that systemd keeps running may run for months. Ending a controller is safe, because the next
-//! controller continues from the journal.
+//! controller starts. If one of them changed, this module ends the controller. Otherwise the change
+//! could take months to apply, because systemd keeps the controller running. Ending a controller is
+//! safe, because the next controller continues from the journal.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -51,8 +51,8 @@ pub async fn reload(socket: &Path) -> Result<Option<u32>, ReloadError> {
         let identity = process::identity(pid)?;
         // The pid is looked up in this container's pid namespace, which must be the node's.
         if !is_controller(pid) {
-            let why = "in the agent's pid namespace, this pid is not that of the controller: run \
-                       the agent in the node's pid namespace";
+            let why = "in the agent's pid namespace, this pid belongs to another process: run the \
+                       agent in the node's pid namespace";
             return Err(io::Error::other(why));
         }
         process::end(&identity, false)

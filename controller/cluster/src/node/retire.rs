@@ -47,13 +47,13 @@ pub struct RetireOptions {
     /// Namespace of the agents' DaemonSet.
     #[arg(long, value_name = "NAME", env = "POD_NAMESPACE")]
     namespace: String,
-    /// How long to wait for the nodes.
+    /// Maximum time until all nodes have removed Affinode and the agents' pods have ended.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = humantime::parse_duration)]
     timeout: Duration,
 }
 
-/// Reason why Affinode stays installed. The agents then continue as if the removal had not been
-/// requested.
+/// Reason why the removal is not complete. If nodes refuse the removal, Affinode stays installed.
+/// The agents then continue as if the removal had not been requested.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// The async runtime could not be started: a resource of the machine is exhausted.

@@ -110,8 +110,8 @@ impl ClusterState {
     }
 }
 
-/// Returns the device classes that can fulfil a claim. A request with admin access does not count:
-/// it monitors a device that others use, and holds no memory that could be offloaded.
+/// Returns the device classes that can fulfil a claim. A request with admin access is left out,
+/// because it only monitors a device of other claims and has no memory that could be offloaded.
 fn classes(devices: Option<DeviceClaim>) -> Vec<String> {
     let requests = devices.into_iter().flat_map(|devices| devices.requests).flatten();
     requests

@@ -13,14 +13,15 @@
 //! ```
 //!
 //! The webhook never makes the creation of a pod fail. It does not set the class if the API server
-//! would then reject the pod. This is the case if the RuntimeClass does not exist, if its node
-//! selector contradicts the pod's, or if the pod has an overhead of its own. The patch does not
-//! contain the overhead, node selector and tolerations of the class. After a change by a webhook,
-//! the API server runs its own admission again, which adds them.
+//! would then reject the pod. The API server rejects the pod if the RuntimeClass does not exist, if
+//! the node selectors of the class and of the pod contradict each other, or if the pod itself sets
+//! an overhead. The patch does not contain the overhead, node selector and tolerations of the
+//! class. After a change by a webhook, the API server runs its own admission again, which adds
+//! them.
 //!
 //! Settings such as `hostPID`, `hostNetwork` and `privileged` do not exclude a pod. The shim
-//! forwards settings that it does not know, and a process can be moved in any namespace. If such a
-//! setting prevents an offload, the node's controller reports that.
+//! forwards settings that it does not know, and a process can be offloaded in any Linux namespace.
+//! If such a setting prevents an offload, the node's controller reports that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -111,27 +112,28 @@ pub enum LeftAlone {
     /// The claim could not be read, so it is unknown whether the pod claims a GPU.
     #[error("cannot read {0}, so it is unknown whether the pod claims a GPU")]
     Claim(ClaimName),
-    /// The node of the pod is already chosen, and this node may not serve the runtime.
+    /// The pod is already bound to a node, and it is unknown whether this node serves the runtime.
     #[error("the pod is already bound to a node, which might not serve the runtime")]
     Bound,
     /// The API server would reject the pod, because the class does not exist.
     #[error("there is no RuntimeClass {0}")]
     NoClass(String),
-    /// The API server would reject the pod, because the node selectors conflict.
+    /// The API server would reject the pod, because the node selectors of the pod and of the class
+    /// conflict.
     #[error(
         "the pod's node selector {key}={pod} contradicts the runtime class, which requires \
          {key}={class}"
     )]
     Selector {
-        /// Key of the label.
+        /// Key of the label for which the two node selectors require different values.
         key: String,
         /// Value that the node selector of the pod requires.
         pod: String,
         /// Value that the node selector of the runtime class requires.
         class: String,
     },
-    /// The API server would reject the pod, because it has an overhead of its own, which only the
-    /// class may set.
+    /// The API server would reject the pod, because the pod itself sets an overhead. Only the class
+    /// may set it.
     #[error("the pod sets spec.overhead, which only the runtime class may set")]
     Overhead,
 }

@@ -37,7 +37,7 @@ impl Default for Metrics {
         let mut registry = Registry::with_prefix("affinode_webhook");
         let help = "Pods reviewed by the admission webhook, by decision";
         registry.register("decisions", help, decisions.clone());
-        let help = "Requests rejected because they are not an admission review";
+        let help = "Requests rejected because they contain no valid admission review";
         registry.register("refused_requests", help, refused.clone());
         let help = "Time in seconds from an admission request to its reply";
         registry.register_with_unit("answer", help, Unit::Seconds, took.clone());

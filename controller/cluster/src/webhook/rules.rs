@@ -5,9 +5,9 @@ use std::str::FromStr;
 use clap::Args;
 
 /// Name of the label by which pods and namespaces opt out of the runtime class. Pods can also opt
-/// out by the annotation of this name.
+/// out by the annotation of this name with the value `false`.
 pub const INJECT: &str = "affinode.io/inject";
-/// Value of the label [`INJECT`] of a pod or namespace that opts out.
+/// Value of the label [`INJECT`] with which a pod or namespace opts out.
 pub const IGNORE: &str = "ignore";
 
 /// The name of the runtime class, and the rules that decide which pods get it.
@@ -36,8 +36,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_DEVICE_CLASSES"
     )]
     pub device_classes: Vec<NamePattern>,
-    /// Name of an annotation. A pod with this annotation is a GPU pod. Use it for schedulers that
-    /// assign parts of a GPU without a resource (KAI).
+    /// Name of an annotation. A pod with this annotation is a GPU pod. Use this option for
+    /// schedulers, such as KAI, that assign parts of a GPU without a resource.
     #[arg(
         long = "annotation",
         value_name = "NAME",
@@ -59,8 +59,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_EXCLUDED_NAMESPACES"
     )]
     pub excluded_namespaces: Vec<NamePattern>,
-    /// Name of a runtime class. If a pod names this class, the webhook replaces it. Use it for
-    /// `nvidia` if the handler affinode was derived from the handler nvidia.
+    /// Name of a runtime class. If a pod names this class, the webhook replaces it. Use this option
+    /// for the class `nvidia` if the handler `affinode` was derived from the handler `nvidia`.
     #[arg(
         long = "replace-class",
         value_name = "NAME",

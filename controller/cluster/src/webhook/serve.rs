@@ -1,5 +1,6 @@
-//! The webhook's HTTPS server, with limits on connections, bytes and time. Any client may send a
-//! review. Apart from the name of the class, the reply contains only what the client has sent.
+//! The webhook's HTTPS server, with limits on connections, bytes and time. The server does not
+//! authenticate clients. Its replies contain only what the client has sent, the name and the node
+//! selector of the class, and the device class of a claim.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -42,13 +43,13 @@ pub struct WebhookServer {
     pub cluster: ClusterState,
     /// The certificate that this server presents. It comes from files, or [`super::cert`] sets it.
     pub shown: Arc<ServedCertificate>,
-    /// Metrics of this replica.
+    /// Metrics of this replica of the webhook.
     pub metrics: Metrics,
     bodies: Semaphore,
 }
 
 impl WebhookServer {
-    /// Creates a server that applies these rules.
+    /// Creates a server that reviews pods by `rules` and presents the certificate `shown`.
     #[must_use]
     pub fn new(
         rules: NamespaceRules,

@@ -94,7 +94,10 @@ fn moved(node: &schema::Node, path: &str) -> (u16, Value) {
     };
     let (key, verb) = (verb, key);
     let Some(container) = node.containers.iter().find(|c| c.key == key) else {
-        return (404, json!({ "error": "no container has this key; it may have ended" }));
+        return (
+            404,
+            json!({ "error": "no container has this key; the container may have ended" }),
+        );
     };
     let busy = verb == "offload" && container.pod == "busy";
     let action = schema::Action {

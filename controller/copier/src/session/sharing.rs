@@ -6,6 +6,9 @@
 //!                                              │  └──not taken──> examined
 //!                                              └──no reply in time──> no more offers
 //! ```
+//!
+//! `Same` is the copier's offer of a segment, and `Mapped` is the process's reply. In the state
+//! `elsewhere`, the process uses the segment in place of the chunk.
 
 use std::{
     collections::BTreeMap,
@@ -104,7 +107,8 @@ impl<S> ContentSharing<S> {
 }
 
 impl ProcessSession {
-    /// Handles the process's reply to the offer of a segment for a chunk.
+    /// Handles the process's reply to the offer of a segment for a chunk. `taken`: whether the
+    /// process uses the segment in place of the chunk.
     pub(super) fn mapped(&mut self, chunk: usize, taken: bool) -> Result<(), SessionError> {
         let segment = self.sharing.answered(chunk).ok_or(SessionError::Order)?;
         match &mut self.region {

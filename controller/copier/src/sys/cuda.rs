@@ -53,9 +53,9 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// Returns whether the context is still usable, so that a later call may succeed. This is the
-    /// case if memory was short or the driver refused the memory of a container. After any other
-    /// error the context may be unusable.
+    /// Returns whether the context is still usable, so that a later call may succeed. It is usable
+    /// if memory was short, or if the driver refused memory of a container. After any other error
+    /// the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =

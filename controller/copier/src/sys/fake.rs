@@ -2,9 +2,10 @@
 //! registrations, streams and events, and checks each rule of the real driver that a copier can
 //! break.
 //!
-//! A broken rule is recorded as a fault. It causes no panic, because a panic must not unwind out of
-//! a function that is called like the driver's. Fresh memory is filled with [`SECRET`], which
-//! represents another tenant's content. Host memory and device memory are really copied.
+//! A broken rule is recorded as a fault. It causes no panic, because the simulated functions are C
+//! functions like the driver's, and a panic must not unwind out of a C function. Fresh memory is
+//! filled with [`SECRET`], which represents another tenant's content. Host memory and device memory
+//! are really copied.
 
 use std::{
     cell::RefCell,
@@ -252,7 +253,8 @@ impl Fake {
         self.used_by_others_bytes = bytes;
     }
 
-    /// Makes it a fault if a further allocation leaves fewer than this many bytes free.
+    /// Sets the number of bytes that must stay free. A further allocation that leaves less is a
+    /// fault.
     pub fn must_leave(&mut self, bytes: u64) {
         self.floor_bytes = bytes;
     }
@@ -388,7 +390,7 @@ impl Fake {
             Some(true) => {}
         }
         let Some(memory) = self.memories.get_mut(&mapping.memory) else {
-            return self.fault("a mapping has no size");
+            return self.fault("a mapping refers to memory that does not exist");
         };
         let host = std::ptr::with_exposed_provenance_mut::<u8>(host);
         let device = &mut memory.content()[offset..offset + bytes];
@@ -665,8 +667,8 @@ fakes! {
             return Err(result::INVALID_VALUE);
         }
         if resident(at, bytes) != Some(true) {
-            fake.fault("pages were registered that do not exist, so they would be charged to the \
-                        copier");
+            fake.fault("pages were registered that do not exist, so the kernel would charge them \
+                        to the copier");
         }
         fake.registered.insert(at, bytes);
         Ok(())

@@ -15,12 +15,12 @@ use super::{
     segment::SharedSegment,
 };
 
-/// Size of a chunk in bytes, the part of a memory file that is registered or copied at a time. Each
-/// such step takes a few milliseconds.
+/// Size of a chunk in bytes. A chunk is the part of a memory file that is registered or copied at a
+/// time. Each such step takes a few milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Size of a chunk in bytes, the part of a memory file that is registered or copied at a time. It
-/// is smaller in tests, because they copy many chunks.
+/// Size of a chunk in bytes. A chunk is the part of a memory file that is registered or copied at a
+/// time. It is smaller in tests, because they copy many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;

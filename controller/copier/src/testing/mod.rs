@@ -33,7 +33,7 @@ use crate::{
     session::SessionStep, socket,
 };
 
-/// Unit of piece sizes in bytes.
+/// Size of a unit in bytes. The size of each piece is a whole number of units.
 pub const UNIT: u64 = affinode_proto::wire::copier::UNIT_BYTES;
 /// Device memory of a testbed's GPU, in bytes.
 pub const VRAM_BYTES: u64 = 8 << 30;
@@ -217,7 +217,7 @@ impl Testbed {
             assert_eq!(fake.faults(), &[] as &[String]);
             assert_eq!(fake.left(), fake::Left::default());
         });
-        assert_eq!(mappings(), 0, "memory files are mapped still");
+        assert_eq!(mappings(), 0, "memory files are still mapped");
     }
 }
 

@@ -11,7 +11,7 @@ use super::*;
 const HONEST: u64 = 9;
 /// Number of hostile processes. Their process numbers begin with 1.
 const HOSTILE: usize = 3;
-/// Number of size units that a process is allowed to copy out.
+/// Maximum memory that a process may copy out, in units of [`UNIT`] bytes.
 const MAX_UNITS: u64 = 4;
 /// Maximum number of simulated steps.
 const MAX_STEPS: usize = 120;
@@ -21,7 +21,8 @@ const MAX_STEPS: usize = 120;
 ///
 /// # Panics
 /// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
-/// kept an object of a detached process. Also if the honest process did not get its content.
+/// kept an object of a detached process. It also panics if the honest process did not get its
+/// content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
     for _ in 0..MAX_STEPS {

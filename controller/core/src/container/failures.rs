@@ -19,15 +19,15 @@ pub struct OffloadFailures {
     pub host_pool_not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
     forced_in_a_row: u32,
-    /// When the container last proved to be immovable. It proves this if an offload fails for a
-    /// reason such as a hazard, or if several forced offloads in a row fail because CUDA calls do
-    /// not end.
+    /// When the container last proved to be immovable: an offload failed for a reason such as a
+    /// hazard, or several forced offloads in a row failed because CUDA calls did not end.
     pub immovable_at: Option<Millis>,
 }
 
 impl OffloadFailures {
-    /// Counts a failed offload. The next attempt is delayed by the idle timeout. The delay doubles
-    /// with each failure, up to an hour.
+    /// Counts a failed offload and delays the next attempt. The first delay is twice the idle
+    /// timeout, which is taken as 1 s to 5 min. Each further failure doubles the delay, up to an
+    /// hour.
     pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis) {
         self.in_a_row += 1;
         let base = idle_timeout_ms.clamp(1_000, 300_000);

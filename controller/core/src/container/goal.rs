@@ -40,8 +40,8 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// Creates an offload that begins now. It keeps the CUDA contexts on the GPU if the engine can,
-    /// and a CUDA call cancels it.
+    /// Creates an offload that begins now. The CUDA contexts stay on the GPU if the container's
+    /// engine supports this. A CUDA call cancels the offload.
     #[must_use]
     pub fn begins(now: Millis) -> Offload {
         Offload { began: Some(now), ..Offload::default() }

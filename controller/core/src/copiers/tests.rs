@@ -304,7 +304,7 @@ fn shared_bytes_last_while_processes_stay() {
     copiers.report(id, CopierReport::Detached { process: 7 });
     assert_eq!(shown(&copiers, GPU), (30, 40));
     copiers.report(id, shared(7, 50, 35));
-    assert_eq!(shown(&copiers, GPU), (30, 35), "it has left, and what is stored is still news");
+    assert_eq!(shown(&copiers, GPU), (30, 35), "a report after the detachment counts");
     copiers.report(id, CopierReport::Detached { process: 8 });
     assert_eq!(shown(&copiers, GPU), (0, 0));
 

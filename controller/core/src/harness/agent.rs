@@ -16,7 +16,7 @@ use crate::{
 /// A simulated process with its agent and its VRAM.
 #[derive(Clone, Debug, Default)]
 pub struct Agent {
-    /// Number of the process's container.
+    /// Number that identifies the process's container.
     pub container: usize,
     /// Pid of the process on the host.
     pub pid: u32,
@@ -66,7 +66,7 @@ pub struct Agent {
     pub kept: u64,
     /// Host memory that the copy out in progress still needs, in bytes.
     pub filling: u64,
-    /// Flags in the process's counters, in addition to the other fields.
+    /// Further flags that the process's counters show.
     pub notes: ProcessFlags,
     /// The allocation that found no VRAM and waits for it. `None`: no allocation waits.
     pub asking: Option<Asking>,
@@ -221,7 +221,7 @@ impl Agent {
             Action::Unlock => (was == Phase::Locked, Phase::Closed),
             Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
         };
-        assert!(fits, "{action:?} does not fit {was:?}");
+        assert!(fits, "{action:?} is not allowed in phase {was:?}");
         to
     }
 

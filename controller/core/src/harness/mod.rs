@@ -11,9 +11,9 @@
 //! readings. A [`Host`] adds what differs: the duration and the failures of orders, the answers to
 //! requests, and everything else in the simulated environment.
 //!
-//! The harness is a module behind the feature `harness`, and not a crate. The unit tests of this
-//! crate examine the node's private state, and a harness in another crate would be linked with
-//! another build of `Node`.
+//! The harness is a module with the feature `harness`, and not a crate of its own. The unit tests
+//! of this crate examine the private state of `Node`. A harness in another crate would be linked
+//! with a second build of this crate, whose `Node` is a different type.
 
 pub mod agent;
 
@@ -60,8 +60,8 @@ pub fn key(container: usize) -> Key {
     Key::parse(&format!("{container:032x}")).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Returns the input that answers a request for a reading. The counters of processes with a VRAM
-/// limit count as unreadable.
+/// Returns the input that answers a request for a reading. For `ReadVram`, the input states that
+/// each process has `u64::MAX` pending bytes, so that no VRAM is left under the limit.
 #[must_use]
 pub fn answer(question: Effect, gpus: Reading, host: HostReading) -> Input {
     match question {
@@ -71,7 +71,7 @@ pub fn answer(question: Effect, gpus: Reading, host: HostReading) -> Input {
             let pending = processes.into_iter().map(|id| (id, u64::MAX)).collect();
             Input::VramRead { key, epoch, pending, gpus }
         }
-        other => panic!("{other:?} requests no reading"),
+        other => panic!("{other:?} does not request a reading"),
     }
 }
 
@@ -99,7 +99,7 @@ impl Bench {
                     let able = agent.capabilities;
                     assert!(
                         able.contains(action.requires()),
-                        "{action:?} needs more than {able:?}"
+                        "{action:?} needs capabilities that the agent lacks; it has {able:?}"
                     );
                 }
                 agent.inbox.push_back(message);

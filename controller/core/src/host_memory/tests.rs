@@ -80,7 +80,7 @@ fn later_promise_waits_for_the_earlier() {
     assert_eq!(ledger.judge(&key(1), &node(7, 4), 1, 1), Ok(()));
     assert_eq!(promised(ledger.judge(&key(2), &node(7, 4), 1, 1)), Some(4));
     ledger.begin_move(&key(2));
-    assert_eq!(promised(ledger.judge(&key(1), &node(7, 4), 1, 1)), Some(4), "it is being touched");
+    assert_eq!(promised(ledger.judge(&key(1), &node(7, 4), 1, 1)), Some(4), "offload 2 has begun");
 }
 
 #[test]
@@ -143,9 +143,9 @@ proptest! {
             }
             let oldest = model.readings.iter().map(|(_, asked, _)| *asked).min();
             ledger.settle(now, oldest, |k| model.moving.iter().any(|(n, ..)| key(*n) == *k));
-            prop_assert!(model.taken <= TOTAL, "the kernel would have killed one");
+            prop_assert!(model.taken <= TOTAL, "the offloads took more memory than there is");
             let owed: u64 = model.moving.iter().map(|(_, all, touched)| all - touched).sum();
-            prop_assert!(model.taken + owed <= TOTAL, "what is promised does not fit");
+            prop_assert!(model.taken + owed <= TOTAL, "the promised memory does not fit");
         }
     }
 }

@@ -11,16 +11,17 @@ pub struct ProcessMemory {
     pub vram: Vec<DeviceBytes>,
     /// Memory that the agent can copy, and memory that it has copied.
     pub swap: SwapStatus,
-    /// The memory of the process that is offloaded or about to be. It is recorded until the
-    /// container's restore ends. `None`: the process is not offloaded, or its VRAM is unknown.
+    /// The memory of a process that is offloaded, or whose offload has begun. The record exists
+    /// until the container's restore ends. `None`: the process is not offloaded, or its VRAM is
+    /// unknown.
     pub offloaded: Option<OffloadedMemory>,
 }
 
 /// The memory of a process that is offloaded or about to be offloaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OffloadedMemory {
-    /// VRAM that the process had when its offload began. After the restore of a copied-out process,
-    /// it is only the restored part.
+    /// VRAM that the process had when its offload began. If the process was only copied out and is
+    /// restored again, this is the part that had left the GPU.
     pub vram: Vec<DeviceBytes>,
     /// UUID of the GPU to which the process is to migrate, because VRAM was promised there. `None`:
     /// the process is restored on its own GPU.
@@ -79,9 +80,10 @@ impl ProcessMemory {
         }
     }
 
-    /// VRAM that the process released and needs for its restore if it is in the phase `phase`.
-    /// `None`: unknown. A process that is copied out needs only the copied part and its local
-    /// memory (the GPU threads' stacks), because the other memory never left the GPU.
+    /// VRAM that the process released and needs for its restore. The result depends on the
+    /// process's phase: a process that is copied out needs only the copied part and its local
+    /// memory (the stacks of the GPU's threads). Its other memory never left the GPU. `None`:
+    /// unknown.
     #[must_use]
     pub fn to_restore(&self, phase: Phase) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded.as_ref()?;
@@ -137,8 +139,8 @@ pub(crate) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// Returns a part of the VRAM `all` that has this number of bytes in total. The part has the same
-/// share of each GPU, because the agent does not report bytes per GPU.
+/// Returns a part of the VRAM `all` that has `bytes` bytes in total. The agent does not report
+/// bytes per GPU, so the same fraction of each GPU's VRAM is assumed.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

@@ -25,9 +25,11 @@ const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.c
 const MAX_SPEC_BYTES: u64 = 16 << 20;
 
 /// Returns whether containers get their devices from CDI. `config` is containerd's whole
-/// configuration, and `files` are the files from which it is made. containerd 2 enables CDI by
-/// default, so the setting alone is not sufficient. In addition, a file must enable CDI explicitly,
-/// as NVIDIA's toolkit does, or there must be CDI specifications for Kubernetes.
+/// configuration, and `files` are the files from which it is made.
+///
+/// CDI must be on in `config`. containerd 2 turns CDI on by default, so this alone does not show
+/// that CDI is used. In addition, one of `files` must turn CDI on explicitly, as NVIDIA's toolkit
+/// does, or there must be CDI specifications for Kubernetes.
 #[must_use]
 pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
     is_enabled(config)

@@ -259,7 +259,7 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
             }
             None => group.warning(
                 "version",
-                format!("cannot find a version in: {said}"),
+                format!("no version number in the output of containerd --version: {said}"),
                 "check the version: containerd 1.6 to 2.4 were tested",
             ),
         },

@@ -23,7 +23,7 @@ pub struct PathFacts {
     /// Mode of the control socket, if it exists.
     pub socket_mode: Option<u32>,
     /// Whether the file system of the run directory is read-only. If the run directory does not
-    /// exist, the file system of the folder in which it will be created.
+    /// exist, this refers to its nearest existing parent folder.
     pub read_only: bool,
     /// Path of the configuration file.
     pub config_file: PathBuf,

@@ -81,7 +81,7 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
 /// | handlers in the configuration | model handler |
 /// | --- | --- |
 /// | the default handler is `nvidia`, or there is no `nvidia` | the default handler |
-/// | devices come from CDI | the default handler: `nvidia` would also give GPUs to a container that requests none, by the variables of its image |
+/// | devices come from CDI | the default handler. `nvidia` would also give GPUs to a container that requests none, if its image sets `NVIDIA_VISIBLE_DEVICES` |
 /// | all other cases | `nvidia`: pods get their GPU because their runtime class names it |
 #[must_use]
 pub fn model<'a>(cri: &'a Table, ours: &str, cdi: bool) -> Option<(&'a str, &'a Table)> {

@@ -52,8 +52,9 @@ impl LibraryFacts {
     }
 }
 
-/// Checks whether these bytes can be loaded in every image: a shared object for x86-64 that
-/// requires no other library and no symbol version, and whose undefined symbols are all weak.
+/// Checks whether a library with this content can be loaded in every container image. It must be a
+/// shared object for x86-64. It must require no other library and no symbol version. All its
+/// undefined symbols must be weak.
 ///
 /// # Errors
 /// The rule that the file violates.
@@ -72,14 +73,14 @@ pub fn loadable(bytes: &[u8]) -> Result<(), String> {
     };
     for entry in entries {
         match entry.tag(endian) {
-            elf::DT_NEEDED => return Err("the file needs another library".into()),
-            elf::DT_VERNEED => return Err("the file needs a version of the C library".into()),
+            elf::DT_NEEDED => return Err("the file depends on another library".into()),
+            elf::DT_VERNEED => return Err("the file depends on a version of the C library".into()),
             _ => {}
         }
     }
     if !file.dynamic_symbols().any(|symbol| symbol.name() == Ok("dlsym") && !symbol.is_undefined())
     {
-        return Err("the file is another library, because it has no hooks".into());
+        return Err("the file is not Affinode's library, because it defines no dlsym".into());
     }
     let strong = file.dynamic_symbols().find(|symbol| symbol.is_undefined() && !symbol.is_weak());
     match strong {
@@ -144,7 +145,7 @@ mod tests {
     #[test]
     fn other_files_are_not_the_library() {
         let own = fs::read(std::env::current_exe().unwrap()).unwrap();
-        assert_eq!(loadable(&own).unwrap_err(), "the file needs another library");
+        assert_eq!(loadable(&own).unwrap_err(), "the file depends on another library");
         assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("not an ELF file"));
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(judge(&LibraryFacts::gather(folder.path()))[0].verdict, CheckVerdict::Bad);

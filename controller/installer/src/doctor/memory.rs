@@ -94,12 +94,13 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     match facts.host_pool_bytes {
         (1.., _) if !has_cgroups => group.warning(
             "host pool",
-            "it needs a memory cgroup",
-            "offloaded memory is charged to the containers, until the memory controller is there",
+            "the host pool cannot be used, because it needs a memory cgroup",
+            "offloaded memory is charged to the containers until the memory controller is \
+             available (see the check cgroups)",
         ),
         (0, _) => group.good(
             "host pool",
-            "none: offloaded memory is charged to the containers (memory.host_pool_percent)",
+            "none (see memory.host_pool_percent): offloaded memory is charged to the containers",
         ),
         (size, used) => {
             group.good("host pool", format!("{} of at most {} in use", mib(used), mib(size)));

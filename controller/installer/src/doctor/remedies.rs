@@ -80,9 +80,9 @@ checks! {
         "No cgroup hierarchy with the memory controller is mounted at `/sys/fs/cgroup`.",
         "Mount cgroup2 at `/sys/fs/cgroup`. If the memory controller is missing there, boot with the kernel argument `cgroup_enable=memory`.";
     "memory", "host pool":
-        "The host pool takes the content of offloaded containers, so that it is not charged to them. It needs a memory cgroup.",
+        "The host pool stores the content of offloaded containers, so that the containers are not charged for this memory. The host pool needs a memory cgroup.",
         "The cgroup hierarchy has no memory controller, so offloaded memory is charged to the containers.",
-        "See the check of the cgroups. If the host pool is full, enlarge it with `memory.host_pool_percent`.";
+        "See the check `cgroups`. If the host pool is full, enlarge it with `memory.host_pool_percent`.";
     "memory", "host RAM":
         "Free host memory must be large enough for an offload of all VRAM that is in use now.",
         "Free host memory minus the reserve `memory.node_reserve_mib` is smaller than the VRAM in use. Some containers then keep their VRAM. If the free host memory is not larger than the reserve, no container can be offloaded.",

@@ -87,7 +87,8 @@ pub fn text(
     Ok(text)
 }
 
-/// Returns the part of an added text that begins with the block's first line.
+/// Returns an added text without what precedes the first line of the block, such as the `version`
+/// line of a new file. A text without a block is returned unchanged.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }

@@ -208,10 +208,10 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// Returns containerd's whole configuration as it will be after an edit. If the edit changes a
-    /// template of k3s or rke2, which is rendered only at the next restart, the predicted text is
-    /// written to the file `scratch`. containerd then prints its configuration from that file, and
-    /// the file is removed.
+    /// Returns containerd's whole configuration as it will be after an edit. A template of k3s or
+    /// rke2 takes effect only at the next restart. If the edit changes a template, the predicted
+    /// file is therefore written to `scratch`. containerd prints its configuration from `scratch`,
+    /// and `scratch` is removed.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !edit.paths().any(target::is_template) {
             return self.dump();
@@ -324,8 +324,9 @@ impl ContainerdNode {
         }
     }
 
-    /// Returns the error to report after a failed change, whose files were already restored. If
-    /// containerd was restarted with the change, restarts it with the restored files first.
+    /// Returns the error to report after a failed change. The files were already restored. If
+    /// containerd was restarted with the changed files, it is first restarted with the restored
+    /// files.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
             failed,

@@ -99,7 +99,7 @@ pub enum DockerError {
         /// Reason, as `dockerd --validate` reports it.
         why: String,
     },
-    /// dockerd would refuse the file with Affinode's runtime.
+    /// dockerd would refuse the file if it contained Affinode's runtime.
     #[error(
         "dockerd would refuse {} if it contained Affinode's runtime, and nothing was changed. Pass \
          --no-docker to skip Docker: {why}",

@@ -46,8 +46,8 @@ pub enum EditError {
     /// The text block for the file cannot be created.
     #[error(transparent)]
     Block(#[from] block::BlockError),
-    /// The handler cannot be removed from the file.
-    #[error("cannot remove handler {name:?} from {}, because its text was changed since the installation: remove the handler by hand", path.display())]
+    /// The handler cannot be removed from the file, because its text was changed.
+    #[error("cannot remove handler {name:?} from {}, because the handler's text was changed since the installation: remove the handler by hand", path.display())]
     Changed {
         /// Path of the file.
         path: PathBuf,
@@ -70,13 +70,13 @@ struct FileEdit {
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Texts of the handlers that the edit removes, and texts of the handlers that it adds. They
-    /// are needed to predict the file that k3s or rke2 render from a template.
+    /// First, the texts of the handlers that the edit removes. Second, the texts of the handlers
+    /// that it adds. They are needed to predict the file that k3s or rke2 render from a template.
     blocks: (Vec<String>, Vec<String>),
 }
 
 impl ConfigEdit {
-    /// Creates an edit of these files that does not change anything yet.
+    /// Creates an edit of these files. It does not contain any change yet.
     pub fn of(paths: impl IntoIterator<Item = PathBuf>) -> Result<ConfigEdit, EditError> {
         let mut edit = ConfigEdit::default();
         for path in paths {
@@ -123,9 +123,10 @@ impl ConfigEdit {
         self.blocks.0.push(block::in_text(&added.text).to_owned());
     }
 
-    /// Removes the handlers of these specifications from every file. `merged` lists the names of
-    /// the handlers that belong to Affinode according to containerd's whole configuration. A file
-    /// may contain only some keys of such a handler, and these keys are removed too.
+    /// Removes the handlers that `specs` names from every file. In a file, a handler is removed if
+    /// it runs Affinode's shim. A file may contain only some keys of a handler, without the shim.
+    /// Such keys are removed if `merged` contains the handler's name. `merged` lists the handlers
+    /// that run Affinode's shim in containerd's whole configuration.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],

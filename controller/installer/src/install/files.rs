@@ -104,7 +104,7 @@ impl SourceFile {
         })
     }
 
-    /// Returns a copy of these files that includes Podman's files as far as the plan requires them.
+    /// Returns a copy of these files that also contains Podman's files, if `plan` requires them.
     ///
     /// # Errors
     /// [`FileError`]: Podman is required, but its runtime is not in the source folder.

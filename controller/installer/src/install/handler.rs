@@ -67,8 +67,8 @@ impl HandlerSpec {
         HandlerSpec { name: name.to_owned(), ..self.clone() }
     }
 
-    /// Returns the specification of the handler as it was installed. If an earlier installation has
-    /// recorded a path of the shim, the specification contains this path.
+    /// Returns the specification of the handler as it was installed. It contains the path of the
+    /// shim from the record of an earlier installation, if there is such a record.
     pub fn installed(mut self) -> HandlerSpec {
         if let Some(shim) = self.earlier.take() {
             self.shim = shim;

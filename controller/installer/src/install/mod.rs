@@ -5,12 +5,11 @@
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
 //!             then the controller: its unit is started, a controller of an earlier version is ended
-//! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> unit ──> files ──> record
+//! uninstall:  shims or jobs? ──> remove handler from every file ──> dump again ──> restart ──> unit ──> files ──> record
 //! ```
 //!
-//! The installer examines the handler in containerd's whole configuration, whichever file contains
-//! it. The reason is that NVIDIA's toolkit rewrites containerd's files and copies handlers between
-//! them.
+//! The installer looks for the handler in containerd's whole configuration, not in one file. The
+//! reason is that NVIDIA's toolkit rewrites containerd's files and copies handlers between them.
 //!
 //! Nothing is changed before everything has been examined. The record lists every file before it is
 //! written, so that a killed installation can be uninstalled. A first installation that fails
@@ -470,7 +469,11 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     steps.extend(unit.steps());
     let (ours, changed) = record.files()?;
     steps.extend(ours.iter().map(|path| format!("remove {}", path.display())));
-    steps.extend(changed.iter().map(|path| format!("leave {}: it was changed", path.display())));
+    steps.extend(
+        changed
+            .iter()
+            .map(|path| format!("leave {}: it was changed after the installation", path.display())),
+    );
     let Some(lock) = &mut lock else { return Ok(steps) };
     tidy(options, Some(&record))?;
     docker.make(&options.state_dir)?;

@@ -41,8 +41,8 @@ pub struct HandlerPlan {
     pub edit: Option<ConfigEdit>,
     /// The handler that this installation adds. `None`: no handler is added.
     pub wanted: Option<HandlerSpec>,
-    /// Whether the wanted handler replaces a handler that this installation added before. If not,
-    /// the wanted handler is added.
+    /// Whether the wanted handler replaces a handler of the same name that also runs Affinode's
+    /// shim but differs from the wanted handler.
     pub replaces: bool,
     /// Handlers that containerd's configuration must no longer contain after the change.
     pub gone: Vec<HandlerSpec>,
@@ -160,8 +160,8 @@ pub fn uninstall(
 }
 
 /// Returns whether containers get their devices from CDI. After a start of the machine, CDI
-/// specifications may still be missing. Therefore the record's value applies as long as CDI is
-/// turned on in containerd.
+/// specifications may still be missing. The result is therefore also true if the record states that
+/// CDI was used and CDI is turned on in containerd.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
@@ -196,10 +196,10 @@ fn files(
     all.filter(|path| !path.ends_with(target::RENDERED)).collect()
 }
 
-/// Adds the wanted handler to the target file. With containerd 1.x, NVIDIA's toolkit creates an
-/// imported file from containerd's own file, and the sections of the imported file replace the
-/// original sections. If the target is such an imported file, the handler is also added to
-/// containerd's own file, provided that containerd's own file names handlers.
+/// Adds the wanted handler to the target file. With containerd 1.x, the target may be an imported
+/// file that NVIDIA's toolkit creates from containerd's own file. Its sections replace those of
+/// containerd's own file. If containerd's own file contains handlers, the handler is added to both
+/// files.
 fn add(
     edit: &mut ConfigEdit,
     target: &InstallTarget,

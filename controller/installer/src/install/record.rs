@@ -71,8 +71,8 @@ pub struct AddedBlock {
     /// Other programs may have written the file since then.
     #[serde(default)]
     written_ms: Option<u64>,
-    /// Time at which the handler was written that this handler replaced, in milliseconds since
-    /// 1970. `None`: containerd cannot have loaded a replaced handler.
+    /// If this handler replaced an earlier one: the time at which the earlier handler was written,
+    /// in milliseconds since 1970. `None`: containerd cannot have loaded an earlier handler.
     #[serde(default)]
     replaced_ms: Option<u64>,
     /// Whether containers got their devices from CDI.

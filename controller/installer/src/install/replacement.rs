@@ -2,7 +2,8 @@
 //! version.
 //!
 //! The systemd unit is started before the earlier controller is ended. The unit's controller waits
-//! for the lock of the earlier controller. Therefore no shim starts a controller in between.
+//! for the lock of the earlier controller and takes over as soon as that controller ends. Therefore
+//! no shim starts a controller in between.
 
 use affinode_controller::inventory::process;
 use affinode_core::input::Identity;
@@ -19,8 +20,8 @@ use crate::doctor::programs::SHIM;
 /// installation has written its files.
 pub struct ControllerReplacement {
     unit: UnitPlan,
-    /// Controllers of the earlier version that do not run in the systemd unit, so a restart of the
-    /// unit does not end them.
+    /// Controllers of the earlier version that run outside the systemd unit. A restart of the unit
+    /// does not end them.
     old: Vec<Identity>,
 }
 
@@ -51,7 +52,7 @@ impl ControllerReplacement {
         };
         steps.extend(self.old.iter().map(|controller| {
             let pid = controller.pid;
-            format!("end the controller of the earlier version, process {pid}: {next}")
+            format!("end the controller of the earlier version (process {pid}); then {next}")
         }));
         steps
     }

@@ -6,12 +6,15 @@
 //! | a distribution or the operator (containerd 1.x) | the last file that configures CRI, and containerd's file too if it names handlers |
 //! | k3s or rke2, which render containerd's file at each start | a file in the folder `config-v3.toml.d` if containerd imports that folder (newer releases), else the template |
 //!
-//! Up to containerd 1.7, an imported file that sets a key of a section replaces the whole section.
-//! NVIDIA's toolkit adds such files. containerd then ignores the section in other files, and a
-//! separate file of Affinode would replace all of it. containerd 2 merges the sections of all
-//! files, and the file whose name sorts last takes precedence. The toolkit's file contains copies
-//! of handlers of other files, so the name of Affinode's file sorts after it. With containerd 1.x,
-//! the toolkit makes its file from containerd's own file, so the handler is added to both files.
+//! containerd 2 merges the sections of all files. The file whose name sorts last takes precedence.
+//! NVIDIA's toolkit adds a file with copies of handlers from other files. The name of Affinode's
+//! file therefore sorts after the name of the toolkit's file.
+//!
+//! Up to containerd 1.7, sections are not merged. An imported file that sets a key of a section
+//! replaces the whole section of the files before it. A separate file of Affinode would therefore
+//! remove all other handlers. The handler is added to the last file that configures CRI, which may
+//! be the toolkit's file. The toolkit makes its file from containerd's own file, so the handler is
+//! then added to containerd's own file too.
 
 use std::{
     fs,

@@ -68,7 +68,7 @@ pub enum UnitError {
     },
     /// The path of the program cannot be written into a unit file.
     #[error(
-        "cannot write the path {} into the controller's systemd unit: use a --prefix of letters, digits and ./_+-, or pass --no-controller-unit",
+        "cannot write the path {} into the controller's systemd unit: use a --prefix that has only letters, digits and the characters . / _ + -, or pass --no-controller-unit",
         .0.display()
     )]
     Prefix(PathBuf),
@@ -80,7 +80,7 @@ pub enum UnitError {
     Taken(PathBuf),
     /// systemctl cannot be run, or it failed.
     #[error(
-        "systemctl {what} failed. See journalctl --unit {UNIT}, then run the same affinode command again: {why}"
+        "systemctl {what} failed (see journalctl --unit {UNIT}, then run the same affinode command again): {why}"
     )]
     Systemctl {
         /// The arguments of systemctl.
@@ -90,7 +90,7 @@ pub enum UnitError {
     },
     /// The unit was not installed or started, but the rest of the installation is in place.
     #[error(
-        "the programs and the runtime are installed, but the controller's systemd unit is not. Until the unit runs, shims start the controller"
+        "the programs and the runtime are installed, but the controller's systemd unit is not installed or does not run. Until it runs, shims start the controller"
     )]
     NotStarted(#[source] Box<UnitError>),
 }

@@ -43,11 +43,11 @@ use super::{
 
 /// Interval at which the node is queried while a container waits for VRAM.
 const POLL_MS: Millis = 500;
-/// Time after which the simulation gives up because a container waits for VRAM and no other event
+/// The simulation fails if a container waits for VRAM for longer than this and no other event
 /// happens.
 const STUCK_MS: Millis = 86_400_000;
-/// Minimum time from a query that was due but had no effect to the next query about the same
-/// container.
+/// Minimum time from a due query of the node to the next query about the same container. After any
+/// other event, the next query may be earlier.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]

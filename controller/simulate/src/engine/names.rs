@@ -5,7 +5,7 @@ use affinode_core::{Key, ProcessId};
 pub(crate) fn key(n: usize) -> Key {
     match Key::parse(&format!("{n:032x}")) {
         Ok(key) => key,
-        Err(text) => unreachable!("{text} is 32 hex digits"),
+        Err(text) => unreachable!("a number in this format is always a valid key: {text}"),
     }
 }
 

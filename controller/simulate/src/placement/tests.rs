@@ -47,7 +47,7 @@ fn gpus_of_the_trace_are_used() {
     let expected = (GpuRule::Named, 3, vec![1, 0, 1, 2]);
     assert_eq!((placed.rule, placed.gpus, placed.of_process), expected);
     loads[3].gpu.clear();
-    assert_eq!(choose(&loads, 1.0).rule, GpuRule::Peak, "one has no name");
+    assert_eq!(choose(&loads, 1.0).rule, GpuRule::Peak, "one process names no GPU");
 }
 
 #[test]

@@ -72,7 +72,7 @@ fn connections_of_a_user_are_limited() {
     let mut places: Vec<_> = (0..PER_USER).map(|_| count.take(1).unwrap()).collect();
     assert!(count.take(1).is_none());
     places.extend((2..).map_while(|uid| count.take(uid)));
-    assert_eq!(places.len(), IN_ALL, "the next user finds no place");
+    assert_eq!(places.len(), IN_ALL, "the connection of a further user is refused");
     drop(places.swap_remove(0));
     assert!(count.take(1).is_some() && count.take(2).is_some());
     drop(places);

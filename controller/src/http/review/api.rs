@@ -24,8 +24,8 @@ use tokio_rustls::{
 use super::super::guard::AccessRule;
 use crate::config::KubernetesSection;
 
-/// Maximum number of concurrent requests to the API server. Further requests wait, within their own
-/// timeout.
+/// Maximum number of concurrent requests to the API server. Further requests wait. This wait counts
+/// towards their time limit.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
 /// Time limit for a request to the API server, including its wait for other requests.
 const TIME: Duration = Duration::from_secs(5);
@@ -55,7 +55,7 @@ pub enum ReviewError {
         path: PathBuf,
     },
     /// The connection to the API server failed, or the server's certificate is not trusted.
-    #[error("cannot connect to {server}")]
+    #[error("cannot connect to the Kubernetes API server {server}")]
     Connect {
         /// Host and port of the API server.
         server: String,
@@ -64,7 +64,7 @@ pub enum ReviewError {
         source: io::Error,
     },
     /// The connection to the API server ended before the response.
-    #[error("no response from {server} to a {kind}")]
+    #[error("no response from the Kubernetes API server {server} to a {kind}")]
     Broken {
         /// Host and port of the API server.
         server: String,
@@ -75,7 +75,10 @@ pub enum ReviewError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The API server's response did not arrive in time.
-    #[error("no response from {server} to a {kind} within {} s", TIME.as_secs())]
+    #[error(
+        "no response from the Kubernetes API server {server} to a {kind} within {} s",
+        TIME.as_secs()
+    )]
     Late {
         /// Host and port of the API server.
         server: String,
@@ -84,7 +87,7 @@ pub enum ReviewError {
     },
     /// The API server refused the controller's own request.
     #[error(
-        "{server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
+        "the Kubernetes API server {server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
     )]
     Status {
         /// Host and port of the API server.
@@ -95,7 +98,7 @@ pub enum ReviewError {
         status: StatusCode,
     },
     /// The API server's response is not a valid review.
-    #[error("the response of {server} to a {kind} is invalid")]
+    #[error("the response of the Kubernetes API server {server} to a {kind} is invalid")]
     Answer {
         /// Host and port of the API server.
         server: String,

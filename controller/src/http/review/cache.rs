@@ -25,8 +25,8 @@ impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
     }
 
     /// Stores a result that expires after the time `holds`. If the cache is full, the result that
-    /// expires first is removed. Results for invalid tokens are stored for the shortest time, so
-    /// they do not displace results for valid tokens.
+    /// expires first is removed. Results for invalid tokens expire first. They therefore do not
+    /// displace results for valid tokens.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);

@@ -124,7 +124,7 @@ async fn requests_are_limited_in_number_and_time() {
     for rubbish in ["", "two words", "a\"b", "é", &"x".repeat(TOKEN_BYTES + 1)] {
         assert_eq!(kind(&reviewer, rubbish, NODE).await, Err(DenyReason::Token), "{rubbish}");
     }
-    assert_eq!(fake.asked(), (0, 0), "rubbish is not asked about");
+    assert_eq!(fake.asked(), (0, 0), "an invalid token must not reach the API server");
     fake.set(ApiBehavior::Silent);
     let mut asking = tokio::task::JoinSet::new();
     for n in 0..40 {
@@ -265,8 +265,8 @@ fn the_roles_grant_exactly_the_rights() {
             assert!(!EVERYBODYS.iter().any(|rule| fits(rule, path)), "every user may get {path}");
             let rule =
                 allowed.iter().position(|(allowed, url)| *allowed == verb && fits(url, path));
-            used.insert(rule.unwrap_or_else(|| panic!("no role allows to {verb} {path}")));
+            used.insert(rule.unwrap_or_else(|| panic!("no role grants {verb} on {path}")));
         }
     }
-    assert_eq!(used.len(), allowed.len(), "a role allows what is never asked for");
+    assert_eq!(used.len(), allowed.len(), "a role grants a right that no request needs");
 }

@@ -68,7 +68,7 @@ pub enum Verdict {
     Lost(String),
     /// The process exists, but does not reply.
     Stuck(String),
-    /// The process replied with an error, or its memory has other contents.
+    /// The process replied with an error, or its memory does not have the expected contents.
     Corrupted(String),
 }
 
@@ -269,7 +269,7 @@ impl ChaosContainer {
             .with_context(|| format!("container {} has no process {inside}", self.running.id))
     }
 
-    /// Whether all processes of the container run, except those that a fault was meant to end.
+    /// Whether no fault was meant to end the container or one of its processes.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.doomed && self.processes.iter().all(|process| !process.doomed)
@@ -277,8 +277,8 @@ impl ChaosContainer {
 }
 
 impl Process {
-    /// Sends a command to the process, without waiting for the reply. After `alloc`, the command
-    /// `free` is sent as well.
+    /// Sends a command to the process, without waiting for the reply. If the command is `alloc`,
+    /// the command `free` is sent after it.
     ///
     /// # Errors
     /// When the program has closed the pipe.
@@ -291,7 +291,8 @@ impl Process {
         Ok(())
     }
 
-    /// Reads all outstanding replies, until the deadline.
+    /// Reads the replies to all commands that were sent. Returns at the first wrong reply, or if a
+    /// reply does not arrive before the deadline.
     #[must_use]
     pub fn settle(&mut self, deadline: Instant) -> Verdict {
         while let Some(asked) = self.asked.front() {
@@ -359,8 +360,8 @@ fn program(suffix: &str, seed: u32, mib: u64) -> String {
     )
 }
 
-/// Seed for the contents of a process's memory. Each process has its own seed, except those that
-/// share contents.
+/// Seed for the contents of a process's memory. Each process has its own seed, computed from the
+/// container's id and from `suffix`. Twins use [`SHARED_SEED`] in its place.
 fn seed(id: &str, suffix: &str) -> u32 {
     id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
 }

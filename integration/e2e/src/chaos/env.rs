@@ -45,20 +45,22 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// VRAM of the simulated GPU. It does not suffice for all containers at once. It suffices for the
-/// largest container (two processes, together 160 MiB) while all other containers are copied out.
-/// The other containers then keep six contexts of 16 MiB each, and the copier has one context.
+/// VRAM of the simulated GPU. It does not suffice for all containers at once. It suffices for a
+/// twin (144 MiB and a context of 16 MiB), which is the largest container, while all other
+/// containers are copied out. The other containers then keep six contexts of 16 MiB each, and the
+/// copier has one context.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// VRAM of each GPU in a campaign with two simulated GPUs. The first GPU has room for the copier
-/// and one twin. The second GPU has room for either of its two containers while the other one is
-/// copied out, but not for both at once.
+/// VRAM of each GPU in a campaign with two simulated GPUs. On the first GPU, it suffices for the
+/// copier and one twin, but not for both twins. On the second GPU, it suffices for each of the two
+/// remaining containers while the other one is copied out.
 const SIMULATED_EACH_BYTES: u64 = 208 * MIB;
 /// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is limited as well. It
-/// suffices for both twins at the same time (160 MiB each) and the contexts of the other
-/// containers. It does not suffice for all containers (388 MiB, and seven contexts).
+/// suffices for both twins at the same time (160 MiB each with their contexts) and for the contexts
+/// of the other containers. It does not suffice for all containers (388 MiB of allocations, and
+/// seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Number of bytes that are missing in host memory to offload all containers at once. The limit of
-/// host memory is lower than the need by this number, so one twin can be offloaded, but not both.
+/// Number of bytes by which the limit of host memory is below the need of all containers while all
+/// are offloaded. One twin can be offloaded, but not both twins at once.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
 /// Reasons that the controller may show for a container that stays resident because host memory
 /// does not suffice.
@@ -75,8 +77,8 @@ const SOON: Duration = Duration::from_millis(500);
 /// value is larger than on the simulated GPU because a real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// VRAM that the containers can use on the first of two real GPUs. Only the twins use this GPU. The
-/// amount suffices for the copier's context and one twin. Both twins fit only if the copier was
-/// already running when the free VRAM was measured.
+/// amount suffices for the copier's context and one twin. If the copier was already running when
+/// the free VRAM was measured, its context does not count, and both twins fit.
 const REAL_ROOM_FOR_TWINS_BYTES: u64 = 1_536 * MIB;
 /// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
@@ -97,8 +99,9 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// Time limit until the containers reach the expected state after a round. They usually reach it
-/// far earlier.
+/// Time limit until the counts of processes, files and mounts equal those of the new environment.
+/// Also the time limit until the next controller replies after a kill. Both usually take far less
+/// time.
 const SETTLED: Duration = Duration::from_secs(20);
 
 /// A testbed of a crash campaign, with its containers.
@@ -113,8 +116,8 @@ pub struct ChaosEnv {
     /// Number of GPUs. With two GPUs, the twins use the first GPU and the other containers use the
     /// second GPU.
     gpus: usize,
-    /// Unmanaged programs and their process ids. The programs occupy the VRAM of large GPUs that
-    /// the campaign does not use.
+    /// Unmanaged programs and their process ids. On large GPUs, these programs occupy the VRAM that
+    /// the campaign does not need.
     ballast: Vec<(Worker, i32)>,
     /// Names of containers that were not offloaded automatically and needed a manual offload, each
     /// with the reason.
@@ -234,8 +237,8 @@ impl ChaosEnv {
             && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
-    /// Starts unmanaged processes that occupy the VRAM of large GPUs that the campaign does not
-    /// use.
+    /// Offloads all containers, then starts an unmanaged program on each GPU. The program occupies
+    /// the VRAM that the campaign does not need.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
         for index in 0..self.gpus {
@@ -505,10 +508,12 @@ impl ChaosEnv {
         rested.with_context(|| format!("last seen: {last}"))
     }
 
-    /// Lists processes, files and mounts that did not exist when the environment was new.
+    /// Compares the numbers of processes, files and mounts with those of the new environment.
+    /// Counts again until there is no difference or [`SETTLED`] has passed. Returns a description
+    /// of each difference.
     ///
     /// # Errors
-    /// When the processes, files or mounts cannot be counted.
+    /// This function returns no error. If something cannot be counted, the result describes this.
     pub fn leaks(&self) -> Result<Vec<String>> {
         let Some(first) = &self.quiet else { return Ok(Vec::new()) };
         let deadline = Instant::now() + SETTLED;
@@ -554,8 +559,9 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Returns the longest time without a controller since the last call of this function, in
-    /// milliseconds. The result is 0 if a controller was always running.
+    /// Returns the longest time from the kill of a controller to the reply of the next controller,
+    /// in milliseconds. Only kills that [`ChaosEnv::time_return`] has measured since the last call
+    /// of this function count. The result is 0 if there was no such kill.
     ///
     /// # Errors
     /// When no controller replies although a container needs one.

@@ -1,5 +1,5 @@
-//! Counts processes, files and mounts while all containers are offloaded. A count that differs
-//! after a round is a leak.
+//! Counts processes, files and mounts while all containers are offloaded. If a count after a round
+//! differs from the count in the new environment, something has leaked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,18 +11,19 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Number of additional descriptors that the controller may have open, compared with the start of
-/// the campaign. Clients that are connected to the controller during the count use such
+/// Number of descriptors that the controller may have open in addition to those that it had open in
+/// the new environment. Clients that are connected to the controller during the count use such
 /// descriptors.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// Number of additional descriptors that one of Affinode's shims may have open, compared with the
-/// highest number of any shim at the start of the campaign.
+/// Number of descriptors that a shim of Affinode may have open in addition to the highest number of
+/// any shim in the new environment.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Maximum number of a copier's open descriptors for each process that the copier serves. This
-/// limit is absolute, because there may have been no copier at the start of the campaign.
+/// Maximum number of a copier's open descriptors for each CUDA process of the environment. The
+/// copier itself counts as one more process. The limit is absolute, because no copier may have been
+/// running when the environment was new.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 /// Program name of the host pool's process.
@@ -41,8 +42,8 @@ pub struct LeakCheck {
 }
 
 impl LeakCheck {
-    /// Counts processes, files and mounts. `scenery` contains the pids of the test's own processes
-    /// that exist during the whole campaign, so they are no leak.
+    /// Counts processes, files and mounts. `scenery` contains the pids of the test's own processes.
+    /// They run as long as the environment exists, so they are no leak.
     ///
     /// # Errors
     /// When there is no controller, or it does not reply.
@@ -96,8 +97,8 @@ impl LeakCheck {
         Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
     }
 
-    /// Describes each difference from `first`, the counts at the start of the campaign. Empty if
-    /// there are none.
+    /// Describes each difference from `first`, the counts in the new environment. Empty if there
+    /// are none.
     #[must_use]
     pub fn differences(&self, first: &LeakCheck) -> Vec<String> {
         let kinds: BTreeSet<&&str> = self.counts.keys().chain(first.counts.keys()).collect();
@@ -127,8 +128,9 @@ impl LeakCheck {
     }
 }
 
-/// Describes a copier's excess of open descriptors. The maximum depends on the number of processes
-/// that the copier serves.
+/// Checks the numbers of a copier's open descriptors and memory files. Describes each number that
+/// exceeds its maximum. The maximum depends on `processes`, the number of CUDA processes of the
+/// environment.
 fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
     let most = |each: usize| each * (processes + 1);

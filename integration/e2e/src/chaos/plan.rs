@@ -75,7 +75,7 @@ pub enum Fault {
     Pause,
     /// SIGTERM to the container's first process, which then ends.
     EndContainer,
-    /// `ctr tasks delete --force`.
+    /// The container is deleted with `ctr tasks delete --force`.
     DeleteContainer,
 }
 
@@ -128,7 +128,8 @@ impl Fault {
     }
 }
 
-/// A planned fault. It occurs a short time after a watched container enters a given state.
+/// A planned fault. It occurs a short time after a watched container enters a given state. If the
+/// container does not enter this state within a time limit, the fault occurs then.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
     /// The fault to inject.
@@ -143,7 +144,8 @@ pub struct Strike {
     pub lasts_ms: u64,
 }
 
-/// A part of a round: stimuli that start at the same time, and a fault while they take effect.
+/// A part of a round: stimuli (CUDA calls and commands) that start at the same time, and a fault
+/// that occurs while they are carried out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scene {
     /// The CUDA calls and commands that start the scene.

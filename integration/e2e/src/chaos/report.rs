@@ -28,15 +28,16 @@ pub struct Report {
     pub seed: u64,
     /// Number of rounds that ran.
     pub rounds: u64,
-    /// Number of faults by kind, and by the state of the watched container when the fault occurred.
+    /// Number of faults by kind, and by the state of the container that the fault hit.
     pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
     /// Number of process verifications, summed over all rounds.
     pub verified: u64,
-    /// Number of restores caused by a CUDA call in the state `Offloaded`, summed over all rounds.
+    /// Number of restores, summed over the rounds that reached the check for leaks. Restores that a
+    /// user requested count as well.
     pub wakes: u64,
     /// Number of rounds that began while the twins shared contents.
     pub together: u64,
-    /// Longest time from the end of a controller to the first reply of the next controller, in
+    /// Longest time from the kill of a controller to the first reply of the next controller, in
     /// milliseconds. The time includes the start of the command that receives the reply.
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.

@@ -32,7 +32,7 @@ impl Setup {
         }
     }
 
-    /// Fixed duration of an offload or restore in the simulated driver, in milliseconds.
+    /// Minimum duration of an offload or restore in the simulated driver, in milliseconds.
     pub(super) fn move_ms(self) -> &'static str {
         match self {
             Setup::Quick | Setup::Squeezed => "30",
@@ -49,7 +49,7 @@ impl Setup {
         }
     }
 
-    /// Time limit for an automatic offload.
+    /// Time within which the controller must offload the containers without a request of the test.
     pub(super) fn automatic(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => Duration::from_secs(20),
@@ -57,7 +57,8 @@ impl Setup {
         }
     }
 
-    /// Time limit of a round. A round on a healthy machine takes far less time.
+    /// Time limit for a wait in a round, such as the wait for the replies of all processes. On a
+    /// healthy machine, a wait is far shorter.
     pub(super) fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,

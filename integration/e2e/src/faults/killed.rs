@@ -1,5 +1,6 @@
-//! Kills a program before its n-th step. A step is a system call that changes a file or starts
-//! another program. The program is traced with ptrace, so that each step is hit exactly once.
+//! Kills a program before its n-th step. A step is a system call that changes a file, or that
+//! starts another program or waits for one. ptrace stops the program at each system call, so the
+//! kill hits exactly the n-th step.
 
 use std::{
     io::Write,
@@ -17,7 +18,8 @@ use nix::{
     unistd::Pid,
 };
 
-/// System calls that change a file or start a program, each with its name.
+/// System calls that count as steps, each with its name. They change a file, start a program, or
+/// wait for a program.
 const STEPS: [(i64, &str); 10] = [
     (libc::SYS_mkdir, "mkdir"),
     (libc::SYS_rmdir, "rmdir"),
@@ -31,8 +33,8 @@ const STEPS: [(i64, &str); 10] = [
     (libc::SYS_openat, "open to write"),
 ];
 
-/// Runs a command and kills it before its n-th step (a system call that changes a file or starts a
-/// program). Returns the name of that step. `None` if the command ends earlier.
+/// Runs a command and kills it before its n-th step (one of the system calls in [`STEPS`]). Returns
+/// the name of that step. `None` if the command ends earlier.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
     // The shell waits until it is traced before it runs the command.
     let mut traced = Command::new("sh");

@@ -99,7 +99,7 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
 }
 
 /// Runs programs whose exit handler reads results from the GPU. With each engine, the results must
-/// be as without Affinode.
+/// be the same as without Affinode.
 fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
     ensure!(

@@ -16,9 +16,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time after which the test checks whether the process without Affinode has replied. A process
-/// that has not replied is reported as hanging. This outcome does not decide whether the hazard
-/// fails.
+/// Time within which a process without Affinode should reply to the test. A process that has not
+/// replied by then is reported as hanging. This result does not make the hazard fail.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {

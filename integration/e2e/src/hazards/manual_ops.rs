@@ -20,7 +20,8 @@ use crate::{
 pub const LOCKED: i32 = 1;
 pub const CHECKPOINTED: i32 = 2;
 
-/// A container that a foreground command runs, so that the test observes the end of its program.
+/// A container that a `ctr run` in the foreground runs. The test can therefore observe the end of
+/// the container's program.
 pub struct Held {
     /// The program in the container.
     pub worker: Worker,
@@ -41,7 +42,8 @@ impl Held {
         Ok(Self { worker: Worker::attach(&spec, &pipes)?, container })
     }
 
-    /// Runs the driver's checkpoint calls from another program, and returns their results.
+    /// Makes checkpoint calls of the driver for the container's process, from another program.
+    /// Returns the result of each call.
     pub fn tool(&self, world: &Testbed, calls: &[&str]) -> Result<Vec<i32>> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");
@@ -182,7 +184,7 @@ impl Offload {
     }
 }
 
-/// Describes a container that runs the usual CUDA program with `mib` MiB of VRAM.
+/// Describes a container that runs the CUDA test program [`USUAL`] with `mib` MiB of VRAM.
 pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }

@@ -1,5 +1,6 @@
-//! Hazards of the kinds of GPU memory. If a container has memory that a checkpoint cannot restore,
-//! its offload must be refused before any driver call. Other containers must be offloaded.
+//! Hazards that depend on the kind of memory that a CUDA process uses. If a checkpoint cannot
+//! restore this kind of memory, the controller must refuse the offload before any driver call.
+//! Otherwise the container must be offloaded.
 
 use anyhow::Result;
 

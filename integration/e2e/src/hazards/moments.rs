@@ -144,8 +144,9 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
 }
 
 /// Starts a program that checkpoints another process, and kills the program while the driver
-/// executes the checkpoint. The kill hit that moment if the program printed no result although the
-/// other process is then checkpointed. Otherwise the function tries again.
+/// executes the checkpoint. The kill came at the right moment if two conditions hold: the program
+/// has printed no result, and the other process is checkpointed afterwards. Otherwise the function
+/// tries again.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();

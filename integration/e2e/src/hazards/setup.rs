@@ -1,4 +1,5 @@
-//! Hazards of processes that Affinode can never manage, or cannot manage at present.
+//! Hazards in which Affinode cannot manage a process: never, for example on a MIG instance, or not
+//! at present, for example while the process is stopped by a signal.
 
 use anyhow::{Context, Result, ensure};
 use nix::{

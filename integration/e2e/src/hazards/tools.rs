@@ -1,6 +1,7 @@
-//! Hazards of profilers in the process, and of video decoding. Both call the driver without its
-//! public functions. `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU,
-//! this replacement makes its process hang or end, as CUPTI does on a real GPU.
+//! Hazards of profilers and of video decoding. Profilers and the video library call the driver
+//! without its public functions. `clients/cupti.c` replaces CUPTI, the library that profilers use.
+//! With this replacement, a process on the simulated GPU hangs or ends in the cases in which CUPTI
+//! causes this on a real GPU.
 
 use anyhow::{Context, Result, ensure};
 

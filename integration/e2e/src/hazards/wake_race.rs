@@ -1,6 +1,6 @@
-//! Hazard in which two offloaded containers are woken at the same time, many times, but VRAM
-//! suffices for one. No process may be lost, and the container that requested first must be
-//! restored first.
+//! Hazard in which two offloaded containers are woken at the same time, although VRAM suffices for
+//! only one of them. The test repeats this many times. No process may be lost. The container that
+//! enters the queue first must be restored first.
 
 use anyhow::{Context, Result, ensure};
 

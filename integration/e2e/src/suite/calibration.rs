@@ -79,8 +79,8 @@ impl Calibration {
     }
 }
 
-/// Returns the median durations of offload and restore. The first cycle is a warm-up and does not
-/// count.
+/// Offloads and restores a process with `mib` MiB of VRAM repeatedly. Returns the median durations
+/// of the offload and of the restore. The first cycle is a warm-up and does not count.
 fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
     let id = format!("calibration-{engine}-{name}");
     let spec =

@@ -54,9 +54,9 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// Time after the release of memory until the GPU has scrubbed (cleared) it. Copies are slower
-/// during the scrubbing. Programs without Affinode copied 60 GiB at 49.7 GB/s directly after the
-/// release, and at 54.8 GB/s from 0.2 s on.
+/// Time after the release of memory until the GPU has surely scrubbed (cleared) it. Copies are
+/// slower while the GPU scrubs. A program without Affinode copied at 49.7 GB/s directly after the
+/// release of 60 GiB, and at 54.8 GB/s from 0.2 s after the release (H200, driver 580.159).
 pub const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
 /// Delay between an offload and an early call. At the time of this call, the copier has not
@@ -488,8 +488,9 @@ struct Check {
 }
 
 /// Names of output lines that may differ between swappable memory (which the library can move) and
-/// the driver's own memory. Swappable memory ends at a multiple of 2 MiB, so a copy is refused only
-/// beyond that end. The summary line `done` then differs as well.
+/// the driver's own memory. The size of swappable memory is rounded up to a multiple of 2 MiB. A
+/// copy beyond the requested size is therefore refused only if it exceeds the rounded size. The
+/// summary line `done` then differs as well.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Requires that each call on swappable memory (which the library can move) has the same result as

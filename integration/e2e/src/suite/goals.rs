@@ -17,8 +17,8 @@ enum Bound {
     AtLeast(f64),
 }
 
-/// Adds a row to `rows` for each goal whose value was measured in this run. `value` returns a
-/// measured value by the part of the suite, the value's name and its unit.
+/// Adds a row to `rows` for each goal whose value was measured in this run. `value` looks up a
+/// measured value. Its arguments are the part of the suite, the value's name and the value's unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};
     let mut want = |what: &str, value: Option<f64>, unit: &'static str, bound: Bound| {

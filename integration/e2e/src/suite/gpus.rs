@@ -1,7 +1,8 @@
 //! Tests that need two GPUs of one model. Some tests restore a container on the second GPU when its
 //! own GPU is full. Others run programs that share memory between processes or GPUs: shared memory
-//! must stay on its GPU, and the results must be as without Affinode. [`together`] wakes containers
-//! on both GPUs at the same time. [`links`] measures what two GPUs can do without Affinode.
+//! must stay on its GPU, and the results must be the same as without Affinode. [`together`] wakes
+//! containers on both GPUs at the same time. [`links`] measures copies and shared memory of two
+//! GPUs with the stock runtime.
 
 pub mod links;
 pub mod together;
@@ -46,7 +47,8 @@ struct Sharing {
     stays: Option<&'static [&'static str]>,
 }
 
-/// VRAM in bytes that the programs allocate on all GPUs together and do not share: two times 2 GiB.
+/// VRAM in bytes that each program allocates in total and does not share: 2 GiB in each of two
+/// processes, or on each of two GPUs.
 const UNSHARED_BYTES: u64 = 4096 * MIB;
 
 const SHARED_ALONE: &[&str] = &["shared-memory"];
@@ -255,8 +257,8 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
-    /// Waits until the controller has read that the program has allocated all of its VRAM. Returns
-    /// the container's VRAM in bytes.
+    /// Waits until the controller reports at least [`UNSHARED_BYTES`] of VRAM for the container.
+    /// The program has then allocated all of its own memory. Returns the reported VRAM in bytes.
     fn in_use(world: &Testbed, id: &str) -> Result<u64> {
         let row = world
             .cli()

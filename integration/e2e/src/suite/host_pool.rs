@@ -1,6 +1,6 @@
-//! Measures offloads and restores through the host pool, of containers whose memory limit is far
-//! below their VRAM. The same program in a container without a limit, on a node without a host
-//! pool, shows what the host pool costs.
+//! Measures containers whose memory limit is far below their VRAM. Their offloads and restores use
+//! the host pool. For comparison, the same program runs in a container without a limit, on a node
+//! without a host pool. The difference is the cost of the host pool.
 
 use std::{thread, time::Duration};
 
@@ -117,7 +117,8 @@ fn charged(world: &Testbed, id: &str) -> Result<u64> {
     used.next().with_context(|| format!("container {id} has no memory cgroup"))
 }
 
-/// Measures torch with 23 GiB of further memory in a container with a memory limit.
+/// Measures a torch program in a container with a memory limit. The program also allocates 23 GiB
+/// that it does not use.
 pub fn torch(python: &Python, rows: &mut Rows) -> Result<()> {
     let (world, id) = (python.world, "pooled-torch");
     let limit = (4096 * MIB).to_string();

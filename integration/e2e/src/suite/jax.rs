@@ -1,5 +1,5 @@
-//! Tests of JAX: JAX is offloaded with each engine, and the CUDA calls that it makes while it is
-//! idle are listed.
+//! Tests of JAX. One test offloads a JAX program with each engine. Another test lists the CUDA
+//! calls that JAX makes while it is idle.
 
 use std::collections::BTreeMap;
 

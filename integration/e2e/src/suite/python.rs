@@ -61,7 +61,8 @@ impl Answer {
     /// Returns the digest of the contents that the command requested.
     ///
     /// # Errors
-    /// When the reply has no digest. Otherwise the comparison of two such replies would succeed.
+    /// When the reply has no digest. Without this error, two replies without a digest would compare
+    /// as equal.
     pub fn digest(&self) -> Result<String> {
         ensure!(!self.digest.is_empty(), "the program's reply to {} has no digest", self.command);
         Ok(self.digest.clone())
@@ -118,12 +119,12 @@ impl<'w> Python<'w> {
         command.output().is_ok_and(|out| out.status.success())
     }
 
-    /// Waits for a program's first line. Returns the reason if the program reports that it cannot
-    /// run on this machine.
+    /// Waits for a program's first line. If the program reports that it cannot run on this machine,
+    /// returns the reason.
     ///
     /// # Errors
-    /// When the program prints any other line. Also when it reports that it cannot run, although it
-    /// runs outside a container.
+    /// When the program prints any other line. Also when the program reports that it cannot run,
+    /// but starts successfully outside a container.
     pub fn greet(&self, worker: &mut Worker, program: &[&str]) -> Result<Option<String>> {
         let first = parse(worker.receive_first_line(IMPORTS)?)?;
         match (first.command.as_str(), first.result) {

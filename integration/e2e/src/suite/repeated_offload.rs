@@ -18,7 +18,7 @@ use crate::{container::Spec, worker::Worker};
 
 /// Number of steps in a turn.
 pub(super) const STEPS: u32 = 5;
-/// Name in place of an engine's name for the container that is never offloaded.
+/// Pseudo engine name of the container that is never offloaded.
 const STILL: &str = "off";
 /// Phases that a process can have while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];

@@ -8,7 +8,8 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// Error of a part of the suite that needs software that is not installed. It contains the reason.
+/// Error of a part of the suite: software that the part needs is not installed. The value is the
+/// reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 

@@ -3,9 +3,10 @@
 //!
 //! The speed of a program differs from start to start, and the load of a host changes. Therefore
 //! several containers of each kind (with Affinode and with the stock runtime) run at the same time
-//! and are measured in turn, several times. The value of a container is its fastest step. The noise
-//! is the largest difference between two halves of the containers with the stock runtime. A
-//! difference between the two kinds that is smaller than the noise is not significant.
+//! and are measured in turn, several times. The value of a container is its fastest step. To find
+//! the noise, the containers with the stock runtime are divided into two halves, in every possible
+//! way. The noise is the largest difference between two halves. A difference between the two kinds
+//! that is smaller than the noise is not significant.
 
 use std::time::Instant;
 

@@ -10,10 +10,10 @@
 //! | through | the profiler runs during the offload and restore |
 //! | again | like `ended`, twice |
 //!
-//! Each process is one repetition. A container has several processes, which are forked before they
-//! use CUDA and do the same at the same time. Orders in which a process was once seen to hang or to
-//! be lost are repeated `AFFINODE_TOOL_ROUNDS` times (default 20). The other orders are repeated
-//! four times.
+//! Each process is one repetition. A container has several processes. They are forked before they
+//! use CUDA, and execute the same commands at the same time. An order in which a process was once
+//! seen to hang or to be lost is repeated `AFFINODE_TOOL_ROUNDS` times (default 20). The other
+//! orders are repeated four times.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -106,8 +106,8 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// Offloads a program that uses NVTX ranges. Affinode must not treat NVTX as a profiler, because it
-/// would then not checkpoint the context.
+/// Offloads a program that uses NVTX ranges. Affinode must not treat NVTX as a profiler. If it did,
+/// an offload would not checkpoint the context.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,

@@ -1,5 +1,6 @@
-//! Tests of a training loop of torch, which is idle, offloaded and restored. Its weights must be
-//! the same as without an offload. The module also measures the cost of a step.
+//! Tests of a training loop of torch. The loop's container becomes idle, is offloaded, and is
+//! restored. The loop's weights must be the same as without an offload. The module also measures
+//! the cost of a training step.
 
 use anyhow::Result;
 

@@ -1,6 +1,7 @@
-//! Tests of the annotation `affinode.io/vram-limit` on a real driver. All views of the container
-//! show the limit as the size of its VRAM, and allocations fail at the limit. Also measures the
-//! cost of the limit, and runs limited containers that together need 2.4 times the GPU's VRAM.
+//! Tests of the annotation `affinode.io/vram-limit` on a real driver. The libraries and tools in a
+//! container must report the limit as the size of the VRAM (JAX: its share of the limit).
+//! Allocations must fail at the limit. The module also measures the cost of the limit, and runs
+//! containers whose limits together are 2.4 times the free VRAM.
 
 use std::time::Instant;
 
@@ -29,12 +30,14 @@ const LIBRARIES: [&str; 3] = ["torch", "CuPy", "JAX"];
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const GIB: u64 = 1024 * MIB;
 const LIMIT_GIB: u64 = 20;
-/// VRAM of a process that the blocks of 1 GiB do not include: the context, and parts of a GiB.
+/// Maximum VRAM of a process in addition to its allocated blocks of 1 GiB each: the context, and
+/// parts of a GiB.
 const MAX_BESIDE_BYTES: u64 = 3 * GIB;
 /// Fraction of its VRAM that JAX allocates at its start.
 const SHARE_OF_JAX: f64 = 0.75;
-/// Number of measured pairs of an allocation and a free. Their sizes together exceed the limit, so
-/// the library asks the controller for a new allowance several times.
+/// Number of measured pairs of an allocation and a free. The sizes of the allocations together
+/// exceed the limit. Therefore the library requests a new allowance (an amount of VRAM that the
+/// process may still allocate) from the controller several times.
 const PAIRS: &str = "20000";
 const STARTS: usize = 5;
 const OUT_OF_MEMORY: i32 = 2;
@@ -179,7 +182,8 @@ fn fill(worker: &mut Worker) -> Result<u64> {
     answer.held_bytes.context("the reply to `fill` has no field `held_bytes`")
 }
 
-/// Measures an allocation with its free: with the stock runtime, without a limit and with one.
+/// Measures the duration of an allocation followed by its free. The measurement runs with the stock
+/// runtime, with Affinode but no VRAM limit, and with Affinode and a limit.
 fn cost(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let limit = limit_bytes(world);
     let pair = |id: &str| Spec::gpu(id, &[&format!("{CLIENTS}/memory_cost"), "many", PAIRS]);
@@ -216,7 +220,7 @@ fn cost(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Duration of an allocation with its free, in microseconds.
+/// Duration of an allocation followed by its free: median and mean, in microseconds.
 struct PairCost {
     median: f64,
     mean: f64,
@@ -245,8 +249,9 @@ impl PairCost {
     }
 }
 
-/// Runs three limited torch containers that together need 2.4 times the VRAM which an unmanaged
-/// program leaves. Compares their duration with that of the same containers one after another.
+/// Runs three torch containers with a VRAM limit. Their limits together are 2.4 times the VRAM that
+/// an unmanaged program leaves free. Compares the time that the containers take together with the
+/// time that they take one after another.
 fn beyond_the_gpu(python: &Python, rows: &mut Rows) -> Result<()> {
     // Two of three containers must fit into 126 GiB of host memory, and for a moment all three.
     const ROOM_GIB: u64 = 40;

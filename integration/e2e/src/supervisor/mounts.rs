@@ -11,19 +11,19 @@ use nix::{
 
 use super::{STORE, Scope};
 
-/// Folders that containerd, runc and crun use with every configuration. Each testbed gets private
-/// folders at these paths.
+/// Folders that containerd, runc and crun always use, whatever their configuration contains. Each
+/// testbed gets private folders at these paths.
 const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 
-/// Folders that a kubelet and the CNI plugins use with every configuration. The testbed of a node
-/// gets private folders at these paths.
+/// Folders that a kubelet and the CNI plugins always use, whatever their configuration contains.
+/// The testbed of a node gets private folders at these paths.
 const KUBELET_STATE: [&str; 4] =
     ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers", "/var/lib/cni"];
 
-/// Folders of CDI specifications that containerd reads with every configuration.
+/// Folders in which containerd always looks for CDI specifications.
 const CDI_SPECS: [&str; 2] = ["/etc/cdi", "/run/cdi"];
 
-/// Folders that dockerd uses with every configuration.
+/// Folders that dockerd always uses, whatever its configuration contains.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
 /// Moves this process into a private mount namespace. If the testbed is a node, also moves it into

@@ -281,16 +281,16 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
         if has_cdi {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
             ensure!(
-                said.contains("its settings differ"),
-                "expected `its settings differ` in: {said}"
+                said.contains("the handler's settings differ"),
+                "expected `the handler's settings differ` in: {said}"
             );
         }
         // Until it is restarted, containerd serves the handler in its earlier form.
         node.place.done("install", &["--restart-mode", "none"])?;
         let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
         ensure!(
-            said.contains("in its former version: restart containerd"),
-            "expected `in its former version: restart containerd` in: {said}"
+            said.contains("former version of the handler: restart containerd"),
+            "expected `former version of the handler: restart containerd` in: {said}"
         );
         world.restart_containerd()?;
         ensure!(node.look()? == 0);

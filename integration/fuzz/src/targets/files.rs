@@ -22,7 +22,8 @@ pub fn config(data: &[u8]) {
 }
 
 /// Parses a pod's annotations, one `name=value` per line. Each annotation must be accepted or named
-/// in a warning. The result must be a policy that the node can satisfy.
+/// in a warning. The priority and the idle timeout of the resulting policy must be within their
+/// permitted ranges.
 pub fn annotations(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let pairs = text.lines().filter_map(|line| line.split_once('='));
@@ -35,8 +36,9 @@ pub fn annotations(data: &[u8]) {
     assert_within_the_operators_limits(&pairs);
 }
 
-/// Asserts that two settings of a pod have effect only if the operator permits them: to end other
-/// containers' processes, and to use the node's memory.
+/// Asserts that a pod can turn on two settings only if the operator permits them: the restore
+/// policy that ends other containers' processes, and dedup, which stores memory on the node. Also
+/// asserts that `latency-sensitive` turns offloads off.
 fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     for restore in [Restore::Queue, Restore::ByAnnotation, Restore::Immediate] {
         for dedup in [false, true] {
@@ -55,7 +57,8 @@ fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
 }
 
 /// Parses the query string of an HTTP request. Every value that the parser returns must be a part
-/// of the query. A number must not be negative. A query may be refused only if it contains a value.
+/// of the query. A number must not be negative. The parser may refuse a parameter only if the query
+/// contains a value of the parameter.
 pub fn query(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let (name, query_text) = text.split_once('\n').unwrap_or(("watch", text));
@@ -68,8 +71,8 @@ pub fn query(data: &[u8]) {
     }
 }
 
-/// Parses a trace file for `affinode simulate`. Accepted events must be in order of time, and their
-/// sum must not overflow.
+/// Parses a trace file for `affinode simulate`. In an accepted trace, the calls of each process
+/// must be in order of time. The sum of the processes' VRAM must not overflow.
 pub fn trace(data: &[u8]) {
     let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
     let Ok(trace) = WorkloadTrace::parse(data, "fuzz", assumed) else { return };
@@ -89,9 +92,10 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// Reads the input as a record of the journal (the controller's file of offloaded containers). The
-/// record must be read, or rejected with a reason. If the input is valid apart from its checksum,
-/// it is also written with a matching checksum, and must be equal after it is read again.
+/// Reads the input as a record of the journal (the controller's files about offloaded containers).
+/// The controller must read the record, or reject it with a reason. If the input is valid except
+/// perhaps its checksum, the record is also written with a matching checksum and read again. Both
+/// records must be equal.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

@@ -50,7 +50,8 @@ const ROUND_MS: u64 = 50;
 /// for a restore.
 const BOUND_MS: u64 = 40_000;
 
-/// The processes on the bench are the honest ones. They execute the controller's orders correctly.
+/// State of the modelled node. The bench contains the honest processes, which execute the
+/// controller's orders correctly.
 struct World {
     bench: Bench,
     /// Whether the model's host memory is short, so that the controller must refuse every offload.

@@ -57,8 +57,9 @@ impl TaskService for Untouched {
 }
 
 /// Connects a simulated client and a simulated stock shim through the shim's ttrpc proxy. The first
-/// byte of the input determines how the other bytes are divided between the two. The proxy replaces
-/// no option here, so each side must receive the bytes of the other side unchanged.
+/// byte of the input determines how the other bytes are divided between the two. In this target,
+/// the proxy is set up to change no message. Each side must therefore receive the bytes of the
+/// other side unchanged.
 pub fn ttrpc(data: &[u8]) {
     let Some((share, data)) = data.split_first() else { return };
     let (client, stock) = data.split_at(data.len() * usize::from(*share) / 255);

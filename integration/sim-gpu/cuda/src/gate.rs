@@ -11,7 +11,7 @@
 //! | [`Class`] | in Closed | in Checkpointed |
 //! | --- | --- | --- |
 //! | `Work`: launches, copies, memory, stream create, event record | waits for Running | waits for Running |
-//! | `Sync`: the five that synchronise or query | waits for Running | **SIGSEGV**, as the real driver does |
+//! | `Sync`: the five functions that synchronise or query a stream, an event or the context | waits for Running | **SIGSEGV**, as the real driver does |
 //! | `MemInfo`: `cuMemGetInfo`, `cuDeviceGetName` | waits for Running | error 304 |
 //! | `Instant`: attributes, current context | returns | returns |
 
@@ -144,8 +144,8 @@ impl Gate {
     }
 }
 
-/// Waits until `changed` is notified, or until the deadline. Returns `None` if the deadline has
-/// passed.
+/// Waits until the condition variable `changed` is notified or the deadline is reached. Returns
+/// `None` if the deadline had passed before the call.
 pub fn wait_until<'a, T>(
     changed: &Condvar,
     guard: MutexGuard<'a, T>,

@@ -9,7 +9,8 @@
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
 //! | `affinode_digest` | `u64 table, u32 many` | see [`crate::digest`] |
 //!
-//! Real GPUs have kernels of the same names, with the same effect in any launch configuration.
+//! The test program `integration/clients/client.c` contains the first five kernels for real GPUs.
+//! They have the same names, and the same effect in any launch configuration.
 
 use std::time::Duration;
 

@@ -4,25 +4,26 @@
 //!
 //! - Memory: VRAM with a fixed capacity that all processes of the node share, real addresses, real
 //!   contents. The application can access it only by copies and kernels.
-//! - Streams, events, the legacy and the per-thread default stream; kernels `fill_u32`, `add_u32`,
-//!   `spin_ms` by name, from any module image. A thread per stream executes the work, which takes
-//!   time.
-//! - VMM (reserve, create, map, export by descriptor, import), legacy IPC, managed memory (in host
-//!   memory), peer access, pinned memory.
+//! - Streams, events, the legacy and the per-thread default stream. A thread per stream executes
+//!   the work, which takes time. A few kernels run, found by their names in any module image; see
+//!   [`kernels`].
+//! - VMM (reserve, create, map, export by descriptor, import), memory pools, legacy IPC, managed
+//!   memory (in host memory), peer access, pinned memory.
 //! - The checkpoint calls with their states and failures; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
 //! - The driver's private tables for the runtime and for tools; see [`tables`].
 //! - A faulty bus: the asynchronous copies of 1 MiB and more to the device are counted from 1. The
 //!   copy with the number in `AFFINODE_SIM_SPOIL_COPY` writes wrong contents, without an error.
-//! - A process with `AFFINODE_SIM_NO_CHECKPOINT` in its environment is aborted when it makes a
-//!   checkpoint call.
+//! - A process with `AFFINODE_SIM_NO_CHECKPOINT` in its environment is aborted when it calls a
+//!   checkpoint function that locks, checkpoints, restores or unlocks a process.
 //!
 //! # What is not simulated
 //!
-//! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, most of
-//! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC,
-//! clocks, speeds. A process that is checkpointed with memory opened by legacy IPC is assumed to be
-//! lost, like a process with imported VMM memory.
+//! Other kernels, graphs (only the capture of a stream is simulated), textures, arrays, 2D and 3D
+//! copies, export of memory pools, MPS, MIG, ECC, clocks, speeds. Most private tables of the CUDA
+//! runtime library are missing too, so this library does not run on the simulated GPU. The
+//! simulation assumes that a process is lost if it is checkpointed with memory opened by legacy
+//! IPC, like a process with imported VMM memory.
 //!
 //! # Structure
 //!

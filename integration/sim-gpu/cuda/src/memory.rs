@@ -143,8 +143,8 @@ impl Memory {
         property.map_or(0, |property| property.requested_handle_types)
     }
 
-    /// Whether other devices on the bus can access an object. Memory of `cuMemAlloc` is not
-    /// accessible.
+    /// Whether other devices on the PCIe bus can access an object directly (GPUDirect RDMA). They
+    /// cannot access memory of `cuMemAlloc`.
     pub fn is_reached_by_others(&self, object: ObjectId) -> bool {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.is_some_and(|property| property.flags[1] != 0)
@@ -166,7 +166,7 @@ impl Memory {
         Ok(self.bury(object))
     }
 
-    /// Adds one handle to an object that has at least one handle.
+    /// Adds one handle to an object. Fails if the object does not exist.
     pub fn retain(&mut self, object: ObjectId) -> Outcome {
         self.physical.get_mut(&object).ok_or(INVALID_VALUE)?.handles += 1;
         Ok(())
@@ -183,7 +183,7 @@ impl Memory {
         dead
     }
 
-    /// Maps an object at a new address. The mapping owns its handle of the object.
+    /// Maps an object at a new address. The mapping replaces one handle of the object.
     pub fn place(
         &mut self,
         object: ObjectId,

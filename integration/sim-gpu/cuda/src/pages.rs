@@ -44,7 +44,7 @@ impl Pages {
     }
 
     /// Maps a memory file, as a window onto device memory. A forked child does not inherit the
-    /// mapping, so that children do not keep the memory of a process that has ended.
+    /// mapping. Otherwise the child would keep the memory allocated after its parent has ended.
     pub fn window(memory: BorrowedFd<'_>, bytes: usize) -> Outcome<Self> {
         let pages = Self::map(
             bytes,

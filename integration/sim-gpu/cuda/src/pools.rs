@@ -1,8 +1,11 @@
 //! Memory pools of stream-ordered allocations. A pool keeps freed memory for later allocations.
 //!
 //! ```text
-//! cuMemAllocAsync ──> in use ──cuMemFreeAsync──> after the stream's work: held ──> in use again
-//!                                                   a wait, above the threshold ──> freed
+//! cuMemAllocAsync ──> in use ──cuMemFreeAsync, after the stream's work──> held by the pool
+//!
+//! held by the pool ──an allocation of the same size───────────────────────> in use
+//!                  ──the application waits for work, and the pool has
+//!                    reserved more than its threshold─────────────────────> freed
 //! ```
 
 use std::collections::BTreeMap;

@@ -3,14 +3,15 @@
 //!
 //! | table | requested by | functions |
 //! | --- | --- | --- |
-//! | [`RUNTIME`] | the CUDA runtime | `check` (a hash over process and addresses), `storage`, `settle` |
+//! | [`RUNTIME`] | the CUDA runtime | `check` (checks a hash of the process id and of addresses in the table), `storage`, `settle` |
 //! | [`VIDEO`] | the video library | `settle` |
 //! | any other | tools | `attach`, `detach`, `look` |
 //!
-//! `settle` and `look` need the context: a call while the context is checkpointed ends the
+//! `settle` and `look` need the context. If the context is checkpointed, a call of them ends the
 //! application. A tool that attaches while the context is checkpointed, or during a checkpoint,
-//! hangs. No restore of that process then succeeds (torch.profiler, H200, 580.159). The simulation
-//! assumes the same result for a checkpoint of a process to which a tool is attached.
+//! hangs. Afterwards every restore of that process fails (measured with torch.profiler, H200,
+//! driver 580.159). The simulation assumes the same result if a process is checkpointed while a
+//! tool is attached to it.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;

@@ -1,13 +1,18 @@
-//! Executes the checkpoint calls. A process makes them for itself or for another process.
+//! Executes the checkpoint calls. A process makes such a call for itself or for another process.
 //!
 //! ```text
 //!            Lock                Save                 Restore
 //!  Running ───────> Locked ───────────> Checkpointed ───────────> Locked ──Unlock──> Running
 //!     ^  600: busy     │ 801: managed         │ 2: no VRAM
-//!     └────────────────┘ memory, stays        │ 1, 801: of another GPU or process
-//!           Unlock                            v
+//!     └────────────────┘ memory               │ 1: peer access, or memory opened by legacy IPC
+//!           Unlock                            │ 801: memory imported from another process
+//!                                             v
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
+//!
+//! The numbers are error codes of calls that fail, such as 600 if the process is busy. A failed
+//! `Lock` or `Save` does not change the state. A failed `Restore` loses the process. Only a restore
+//! with an invalid GPU map fails without a change of the state.
 //!
 //! The daemon completes an operation even if its caller ends. Until then, every other operation on
 //! the same process waits, even a `GetState`.
@@ -176,8 +181,8 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// Returns the index of the new GPU for each index of an old GPU. Returns `None` if the pairs are
-/// not a permutation of all GPUs.
+/// Converts the GPU pairs of a restore to a map. Entry n of the map is the index of the GPU that
+/// replaces GPU n. Returns `None` if the pairs are not a permutation of all GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();
     let identity = (0..gpus.len()).collect();

@@ -26,8 +26,9 @@ pub struct Config {
     /// Product name of the GPUs. It must say that they are simulated.
     #[arg(long, default_value = "NVIDIA Simulated H200", value_parser = simulated_name)]
     pub name: String,
-    /// VRAM in MiB that a process's context takes on each GPU. Half of it is local memory, which
-    /// depends on the context's stack limit.
+    /// VRAM in MiB that a process's context takes on each GPU. About half of it is local memory
+    /// (the stacks of the GPU's threads). The size of the local memory depends on the context's
+    /// stack limit.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub context_mib: u64,
     /// Host memory in MiB that a checkpoint takes from the process, in addition to the contents of

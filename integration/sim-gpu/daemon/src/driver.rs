@@ -1,8 +1,8 @@
 //! The daemon's state of the node (processes, GPUs, memory), and the effect of each request on it.
 //!
-//! One mutex guards the ledger. It is held only briefly, and never while memory is filled or a
-//! thread waits or sleeps. The checkpoint state of a process has its own mutex, which is held for
-//! the whole operation.
+//! One mutex guards this state. A thread holds it only briefly, and never while the thread fills
+//! memory, waits or sleeps. The checkpoint state of each process has its own mutex, which is held
+//! during a whole checkpoint operation.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -28,8 +28,8 @@ const MAX_TOKENS: usize = 4096;
 /// Maximum number of processes in a snapshot, so that it fits into a packet.
 const MAX_LISTED_PROCESSES: usize = 64;
 
-/// Result of a request: a reply, with a descriptor if the reply needs one, or an error as
-/// `CUresult`.
+/// Result of a request. On success: the reply, and a descriptor if the reply needs one. On failure:
+/// the error code, as a `CUresult`.
 pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
 
 #[derive(Debug)]
@@ -93,7 +93,8 @@ impl Driver {
         lock(&self.state)
     }
 
-    /// Registers a CUDA process.
+    /// Registers a CUDA process. Returns the process, and the descriptor of its new statistics
+    /// page.
     pub fn attach(&self, pid: u32, uid: u32) -> io::Result<(Arc<Process>, Arc<OwnedFd>)> {
         let page = memory::create("affinode-sim-stats", STATS_BYTES as u64)?;
         let stats = File::from(page.try_clone()?);
@@ -184,7 +185,8 @@ impl Driver {
         Ok((Reply::Done, None))
     }
 
-    /// Registers an exported descriptor under the name that identifies it.
+    /// Registers a descriptor to which a client has exported an object. `name` is the number that
+    /// identifies the descriptor.
     pub fn export(&self, client: ClientId, object: ObjectId, name: u64) -> Result<(), i32> {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
@@ -291,7 +293,8 @@ impl Driver {
 }
 
 impl State {
-    /// Frees the memory of an object that the ledger has released.
+    /// Frees the memory of an object that the ledger has released, and invalidates the object's IPC
+    /// handles.
     pub fn bury(&mut self, object: ObjectId) {
         self.memories.remove(&object);
         self.tokens.retain(|_, named| *named != object);

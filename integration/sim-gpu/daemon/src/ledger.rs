@@ -1,9 +1,10 @@
-//! Counts the VRAM that each process uses. The ledger is pure: its input and output are ids and
-//! numbers.
+//! Counts the VRAM that each process uses. The ledger has no side effects: its input and output are
+//! ids and numbers.
 //!
-//! An object exists while a client holds it, or while a descriptor to which it was exported is
-//! open. Its size is counted once for its GPU. In NVML's figures it is counted for the client that
-//! has held it longest.
+//! An object is an allocation of VRAM. It exists while a client holds it, or while a descriptor to
+//! which it was exported is open. A checkpoint of its last holder frees it even if such a
+//! descriptor is open. The size of an object is counted once, on its GPU. NVML's figures attribute
+//! the object to one of its holders: the client that attached first.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,18 +45,20 @@ impl Saved {
 pub struct Ledger {
     capacities: Vec<u64>,
     context_bytes: u64,
-    /// Number of threads of a GPU. Each byte of a context's stack limit takes one byte of VRAM for
-    /// each of these threads.
+    /// Number of threads that a GPU can run at the same time. The local memory of a context takes
+    /// this number times the stack limit.
     threads: u64,
     /// Stack limits that clients have set, in bytes for each thread, by client and GPU.
     stack_limits: BTreeMap<(ClientId, usize), u64>,
     contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
     objects: BTreeMap<ObjectId, Object>,
-    /// Objects behind the exported descriptors that are open, by the descriptor's name.
+    /// Exported objects: for each open exported descriptor, the descriptor's name and the object's
+    /// id.
     exports: BTreeMap<u64, ObjectId>,
-    /// Copies of shared objects, by client and by the id of the original object. A client gets its
-    /// own copy if other clients still hold the object when the client is restored (measured with
-    /// driver 580). The client continues to use the original's id.
+    /// Copies of shared objects: for a client and the id of a shared object, the id of the client's
+    /// copy. If other clients still hold a shared object when a client is restored, the restored
+    /// client gets a copy of its own (measured with driver 580). This client still refers to its
+    /// copy by the id of the shared object.
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
     /// Bytes of VRAM that were released since the last allocation, for each GPU.
     unnoted: Vec<u64>,
@@ -110,8 +113,9 @@ impl Ledger {
         fixed + self.threads.saturating_mul(limit)
     }
 
-    /// Changes the local memory of a client's contexts. Fails without a change if there is too
-    /// little free VRAM.
+    /// Sets the stack limit of a client's contexts on a GPU, in bytes for each thread. Their local
+    /// memory then takes more or less VRAM. If the GPU has too little free VRAM, returns an error
+    /// and changes nothing.
     pub fn set_stack_limit(
         &mut self,
         client: ClientId,
@@ -261,8 +265,9 @@ impl Ledger {
         copy.map_or(id, |((_, name), _)| *name)
     }
 
-    /// Removes a client's objects and contexts from the GPUs, at a checkpoint. Returns them, and
-    /// those objects that must be freed.
+    /// Removes a client's objects and contexts from the GPUs, at a checkpoint. Returns all removed
+    /// objects and contexts, and the ids of the objects that no other client holds. The caller must
+    /// free the memory of the latter.
     pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
         let saved = self.holdings(client);
         self.contexts.remove(&client);

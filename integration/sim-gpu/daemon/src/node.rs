@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 /// Translates a pid of the pid namespace of the process `caller` to a pid of the host. Returns
 /// `None` if no process has this pid.
 ///
-/// A real kernel driver translates the pid in the caller's pid namespace. This function reads
-/// `NSpid` instead.
+/// A real kernel driver can look the pid up in the caller's pid namespace. A daemon cannot, so this
+/// function searches for the pid in the field `NSpid` of `/proc/PID/status`.
 pub fn resolve_pid(caller: u32, pid: i32) -> Option<u32> {
     let wanted = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     let namespace = pid_namespace(caller)?;

@@ -175,9 +175,10 @@ fn handle(
     }
 }
 
-/// Exports an object as a descriptor of a character device, which cannot be mapped, as with the
-/// real driver. The descriptor is one end of a terminal, whose number identifies the object. The
-/// daemon keeps the other end. A read from it fails when the last copy of the descriptor is closed.
+/// Exports an object as a descriptor. As with the real driver, the descriptor refers to a character
+/// device that cannot be mapped. Here it is one end of a pseudoterminal, whose number identifies
+/// the object. The daemon keeps the other end, and a thread reads from it. This read fails when the
+/// last copy of the exported descriptor is closed.
 fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (ours, theirs) = terminal().map_err(|_| code::OPERATING_SYSTEM)?;
     let name = name(&theirs)?;
@@ -205,9 +206,10 @@ fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Returns the name of an exported descriptor: file system and number of its terminal. The name is
-/// unique while one end is open. It includes the file system, because each container has its own
-/// file system for terminals.
+/// Returns the name of an exported descriptor, which is a number. It combines the device number of
+/// the file system and the inode number of the descriptor's pseudoterminal. The name is unique
+/// while one end of the pseudoterminal is open. It includes the file system, because each container
+/// has its own file system for pseudoterminals.
 fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
     let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;

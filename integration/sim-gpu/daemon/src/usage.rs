@@ -1,6 +1,6 @@
 //! Computes the utilisation of GPUs and processes during the last second, from the statistics pages
-//! that the processes write. A process may write any value, but the value affects only the figure
-//! of that process.
+//! that the processes write. A process may write false values to its page. They change the figures
+//! of this process and of its GPU, but not the figures of other processes.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -76,7 +76,8 @@ fn busy_ns(page: &File, gpu: usize, now_ns: u64) -> u64 {
     busy.saturating_add(running)
 }
 
-/// Returns the time of CLOCK_MONOTONIC in nanoseconds, as the processes read it.
+/// Returns the time of CLOCK_MONOTONIC in nanoseconds. The times in the statistics pages come from
+/// the same clock.
 pub fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
         (now.tv_sec() as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec() as u64)

@@ -1,9 +1,9 @@
 //! The simulated GPU's management library, a replacement of NVIDIA's `libnvidia-ml.so.1`.
 //!
-//! Each call queries the daemon for device names, UUIDs, memory, utilisation over the last second,
-//! and the processes that hold VRAM by their pids on the host. A checkpointed process is not
-//! listed. Clocks, power, temperature, ECC, MIG and events are not simulated. Functions for these
-//! values that tools often call return "not supported".
+//! Each call queries the daemon. The daemon returns device names, UUIDs, memory, utilisation over
+//! the last second, and the host pids of the processes that hold VRAM. A checkpointed process is
+//! not listed. Clocks, power, temperature, ECC, MIG and events are not simulated. Functions for
+//! these values that tools often call return "not supported".
 
 #![allow(
     unsafe_code,

@@ -20,9 +20,9 @@ const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 /// never null.
 pub type Device = usize;
 
-/// Environment variable with the duration of each request in milliseconds. Tests use it to lock a
-/// process during a request. If this happens, this library ends the process, because the real
-/// driver's behaviour in this case is unknown.
+/// Environment variable that makes each request take this many milliseconds, so that a test can
+/// lock the process during a request. If the process is locked during a request, this library
+/// aborts the process, because it is unknown what the real driver would do.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
 /// Simulates the function `nvmlInit`.

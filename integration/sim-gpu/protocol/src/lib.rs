@@ -43,8 +43,8 @@ pub type ObjectId = u64;
 pub mod code {
     /// The call succeeded, `CUDA_SUCCESS`.
     pub const SUCCESS: i32 = 0;
-    /// An argument is invalid. A restore also returns this with a partial GPU map, or after peer
-    /// access was used.
+    /// An argument is invalid. A restore also returns this code if its GPU pairs do not name every
+    /// GPU, or if the process used peer access before the checkpoint.
     pub const INVALID_VALUE: i32 = 1;
     /// The GPU has too little free VRAM.
     pub const OUT_OF_MEMORY: i32 = 2;
@@ -52,8 +52,8 @@ pub mod code {
     pub const NOT_INITIALIZED: i32 = 3;
     /// The device ordinal is out of range.
     pub const INVALID_DEVICE: i32 = 101;
-    /// The operating system returned an error. Checkpoint calls also return this if the process has
-    /// ended, is lost, or may not be accessed.
+    /// The operating system returned an error. Checkpoint calls also return this code if the target
+    /// process has ended, was lost in a failed restore, or belongs to another user.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The handle is invalid, `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: i32 = 400;
@@ -149,7 +149,7 @@ pub enum Request {
 /// Checkpoint operation, one for each of the `cuCheckpointProcess*` calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
-    /// Make new calls wait, and wait for work in progress.
+    /// Hold new calls, and wait until the work in progress has ended.
     Lock {
         /// Time limit in milliseconds. 0 means no limit.
         timeout_ms: u32,
@@ -225,7 +225,8 @@ pub enum Reply {
 /// An order of the daemon to a CUDA process. The process replies to each order with a [`Report`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// Make new calls wait, and wait for calls inside the driver and for the work of all streams.
+    /// Hold new calls. Then wait until all calls inside the driver have returned and the work of
+    /// all streams has ended.
     Lock {
         /// Time limit in milliseconds. 0 means no limit.
         timeout_ms: u32,
@@ -255,8 +256,8 @@ pub enum Order {
 pub struct Report {
     /// Result of the order, as a `CUresult`.
     pub code: i32,
-    /// Result that every later restore will have. 0 if restores can succeed. It is set only in the
-    /// reply to the order `Save`.
+    /// Result of every later restore of this process, as a `CUresult`. 0 means that a restore can
+    /// succeed. The process sets this field only in its reply to the order `Save`.
     pub restore_code: i32,
 }
 
@@ -269,7 +270,8 @@ pub struct GpuInfo {
     pub uuid: [u8; 16],
     /// Total memory in bytes.
     pub vram_bytes: u64,
-    /// Whether the GPU reports MIG mode. It is still used as a whole.
+    /// Whether the GPU reports that MIG mode is enabled. Even then, the simulated GPU has no
+    /// partitions.
     pub mig: bool,
     /// Number of multiprocessors, each with [`THREADS`] threads.
     pub multiprocessors: u32,
@@ -302,8 +304,9 @@ pub struct ProcessUse {
     pub busy_percent: u32,
 }
 
-/// Size of the statistics page in bytes. A process writes the page, and the daemon reads it. For
-/// each GPU it has two u64: `busy_ns` and `busy_since_ns` (CLOCK_MONOTONIC, 0 while idle).
+/// Size of the statistics page in bytes. A process writes the page, and the daemon reads it. The
+/// page has two u64 for each GPU. `busy_ns` is the time in which kernels have run. `busy_since_ns`
+/// is the start time of the kernel that runs now (CLOCK_MONOTONIC, 0 while no kernel runs).
 pub const STATS_BYTES: usize = MAX_GPUS * 16;
 
 /// Returns the UUID of the simulated GPU with this index. It is a readable text, and never equals

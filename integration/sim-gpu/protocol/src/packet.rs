@@ -116,8 +116,8 @@ fn own(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// Repeats a system call until no signal interrupts it. Otherwise a signal handler of the
-/// application would cause a failed driver call.
+/// Makes a system call, and repeats it if a signal has interrupted it. Otherwise a signal to the
+/// application could make a driver call fail.
 fn retry<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
     loop {
         match call() {

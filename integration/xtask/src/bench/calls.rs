@@ -1,7 +1,8 @@
 //! Measures how much longer a hooked driver call takes than a direct call.
 //!
-//! This module runs the preload library's own benchmark. A stand-in replaces libcuda, and its
-//! function returns immediately, so only the hook is measured. No container is needed.
+//! This module runs the preload library's own benchmark. In the benchmark, a test library replaces
+//! libcuda. The test library's function returns immediately, so only the hook is measured. No
+//! container is needed.
 
 use std::{
     io::{Read, Write},
@@ -107,8 +108,8 @@ fn in_turn(
     Ok((median(&stock), median(&ours), noise(&stock)))
 }
 
-/// Starts a fake controller that only requests the recording of some calls. Returns the path of its
-/// socket.
+/// Starts a fake controller, which does nothing but request that the library records a sample of
+/// the calls. Returns the path of the controller's socket.
 fn watch(folder: &Path) -> Result<PathBuf> {
     let path = folder.join("agent.sock");
     let _ = std::fs::remove_file(&path);

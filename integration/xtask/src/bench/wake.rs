@@ -8,11 +8,12 @@ use super::{
     stats::{median, noise},
 };
 
-/// Number of rounds. In each round, ten processes of each kind run on one GPU.
+/// Number of rounds. In each round, two durations are measured ten times each: the driver's restore
+/// of an unmanaged process, and the CUDA call that wakes a managed process.
 const GOES: usize = 4;
 
-/// Measures the time that the driver needs for restore and unlock, and the time that a waiting call
-/// needs to wake its process.
+/// Measures the duration of the driver's own restore and unlock, and the duration of a CUDA call
+/// that waits until its process is restored.
 pub fn measure(world: &Testbed) -> Result<Vec<Figure>> {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..GOES {

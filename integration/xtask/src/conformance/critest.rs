@@ -1,9 +1,9 @@
 //! Runs critest, the validation suite of the container runtime interface (CRI). It sends requests
 //! to containerd or CRI-O as a kubelet does, and names the runtime handler of each pod.
 //!
-//! Each run has its own environment: a containerd or CRI-O, a network for the pods, and a registry on
-//! the loopback of that network. The registry replaces both registries from which the suite pulls
-//! images.
+//! Each run has its own environment: a containerd or CRI-O, a network for the pods, and a registry
+//! on the loopback of that network. All images of the suite are pulled from this registry instead
+//! of public registries.
 
 use std::{
     fs,
@@ -30,8 +30,8 @@ const MODULE: &str = "sigs.k8s.io/cri-tools";
 pub const VERSION: &str = "1.36.0";
 /// Source file of critest with the names of the images that the suite uses.
 const IMAGES: &str = "pkg/validate/consts.go";
-/// Prefix of the name of an image that the suite pulls by digest. The local image has another
-/// digest.
+/// Prefix of the name of an image that the suite pulls by digest. The digest after this prefix must
+/// be replaced, because the local image has another digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
 const PLUGINS: &str = "containernetworking-plugins";
 
@@ -127,8 +127,8 @@ impl Critest {
         Ok(world)
     }
 
-    /// Starts the environment's containerd with Affinode's handler. Affinode's programs are first
-    /// linked at the paths of an installation.
+    /// Starts the environment's containerd with Affinode's handler. Before the start, creates
+    /// symbolic links to Affinode's programs at the paths where an installation has them.
     fn start_containerd(&self, world: &Testbed) -> Result<()> {
         // Folders that exist where Affinode is installed and that its programs need.
         fs::create_dir_all(world.prefix().join("lib"))?;
@@ -156,8 +156,9 @@ pub fn alone(name: &str) -> String {
     escaped + "$"
 }
 
-/// Replaces the digest of an image in the suite's list of images. Only the first match is changed:
-/// the Windows image has a similar, longer name and comes later in the list.
+/// Replaces the digest of an image in the suite's list of images. Only the first match of the
+/// prefix is changed. A later match belongs to the Windows image, whose name contains the same
+/// text.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

@@ -34,8 +34,8 @@ impl Outcomes {
         Self(ended.collect())
     }
 
-    /// Parses the outcomes from Ginkgo's report (`-ginkgo.json-report`). A skipped test has no
-    /// outcome.
+    /// Parses the outcomes from Ginkgo's report (`-ginkgo.json-report`). A test that Ginkgo did not
+    /// start has no outcome.
     pub fn of_ginkgo(report: &str) -> Result<Self> {
         #[derive(Deserialize)]
         #[serde(rename_all = "PascalCase")]

@@ -68,8 +68,8 @@ pub fn digest(name: &str) -> Result<String> {
 
 /// Name of the image that a suite pulls by its digest.
 pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
-/// Names of those images of the suites that start a shell. Names with the same repository refer to
-/// the same image.
+/// Names of the images that start a shell. Names that differ only in the tag refer to the same
+/// image.
 const NAMES: [&str; 14] = [
     "alpine:3.14.0",
     "busybox:1.36",
@@ -100,8 +100,9 @@ const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/httpd:2.4.39-4", "80"),
     ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
 ];
-/// Script that is installed in place of nginx. It serves the page and ends at SIGTERM. Tests check
-/// its name, its first process and its file.
+/// Script that the images contain in place of nginx. It serves a web page and ends at SIGTERM.
+/// Tests check the script's process name, the command line of the container's first process, and
+/// the pid file.
 const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
 trap exit TERM

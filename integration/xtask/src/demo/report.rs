@@ -45,7 +45,8 @@ impl Report {
     /// Builds the report from the data that the demo recorded.
     ///
     /// # Errors
-    /// When no event reports an offload or a wake that moved memory. Its duration is then unknown.
+    /// When no event reports an offload that moved memory, or no event reports such a wake. The
+    /// duration of the move is then unknown.
     pub fn new(world: &Testbed, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
         Ok(Self {

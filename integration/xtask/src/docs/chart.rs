@@ -53,8 +53,8 @@ struct Leaf {
     description: String,
 }
 
-/// Collects the values of the chart for the page. If the schema describes the fields of a value,
-/// these fields are collected in place of the value. Values without such fields come first.
+/// Collects the chart's values that the page lists. If the schema describes the fields of a value,
+/// the page lists these fields and not the value itself. Values without such fields come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
     let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();

@@ -1,4 +1,4 @@
-//! Generates the pages that document the output of `affinode reference`.
+//! Generates reference pages from the JSON output of the command `affinode reference`.
 
 use serde::Deserialize;
 
@@ -218,8 +218,8 @@ pub fn troubleshooting(known: &Reference) -> String {
     page.finish()
 }
 
-/// Adds the meaning, the cause and the remedy of an entry to the page. `labels` contains the labels
-/// of the meaning and of the cause.
+/// Adds the meaning, the cause and the remedy of an entry to the page. The first of the `labels` is
+/// printed before the meaning, and the second before the cause.
 fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, remedy: &str) {
     let [first, second] = labels;
     page.list(&[

@@ -76,8 +76,8 @@ impl<'a> Plane<'a> {
         self.client("kubectl")
     }
 
-    /// Returns a `kubectl affinode` command that uses this kubeconfig of the control plane's
-    /// folder.
+    /// Returns a `kubectl affinode` command. `kubeconfig` is the name of a file in the control
+    /// plane's folder, which the command uses.
     pub fn plugin(&self, kubeconfig: &str) -> Result<Command> {
         let program = self.world().artifacts().bin("kubectl-affinode")?;
         let mut command = self.world().keeper().command(&program);

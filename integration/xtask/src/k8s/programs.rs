@@ -22,8 +22,8 @@ use crate::{
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// Version of Kubernetes that is built.
 pub const VERSION: &str = "1.36.3";
-/// Version of the Go modules whose source is in Kubernetes' own repository. Its minor and patch
-/// numbers are those of [`VERSION`].
+/// Version of the Go modules that are part of Kubernetes' repository and are also released
+/// separately. Its minor and patch numbers are those of [`VERSION`].
 const STAGING_VERSION: &str = "v0.36.3";
 /// The components that are built from Kubernetes' source.
 const COMPONENTS: [&str; 5] =
@@ -76,8 +76,8 @@ impl Programs {
         self.folder.join("usr/lib/cni")
     }
 
-    /// Builds all programs from one Go module that requires the release of each program. So
-    /// packages that several programs use are built once.
+    /// Builds all programs in one Go module, which requires the chosen release of each program.
+    /// With one module, a package that several programs use is built only once.
     fn build(&self) -> Result<()> {
         let bin = self.folder.join("bin");
         let wanted = self.folder.join("build/wanted");

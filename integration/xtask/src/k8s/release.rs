@@ -38,8 +38,8 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("cannot remove the image archive")
 }
 
-/// Returns a path that contains a variable in place of the node's name. Each node agent replaces
-/// the variable, so that the path is below its own node's folder.
+/// Returns a path below a node's folder, with a variable in place of the node's name. In each node
+/// agent's pod, the variable is replaced by the name of the agent's node.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
     let common =

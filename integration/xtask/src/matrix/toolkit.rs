@@ -14,7 +14,8 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/NVIDIA/nvidia-container-toolkit";
-/// Versions of the toolkit that are tested, and whether each version writes a separate file. The
+/// Versions of the toolkit that are tested. The second value is true if the version writes its
+/// settings to a separate file, and false if it changes containerd's main configuration file. The
 /// first version is the newest release at the time of the last update. The second version is the
 /// last release that writes no separate file.
 const VERSIONS: [(&str, bool); 2] = [("1.20.1", true), ("1.17.8", false)];
@@ -24,7 +25,7 @@ const DROP_IN: &str = "99-nvidia.toml";
 /// Source from which the toolkit copies containerd's configuration into its own file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Only the configuration file that containerd reads first.
+    /// Only containerd's main configuration file, which it reads first.
     File,
     /// All configuration files, as `containerd config dump` prints them.
     Command,
@@ -34,7 +35,7 @@ pub enum Source {
 pub struct Toolkit {
     program: PathBuf,
     version: &'static str,
-    /// Whether this release writes a separate file.
+    /// Whether this release writes its settings to a separate file, `DROP_IN`.
     pub drops_in: bool,
 }
 
@@ -107,8 +108,8 @@ impl Toolkit {
     }
 }
 
-/// Creates a link to runc in place of NVIDIA's runtime, which would call runc. Returns the link's
-/// path.
+/// Creates a link to runc, which replaces NVIDIA's runtime in these tests (NVIDIA's runtime calls
+/// runc as well). Returns the link's path.
 pub fn runtime(world: &Testbed) -> Result<PathBuf> {
     let link = world.dir().join("tools/nvidia-container-runtime");
     if !link.exists() {

@@ -37,8 +37,8 @@ struct Scene<'a> {
     restarts: usize,
 }
 
-/// Runs the steps for each combination of toolkit, source, configuration version and order, and
-/// adds one cell for each to this containerd's column.
+/// Runs the steps for each combination of toolkit release, source, configuration version and order
+/// of installation. Adds one cell for each combination to this containerd's column.
 pub fn run(
     column: &mut Column,
     release: &Release,
@@ -72,7 +72,7 @@ pub fn run(
     }
 }
 
-/// Returns the versions of configuration files that this containerd can read.
+/// Returns the versions of the configuration format that are tested with this containerd.
 fn versions(release: &Release) -> &'static [u32] {
     let minor = release.version.trim_start_matches('v').split('.').nth(1);
     match release.line {
@@ -204,9 +204,9 @@ impl Scene<'_> {
         self.is_served()
     }
 
-    /// Makes the toolkit set and reset containerd's default handler, each twice. Affinode's handler
-    /// must follow each change, with one restart of containerd. A repetition without a change must
-    /// cause no restart.
+    /// Starts the toolkit twice with the option to set containerd's default handler, and twice
+    /// without it. If a start changes the default handler, Affinode must adapt its own handler,
+    /// with one restart of containerd. A start that changes nothing must cause no restart.
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();

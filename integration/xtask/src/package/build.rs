@@ -113,8 +113,9 @@ pub fn release() -> Result<Built> {
     Ok(built)
 }
 
-/// Returns the target folder of the packages' build. It is not the usual target folder: this build
-/// has other compiler flags, and cargo would rebuild everything at each change of the flags.
+/// Returns the target folder of the packages' build. It is not the usual target folder, because
+/// this build has other compiler flags. In a shared folder, cargo would rebuild everything at each
+/// change between the two sets of flags.
 fn folder() -> PathBuf {
     target_dir().join("package")
 }

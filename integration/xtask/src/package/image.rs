@@ -21,8 +21,8 @@ use super::{
 /// User id and group id of programs that do not need root.
 const UNPRIVILEGED: u32 = 65532;
 
-/// Folder in which the image has the programs, as the chart expects. `affinode install` finds the
-/// shim in this folder.
+/// Folder of the image that contains the programs. The chart expects them in this folder, and
+/// `affinode install` finds the shim there.
 const PREFIX: &str = "/usr/local";
 /// The variable PATH of the image. The installer also uses it after it has entered the node's root
 /// folder.

@@ -15,7 +15,7 @@ use anyhow::Result;
 
 /// VRAM in MiB that the program of the image fills.
 pub const VRAM_MIB: u64 = 64;
-/// Configuration of Affinode on the node. The idle timeout is short, in place of five minutes.
+/// Configuration of Affinode on the node. The idle timeout is one second instead of five minutes.
 pub const CONFIG: &str = "[policy]\nidle_timeout = \"1s\"\n";
 /// Folder of the image that contains the CUDA programs.
 const CLIENTS: &str = "/opt/clients";
@@ -50,8 +50,9 @@ pub fn start(artifacts: &Artifacts, release: &Release, engine: Engine) -> Result
     Ok(world)
 }
 
-/// Mounts empty or private folders over those that an installation reads and changes. systemd is
-/// hidden, so that no unit of the real machine is changed.
+/// Hides folders of the real machine from the testbed: mounts empty or private folders over the
+/// folders that an installation reads or changes. This also hides systemd, so that no unit of the
+/// real machine is changed.
 fn places(world: &Testbed) -> Result<()> {
     let script = r#"
         set -e
@@ -83,7 +84,8 @@ pub fn layer(world: &Testbed) -> Result<Vec<u8>> {
     layer.finish()
 }
 
-/// Writes the image's file system to a file that `import` can read.
+/// Writes the image's file system to a tar file that `docker import` can read. Returns the file's
+/// path.
 pub fn write_layer(world: &Testbed) -> Result<std::path::PathBuf> {
     let file = world.dir().join("persona-image.tar");
     fs::write(&file, layer(world)?)?;

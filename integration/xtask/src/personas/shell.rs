@@ -37,9 +37,10 @@ pub struct Shell<'a> {
 }
 
 impl<'a> Shell<'a> {
-    /// Creates a shell in a new folder of the testbed. The shell searches programs in the folder of
-    /// an installation first, then in `tools`, then in the inherited `PATH`. In this shell, `cargo
-    /// xtask` runs this program with the files of this build.
+    /// Creates a shell in a new folder of the testbed. The shell searches programs in this order:
+    /// in a folder with a script named `cargo`, in the folder of an installation, in `tools`, and
+    /// in the inherited `PATH`. The script makes `cargo xtask` run this program with the files of
+    /// this build.
     pub fn new(world: &'a Testbed, tools: &[&Path]) -> Result<Self> {
         let folder = world.dir().join("user");
         let own = world.dir().join("user-tools");

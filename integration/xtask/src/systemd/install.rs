@@ -178,8 +178,9 @@ fn uninstall(install: &mut Install<'_>) -> Result<String> {
     Ok(format!("{} files and folders unchanged, byte for byte", install.same_as_before()?))
 }
 
-/// Installs Affinode while containerd cannot start, so that the installation must fail. A drop-in
-/// runs `check` before containerd's start, and makes the start fail.
+/// Installs Affinode while a drop-in runs the shell command `check` before each start of
+/// containerd. If `check` fails, containerd does not start, and the installation must fail.
+/// Afterwards containerd must run, and all files must be unchanged.
 fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     let node = install.node;
     let file = node.file(DROP_IN);

@@ -92,7 +92,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Returns the path on this machine of a file in the node's root folder.
+    /// Converts a path on the node to the path of the same file on this machine.
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.join("root").join(path.trim_start_matches('/'))
     }

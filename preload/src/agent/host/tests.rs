@@ -50,8 +50,8 @@ extern "C" fn driver_call() -> u32 {
     0
 }
 
-/// Returns a hooked call that polls. Unlike other calls, a poll does not wait at the gate, and does
-/// not cancel a close of the gate.
+/// Returns a hooked function whose calls are polls. Unlike other calls, a poll at the closed gate
+/// does not count as a waiting caller, so it does not cancel the close of the gate.
 fn hooked() -> extern "C" fn() -> u32 {
     let (number, class) = hook::find(b"cuStreamQuery").unwrap();
     assert_eq!(class, Class::Poll);

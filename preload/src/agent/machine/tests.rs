@@ -39,7 +39,7 @@ struct Fake {
     exported: u64,
     /// True if the copier was told that the process is checkpointed.
     announced: bool,
-    /// Bytes of free VRAM that the last restore without a controller has required.
+    /// VRAM in bytes that had to be free for the last restore without a controller.
     asked_room: u64,
     /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,
@@ -110,7 +110,10 @@ impl Host for Fake {
         self.can_fence
     }
     fn drained(&mut self, _: CallAdmission) -> bool {
-        assert!(self.fenced, "counts prove nothing before a fence after the change of the gate");
+        assert!(
+            self.fenced,
+            "without a fence after a change of the gate, the counts prove nothing"
+        );
         self.now_us >= self.inside_until_us
     }
     fn has_waiters(&mut self) -> bool {
@@ -129,7 +132,7 @@ impl Host for Fake {
         self.tools
     }
     fn call(&mut self, call: DriverCall) -> Option<u32> {
-        assert_eq!(self.gate, Gate::Closed, "{call:?} with the gate open");
+        assert_eq!(self.gate, Gate::Closed, "{call:?} was made while the gate was open");
         self.calls.push(call);
         let fails = self.fails.filter(|(failing, _)| *failing == call);
         if let Some((_, code)) = fails
@@ -150,7 +153,11 @@ impl Host for Fake {
         self.says.unwrap_or(Some(self.state))
     }
     fn note_threads(&mut self) {
-        assert_eq!(self.state, process_state::RUNNING, "the threads are recorded before the lock");
+        assert_eq!(
+            self.state,
+            process_state::RUNNING,
+            "the threads must be recorded before the lock"
+        );
     }
     fn has_driver_ended(&mut self) -> bool {
         self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
@@ -180,7 +187,7 @@ impl Host for Fake {
         assert_eq!(
             self.state,
             process_state::CHECKPOINTED,
-            "the copier settles during the checkpoint"
+            "the copier may settle only while the process is checkpointed"
         );
         if self.with_copier {
             self.exported = 0;
@@ -215,7 +222,11 @@ impl Host for Fake {
         to < 2
     }
     fn is_broken(&mut self, code: u32) -> bool {
-        assert_eq!(self.state, process_state::RUNNING, "no call may be made in another state");
+        assert_eq!(
+            self.state,
+            process_state::RUNNING,
+            "driver calls are allowed only in the state RUNNING"
+        );
         self.broken == Some(code)
     }
     fn set_damaged(&mut self) {
@@ -412,7 +423,7 @@ fn a_hold_outlasts_a_way_out_and_back() {
     let mut host = Fake::new();
     let mut machine = offloaded(&mut host);
     assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Done);
-    assert_eq!(host.gate, Gate::Closed, "a pause of allocations lets no call pass");
+    assert_eq!(host.gate, Gate::Closed, "a hold of allocations must leave the gate closed");
     for action in [Action::Restore, Action::Unlock, Action::Open] {
         assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
@@ -447,7 +458,10 @@ fn exit_while_offloaded_is_allowed() {
     let mut host = Fake::new();
     let mut machine = offloaded(&mut host);
     host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
-    assert!(machine.restore_self(&mut host), "the process also ends without a controller");
+    assert!(
+        machine.restore_self(&mut host),
+        "the process must also be able to end without a controller"
+    );
     assert_eq!(host.returns_ended, 1);
 }
 
@@ -588,5 +602,5 @@ fn ended_driver_opens_the_gate_without_orders() {
     assert!(machine.has_ended(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
     assert_eq!(host.calls.len(), asked, "no restore was tried");
-    assert!(!machine.has_ended(&mut host), "an open process does not change");
+    assert!(!machine.has_ended(&mut host), "a process with an open gate does not change");
 }

@@ -176,7 +176,7 @@ fn export_is_held_by_descriptors_until_copied() {
         world.says(FromCopier::Copied);
         assert!(settle());
         assert_eq!((world.places(), bytes()), ([MemoryPlace::Pool; PIECES].into(), 0));
-        assert_eq!(world.fake.held(), offloaded(0), "the memory has no reference any more");
+        assert_eq!(world.fake.held(), offloaded(0), "no reference to the memory is left");
         assert!(!with_pool(|pool| pool.is_tainted()) && fds::COPIER.get().is_some());
     }
 }
@@ -224,7 +224,7 @@ fn uncopied_export_is_restored_from_the_device() {
         assert_eq!(world.fake.held(), offloaded(PIECES));
         assert_eq!(restore_from_copier(), Ok(()));
         assert!(world.is_resident(), "{:?} {:?}", world.pieces(), world.fake.held());
-        assert!(holds_imported(), "a checkpoint with it would lose the process");
+        assert!(holds_imported(), "the memory is imported, so a checkpoint would lose the process");
     }
 }
 
@@ -265,7 +265,7 @@ fn failed_export_leaves_all_on_the_device() {
             assert!(world.is_resident(), "{call}, {which}: {:?}", world.fake.held());
             assert!(
                 world.has_left_the_copier(),
-                "the copier may be writing to the pool: {call}, {which}"
+                "the copier is connected and may write to the pool: {call}, {which}"
             );
             assert_eq!(holds_imported(), made == Imported || which > 0);
         }

@@ -115,7 +115,7 @@ fn allocation_with_other_holders_stays() {
             assert_eq!(
                 world.fake.read(shared.address),
                 Some(2),
-                "the other reference has changed the content"
+                "memory with another reference must stay on the device"
             );
             assert_eq!(world.fake.held().mappings, 1);
             assert_eq!(copy_in(), Ok(()));
@@ -181,8 +181,8 @@ fn exported_block_stays() {
     }
 }
 
-/// A context must count as broken only if its memory is copied out and the driver confirms the
-/// code. The library may query no other context for this.
+/// A context must count as broken only if its memory is copied out and its synchronisation returns
+/// the same error code. The library must not query another context.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();

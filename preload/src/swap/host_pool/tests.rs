@@ -28,9 +28,9 @@ struct TestPool {
 }
 
 impl TestPool {
-    /// Connects this process. The host pool allocates at most `chunks` chunks. It collects two
-    /// requests before it replies to the later one first, if `swaps` is true. Its result is the
-    /// number of requests.
+    /// Connects this process to a scripted host pool, which allocates at most `chunks` chunks. If
+    /// `swaps` is true, the host pool collects two requests and then replies to the later one
+    /// first. The server thread returns the number of requests.
     fn connect(chunks: usize, swaps: bool) -> TestPool {
         let own = SHARED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         forget_all();
@@ -113,7 +113,7 @@ fn chunks_come_from_the_host_pool() {
     assert!(pool.begin(CHUNKS * CHUNK_BYTES, CONTEXT, StagingPlace::HostPool));
     assert!(is_ready(&mut pool));
     pool.end();
-    assert!(pool.file().is_none(), "a copier cannot read it");
+    assert!(pool.file().is_none(), "memory of the host pool has no file for a copier");
     assert_eq!(host.allocated_bytes(), (CHUNKS * CHUNK_BYTES) as u64, "nothing beyond it");
     // What is written to the pool is in the file, which the process maps.
     let at = pool.ready(CHUNK_BYTES).unwrap().cast::<u8>();
@@ -157,13 +157,16 @@ fn ended_host_pool_gives_nothing() {
     // SAFETY: as above.
     assert_eq!(unsafe { at.read() }, 9);
     assert!(!pool.begin(CHUNK_BYTES, CONTEXT, StagingPlace::HostPool));
-    assert!(pool.begin(CHUNK_BYTES, CONTEXT, StagingPlace::Own), "own memory serves instead");
+    assert!(
+        pool.begin(CHUNK_BYTES, CONTEXT, StagingPlace::Own),
+        "the process can use its own memory"
+    );
     pool.end();
-    assert_eq!(host.allocated_bytes(), 0, "the earlier memory is free");
+    assert_eq!(host.allocated_bytes(), 0, "the memory of the host pool was not freed");
 }
 
-/// A socket that was shut down keeps its number until the agent closes it. Otherwise the application
-/// could open another file with this number while helpers wait for a reply.
+/// A socket that was shut down must stay open until the agent closes it. Otherwise the application
+/// could open another file with the same number while helpers wait for a reply.
 #[test]
 fn failed_connection_is_closed_by_the_agent() {
     let host = TestPool::connect(0, false);

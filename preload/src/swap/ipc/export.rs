@@ -14,8 +14,8 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, datagram};
 
-/// Identity of this process for the processes that open its memory. Each of its handles contains
-/// the identity. An all-zero value: this process has no identity yet.
+/// Identity of this process for the processes that open its memory. Each IPC handle that this
+/// process creates contains the identity. An all-zero value: this process has no identity yet.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ExportIdentity {
@@ -99,7 +99,8 @@ fn be_reachable() -> Option<ExportIdentity> {
 }
 
 /// Replies to processes that request to open memory of this process. Only the agent calls this
-/// function, while the driver runs. True: there may be more requests.
+/// function, and only while the driver has neither locked nor checkpointed this process. True:
+/// there may be more requests.
 pub fn answer() -> bool {
     /// Maximum number of requests that one call of `answer` handles. The agent then reads the
     /// controller's messages, even if more requests wait.

@@ -10,10 +10,13 @@
 //!   exists: exports it ──── IpcReply + descriptor ──────> imports, reserves, maps: an address
 //! ```
 //!
-//! The first handle marks the allocation to stay on the device. Exporter and importer then have a
-//! hazard, so the driver checkpoints neither. Their other memory can be copied out. The agent of an
-//! exporter that is copied out still replies, because the exporter's driver is neither locked nor
-//! checkpointed.
+//! The word in the handle is a random secret, so only a process that has the handle can request the
+//! memory.
+//!
+//! When the first handle is created, the allocation is marked to stay on the device. Exporter and
+//! importer then have a hazard, so the driver checkpoints neither. Their other memory can be copied
+//! out. The agent of an exporter that is copied out still replies, because the exporter's driver is
+//! neither locked nor checkpointed.
 
 mod export;
 mod import;

@@ -55,7 +55,7 @@ fn ended_context_is_forgotten() {
     context_ends(OTHER);
     assert_eq!(released_bytes(), (STACK_LIMIT * THREADS) as u64);
     assert_eq!(restore(), Ok(()));
-    assert_eq!(process.fake.stack_limit(OTHER), 0, "the slot of the ended context was freed");
+    assert_eq!(process.fake.stack_limit(OTHER), 0, "an ended context must get no local memory");
 }
 
 #[test]

@@ -43,7 +43,7 @@ impl Drop for Process {
 }
 
 fn never() -> bool {
-    panic!("the work is done at the first look")
+    panic!("the wait must end at the first look, because the work is done")
 }
 
 #[test]

@@ -85,10 +85,10 @@ impl StagingPool {
         put_back
     }
 
-    /// Maps the pool's own file at a chunk's addresses again, after the kernel has removed the
-    /// chunk's mapping but could not map the shared file there for lack of memory. The content is
-    /// then only in the pool's file, and the agent cannot continue without it. Therefore the
-    /// function tries again until it succeeds.
+    /// Maps the pool's own file at a chunk's addresses again. This is needed if the kernel has
+    /// removed the chunk's mapping, but then could not map the shared file there for lack of
+    /// memory. The content is in that case only in the pool's file, and the agent cannot continue
+    /// without it. Therefore the function tries again until it succeeds.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {

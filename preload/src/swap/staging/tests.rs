@@ -149,7 +149,11 @@ fn tainted_pool_is_not_used_again() {
     let _own = SHARED.lock();
     let mut pool = kept();
     pool.taint();
-    assert_eq!(pool.tidy(true, |_| false), TrimResult::Part, "neither retained nor prefaulted");
+    assert_eq!(
+        pool.tidy(true, |_| false),
+        TrimResult::Part,
+        "a tainted pool is neither retained nor prefaulted"
+    );
     let (start, bytes) = (pool.start, pool.bytes);
     assert!(pool.begin(HUGE_PAGE_BYTES, 1, StagingPlace::Own));
     pool.end();

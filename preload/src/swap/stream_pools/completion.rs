@@ -3,7 +3,8 @@
 //!
 //! The event that shows the end of a piece's work is recorded during the call that frees the piece,
 //! in the stream that this call names. At any other time another thread may be capturing that
-//! stream. Only one thread at a time queries and destroys events.
+//! stream, and the event would become a part of the capture. Only one thread at a time queries and
+//! destroys events.
 
 use core::sync::atomic::Ordering;
 
@@ -143,16 +144,18 @@ pub fn trim_to(pool: &StreamPool, keep_bytes: u64) {
     });
 }
 
-/// Records that memory was freed, so that the next calls check for ended work.
+/// Records that memory was freed. The next call of [`settle`] then checks which work has ended.
 pub fn unsettle() {
     SWAP.unsettled.store(1, Ordering::Release);
 }
 
 /// Frees the unused pieces that need not be kept. Does nothing if no piece was freed since the last
 /// call and no piece still waits for work. `waited` is true if the calling function has waited for
-/// work. In this case pieces of pools are freed too, as the driver does. If another thread is
-/// freeing pieces now, this call frees nothing and leaves the pieces to the next call. It must not
-/// wait for that thread, which may be ending a context whose work needs this thread to continue.
+/// work. In this case pieces of pools are freed too, as the driver does.
+///
+/// If another thread is freeing pieces now, this call frees nothing, and the next call frees the
+/// pieces. This call must not wait for the other thread: that thread may be ending a context, whose
+/// work may need the calling thread to continue.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;
@@ -210,7 +213,8 @@ pub fn clear() {
     });
 }
 
-/// Frees the unused pieces of a context that ended at `before`. The caller must hold `unused_lock`.
+/// Frees the unused pieces of a context that has ended. `before` is the time of its end. The caller
+/// must hold `unused_lock`.
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);

@@ -4,7 +4,7 @@
 //! ```text
 //! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or whose stream has finished
 //!                  ├─ else a new one: addresses, physical memory, mapped
-//!                  └─ else, and while the stream is captured, and below 2 MiB: the driver's pool
+//!                  └─ else, or if the stream is captured, or below 2 MiB: the driver's pool
 //! cuMemFreeAsync ──── an event in that stream; unused from now on
 //! a wait for work, cuMemPoolTrimTo ── frees what has ended and is above the pool's threshold
 //! out of memory ───────────────────── frees all that has ended; if nothing has, waits
@@ -15,9 +15,9 @@
 //! adds its own bytes to the sizes that the driver reports. A pool is swappable (its memory can be
 //! copied by this library) if it is on one device, cannot be exported and has no size limit. It is
 //! no longer swappable once another device gets access to it. Memory in a thread's default stream
-//! is left to the driver, because no unique id is known for that stream. Before the work of a
-//! stream has ended, the driver may give the stream's freed memory to a second stream, and let the
-//! second stream wait. This library does not.
+//! is left to the driver, because no unique id is known for that stream. The driver may give freed
+//! memory to a second stream before the first stream's work has ended, and let the second stream
+//! wait. This library does not do that.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -160,8 +160,8 @@ fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u
     Some(piece.address)
 }
 
-/// Serves an allocation with an unused piece that fits. `None`: no piece fits, or the table of
-/// allocations has no memory.
+/// Serves an allocation with an unused piece that fits. `None`: no piece fits, or there is no
+/// memory for an entry in the table of allocations.
 fn reuse(
     tables: &mut AllocationTables,
     want: &PieceRequest,
@@ -229,11 +229,12 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Removes an allocation that is being freed from the table of allocations, so that no other thread
-/// can free it too. `context` is the context of the stream in which it is freed. If the
-/// allocation's mark belongs to another context, this function destroys the mark's event. The end
-/// of that other context resets only marks in the table, and would miss this mark while it is
-/// outside the table.
+/// Removes an allocation from the table of allocations, because it is being freed. Then no other
+/// thread can free it too. `context` is the context of the stream in which it is freed.
+///
+/// If the allocation's mark belongs to another context, this function also destroys the mark's
+/// event. When that other context ends, only marks in the table are reset, and this mark is no
+/// longer in the table.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
@@ -251,8 +252,9 @@ fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     })
 }
 
-/// Frees swappable memory once the stream's earlier work has ended. `None`: the driver must free
-/// the memory, because it is not swappable or the stream is being captured.
+/// Frees swappable memory once the stream's earlier work has ended. Returns the code for the
+/// application. `None`: the driver must free the memory, because it is not swappable or the stream
+/// is being captured.
 fn free(address: u64, stream: Stream) -> Option<u32> {
     if stream.is_capturing() {
         return None;
@@ -282,8 +284,9 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
 }
 
 /// Stores an allocation in the cache of unused pieces, after the caller has removed it from the
-/// table of allocations. The piece waits until the work before the allocation's mark, in the stream
-/// with the id `after`, has ended. If `after` is `None`, the piece is unused at once.
+/// table of allocations. The piece must not be used before the work in its stream up to the
+/// allocation's mark has ended. `after` is the id of this stream. If `after` is `None`, this work
+/// has ended already, so the piece can be used at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
     // A piece to which something else refers must not be reused for another allocation.

@@ -15,8 +15,8 @@ use super::super::{SWAP, locked, tables};
 use super::cache::{SizeClass, StreamPool};
 use super::completion::{settle, trim_to, unsettle};
 
-/// Runs `body` with this library's number of a memory pool. `None`: the pool is not swappable, or
-/// not on this device.
+/// Runs `body` with the number that this library has given to a memory pool. `None`: the pool is
+/// not swappable, or its memory is not on the device `device`.
 pub fn with_swappable<R>(
     handle: usize,
     device: i32,
@@ -119,8 +119,9 @@ pub unsafe extern "C" fn pool_get_attribute(
     code
 }
 
-/// Bytes that a pool holds and that are not in use, the driver's and this library's. `None` as the
-/// pool means the current pool of the current device. 0 if the driver does not report them.
+/// Returns the bytes of a pool that are not in use, both the driver's and this library's. If `pool`
+/// is `None`, the current pool of the current device is meant. 0: the driver does not report the
+/// bytes.
 pub fn unused_pool_bytes(pool: Option<usize>) -> u64 {
     let (mut device, mut current) = (-1, 0);
     let pool = pool.or_else(|| {

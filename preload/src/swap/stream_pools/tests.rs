@@ -160,7 +160,7 @@ fn context_end_frees_its_earlier_memory() {
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, result::SUCCESS));
     assert_eq!(swappable.fake.held().mappings, 0);
-    assert_eq!(swappable.fake.held().ranges, 0, "no address is kept either");
+    assert_eq!(swappable.fake.held().ranges, 0, "no address range is left either");
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 

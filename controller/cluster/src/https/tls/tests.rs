@@ -58,5 +58,5 @@ fn half_a_renewal_keeps_the_certificate() {
     assert!(shown.fresh_config().is_some());
     std::fs::write(folder.path().join("tls.key"), renewed).unwrap();
     assert!(shown.fresh_config().is_some());
-    assert_ne!(first, shown.fingerprint(), "both files are of the renewal now");
+    assert_ne!(first, shown.fingerprint(), "both files are from the renewal now");
 }

@@ -13,7 +13,7 @@ use crate::node::dra::cdi_lookup::{CdiLookup, LookupError};
 const NAMED: usize = 8;
 /// Maximum length of each named seat, in characters.
 const NAME_CHARS: usize = 64;
-/// Environment variable and its value by which NVIDIA's container runtime adds no GPU to a
+/// Environment variable and the value with which NVIDIA's container runtime adds no GPU to a
 /// container. The value is needed because many images set the variable to request all GPUs. A CDI
 /// specification that sets the variable replaces this value.
 const VISIBLE_DEVICES: (&str, &str) = ("NVIDIA_VISIBLE_DEVICES", "void");
@@ -41,7 +41,7 @@ pub enum AllocationError {
     Unhealthy {
         /// UUID of the GPU.
         uuid: String,
-        /// What is wrong with the specification of this GPU.
+        /// Reason why the seats of this GPU are not offered.
         #[source]
         fault: GpuFault,
     },

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! wait for the kubelet's socket ──> own socket ──> Register ──> the kubelet lists the devices
-//!   ^                                                             │ its socket was made again,
-//!   └── own socket removed <──────────────────────────────────────┘ or nothing lists any more
+//!   ^                                                              │ kubelet restarted, own
+//!   └── own socket removed <───────────────────────────────────────┘ socket gone, or unwatched
 //! ```
 //!
-//! A kubelet that starts removes all sockets of its folder and then makes its own, so the plugin must
-//! make its socket again.
+//! `Unwatched` means that no kubelet watches the list of devices. A kubelet that starts removes all
+//! sockets in its folder and then makes its own socket. The plugin must then make its socket again.
 
 use std::{
     fs,
@@ -54,7 +54,7 @@ const VERSION: &str = "v1beta1";
 /// Time limit for the registration. During this time, the kubelet calls the plugin.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Intervals at which the plugin checks its connection.
+/// Intervals at which the plugin checks its connection to the kubelet.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkPace {
     /// Interval between two checks of the sockets.
@@ -104,7 +104,7 @@ type SocketFile = (u64, u64, i64, i64);
 pub struct KubeletLink {
     /// Folder of the kubelet's sockets, as this process sees it.
     pub folder: PathBuf,
-    /// Resource that pods request.
+    /// Name of the resource by which pods request seats.
     pub resource: ResourceName,
     /// Channel through which the list of seats reaches the streams of the kubelet. Only these
     /// streams have a receiver, so the number of receivers shows whether a kubelet watches the
@@ -173,7 +173,7 @@ impl KubeletLink {
         tokio::select! {
             ended = services::serve(listener, move |request| service.clone().answer(request)) => {
                 ended.map_err(LinkError::Server)?;
-                Ok("the server of its socket ended")
+                Ok("the gRPC server at the plugin's socket ended")
             }
             lost = registered => lost,
         }

@@ -30,7 +30,7 @@ pub struct RegisterRequest {
     /// Name of the plugin's socket in the kubelet's folder.
     #[prost(string, tag = "2")]
     pub endpoint: String,
-    /// Resource that pods request.
+    /// Name of the resource by which pods request the devices.
     #[prost(string, tag = "3")]
     pub resource_name: String,
     /// Optional calls of the plugin that the kubelet may use.
@@ -68,10 +68,10 @@ pub struct PreferredAllocationRequest {
 /// The part of a [`PreferredAllocationRequest`] for one container.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ContainerPreferredAllocationRequest {
-    /// Devices to choose from.
+    /// Identities of the free devices from which the plugin chooses.
     #[prost(string, repeated, tag = "1")]
     pub available_device_ids: Vec<String>,
-    /// Devices that must be in the choice.
+    /// Identities of the devices that the plugin must choose.
     #[prost(string, repeated, tag = "2")]
     pub must_include_device_ids: Vec<String>,
     /// Number of devices to choose.
@@ -90,7 +90,7 @@ pub struct PreferredAllocationResponse {
 /// The choice for one container.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ContainerPreferredAllocationResponse {
-    /// The devices that were chosen.
+    /// Identities of the devices that the plugin chose.
     #[prost(string, repeated, tag = "1")]
     pub device_ids: Vec<String>,
 }
@@ -108,7 +108,7 @@ pub struct AllocateRequest {
 /// to it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct ContainerAllocateRequest {
-    /// Identities of the devices.
+    /// Identities of the devices of the container.
     #[prost(string, repeated, tag = "1")]
     pub device_ids: Vec<String>,
 }

@@ -1,13 +1,16 @@
 //! A device plugin of the kubelet, for clusters without Dynamic Resource Allocation (DRA). It
 //! offers each GPU several times, as *seats*. A seat is the right to use a whole GPU. The number of
 //! seats is computed from the memory capacity that the DRA driver would offer for the GPU
-//! ([`capacity`](super::dra::capacity)). The scheduler counts the seats. Nothing limits the VRAM of
-//! a container.
+//! ([`capacity`](super::dra::capacity)). The scheduler counts the seats. A seat does not limit the
+//! VRAM of a container.
 //!
 //! ```text
-//! GPUs ──`watcher`──> list of `seats` ──> `service` <── kubelet, after the registration by `kubelet`
-//!                                            └── GPU in NVIDIA's CDI specification
+//! GPUs ──`watcher`──> list of `seats` ──────────┐
+//!                                               ├──`service`──> kubelet
+//! NVIDIA's CDI specification ──device of a GPU──┘
 //! ```
+//!
+//! The module `kubelet` registers the plugin at the kubelet, which then calls `service`.
 //!
 //! The plugin keeps no state: the kubelet records which container has which seat. If the agent ends,
 //! running containers are not affected.

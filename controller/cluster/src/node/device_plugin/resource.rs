@@ -2,8 +2,9 @@
 
 use std::{fmt, str::FromStr};
 
-/// Maximum length of each of the two parts of a name, before and after the slash. Kubernetes has
-/// this limit for the part after the slash.
+/// Maximum length of each of the two parts of a name, before and after the slash, in characters.
+/// Kubernetes sets this limit for the part after the slash. Affinode also applies it to the part
+/// before the slash.
 const MAX_PART: usize = 63;
 
 /// Name of an extended resource, such as `affinode.io/gpu`.

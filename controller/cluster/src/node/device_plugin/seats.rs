@@ -29,11 +29,11 @@ pub enum GpuFault {
         "containerd on the node does not serve Affinode's runtime, or Affinode is being removed from the node, so no seat is offered"
     )]
     NotServed,
-    /// The driver does not report the GPU any more.
+    /// The driver no longer reports the GPU, or the GPU is in MIG mode.
     #[error("NVML does not see the GPU any more, or it is in MIG mode; run nvidia-smi on the node")]
     Gone,
     /// The GPU has no CDI device, so a container would get neither device nodes nor libraries. The
-    /// text is the error message of the look-up.
+    /// text is the error message of the search for the device.
     #[error("{0}")]
     NoCdiDevice(String),
 }

@@ -52,7 +52,8 @@ pub fn options() -> DevicePluginOptions {
 #[derive(Clone)]
 pub struct SeatService {
     /// Channel through which the list of seats reaches the streams of the kubelet. Only these
-    /// streams have a receiver.
+    /// streams have a receiver, so the number of receivers shows whether a kubelet watches the
+    /// list.
     pub seats: watch::Sender<SeatList>,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,

@@ -110,7 +110,10 @@ impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
                 return false;
             }
             let seats: u32 = fresh.gpus.iter().map(|gpu| gpu.seats).sum();
-            tracing::info!("device plugin: {} GPUs with {seats} seats", fresh.gpus.len());
+            tracing::info!(
+                "device plugin: the list for the kubelet has {} GPUs with {seats} seats in total",
+                fresh.gpus.len()
+            );
             for gpu in &fresh.gpus {
                 let earlier = known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid);
                 match &gpu.fault {

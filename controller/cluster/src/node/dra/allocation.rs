@@ -28,7 +28,7 @@ pub struct AllocatedGpu {
     pub device: String,
     /// Identity of the allocated share. `None`: the device is allocated as a whole.
     pub share_id: Option<String>,
-    /// Policy for the containers of the claim, as annotations.
+    /// Policy for the containers of the claim, in the form of pod annotations.
     pub policy: Annotations,
     /// Memory of the GPU that the scheduler allocated, in bytes. `None`: the allocation names no
     /// amount.
@@ -75,7 +75,8 @@ pub enum AllocationError {
     },
     /// The allocated amount of memory cannot be parsed.
     #[error(
-        "claim {claim} has the memory {amount:?}; expected a whole number with a unit, such as 20Gi"
+        "claim {claim} has the invalid memory amount {amount:?}; expected a whole number with a \
+         unit, such as 20Gi"
     )]
     Amount {
         /// `namespace/name` of the claim.
@@ -84,7 +85,7 @@ pub enum AllocationError {
         amount: String,
     },
     /// An opaque configuration in the claim's allocation is invalid.
-    #[error("claim {claim}, opaque configuration {number} (from 0) of its allocation")]
+    #[error("claim {claim}: opaque configuration {number} (counted from 0) is invalid")]
     Policy {
         /// `namespace/name` of the claim.
         claim: String,
@@ -150,7 +151,8 @@ fn allocated_gpu(
     })
 }
 
-/// Returns the memory that a result of the scheduler allocates, in bytes.
+/// Returns the memory that the scheduler allocated in this result, in bytes. `None`: the result
+/// names no amount.
 fn memory_bytes(
     result: &DeviceRequestAllocationResult,
     claim: &str,
@@ -165,8 +167,8 @@ fn memory_bytes(
     amount.map(read).transpose()
 }
 
-/// Parses an amount of bytes as the API server writes it: a whole number, with a unit or a decimal
-/// exponent or without one.
+/// Parses an amount of bytes as the API server writes it. It is a whole number, which a unit
+/// (`20Gi`) or a decimal exponent (`2e10`) may follow.
 fn bytes(text: &str) -> Option<u64> {
     let end = text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
@@ -207,9 +209,9 @@ fn policies<'a>(
     parsed.collect()
 }
 
-/// Returns whether a configuration for the requests `requests` applies to a device that was
-/// allocated for the request `of_result`. Empty `requests` mean all requests. The name of a request
-/// also means its subrequests.
+/// Returns whether a configuration applies to a device. `requests` are the requests that the
+/// configuration names: an empty list means all requests, and the name of a request includes its
+/// subrequests. `of_result` is the request for which the device was allocated.
 fn applies(requests: &[String], of_result: &str) -> bool {
     let main = of_result.split('/').next().unwrap_or_default();
     requests.is_empty() || requests.iter().any(|request| request == of_result || request == main)

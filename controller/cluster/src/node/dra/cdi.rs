@@ -2,9 +2,9 @@
 //! the claim. The specification also records what was prepared, so that a restarted agent gives the
 //! kubelet the same answer.
 //!
-//! The specification has one device for each allocated GPU, so that a container that names one
-//! request of the claim gets that request's policy only. The device nodes and libraries of the GPU
-//! are in the specification that NVIDIA's container toolkit makes.
+//! The specification has one device for each allocated GPU, because a container may name one
+//! request of the claim. It then gets only the policy of that request. The device nodes and
+//! libraries of the GPU are in the specification that NVIDIA's container toolkit makes.
 
 use serde::{Deserialize, Serialize};
 

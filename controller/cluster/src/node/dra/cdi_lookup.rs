@@ -9,7 +9,7 @@ use std::{
 
 use serde::Deserialize;
 
-/// Maximum size of a specification that is read.
+/// Maximum size of a CDI specification, in bytes. A larger file is not read.
 const MAX_BYTES: u64 = 16 << 20;
 /// Maximum number of files in a folder that are examined.
 const MAX_FILES: usize = 4096;
@@ -17,7 +17,7 @@ const MAX_FILES: usize = 4096;
 /// Finds GPUs in the CDI specifications of these folders. The GPUs are devices of the given kind.
 #[derive(Clone, Debug)]
 pub struct CdiLookup {
-    /// Folders as this process sees them.
+    /// Folders of CDI specifications, as this process sees them.
     pub folders: Vec<PathBuf>,
     /// Kind of the devices, such as `nvidia.com/gpu`.
     pub kind: String,
@@ -40,7 +40,7 @@ pub enum LookupError {
         "no CDI specification of kind {kind} in {folders}; run `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml` on the node, or let the GPU operator do it"
     )]
     NoSpec {
-        /// Kind that was looked up.
+        /// CDI kind for which the folders were searched.
         kind: String,
         /// Folders that were searched.
         folders: String,
@@ -50,11 +50,11 @@ pub enum LookupError {
         "the CDI specifications of kind {kind} do not have GPU {device}, only {found}; generate them again with `nvidia-ctk cdi generate`"
     )]
     NoDevice {
-        /// Kind that was looked up.
+        /// CDI kind for which the folders were searched.
         kind: String,
         /// Name of the device in the ResourceSlice.
         device: String,
-        /// The first devices that were found.
+        /// Names of the first devices that the specifications have.
         found: String,
     },
 }

@@ -6,9 +6,10 @@
 //! last and removed first. The folders are on a tmpfs: after a restart of the machine, the kubelet
 //! prepares the claims of its pods again.
 //!
-//! A third file of each claim records that the kubelet has asked for the claim. It is written
-//! before all steps that can fail, because a kubelet needs the driver to end the pod even if one of
-//! these steps fails.
+//! A third file of each claim records that the kubelet has asked for the claim. It prevents the
+//! removal of the driver, because the kubelet needs the driver to end the pod. The kubelet needs
+//! the driver even for a claim whose preparation failed. Therefore the file is written before all
+//! steps that can fail.
 
 use std::{
     collections::BTreeMap,
@@ -28,7 +29,7 @@ const SPEC_SUFFIX: &str = ".json";
 /// Name of the folder that has a file for each claim that the kubelet has asked for. The folder is
 /// in the folder of policies.
 const REQUESTED_DIR: &str = "requested";
-/// Maximum size of a specification that is read.
+/// Maximum size of a specification, in bytes. A larger file is not read.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
 /// Reads, writes and removes the files of claims in these folders of the node.

@@ -68,7 +68,7 @@ pub struct ClaimPreparer {
     lookup: CdiLookup,
     /// The GPUs of the node, as the publisher read them last.
     gpus: watch::Receiver<NodeGpus>,
-    /// Whether the memory of a claim limits the VRAM of the claim's containers.
+    /// Whether the VRAM of a claim's containers is limited to the memory of the claim.
     limit_memory: bool,
     /// Lock that is held while files of claims are changed.
     turn: Mutex<()>,

@@ -17,7 +17,7 @@ use tokio::net::UnixListener;
 #[derive(Debug)]
 pub struct NodeSocket {
     path: PathBuf,
-    /// Device and inode of the file.
+    /// Device and inode of the socket's file.
     file: (u64, u64),
 }
 

@@ -91,7 +91,7 @@ fn changed_reason_is_written_changed_size_is_not() {
     let due = board.due(&list(&[idle]), NOW);
     let [ConditionChange::Show(_, standing)] = &due[..] else { panic!("{due:?}") };
     assert_eq!(standing.reason, "ManagedMemory");
-    assert_eq!(standing.since_ms, NOW, "the condition's status is unchanged since then");
+    assert_eq!(standing.since_ms, NOW, "the condition's status has not changed since NOW");
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn condition_is_cleared_after_containers_end() {
     let there = list(&[container("a", "main", State::Active)]);
     write(&mut board, &there, NOW);
     assert_eq!(write(&mut board, &list(&[]), NOW + GONE_MS - 1), []);
-    assert_eq!(write(&mut board, &there, NOW + GONE_MS), [], "a new controller lists it again");
+    assert_eq!(write(&mut board, &there, NOW + GONE_MS), [], "the container is listed again");
     assert_eq!(write(&mut board, &list(&[]), NOW + 2 * GONE_MS), [("a".into(), None)]);
     assert_eq!(write(&mut board, &list(&[]), NOW + 3 * GONE_MS), []);
 }

@@ -51,7 +51,7 @@ async fn one_of_two_nodes_at_a_time_takes_a_slot() {
     let (a, b) = (slots(&fake, &["slot-0"], "a"), slots(&fake, &["slot-0"], "b"));
     let (a, b) = tokio::join!(a.take(), b.take());
     assert_ne!(a.unwrap(), b.unwrap());
-    assert_eq!(fake.writes(), (1, 1), "one write, and one late one");
+    assert_eq!(fake.writes(), (1, 1), "one write is accepted, and the later write is refused");
 }
 
 #[tokio::test]

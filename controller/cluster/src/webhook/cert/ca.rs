@@ -15,7 +15,8 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use super::plan::{AUTHORITY_USE, StoredCertificate};
 use crate::https::tls::TlsPair;
 
-/// Validity of a certificate authority. Only clients of this webhook trust the authority.
+/// Validity of a certificate authority. It can be long, because only clients of this webhook trust
+/// the authority.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
 /// Validity of the webhook's certificate. An authority signs a certificate only if the authority
 /// itself is valid for at least this time.

@@ -10,9 +10,9 @@
 //! ```
 //!
 //! API servers have therefore known an authority for a long time before it signs a certificate.
-//! There is one exception: an authority that was not renewed in its last year, and that would end
-//! before a certificate that it signs. In this case a new authority is added first, and it may sign
-//! soon after its publication.
+//! There is one exception. If the newest authority was not renewed in its last year, it may end in
+//! less than the validity of a certificate. A new authority is then added first, and signs soon
+//! after its publication.
 
 use time::{Duration, OffsetDateTime};
 

@@ -31,14 +31,14 @@ const AGAIN: Duration = Duration::from_secs(3);
 /// limit is higher than the number of different steps.
 const STEPS: usize = 6;
 
-/// Names of the objects for the webhook's own certificate: Service, Secret, and the configuration
-/// that gets the authority.
+/// Names of the objects for the webhook's own certificate: the Service, the Secret, and the
+/// MutatingWebhookConfiguration into which the authority is written.
 #[derive(Args, Clone, Debug)]
 pub struct CertificatePaths {
     /// Without --tls-cert-file: the Service by whose name API servers call the webhook.
     #[arg(long, value_name = "NAME", default_value = "affinode-webhook", env = "AFFINODE_SERVICE")]
     pub service: String,
-    /// Without --tls-cert-file: the Secret that the certificate is kept in.
+    /// Without --tls-cert-file: the Secret that stores the certificate.
     #[arg(
         long,
         value_name = "NAME",
@@ -46,7 +46,8 @@ pub struct CertificatePaths {
         env = "AFFINODE_SECRET"
     )]
     pub secret: String,
-    /// Without --tls-cert-file: the MutatingWebhookConfiguration that gets the authority.
+    /// Without --tls-cert-file: the MutatingWebhookConfiguration into which the authority is
+    /// written.
     #[arg(
         long,
         value_name = "NAME",

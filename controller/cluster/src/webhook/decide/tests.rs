@@ -109,7 +109,7 @@ fn pods_of_every_kind() {
             "no-gpu",
         ),
         (
-            "a part of a GPU, as KAI is asked for one",
+            "a fraction of a GPU, as a request to KAI",
             without_gpu(json!({ "metadata": { "annotations": { "gpu-fraction": "0.5" } } })),
             "injected",
         ),
@@ -119,7 +119,7 @@ fn pods_of_every_kind() {
             "no-gpu",
         ),
         (
-            "a GPU in an init container alone",
+            "a GPU only in an init container",
             without_gpu(json!({ "spec": { "initContainers": gpus("nvidia.com/gpu", "1") } })),
             "injected",
         ),
@@ -139,21 +139,17 @@ fn pods_of_every_kind() {
             "injected",
         ),
         (
-            "an ephemeral container that asks, which no API server lets it",
+            "a GPU only in an ephemeral container, which API servers reject",
             without_gpu(json!({ "spec": { "ephemeralContainers": gpus("nvidia.com/gpu", "1") } })),
             "no-gpu",
         ),
+        ("Windows in spec.os", with(json!({ "spec": { "os": { "name": "windows" } } })), "windows"),
         (
-            "Windows, by its field",
-            with(json!({ "spec": { "os": { "name": "windows" } } })),
-            "windows",
-        ),
-        (
-            "Windows, by its selector",
+            "Windows in the node selector",
             with(json!({ "spec": { "nodeSelector": { "kubernetes.io/os": "windows" } } })),
             "windows",
         ),
-        ("Linux, by its field", with(json!({ "spec": { "os": { "name": "linux" } } })), "injected"),
+        ("Linux in spec.os", with(json!({ "spec": { "os": { "name": "linux" } } })), "injected"),
         ("the host's processes", with(json!({ "spec": { "hostPID": true } })), "injected"),
         (
             "the host's network and IPC",
@@ -163,7 +159,7 @@ fn pods_of_every_kind() {
         ("a user namespace", with(json!({ "spec": { "hostUsers": false } })), "injected"),
         ("privileged", with(json!({ "spec": { "containers": privileged } })), "injected"),
         ("another class", with(json!({ "spec": { "runtimeClassName": "nvidia" } })), "other-class"),
-        ("no class, written out", with(json!({ "spec": { "runtimeClassName": "" } })), "injected"),
+        ("an empty class name", with(json!({ "spec": { "runtimeClassName": "" } })), "injected"),
         ("our class", with(json!({ "spec": { "runtimeClassName": "affinode" } })), "already"),
         (
             "opted out by label",
@@ -176,7 +172,7 @@ fn pods_of_every_kind() {
             "opted-out",
         ),
         (
-            "a label that says nothing",
+            "an inject label with a value that does not exclude",
             with(json!({ "metadata": { "labels": { "affinode.io/inject": "true" } } })),
             "injected",
         ),
@@ -191,17 +187,17 @@ fn pods_of_every_kind() {
         ("of a DaemonSet", with(json!({ "spec": { "affinity": daemon } })), "bound-to-node"),
         ("with an affinity to a zone", with(json!({ "spec": { "affinity": zone } })), "injected"),
         (
-            "a selector that says something else",
+            "a node selector that contradicts the class",
             with(json!({ "spec": { "nodeSelector": { "affinode.io/ready": "false" } } })),
             "node-selector",
         ),
         (
-            "a selector that says the same",
+            "a node selector with the same value as the class",
             with(json!({ "spec": { "nodeSelector": { "affinode.io/ready": "true" } } })),
             "injected",
         ),
         (
-            "an overhead of its own",
+            "an overhead in the pod",
             with(json!({ "spec": { "overhead": { "memory": "1Gi" } } })),
             "overhead",
         ),
@@ -233,7 +229,7 @@ fn excluded_namespace_overrides_all() {
         super::decide(&typed(&gpu_pod()), namespace, &rules, Some(&class()), &Claims::new())
     };
     assert_eq!(decide("team-a"), AdmissionDecision::Leave(LeftAlone::Namespace));
-    assert_eq!(word(&decide("kube-system")), "injected", "the operator's list is the whole list");
+    assert_eq!(word(&decide("kube-system")), "injected", "the default list is replaced");
 }
 
 #[test]
@@ -264,7 +260,7 @@ fn replaced_class_leaves_no_fields() {
     let mut after = pod.clone();
     json_patch::patch(&mut after, &patch).unwrap();
     assert_eq!(after["spec"]["runtimeClassName"], "affinode");
-    assert_eq!(after["spec"]["overhead"], Value::Null, "the API server adds that of the new class");
+    assert_eq!(after["spec"]["overhead"], Value::Null, "the API server adds the new overhead");
     let kata = with(json!({ "spec": { "runtimeClassName": "kata" } }));
     let decision = decide(&typed(&kata), "ml", &rules, Some(&class()), &Claims::new());
     assert_eq!(decision, AdmissionDecision::Leave(LeftAlone::OtherClass("kata".into())));

@@ -13,7 +13,7 @@ fn cdi_needs_more_than_containerds_default() {
     fs::write(&said, config(on, folder.path()).to_string()).unwrap();
     fs::write(&silent, "version = 3\n").unwrap();
     let [said, silent] = [[said], [silent]];
-    assert!(!injects(&config(on, folder.path()), &silent), "that is the default");
+    assert!(!injects(&config(on, folder.path()), &silent), "the file does not enable CDI");
     assert!(injects(&config(on, folder.path()), &said));
     assert!(!injects(&config(off, folder.path()), &said));
     assert!(!injects(&config("", folder.path()), &said), "containerd 1.6 has no CDI");
@@ -30,7 +30,7 @@ fn specifications_for_kubernetes_show_cdi() {
     let put = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
     put("nvidia.yaml", "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n");
     put("broken.json", "{");
-    assert!(!injects(&on, &[]), "NVIDIA's toolkit writes this one for any program");
+    assert!(!injects(&on, &[]), "NVIDIA's toolkit writes nvidia.yaml for any program");
     put("plugin.json", r#"{"cdiVersion":"0.5.0","kind":"k8s.device-plugin.nvidia.com/gpu"}"#);
     assert!(injects(&on, &[]));
 }

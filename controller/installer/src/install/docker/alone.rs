@@ -1,5 +1,6 @@
-//! The installation on a machine on which only Docker or Podman runs containers. Its containerd has
-//! CRI disabled or belongs to dockerd, or there is no containerd. Therefore no handler is added.
+//! Installs Affinode on a machine on which only Docker or Podman runs containers. No handler is
+//! added to containerd, because no containerd serves pods. Either there is no containerd, or its
+//! CRI is disabled, or it belongs to dockerd.
 
 use toml::{Table, Value};
 
@@ -21,7 +22,7 @@ use crate::install::{
 /// name.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Returns whether only Docker or Podman runs containers on this machine, so that there is no
+/// Returns whether only Docker or Podman runs containers on this machine. In this case, there is no
 /// containerd to which a handler could be added.
 pub fn is_alone(
     docker: &DockerPlan,

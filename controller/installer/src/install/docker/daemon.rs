@@ -120,8 +120,8 @@ impl DockerDaemon {
         loop {
             let why = match self.serves(name) {
                 Ok(now) if now == served => return Ok(()),
-                Ok(true) => format!("dockerd still serves {name}"),
-                Ok(false) => format!("dockerd does not serve {name}"),
+                Ok(true) => format!("dockerd still serves runtime {name}"),
+                Ok(false) => format!("dockerd does not serve runtime {name}"),
                 Err(error) => error.to_string(),
             };
             if began.elapsed() > RELOAD_TIMEOUT {

@@ -33,7 +33,7 @@ fn judged(config: &str, cdi: bool) -> HandlerVerdict {
 fn a_copied_handler_is_the_same() {
     for config in [V3_COPY, V2_COPY] {
         assert_eq!(judged(config, true), HandlerVerdict::Same);
-        assert_eq!(judged(config, false), HandlerVerdict::Differs, "it is a copy of runc");
+        assert_eq!(judged(config, false), HandlerVerdict::Differs, "the handler is a copy of runc");
         let default = config.replacen(
             ".containerd]\n",
             ".containerd]\ndefault_runtime_name = \"nvidia\"\n",
@@ -72,7 +72,7 @@ fn the_model_is_what_pods_had_before() {
     assert_eq!(named(V3_COPY, true).as_deref(), Some("runc"));
     assert_eq!(named(V3_COPY, false).as_deref(), Some("nvidia"));
     let ours = V3_COPY.replace("name = \"runc\"", "name = \"affinode\"");
-    assert_eq!(named(&ours, true).as_deref(), Some("runc"), "it is no copy of itself");
+    assert_eq!(named(&ours, true).as_deref(), Some("runc"), "Affinode's handler is no model");
 }
 
 /// Without NVIDIA's toolkit, runc is the model. If runc's options are changed later, Affinode's

@@ -21,7 +21,7 @@ fn tables_are_cut_and_all_else_stays() {
     let tail = file(&["", "# next", "[RUNTIMES.runc]", "runtime_type = 'r' # [x]"]);
     let text = format!("{head}{ours}{tail}");
     assert_eq!(without(&text, "affinode"), Some(format!("{head}{tail}")));
-    assert_eq!(without(&text, "other"), Some(text.clone()), "there is no such handler");
+    assert_eq!(without(&text, "other"), Some(text.clone()), "the file has no handler of this name");
     let marked = format!("{head}{}{ours}{}{tail}", block::BEGIN, block::END);
     assert_eq!(without(&marked, "affinode"), Some(format!("{head}{tail}")));
 }

@@ -121,7 +121,7 @@ impl UnitPlan {
                 let file = record.path.display();
                 let removed = match unchanged {
                     true => format!("remove {file}"),
-                    false => format!("leave {file}: it was changed"),
+                    false => format!("leave {file}: it was changed after the installation"),
                 };
                 vec![format!("systemctl disable --now {UNIT}"), removed]
             }
@@ -172,7 +172,7 @@ fn is_active(what: &str) -> Result<(), UnitError> {
     if systemctl::activity()?.active {
         return Ok(());
     }
-    let (what, why) = (what.to_owned(), format!("{UNIT} does not run"));
+    let (what, why) = (what.to_owned(), format!("{UNIT} is not running"));
     Err(UnitError::Systemctl { what, why })
 }
 

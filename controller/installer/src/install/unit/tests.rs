@@ -63,7 +63,11 @@ fn a_settled_unit_is_not_started_again() {
     }
     record.with(text.clone(), false).write(folder.path()).unwrap();
     let plan = UnitPlan::of(&options(folder.path()), false).unwrap();
-    assert_eq!(plan, UnitPlan::Start(record.with(text, false)), "a killed installer left it");
+    assert_eq!(
+        plan,
+        UnitPlan::Start(record.with(text, false)),
+        "the installer was killed before the unit was settled"
+    );
 }
 
 #[test]

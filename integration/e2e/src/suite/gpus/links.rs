@@ -1,6 +1,7 @@
-//! Runs the program `links` with the stock runtime. The program measures copies over the links of
-//! one GPU and of both GPUs. It also checks memory that both GPUs or two processes map, and memory
-//! that is released and created again at the same address.
+//! Runs the program `links` with the stock runtime. The program measures copies from host memory to
+//! each GPU, to both GPUs at the same time, and to one GPU through the other GPU. It also releases
+//! memory that both GPUs or two processes map, creates it again at the same address, and checks the
+//! contents.
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -30,7 +31,8 @@ enum Line {
     },
 }
 
-/// Measures copies between two GPUs without Affinode.
+/// Runs the program `links` without Affinode. Adds its measured values and the results of its
+/// checks to `rows`.
 ///
 /// # Errors
 /// When the program fails.

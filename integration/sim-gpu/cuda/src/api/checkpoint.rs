@@ -1,7 +1,8 @@
-//! The driver functions of the checkpoint interface. The process that they lock, checkpoint or
-//! restore is another process or the caller itself. So they do not pass the gate, where other calls
-//! wait while the process is locked or checkpointed. Each call sends a request to the daemon, which
-//! sends orders to the checkpoint thread of that process.
+//! The driver functions of the checkpoint interface. They lock, checkpoint, restore or unlock a
+//! process, which is another process or the caller itself. Other driver calls wait at the gate
+//! while their process is locked or checkpointed. These functions do not pass the gate. Otherwise a
+//! process could not restore or unlock itself. Each call sends a request to the daemon, which sends
+//! orders to the checkpoint thread of the process.
 
 use affinode_sim_protocol::{Operation, Reply};
 
@@ -40,8 +41,8 @@ pub struct RestoreArgs {
 
 type PlainArgs = [u64; 8];
 
-/// Aborts this process if `AFFINODE_SIM_NO_CHECKPOINT` is set in its environment. Every checkpoint
-/// call begins with this function.
+/// Aborts this process if `AFFINODE_SIM_NO_CHECKPOINT` is set in its environment. Every call that
+/// locks, checkpoints, restores or unlocks a process begins with this function.
 fn end_if_barred() {
     if std::env::var_os("AFFINODE_SIM_NO_CHECKPOINT").is_some() {
         std::process::abort();

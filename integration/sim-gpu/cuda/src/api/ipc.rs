@@ -1,4 +1,5 @@
-//! Driver functions of legacy IPC. The 64 bytes of a handle contain the daemon's token.
+//! Driver functions of legacy IPC. The 64 bytes of a handle contain a token, by which the daemon
+//! finds the memory.
 
 use affinode_sim_protocol::{Reply, Request};
 

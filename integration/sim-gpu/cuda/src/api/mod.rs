@@ -5,10 +5,10 @@
 //! cuda_api! {
 //!     Work 3020 fn [cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, ...) |d, zero| { ... }
 //! }    |    |       |               |                                            |   └ what stream 0 means
-//!      |    |       |               └ the same with the per-thread default stream └ the driver
+//!      |    |       |               └ variant for per-thread default streams     └ the driver
 //!      |    |       └ exported name
-//!      |    └ CUDA version that brought it, for cuGetProcAddress
-//!      └ class towards the gate
+//!      |    └ first CUDA version that has the function, for cuGetProcAddress
+//!      └ class of the function, which determines what a call does at the gate
 //! ```
 
 mod allocation;
@@ -67,8 +67,8 @@ pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
     lists.into_iter().flatten().copied().flatten()
 }
 
-/// Runs one driver function that needs `cuInit`. Checks that the process was not forked, passes the
-/// gate, and then calls the function.
+/// Runs one driver function that needs `cuInit`. Returns an error if the driver is not initialised,
+/// or if this process was forked after `cuInit`. Otherwise passes the gate, and calls the function.
 fn call(
     class: Class,
     zero: Default0,

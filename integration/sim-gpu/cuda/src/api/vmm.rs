@@ -1,5 +1,5 @@
 //! Driver functions for virtual memory management: address ranges, physical memory, mappings, and
-//! exported descriptors. The handle of an allocation is the daemon's number of the object.
+//! exported descriptors. The handle of an allocation is the number that the daemon has given to it.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 

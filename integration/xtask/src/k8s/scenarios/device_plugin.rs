@@ -24,8 +24,8 @@ use crate::{
 
 /// Name of the resource by which a pod requests a seat.
 const RESOURCE: &str = "affinode.io/gpu";
-/// Number of seats of each GPU. While one pod uses the GPU, the contents of the other two pods are
-/// in host memory, for which a machine that runs this check has enough space.
+/// Number of seats of each GPU. Only one of the three pods fits on the GPU at a time. The contents
+/// of the other two are in host memory, and a machine that runs this check has enough of it.
 const SEATS: usize = 3;
 /// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU of 1,024 MiB.
 const FILLED_MIB: u32 = 580;
@@ -95,7 +95,8 @@ fn seated(node: &Node<'_>, name: &str) -> Result<Value> {
     Ok(pod)
 }
 
-/// Returns the seats of pods in the kubelet's record. The kubelet reads the record when it starts.
+/// Returns the seats that are assigned to pods in the kubelet's record. The kubelet reads this
+/// record when it starts.
 fn recorded(node: &Node<'_>) -> Result<BTreeSet<String>> {
     let file = node.path(&format!("{SOCKETS}/kubelet_internal_checkpoint"));
     let record: Value = serde_json::from_slice(&fs::read(file)?)?;

@@ -19,8 +19,9 @@ use crate::{
 /// text.
 const BROKEN: &str = "missing.toml";
 
-/// Returns the node whose configuration is broken, so that its containerd would not start again. It
-/// is the last node. Returns `None` if the cluster has only one node.
+/// Returns the node whose containerd configuration the test breaks, which is the last node. With
+/// the broken configuration, containerd would not start again. Returns `None` if the cluster has
+/// only one node.
 fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
     plane.nodes()[1..].last()
 }

@@ -1,6 +1,6 @@
-//! Plays two users of the documents on the test cluster. A platform engineer runs the commands of
-//! the Kubernetes page, until a pod has given its GPU back. Then a user of JupyterHub starts a
-//! notebook server on the cluster.
+//! Checks two pages of the documents on the test cluster, as their readers would use them. A
+//! platform engineer runs the commands of the Kubernetes page, until an idle pod is offloaded. Then
+//! a user of JupyterHub starts a notebook server on the cluster.
 
 use std::time::Instant;
 

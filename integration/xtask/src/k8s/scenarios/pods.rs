@@ -10,7 +10,7 @@ use crate::{
     output,
 };
 
-/// Name of the pod that is ended while no node agent runs.
+/// Name of the pod that looks as if it had ended while no node agent ran.
 const ENDED: &str = "ended";
 /// VRAM of a large pod in MiB. Two such pods do not fit on a GPU.
 const LARGE_MIB: u32 = 600;
@@ -100,7 +100,7 @@ pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     Ok(Ended(plane))
 }
 
-/// A pod that was ended while no node agent ran.
+/// A pod that looks as if it had ended while no node agent ran.
 pub struct Ended<'a>(&'a Plane<'a>);
 
 impl Ended<'_> {

@@ -1,5 +1,5 @@
-//! Checks the restarts of containerd through systemd, which are the chart's default. Each node has
-//! a fake `systemctl`, which sends each request of the node agent to this program.
+//! Checks that node agents restart containerd through systemd, which is the default of the chart.
+//! Each node has a fake `systemctl`, which sends each request of the node agent to this program.
 
 use std::{
     fs, os::unix::fs::PermissionsExt, path::PathBuf, process::Command, thread, time::Duration,
@@ -41,7 +41,7 @@ pub fn restarts(plane: &Plane<'_>) -> Result<()> {
     uninstall(plane)
 }
 
-/// Returns the options of helm with which the node agents call the fake `systemctl`.
+/// Returns the helm options that make the node agents call the fake `systemctl`.
 pub fn options() -> [String; 2] {
     let path = format!("{HOME}/tools:/usr/local/bin:/usr/bin:/bin");
     [
@@ -91,9 +91,9 @@ pub fn systemctl(node: &Node<'_>) -> Result<()> {
     Ok(fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?)
 }
 
-/// Executes one restart of containerd on each node. Before each restart, all nodes on which
-/// Affinode is not installed yet must report that they wait, and only one node may have requested a
-/// restart.
+/// Executes one restart of containerd on each node, as the node agents request them. At each
+/// request, all other nodes that still lack their restart must report that they wait. None of these
+/// nodes may have requested a restart as well.
 fn restart_one_by_one(plane: &Plane<'_>) -> Result<()> {
     let mut waiting: Vec<&Node<'_>> = plane.nodes().iter().collect();
     while !waiting.is_empty() {

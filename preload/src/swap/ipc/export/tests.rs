@@ -80,7 +80,7 @@ impl Exporter {
         sys::send(way.number(), bytes, Some(along)).unwrap();
         drop(theirs);
         let before = self.fake.held();
-        assert!(!answer(), "one request leaves no further request");
+        assert!(!answer(), "after one request, a further request is reported");
         assert!(self.is_quiet(), "a request is left");
         let mut frame = [0; FRAME_BYTES];
         let received = sys::receive(own.number(), &mut frame);
@@ -90,7 +90,7 @@ impl Exporter {
                 let memory = unsafe { BorrowedFd::borrow_raw(memory.number()) };
                 assert!(
                     self.fake.has_exported(memory),
-                    "the descriptor is no memory of the device"
+                    "the descriptor does not refer to device memory"
                 );
                 Some(IpcReply::decode(&frame).unwrap())
             }
@@ -123,7 +123,7 @@ fn request_with_the_word_gets_the_memory() {
     let (answer, closed) = exporter.ask(&exporter.good().encode(), None);
     let proof = exporter.identity.proof;
     assert_eq!(answer, Some(IpcReply { proof, bytes: PIECE_BYTES, asked_bytes: ASKED_BYTES }));
-    assert!(closed, "the exporter keeps the socket");
+    assert!(closed, "the exporter did not close the socket");
 }
 
 #[test]
@@ -140,7 +140,11 @@ fn request_for_memory_that_is_freed_gets_none() {
         assert_eq!(exporter.ask(&ask.encode(), None), (None, true), "{ask:?}");
     }
     tables(|tables| tables.identity = ExportIdentity::none());
-    assert_eq!(exporter.ask(&good.encode(), None), (None, true), "the exporter has no identity");
+    assert_eq!(
+        exporter.ask(&good.encode(), None),
+        (None, true),
+        "an exporter without an identity must not reply"
+    );
     assert_eq!(exporter.ask(&IpcRequest { word: [0; 16], ..good }.encode(), None), (None, true));
 }
 

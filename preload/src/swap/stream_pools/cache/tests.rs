@@ -22,8 +22,8 @@ fn unused(since: u64, stream: u64, of: &Allocation) -> FreePiece {
     FreePiece { since, piece: of.piece, pool: of.pool, stream, mark, ended: false }
 }
 
-/// Returns a cache with unused pieces. Each argument is a piece's size in MiB and its stream. The
-/// pieces are made and freed in this order, at the times 1, 2 and so on.
+/// Returns a cache with one unused piece for each entry of `freed`, which contains the piece's size
+/// in MiB and its stream. The pieces are made and freed in this order, at the times 1, 2 and so on.
 fn cache(freed: &[(u64, u64)]) -> PoolCache {
     let mut cache = PoolCache::empty();
     assert!(cache.add_pool(POOL));
@@ -63,7 +63,7 @@ fn stream_gets_best_fit_it_freed_last() {
     assert_eq!(
         take(&mut cache, PieceRequest { context: 8, ..want(6, 2, true) }),
         None,
-        "a stream of another context with the same id"
+        "the stream with the same id belongs to another context"
     );
     assert_eq!(take(&mut cache, want(6, 2, true)), Some(4));
 }
@@ -99,7 +99,10 @@ fn nothing_of_a_busy_stream_is_asked_about() {
 #[test]
 fn pool_left_to_the_driver_gives_nothing() {
     let mut cache = cache(&[(8, 1), (8, 1)]);
-    assert!(cache.learn_pool(StreamPool { number: 8, ..POOL }), "another thread was first");
+    assert!(
+        cache.learn_pool(StreamPool { number: 8, ..POOL }),
+        "another thread has added the pool before"
+    );
     assert_eq!(cache.pool(POOL.handle).map(|pool| pool.number), Some(POOL.number));
     assert!(cache.can_copy(POOL.number) && !cache.can_copy(8));
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(2));
@@ -197,7 +200,7 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert_eq!(
         taken(),
         None,
-        "work of another context may use the piece, or the piece is of a later context"
+        "the other pieces are used by another context's work, or belong to a later context"
     );
     assert_eq!(cache.take_ended().map(|one| one.since), Some(6));
     cache.has_ended(5);

@@ -30,7 +30,7 @@ fn each_gpu_has_the_seats_of_its_capacity() {
     let mut tight = reading(&["GPU-a", "GPU-b"]);
     tight.host_memory_bytes = 1 << 30;
     known.add(tight);
-    assert_eq!(seats(&known, "2").devices().devices.len(), 2, "1 GiB holds no GPU for each");
+    assert_eq!(seats(&known, "2").devices().devices.len(), 2, "1 GiB allows one seat for each GPU");
 }
 
 #[test]

@@ -59,7 +59,7 @@ fn allocated_memory_is_read() {
     let found = allocated(&claim(&[share.clone()], &[]), "u-1", "one").unwrap();
     assert_eq!(found[0].memory_bytes, Some(614 << 20));
     share["consumedCapacity"] = json!({"memory": "much"});
-    assert!(refusal(&claim(&[share], &[]), "u-1").contains(r#"the memory "much""#));
+    assert!(refusal(&claim(&[share], &[]), "u-1").contains(r#"the invalid memory amount "much""#));
 }
 
 #[test]
@@ -131,6 +131,6 @@ fn invalid_policy_names_claim_and_position() {
     let configs = [config(&[], &json!({})), config(&[], &json!({"offload": "never"}))];
     let error = allocated(&claim(&[result("gpu", "gpu-a")], &configs), "u-1", "one").unwrap_err();
     let text = crate::error_chain::chain(&error);
-    assert!(text.contains("claim ml/gpu, opaque configuration 1"), "{text}");
+    assert!(text.contains("claim ml/gpu: opaque configuration 1"), "{text}");
     assert!(text.contains("accepted: auto, eager"), "{text}");
 }

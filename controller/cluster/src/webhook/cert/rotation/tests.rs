@@ -106,7 +106,7 @@ async fn first_certificate_is_stored_and_trusted() {
     assert!(!believes(&published(&fake), &keeper.shown, day(91)).await, "it ends");
     let before = fake.writes();
     keeper.round(day(1)).await.unwrap();
-    assert_eq!(fake.writes(), before, "nothing is due, nothing is written");
+    assert_eq!(fake.writes(), before, "nothing is due, so nothing is written");
 }
 
 #[tokio::test]
@@ -139,8 +139,8 @@ async fn replicas_that_start_together_agree() {
             round.unwrap();
         }
         let (writes, refused) = fake.writes();
-        assert_eq!(writes, 2, "one Secret, one configuration");
-        assert!(refused > 0, "at least one write came second");
+        assert_eq!(writes, 2, "one write of the Secret, one of the webhook configuration");
+        assert!(refused > 0, "at least one write came too late and was refused");
         for keeper in keepers {
             assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
         }
@@ -170,7 +170,7 @@ async fn replicas_stay_trusted_for_ten_years() {
         bundles.insert(published(&fake));
         certificates.insert(fake.get(SECRET)["data"]["tls.crt"].to_string());
     }
-    assert_eq!(bundles.len(), 3, "an authority lasts four years before the next stands beside it");
+    assert_eq!(bundles.len(), 3, "for four years, one authority is published alone");
     assert!(certificates.len() > 40, "{}", certificates.len());
 }
 
@@ -222,7 +222,7 @@ async fn a_certificate_for_another_name_is_replaced() {
     let trusted = published(&fake);
     other.round(day(0)).await.unwrap();
     assert_eq!(published(&fake), trusted);
-    assert!(!believes(&trusted, &other.shown, day(0)).await, "it is of the other name now");
+    assert!(!believes(&trusted, &other.shown, day(0)).await, "the certificate has the other name");
 }
 
 #[tokio::test]

@@ -33,7 +33,7 @@ fn runtime_is_added_and_other_keys_stay() {
         if !known.iter().any(|key| key == RUNTIMES) {
             known.push(RUNTIMES.into());
         }
-        assert_eq!(keys(&after), known, "the order of {before}");
+        assert_eq!(keys(&after), known, "the keys are not in the order of {before}");
         let list = with_list_only(&after, NAME).unwrap();
         assert!(read(&list).unwrap()[RUNTIMES].get(NAME).is_none(), "{list}");
         assert!(read(&list).unwrap()[RUNTIMES].is_object(), "{list}");

@@ -18,8 +18,8 @@ use crate::{
     output,
 };
 
-/// Waits until the ResourceSlice of a node is published, and returns it. If `earlier` is given, the
-/// slice must have another UID.
+/// Waits until the ResourceSlice of a node is published, and returns it. If `earlier` is given,
+/// waits for a slice with another UID than `earlier`.
 pub fn published(plane: &Plane<'_>, node: &Node<'_>, earlier: Option<&Value>) -> Result<Value> {
     let uid = |slice: &Value| slice["metadata"]["uid"].clone();
     let selector = format!("spec.driver={DRIVER},spec.nodeName={}", node.name);
