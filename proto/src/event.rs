@@ -44,6 +44,8 @@ kinds! {
     PrewakeInVain = "prewake-in-vain";
     /// The memory of a process was different after a restore than before the offload.
     Damaged = "damaged";
+    /// A container holds a GPU, or waits for one, but makes no progress.
+    NoProgress = "no-progress";
     /// A process called the driver on a path that Affinode's hooks do not intercept.
     HiddenWay = "hidden-way";
 }

@@ -72,7 +72,7 @@ reasons! {
     /// NVML reports no VRAM of the container.
     NoVram = "no-vram", "NVML reports no VRAM of the container, so there is nothing to offload";
     /// A CUDA process of the container is unmanaged: it has not registered with the controller.
-    UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, AFFINODE_DISABLE, or more than 256 CUDA processes)";
+    UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register with the controller (static binary, musl image, AFFINODE_DISABLE, or more than 256 CUDA processes)";
     /// A process uses managed memory (`cuMemAllocManaged`), so the driver must not checkpoint it.
     /// The reason applies if an offload with the current engine needs a checkpoint, or if the
     /// process has no other memory that can be copied.
@@ -91,7 +91,7 @@ reasons! {
     Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so the driver must not checkpoint
     /// its context. The reason applies if an offload with the current engine needs a checkpoint.
-    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, or a library requested a table of driver functions that Affinode does not know, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
+    Tools = "tools", "a profiler, sanitizer or debugger is or was loaded, or a library requested a table of driver functions that Affinode does not know: the context stays on the GPU, but the engines auto, full and copy can copy the memory";
     /// A process has loaded a video library, so the driver must not checkpoint its context. The
     /// reason applies if an offload with the current engine needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
@@ -100,17 +100,17 @@ reasons! {
     /// with the current engine needs a checkpoint.
     HiddenWay = "hidden-way", "a thread called the driver without passing Affinode's hooks while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The memory of a process after a restore differs from the memory that was offloaded.
-    DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
+    DamagedMemory = "damaged-memory", "the content of the container's GPU memory changed between offload and restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// A process runs on a GPU in MIG mode (divided into instances).
     Mig = "mig", "the container runs on a GPU in MIG mode, where NVML does not report the free VRAM of one instance";
     /// The driver or the container's libcuda has no checkpoint API.
-    DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
+    DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: driver 570 or newer is needed";
     /// The memory cgroup of the container has less free memory than an offload of its VRAM needs.
     CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by its VRAM plus 1 GiB for each CUDA process";
     /// The node has less free host memory than an offload of the container's VRAM needs.
     HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
-    /// The container's cgroup is frozen or one of its processes is stopped, so it cannot carry out
-    /// an offload.
+    /// The container's cgroup is frozen or one of its processes is stopped, so its agents cannot
+    /// carry out an offload.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation of the container found no free VRAM, and waits for it.
     AllocationWaits = "allocation-waits", "an allocation of the container waits for VRAM that other containers hold";
@@ -142,14 +142,46 @@ reasons! {
     /// A container with the restore policy `immediate` needed the VRAM, so the controller ended
     /// this container's processes.
     EndedForRoom = "ended-for-room", "another container with the restore policy immediate needed the VRAM, and no offload was possible, so the processes of this container were ended";
+    /// The container holds a GPU, or waits for one, but makes no progress.
+    NoProgress = "no-progress", "the container makes no progress for longer than no_progress_timeout";
     /// The container was restored early (prewoken), because its call history makes a CUDA call
     /// likely.
-    Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
+    Expected = "expected", "the container's earlier calls suggest that it makes a CUDA call soon";
     /// The container was restored early (prewoken), because a network connection to it arrived
     /// while it was offloaded.
     Connection = "connection", "a connection arrived on the container's network, so a call is expected soon (wake_on)";
     /// A process of the container made a CUDA call.
     Called = "called", "a CUDA call arrived";
+}
+
+impl Reason {
+    /// Whether this reason keeps a container on its GPU until its program, its configuration or an
+    /// operator's decision changes. The container's VRAM is then of no use to other containers.
+    #[must_use]
+    pub const fn is_lasting(self) -> bool {
+        matches!(
+            self,
+            Reason::ModeManual
+                | Reason::ModeOff
+                | Reason::Pinned
+                | Reason::AutoOff
+                | Reason::UnmanagedProcess
+                | Reason::ManagedMemory
+                | Reason::PeerAccess
+                | Reason::SharedMemory
+                | Reason::DirectAccess
+                | Reason::Mps
+                | Reason::Tools
+                | Reason::Video
+                | Reason::HiddenWay
+                | Reason::DamagedMemory
+                | Reason::Mig
+                | Reason::DriverTooOld
+                | Reason::CgroupMemory
+                | Reason::DriverLost
+                | Reason::BadPeer
+        )
+    }
 }
 
 impl core::fmt::Display for Reason {

@@ -145,10 +145,10 @@ impl Reason {
             ),
             Reason::UnmanagedProcess => (
                 "NVML lists a process of the container that is not connected to the controller. \
-                 Either Affinode's library is not active in it: the process is statically linked, \
-                 runs in a musl image, has `AFFINODE_DISABLE` set, or was started without its \
-                 parent's `LD_PRELOAD`. Or 256 other CUDA processes of the container are \
-                 registered, which is the maximum.",
+                 There are two possible causes. Affinode's library is not active in the process: \
+                 the process is statically linked, runs in a musl image, has `AFFINODE_DISABLE` \
+                 set, or was started without its parent's `LD_PRELOAD`. Or the container already \
+                 has 256 registered CUDA processes, which is the maximum.",
                 "`affinode ps` names the process. Use a dynamically linked program, a glibc image \
                  and at most 256 CUDA processes. Otherwise the container keeps its VRAM.",
             ),
@@ -190,21 +190,22 @@ impl Reason {
                 "Run the container without MPS, or accept that it keeps its VRAM.",
             ),
             Reason::Tools => (
-                "The driver's checkpoint can hang a process in which a tool such as a profiler is \
-                 or was loaded, or lose its state. Such a process is therefore not checkpointed. \
-                 The same applies if a library requested a table of driver functions that Affinode \
-                 does not know, because tools do that too. cuBLASLt of CUDA 13.0 requested such a \
-                 table in a language model of transformers. This container could only be offloaded \
-                 by a checkpoint, because its engine is `checkpoint`, an earlier copy failed, or \
-                 it holds no memory that the library can copy.",
+                "A process in which a tool such as a profiler is or was loaded can hang during the \
+                 driver's checkpoint, or lose its state. Affinode therefore does not checkpoint \
+                 such a process. Tools also request tables of driver functions that Affinode does \
+                 not know, so a process in which a library requested such a table is not \
+                 checkpointed either. For example, cuBLASLt of CUDA 13.0 requested such a table in \
+                 a language model of transformers. Only a checkpoint could offload this container, \
+                 because its engine is `checkpoint`, an earlier copy failed, or it holds no memory \
+                 that the library can copy.",
                 "Start the program without the tool, or use the engine `auto`, `copy` or `full`. \
                  These engines copy the memory and keep the context on the GPU.",
             ),
             Reason::Video => (
                 "The threads of a video library can make driver calls at any time, so the process \
-                 is not checkpointed. This container could only be offloaded by a checkpoint, \
-                 because its engine is `checkpoint`, an earlier copy failed, or it holds no memory \
-                 that the library can copy.",
+                 is not checkpointed. Only a checkpoint could offload this container, because its \
+                 engine is `checkpoint`, an earlier copy failed, or it holds no memory that the \
+                 library can copy.",
                 "Use the engine `auto`, `copy` or `full`. These engines copy the memory and keep \
                  the context on the GPU.",
             ),
@@ -240,11 +241,11 @@ impl Reason {
                  container's image.",
             ),
             Reason::CgroupMemory => (
-                "The offload cannot use the host pool, so its memory is charged to the container's \
-                 memory cgroup. The part of the container's memory limit that is still free is \
-                 smaller than the VRAM plus `memory.driver_overhead_mib` (default 1 GiB) for each \
-                 CUDA process. The host pool is not used by the engine `checkpoint`, with \
-                 `prefault` or `dedup`, or if it is full.",
+                "An offload cannot use the host pool with the engine `checkpoint`, with `prefault` \
+                 or `dedup`, or if the pool is full. The host memory of the offload is then \
+                 charged to the container's memory cgroup. It needs the size of the VRAM plus \
+                 `memory.driver_overhead_mib` (default 1 GiB) for each CUDA process. The \
+                 container's memory limit leaves less than that free.",
                 "Use the engine `auto`, enlarge the host pool (`memory.host_pool_percent`), or \
                  raise the memory limit of the container by its VRAM plus 1 GiB for each CUDA \
                  process.",
@@ -328,6 +329,16 @@ impl Reason {
                  offloads this process.",
                 "Check that the container runs the program that it should run. If it does, restart \
                  the container and report the problem with the controller's log.",
+            ),
+            Reason::NoProgress => (
+                "The container began no CUDA call for `no_progress_timeout` (by default an hour), \
+                 although a call is in progress or its work runs on the GPU, or its call waits for \
+                 VRAM that no offload can free. The warning in `affinode ps` states the evidence. \
+                 Usual causes are a rank of a job whose peers are gone, and a kernel that never \
+                 ends.",
+                "Look at the program's log. If it cannot continue, restart the container. If its \
+                 kernels run longer than `no_progress_timeout` without a call, set the annotation \
+                 `affinode.io/no-progress-timeout` to a longer time.",
             ),
             Reason::Requested => (
                 "An operator ran `affinode offload`, `affinode restore` or `affinode pin`, or a \

@@ -30,14 +30,11 @@ use super::{
     node_state::NodeState,
     offload, offload_check, overrides,
     policy::{Mode, Restore},
-    process::{Process, Termination},
+    process::{Process, Termination, TerminationCause},
 };
 
-/// Time between SIGTERM and SIGKILL.
-const GRACE_MS: Millis = 5_000;
-
-/// Sort key for the time since which a process uses its VRAM: when it registered or was last
-/// restored, then its start time. A greater key means a later process.
+/// Sort key of a process: when it registered or was last restored, then its start time. A process
+/// with a greater key began later to use its VRAM.
 type Came = (Millis, u64);
 
 /// Whether the container has the restore policy `immediate` and a CUDA call waits for its restore.
@@ -158,7 +155,8 @@ fn can_be_moved(node: &NodeState, key: &Key, since: Millis) -> bool {
         && node.registry.processes.of(key).all(|(_, p)| p.termination.is_none())
 }
 
-/// Whether the VRAM of a container can only be freed by ending its processes.
+/// Whether the VRAM of a container can only be freed by ending its processes. This is the case if
+/// an offload is unsafe, or if a forced offload has failed since `since`.
 fn can_only_end(node: &NodeState, key: &Key, since: Millis) -> bool {
     match offload_check::check_offload(node, key, true) {
         Ok(()) | Err((Reason::CallInProgress, _)) => failed_forced_offload(node, key, since),
@@ -180,11 +178,12 @@ fn came(node: &NodeState, key: &Key) -> Option<Came> {
 fn end(node: &mut NodeState, id: ProcessId, asker: &Key) {
     let name = node.display_name(asker);
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
-    process.termination = Some(Termination { since: node.clock.now, by_force: false });
+    process.termination =
+        Some(Termination { cause: TerminationCause::Room, since: node.clock.now, by_force: false });
     let (key, identity, bytes) =
         (process.key.clone(), process.identity.clone(), process.vram_bytes());
     let text = format!(
-        "process {} ({}) is ended: {name} is restored at once (restore policy immediate), and no offload frees enough VRAM",
+        "process {} ({}) is ended: {name} must be restored at once (restore policy immediate), and offloads of other containers cannot free enough VRAM for it",
         identity.pid, identity.command
     );
     let event = NodeEvent::new(EventKind::Ended, text).because(Reason::EndedForRoom);
@@ -205,13 +204,16 @@ pub(super) fn check_terminations(node: &mut NodeState) {
         urgent.filter_map(|key| Some(node.registry.containers.get(key)?.policy.priority)).max();
     for process in node.registry.processes.values_mut() {
         let Some(ending) = &mut process.termination else { continue };
+        if ending.cause != TerminationCause::Room {
+            continue;
+        }
         // The waiter for which the process is to be ended may have been served, and all other
         // waiters may have a lower priority than the process.
         let stays = |c: &Container| c.goal.is_resident() && Some(c.policy.priority) <= most;
         let in_the_way = node.registry.containers.get(&process.key).is_some_and(stays);
         if !in_the_way || process.agent.phase.is_offloaded() {
             process.termination = None;
-        } else if !ending.by_force && node.clock.now.saturating_sub(ending.since) >= GRACE_MS {
+        } else if ending.is_due(node.clock.now) {
             ending.by_force = true;
             let identity = process.identity.clone();
             node.output.effects.push(Effect::End { identity, by_force: true });
@@ -248,8 +250,8 @@ impl VramShortfall {
         helps
     }
 
-    /// Removes the VRAM `holds` from the VRAM to be freed, if the rest frees enough. `holds` is
-    /// then added to the shortfall again. Otherwise changes nothing and returns false.
+    /// Spares a victim with the VRAM `holds` if the other victims free enough. If so, adds `holds`
+    /// to the missing VRAM again and returns true. Otherwise changes nothing and returns false.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

@@ -20,7 +20,7 @@
 //!                    └> copier_use, offload_check, measurements, prewake, pressure, hints
 //!                       └> needs, output, oversubscription
 //!                          └> lookup, eligibility, host_promises
-//!                             └> the data (node_state), and what calls no other file
+//!                             └> the data (node_state), and files that call no other file
 //! ```
 //!
 //! A file calls only files below it.
@@ -62,6 +62,7 @@ mod lookup;
 mod measurements;
 mod migration;
 mod needs;
+mod no_progress;
 pub mod node;
 mod node_state;
 mod nvml_readings;

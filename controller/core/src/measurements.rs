@@ -46,7 +46,9 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     let Some(process) = node.registry.processes.get_mut_uncounted(&id) else {
         return;
     };
-    let moved = idle::moved(process.activity.counters.as_ref(), &page);
+    let older = process.activity.counters.as_ref();
+    let moved = idle::moved(older, &page);
+    let progressed = older.is_none_or(|older| older.calls != page.calls);
     let process_was_free =
         process.activity.counters.as_ref().is_some_and(|older| older.inflight == 0);
     let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
@@ -74,7 +76,11 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     };
     let pause =
         if process_was_free { container.pause_ends(now, &mut node.prediction.pauses) } else { 0 };
-    (container.usage.last_use, container.usage.last_called) = (now, now);
+    container.usage.last_use = now;
+    container.usage.last_called = now;
+    if progressed {
+        container.usage.last_progress = now;
+    }
     container.usage.used(now);
     container.connections.used(now);
     let ahead = container.prewake.take().map(|prewake| prewake.why);

@@ -116,8 +116,8 @@ pub(super) fn offloaded_bytes_of(node: &NodeState, id: ProcessId) -> u64 {
     node.registry.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
 }
 
-/// Whether the VRAM `needs` of a container fit in addition to the VRAM that is promised to other
-/// containers.
+/// Whether a container fits in addition to the VRAM that is promised to other containers. `needs`:
+/// the VRAM that it needs on each GPU.
 pub(super) fn fits(
     node: &NodeState,
     key: &Key,
@@ -146,6 +146,20 @@ pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<Devi
         _ => p.memory.vram.clone(),
     });
     merge_needs(&of_each.flatten().collect::<Vec<_>>())
+}
+
+/// VRAM of a GPU that no offload can free, in bytes. 0 if the GPU is not in the last NVML sample.
+/// See [`super::Node::unmovable_bytes`].
+pub(super) fn unmovable_bytes(node: &NodeState, uuid: &str) -> u64 {
+    let Some(gpu) = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid) else { return 0 };
+    let movable = |process: &&Process| {
+        let container = node.registry.containers.get(&process.key);
+        let stays = process.agent.phase.is_offloaded() && process.keeps_context();
+        !stays && container.is_some_and(|c| !c.shown.reason.0.is_lasting())
+    };
+    let held = node.registry.processes.values().filter(movable).flat_map(|p| &p.memory.vram);
+    let movable_bytes: u64 = held.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum();
+    gpu.used_bytes.saturating_sub(movable_bytes)
 }
 
 /// VRAM of the processes that were ordered to end and are still expected to exit in time.

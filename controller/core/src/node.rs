@@ -15,7 +15,7 @@ use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake, copier_use, copy_watch,
     evaluate, grants, hints, holds, host_promises, idle, immediate,
     input::{Input, SwapStatus},
-    measurements,
+    measurements, no_progress,
     node_state::{JournalClaim, NodeState},
     nvml_readings, offload, oom_wait,
     order_report::OrderReport,
@@ -273,6 +273,7 @@ fn due(node: &mut NodeState, key: &Key) {
     oom_wait::check_alloc_wait(node, key);
     vram_limit::check_taken(node, key);
     evaluate::evaluate(node, key);
+    no_progress::check_progress(node, key);
     host_promises::survey_again(node, key);
     prefault::update_prefault(node, key);
     prewake::expect(node, key);

@@ -13,7 +13,7 @@ pub(crate) use self::settings::{SETTINGS, Setting};
 pub use self::{
     format::{FileValue, duration_ms},
     settings::{NamespaceRule, Policy, PolicySection},
-    words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
+    words::{KeepAlive, Mode, NoProgressAction, OnOom, Restore, WakeOn},
 };
 use super::history::KeepAliveTarget;
 use affinode_proto::annotations::{CLAIMED_VRAM, LATENCY_SENSITIVE};
@@ -31,7 +31,8 @@ impl Policy {
     }
 }
 
-/// The policy values of the node, and the rules that replace them in single namespaces.
+/// The policy values of the node, and the rules that replace some of these values for individual
+/// namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     /// Policy of a container for which no namespace rule and no annotation sets a value.
@@ -183,7 +184,8 @@ fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> 
 fn annotated_vram_limit(operators: &u64, chosen: &u64) -> Result<(), InvalidValue> {
     match *operators != 0 && (*chosen == 0 || chosen > operators) {
         true => Err(InvalidValue::NotPermitted(
-            "an amount up to policy.vram_limit and up to the memory that resource claims allocate",
+            "an amount of at most policy.vram_limit, and at most the memory that the container's \
+             resource claims allocate",
         )),
         false => Ok(()),
     }

@@ -56,13 +56,35 @@ pub struct DeviceWork {
     pub percent: u32,
 }
 
-/// An order to a process to end, because another container needs its VRAM.
+/// Why a process was ordered to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TerminationCause {
+    /// A container with the restore policy `immediate` needs its VRAM.
+    Room,
+    /// Its container makes no progress, and the container's policy ends it then.
+    NoProgress,
+}
+
+/// Time between SIGTERM and SIGKILL, in milliseconds.
+const GRACE_MS: Millis = 5_000;
+
+/// An order to a process to end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
+    /// Why the process is to end.
+    pub cause: TerminationCause,
     /// When the process was ordered to end.
     pub since: Millis,
     /// Whether the process was killed, because it did not end in time.
     pub by_force: bool,
+}
+
+impl Termination {
+    /// Whether the process has had enough time to end, so it is to be killed now.
+    #[must_use]
+    pub fn is_due(&self, now: Millis) -> bool {
+        !self.by_force && now.saturating_sub(self.since) >= GRACE_MS
+    }
 }
 
 /// The state of one process. Only [`super::Node`] changes it.
@@ -87,7 +109,7 @@ pub struct Process {
     pub prefault: PrefaultOrder,
     /// Memory of the host pool that the process may use for its offload, in bytes. 0: none.
     pub host_pool_bytes: u64,
-    /// Orders to the process to pause its allocations, and how it followed them.
+    /// Orders to the process to pause its allocations, and how the process responded to them.
     pub holds: ProcessHolds,
     /// How the process uses its GPU: counters, running work, and time since its restore.
     pub activity: ProcessActivity,
@@ -118,8 +140,8 @@ pub struct AgentStatus {
 /// registers again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FailedMoves {
-    /// Whether a restore on another GPU failed, or cannot be complete. This controller then tries
-    /// no such restore.
+    /// Whether the controller must not restore the process on another GPU. True if such a restore
+    /// has failed, or if an offload left a part of the memory on the process's own GPU.
     pub migration: bool,
     /// Whether the agent failed to copy the memory. Later offloads then use the driver's
     /// checkpoint.
@@ -139,16 +161,16 @@ pub struct PrefaultOrder {
     pub ordered_for_idle: Option<Millis>,
 }
 
-/// Orders to a process to pause its allocations, and how it followed them.
+/// Orders to a process to pause its allocations, and how the process responded to them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessHolds {
-    /// Number of orders because of which the process pauses its allocations: one for each grant,
-    /// and one for the restore of other processes of its container.
+    /// Number of reasons why the process pauses its allocations now: one for each grant that
+    /// requires the pause, and one while other processes of its container are being restored.
     pub count: u32,
     /// Whether the process pauses its allocations until the other processes of its container are
     /// restored.
     pub for_siblings: bool,
-    /// Record of the orders to pause allocations that the process refused.
+    /// Counts the orders to pause allocations that the process did not follow.
     pub record: HoldRecord,
 }
 
@@ -173,9 +195,9 @@ impl Process {
         self.agent.capabilities.contains(capabilities)
     }
 
-    /// Whether an order in progress may move the process's memory off the GPU. An order that takes
-    /// long does not count: it may hang in the driver, and the other processes of the container
-    /// must not wait for it.
+    /// Whether an order in progress may move the process's memory off the GPU. An order that has
+    /// been in progress for `SLOW_MS` is ignored, because it may hang in the driver. The other
+    /// processes of the container must not wait for such an order.
     #[must_use]
     pub fn may_leave(&self, now: Millis) -> bool {
         self.pending.is_some_and(|pending| {
@@ -183,9 +205,9 @@ impl Process {
         })
     }
 
-    /// Returns the hazards with which a copy out of the process is still permitted. An older
-    /// library cannot leave single allocations on the GPU. With such a library, hazards of single
-    /// allocations are not included.
+    /// Returns the hazards of the kind that still permits a copy out of the process. Some hazards
+    /// concern single allocations, which must stay on the GPU. An older library cannot leave them
+    /// there. With such a library, these hazards are therefore not returned.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
         let known = self.can(Capabilities::LEAVES_IN_PART);
@@ -225,9 +247,9 @@ impl Process {
         self.memory.freed_by_copy()
     }
 
-    /// Records that the process was checkpointed although its copier had not copied its memory. The
-    /// swappable memory is still on the GPU. Therefore the restore needs only the other VRAM, and
-    /// only a restore on the same GPU can be complete.
+    /// Records that the process was checkpointed although its copier had not copied its swappable
+    /// memory. This memory is still on the GPU. The restore therefore needs VRAM only for the rest,
+    /// and must be on the same GPU.
     pub fn record_copy_out_failure(&mut self) {
         self.memory.record_copy_out_failure();
         self.failed_moves.migration = true;
@@ -240,9 +262,10 @@ impl Process {
         counters.is_some_and(|page| page.notes.intersects(ProcessFlags::HOST_POOL))
     }
 
-    /// Host memory that an offload by the method `moves` needs, in bytes. It does not include
-    /// memory that the driver allocates for itself. A retained host copy is subtracted, because the
-    /// container is charged for that copy already. This is not so if the copy is in the host pool.
+    /// Host memory that an offload by the method `moves` needs, in bytes. Memory that the driver
+    /// allocates for itself is not included. A retained host copy is subtracted if the container is
+    /// already charged for it. A copy in the host pool is not subtracted, because the host pool is
+    /// charged for it.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.activity.counters.as_ref().map_or(0, |page| page.kept_bytes);

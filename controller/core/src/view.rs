@@ -16,6 +16,7 @@ use super::{
     explain::{self, Value},
     idle,
     input::Identity,
+    needs, no_progress,
     overrides::OperatorOverrides,
     policy::Policies,
     prewake,
@@ -80,7 +81,7 @@ impl Node {
         self.state.gpus.error.as_deref()
     }
 
-    /// VRAM of a GPU that offloaded processes released, in bytes.
+    /// VRAM that offloaded processes released on a GPU, in bytes.
     #[must_use]
     pub fn reclaimed_bytes(&self, uuid: &str) -> u64 {
         let offloaded =
@@ -89,7 +90,15 @@ impl Node {
         given_up.filter(|device| device.uuid == uuid).map(|device| device.bytes).sum()
     }
 
-    /// VRAM of a GPU that is promised to containers, in bytes.
+    /// VRAM of a GPU that no offload can free, in bytes: the VRAM of containers that must stay on the
+    /// GPU for a lasting reason, of contexts that stay when their containers are offloaded, and of
+    /// everything that is not a container of Affinode. 0 if the GPU is not in the last NVML sample.
+    #[must_use]
+    pub fn unmovable_bytes(&self, uuid: &str) -> u64 {
+        needs::unmovable_bytes(&self.state, uuid)
+    }
+
+    /// VRAM that is promised to containers on a GPU, in bytes.
     #[must_use]
     pub fn promised_bytes(&self, uuid: &str) -> u64 {
         self.state.admission.ledger.promised_bytes(uuid)
@@ -220,7 +229,21 @@ impl Node {
             .chain(of(is_damaged, damaged_text))
             .chain(of(is_refused, ipc_refused_text))
             .chain(of(|p| p.failed_moves.copy, copy_failed_text))
+            .chain(self.no_progress_text(key))
             .collect()
+    }
+
+    fn no_progress_text(&self, key: &Key) -> Option<String> {
+        let stop = self.state.registry.containers.get(key)?.usage.no_progress.as_ref()?;
+        Some(stop.text(self.no_progress_ms(key)?))
+    }
+
+    /// Time for which the container has held a GPU without progress. `None`: it makes progress, is
+    /// idle or waits, or the time is below its `no_progress_timeout`.
+    #[must_use]
+    pub fn no_progress_ms(&self, key: &Key) -> Option<Millis> {
+        self.state.registry.containers.get(key)?.usage.no_progress.as_ref()?;
+        no_progress::quiet_ms(&self.state, key)
     }
 
     /// Connected processes of the containers for which `wanted` returns true. Each entry has the
@@ -294,8 +317,8 @@ impl Node {
     }
 
     /// Containers without a process, each with its spec. A process that is known only from the
-    /// journal of an earlier controller counts if it still exists. `lives` returns whether a
-    /// process with this pid and start time exists.
+    /// journal of an earlier controller counts as a process of its container while it exists.
+    /// `lives` returns whether a process with this pid and start time exists.
     pub fn deserted(
         &self,
         lives: impl Fn(u32, u64) -> bool,
@@ -348,8 +371,8 @@ impl Node {
         prewake::due_at(&self.state, key)
     }
 
-    /// Containers whose connections are counted, each with the pid of a process in its network
-    /// namespace.
+    /// Containers whose new TCP connections the controller counts, each with the pid of a process
+    /// in its network namespace.
     pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
         connection_prewake::listening(&self.state)
     }

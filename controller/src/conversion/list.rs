@@ -37,6 +37,7 @@ fn list_gpus(node: &Node) -> Vec<control::Gpu> {
             vram_used_bytes: gpu.used_bytes,
             vram_reclaimed_bytes: node.reclaimed_bytes(&gpu.uuid),
             vram_reserved_bytes: node.promised_bytes(&gpu.uuid),
+            vram_unmovable_bytes: node.unmovable_bytes(&gpu.uuid),
             utilization_percent: gpu.utilization_percent,
             simulated: gpu.name.contains("Simulated"),
             copier_prefaulted: copier.prefaulted,
@@ -88,6 +89,7 @@ fn list_container(
         processes: node.processes(key).map(|p| list_process(node, p)).collect(),
         pinned: node.overrides().pinned.contains(key),
         staying_bytes,
+        no_progress_ms: node.no_progress_ms(key).unwrap_or(0),
         staying_reasons: words(staying_hazards),
         ..control::Container::default()
     }

@@ -97,12 +97,12 @@ impl ControllerMetrics {
             ),
             restarts: registry.add(
                 "controller_restarts",
-                "Number of restarts of the controller that the history of this node records",
+                "Number of controller restarts in the history of this node",
             ),
             unexpected_ends: registry.add(
                 "controller_unexpected_ends",
-                "Number of unexpected exits of the controller that the history of this node \
-                 records. An exit is expected if it was requested, or if no container was left",
+                "Number of unexpected controller exits in the history of this node. An exit is \
+                 expected if it was requested, or if no container was left",
             ),
             auto_offload: registry.add(
                 "auto_offload_enabled",
@@ -125,6 +125,7 @@ pub struct GpuMemoryMetrics {
     pub shared: Family<GpuLabels, Gauge>,
     pub stored: Family<GpuLabels, Gauge>,
     pub reserved: Family<GpuLabels, Gauge>,
+    pub unmovable: Family<GpuLabels, Gauge>,
 }
 
 impl GpuMemoryMetrics {
@@ -150,18 +151,25 @@ impl GpuMemoryMetrics {
             shared: registry.add_with_unit(
                 "gpu_host_memory_shared",
                 Unit::Bytes,
-                "Size of offloaded memory whose content is stored once for several processes \
-                 (dedup). Each process counts in full",
+                "Offloaded memory whose content several processes share (dedup), counted once for \
+                 each process",
             ),
             stored: registry.add_with_unit(
                 "gpu_host_memory_stored",
                 Unit::Bytes,
-                "Host memory that content shared by several processes takes, counted once (dedup)",
+                "Host memory that stores the content shared by several processes (dedup), counted \
+                 once",
             ),
             reserved: registry.add_with_unit(
                 "gpu_vram_reserved",
                 Unit::Bytes,
                 "VRAM that the controller reserves for restores in progress",
+            ),
+            unmovable: registry.add_with_unit(
+                "gpu_vram_unmovable",
+                Unit::Bytes,
+                "VRAM that no offload can free: of containers that must stay on the GPU, and of \
+                 everything that is not a container of Affinode",
             ),
         }
     }
@@ -175,6 +183,7 @@ impl GpuMemoryMetrics {
         self.shared.clear();
         self.stored.clear();
         self.reserved.clear();
+        self.unmovable.clear();
     }
 }
 
@@ -244,7 +253,7 @@ impl ContainerMetrics {
             kept: registry.add_with_unit(
                 "container_host_memory_kept",
                 Unit::Bytes,
-                "Host memory with the copy that a resident container keeps for its next offload \
+                "Host memory of the copy that a resident container retains for its next offload \
                  (retain_host_copy)",
             ),
             copyable: registry.add(
@@ -385,9 +394,9 @@ impl UsageMetrics {
             gpu_seconds: registry.add_with_unit(
                 "container_gpu",
                 Unit::Seconds,
-                "GPU time of the container in GPUs times seconds. A container with half of a GPU's \
-                 VRAM counts as half a GPU. The label state is used, idle or returned: its VRAM \
-                 was in use, held idle, or freed by an offload",
+                "GPU time of the container, in GPUs times seconds. A container with half of a \
+                 GPU's VRAM counts as half a GPU. Label state: used (the container was not idle), \
+                 idle (the container was idle), returned (an offload freed the VRAM)",
             ),
         }
     }
@@ -403,6 +412,7 @@ pub struct MoveMetrics {
     pub wake_seconds: Histogram,
     pub queue_seconds: Histogram,
     pub queue_depth: Gauge,
+    pub no_progress: Gauge,
     pub refusals: Family<ReasonLabels, Counter>,
 }
 
@@ -446,6 +456,11 @@ impl MoveMetrics {
                 seconds(),
             ),
             queue_depth: registry.add("queue_depth", "Number of containers in the queue for VRAM"),
+            no_progress: registry.add(
+                "containers_without_progress",
+                "Number of containers that hold a GPU, or wait for one, and have made no progress \
+                 for no_progress_timeout",
+            ),
             refusals: registry.add(
                 "refusals",
                 "Number of offloads that the controller refused or abandoned, by reason",

@@ -1,10 +1,10 @@
 //! The Prometheus metrics `affinode_…`, in base units.
 //!
-//! The observer updates counters and histograms. Gauges are filled at each scrape from the current
-//! list of GPUs and containers. GPUs and containers have the labels of dcgm-exporter (`UUID`,
-//! `gpu`, `namespace`, `pod`, `container`), so that the metrics of both can be joined on `UUID`.
-//! The number of series with container labels is limited: only the first [`CONTAINERS`] containers,
-//! in order of their keys, have such series.
+//! The observer ([`crate::observe`]) updates counters and histograms. Gauges are filled at each
+//! scrape from the current list of GPUs and containers. GPUs and containers have the labels of
+//! dcgm-exporter (`UUID`, `gpu`, `namespace`, `pod`, `container`), so that the metrics of both
+//! exporters can be joined on `UUID`. The number of series with container labels is limited: only
+//! the first [`CONTAINERS`] containers, in order of their keys, have such series.
 
 mod durations;
 mod families;
@@ -33,8 +33,8 @@ use crate::{history::ControllerRuns, schema};
 
 /// Maximum number of containers that have series of their own.
 pub const CONTAINERS: usize = 1000;
-/// Maximum time between two observations for which usage metrics grow, in milliseconds. During a
-/// longer time the use of VRAM is unknown, so it does not count.
+/// Maximum time between two observations, in milliseconds, for which usage metrics grow. If two
+/// observations are further apart, the use of VRAM between them is unknown and does not count.
 const STALE_AFTER_MS: i64 = 60_000;
 
 /// Prometheus metrics of this controller.
@@ -100,15 +100,15 @@ impl VramShares {
     }
 }
 
-/// Time that Affinode's hooks added to the CUDA calls of a container's current processes, as the
-/// processes report it.
+/// Times that the current processes of a container report: the time that Affinode's hooks added to
+/// their CUDA calls, and the time that calls waited during offloads and restores.
 #[derive(Clone, Copy, Debug, Default)]
 struct HookCost {
     added_s: f64,
     held_s: f64,
 }
 
-/// Maximum increase of the hooks' added time between two observations, in seconds. A larger
+/// Maximum increase of a time in [`HookCost`] between two observations, in seconds. A larger
 /// increase is ignored, because a container can report any value.
 const MAX_HOOK_S: f64 = 86_400.0;
 
@@ -124,8 +124,8 @@ impl HookCost {
         }
     }
 
-    /// Returns the increase since the earlier value `before`. It is 0 if a process has ended since
-    /// then.
+    /// Returns the increase of both times since the earlier value `before`. If a process has ended
+    /// since then, a time can be lower than before. Its increase then counts as 0.
     fn since(self, before: HookCost) -> HookCost {
         let more =
             |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MAX_HOOK_S).contains(s));
@@ -146,8 +146,8 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
-    /// Creates the metrics of a controller, with the numbers of starts and ends of controllers from
-    /// the history.
+    /// Creates the metrics of a controller. The numbers of controller starts and of unexpected ends
+    /// come from the history.
     #[must_use]
     pub fn with_runs(runs: ControllerRuns) -> Metrics {
         let metrics = Metrics::new(runs.starts);
@@ -243,16 +243,18 @@ impl Metrics {
             table.container.states.get_or_create(&state).set(0);
         }
         node.gpus.iter().for_each(|gpu| self.fill_gpu(gpu));
-        let mut queued = 0;
+        let (mut queued, mut without_progress) = (0, 0);
         for (position, container) in node.containers.iter().enumerate() {
             let state = StateLabels { state: container.state.clone() };
             table.container.states.get_or_create(&state).inc();
             queued += i64::from(container.state == State::Queued.as_str());
+            without_progress += i64::from(container.no_progress_ms > 0);
             if position < CONTAINERS {
                 self.fill_container(container, node);
             }
         }
         table.moves.queue_depth.set(queued);
+        table.moves.no_progress.set(without_progress);
         table.host.used.set(whole(node.host_used_bytes));
         table.host.free.set(whole(node.host_free_bytes));
         table.host.pool_size.set(whole(node.host_pool_bytes));
@@ -266,6 +268,7 @@ impl Metrics {
         memory.used.get_or_create(&labels).set(whole(gpu.vram_used_bytes));
         memory.returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
         memory.reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
+        memory.unmovable.get_or_create(&labels).set(whole(gpu.vram_unmovable_bytes));
         memory.copier.get_or_create(&labels).set(whole(gpu.copier_vram_bytes));
         memory.shared.get_or_create(&labels).set(whole(gpu.copier_shared_bytes));
         memory.stored.get_or_create(&labels).set(whole(gpu.copier_stored_bytes));

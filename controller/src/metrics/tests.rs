@@ -23,6 +23,7 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
             vram_used_bytes: 4,
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
+            vram_unmovable_bytes: 3,
             copier_vram_bytes: 1,
             copier_shared_bytes: 4,
             copier_stored_bytes: 2,
@@ -36,6 +37,7 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
             id: "one".into(),
             state: state.into(),
             idle_ms: 1,
+            no_progress_ms: 1,
             vram_bytes: held,
             offloaded_bytes: offloaded,
             copyable_share: Some(0.5),
@@ -116,7 +118,7 @@ fn every_metric_is_moved() {
                     .and_then(|value| value.parse::<f64>().ok())
                     .is_some_and(|value| value != 0.0)
         });
-        assert!(moved, "nothing moves {name}:\n{text}");
+        assert!(moved, "{name} is 0 in all series:\n{text}");
     }
 }
 
@@ -144,7 +146,7 @@ fn vram_time_is_split_by_use() {
     let labels = "{namespace=\"ml\",pod=\"\",container=\"one\"}";
     let pressure = |line: &str| line.starts_with("affinode_gpu_vram_pressure_ratio{");
     let pressure = text.lines().find(|line| pressure(line)).unwrap_or_default();
-    assert!(pressure.ends_with(" 0.75"), "4 in use and 2 given back, of 8: {pressure}");
+    assert!(pressure.ends_with(" 0.75"), "4 bytes in use and 2 offloaded, of 8: {pressure}");
     for (name, value) in [("used", "4.0"), ("idle", "4.0"), ("returned", "9.0")] {
         let line = format!("affinode_container_{name}_vram_byte_seconds_total{labels} {value}");
         assert!(text.contains(&line), "{line} is not in\n{text}");
@@ -218,7 +220,7 @@ fn an_implausible_hook_cost_is_ignored() {
     looks(u64::MAX, u64::MAX, 3_000);
     assert_eq!(figures(), [hook, held], "a wait of a million years is ignored");
     looks(0, 0, 4_000);
-    assert_eq!(figures(), [hook, held], "counters that go back");
+    assert_eq!(figures(), [hook, held], "counters that decrease are ignored");
 }
 
 #[test]

@@ -52,6 +52,7 @@ pub fn pod_event(event: &Event) -> Option<PodEvent> {
         }
         EventKind::Refused => (true, "GPUOffloadRefused", "Offload", event.text.clone()),
         EventKind::Annotation => (true, "GPUAnnotationIgnored", "Configure", event.text.clone()),
+        EventKind::NoProgress => (true, "GPUNoProgress", "Watch", event.text.clone()),
         EventKind::Ended => (true, "GPUProcessEnded", "MakeRoom", event.text.clone()),
         _ => return None,
     };

@@ -19,6 +19,8 @@ policy:
   restore: by-annotation
   on_oom: wait
   on_oom_timeout: 30s
+  no_progress_timeout: 2h
+  on_no_progress: end
   engine: full
   retain_host_copy: true
   checksum: true

@@ -4,6 +4,7 @@ use super::super::{
     Millis,
     hints::Hint,
     history::{History, KeepAliveTarget, PAUSE_MS, Pauses},
+    no_progress::ProgressStop,
     policy::{KeepAlive, Policy},
 };
 
@@ -18,7 +19,7 @@ const THRASH: u32 = 2;
 const MAX_EARLY: u32 = 5;
 /// Time after which a busy hint expires if it is not repeated.
 const BUSY_MS: Millis = 3_600_000;
-/// Age from which on an idle hint is cancelled by CUDA calls. While the hint is younger, the
+/// Age of an idle hint from which on CUDA calls cancel the hint. While the hint is younger, the
 /// counters may still show calls that were made before it.
 const SETTLE_MS: Millis = 1_000;
 
@@ -30,6 +31,10 @@ pub struct Usage {
     pub last_use: Millis,
     /// When the container last made a CUDA call.
     pub last_called: Millis,
+    /// When a CUDA call of the container last began. A call that is still in progress counts once.
+    pub last_progress: Millis,
+    /// Why the container makes no progress. `None`: it makes progress, is idle or waits.
+    pub no_progress: Option<ProgressStop>,
     /// When the current period of use began. If the container is idle: when its last period of use
     /// began.
     began: Millis,
@@ -54,6 +59,8 @@ impl Usage {
         Usage {
             last_use: now,
             last_called: now,
+            last_progress: now,
+            no_progress: None,
             began: now,
             hint: None,
             history: History::default(),
@@ -80,8 +87,9 @@ impl Usage {
     }
 
     /// Records that a CUDA call woke the container. `offloaded_ms`: time since the container was
-    /// offloaded because it was idle for its idle timeout. If several wakes in a row come early,
-    /// each further one doubles the learned idle time.
+    /// offloaded because it was idle for its idle timeout. After two early wakes in a row, each
+    /// further one doubles the learned keep-alive (the time without use after which the container
+    /// is idle), at most five times.
     pub fn woken_after(&mut self, offloaded_ms: Millis) {
         let early = offloaded_ms < EARLY_MS;
         self.early_wakes = if early { self.early_wakes.saturating_add(1) } else { 0 };

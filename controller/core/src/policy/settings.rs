@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::{
     InvalidValue, annotated_dedup, annotated_restore, annotated_vram_limit,
     format::{Duration, FileValue, Format, Mebibytes, Priority, Quantity},
-    words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
+    words::{KeepAlive, Mode, NoProgressAction, OnOom, Restore, WakeOn},
 };
 use crate::{victims::VictimRule, window::Window};
 
@@ -140,27 +140,33 @@ settings! {
     on_oom: OnOom = OnOom::Fail, "on_oom", ["affinode.io/on-oom"];
     /// Maximum time for which an allocation waits for VRAM, in milliseconds.
     on_oom_timeout_ms: Duration = 120_000, "on_oom_timeout", ["affinode.io/on-oom-timeout"];
+    /// Time without progress after which a container that holds a GPU is reported, in milliseconds.
+    no_progress_timeout_ms: Duration = 3_600_000, "no_progress_timeout",
+    ["affinode.io/no-progress-timeout"];
+    /// What happens to a container that holds a GPU and makes no progress.
+    on_no_progress: NoProgressAction = NoProgressAction::Report, "on_no_progress",
+    ["affinode.io/on-no-progress"];
     /// The engine: the method by which the container's memory is moved off the GPU and back.
     engine: Engine = Engine::Auto, "engine", ["affinode.io/engine"];
-    /// Whether the copy of the container's GPU memory stays in host memory after a restore, so that
-    /// the next offload does not copy unchanged content again.
+    /// Whether the copy of the container's GPU memory stays in host memory after a restore. The
+    /// next offload then does not copy unchanged content again.
     retain_host_copy: bool = false, "retain_host_copy", ["affinode.io/retain-host-copy"];
     /// Whether a restore verifies that copied memory is unchanged.
     checksum: bool = false, "checksum", ["affinode.io/checksum"];
     /// Whether offloaded memory of the container is stored only once if other containers of its
     /// namespace have the same content.
     dedup: bool = false, "dedup", ["affinode.io/dedup"] if annotated_dedup;
-    /// Whether host memory for the next offload is touched and registered (prefaulted) while the
-    /// container is idle, so that the offload is faster.
+    /// Whether host memory for the next offload is prefaulted (touched and registered) while the
+    /// container is idle. The offload is then faster.
     prefault: bool = false, "prefault", ["affinode.io/prefault"];
     /// Whether the container may be restored on another GPU if its own GPU is full.
     allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];
-    /// VRAM in bytes below which the container is not offloaded.
+    /// A container that holds less VRAM than this, in bytes, is not offloaded.
     minimum_vram_bytes: Mebibytes = 0, "minimum_vram_mib", ["affinode.io/minimum-vram-mib"];
     /// Limit of the container's VRAM on each GPU, in bytes. 0: there is no limit.
     vram_limit_bytes: Quantity = 0, "vram_limit", ["affinode.io/vram-limit"]
     if annotated_vram_limit;
-    /// Times of the week during which the idle container may be offloaded although no waiter needs
-    /// its VRAM.
+    /// Times of the week during which the container may be offloaded as soon as it is idle. At
+    /// other times, it stays resident until a waiter needs its VRAM.
     offload_window: Window = Window::default(), "offload_window", ["affinode.io/offload-window"];
 }

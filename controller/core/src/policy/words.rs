@@ -27,7 +27,8 @@ macro_rules! words {
         pub enum $name { $($(#[$variant_doc])* $variant,)* }
 
         impl $name {
-            /// Returns the word for the value in configuration, annotations and output.
+            /// Returns the word that stands for this value in configuration, annotations and
+            /// output.
             #[must_use]
             pub fn as_str(self) -> &'static str {
                 match self { $($name::$variant => $word,)* }
@@ -71,9 +72,8 @@ macro_rules! format_of_words {
 words! {
     /// The mode of a container, which determines when it may be offloaded.
     pub enum Mode {
-        /// Offload as soon as the container is idle, if its GPUs are not oversubscribed or some
-        /// container has started recently. Otherwise only if the container is idle and another
-        /// container needs its VRAM.
+        /// Like `eager` while none of the container's GPUs is oversubscribed, and for 5 minutes
+        /// after any container on the node has started. Like `pressure` at all other times.
         Auto = "auto",
         /// Offload as soon as the container is idle, even if no other container needs its VRAM.
         Eager = "eager",
@@ -106,6 +106,15 @@ words! {
     }
     annotations { Fail, Wait }
 
+    /// What happens to a container that holds a GPU and makes no progress.
+    pub enum NoProgressAction {
+        /// The container is shown with the evidence, and continues.
+        Report = "report",
+        /// The container is shown, and its processes that use CUDA are ended.
+        End = "end",
+    }
+    annotations { Report, End }
+
     /// The events that restore a container.
     pub enum WakeOn {
         /// CUDA calls of the container.
@@ -121,9 +130,9 @@ words! {
         /// The container waits until other containers on its GPU are no longer in use and can be
         /// evicted.
         Queue = "queue",
-        /// The container is served before others of its priority, and takes VRAM of containers in
-        /// use on its GPU. Containers that can be moved are offloaded. Processes of containers that
-        /// cannot be moved are ended.
+        /// The container is served before waiters of the same or lower priority. It may take VRAM
+        /// from containers that are in use on its GPU. Such a container is offloaded if that is
+        /// possible. If it is not, its processes are ended.
         Immediate = "immediate",
         /// `immediate` for containers whose annotation requests it, `queue` for all others. Only
         /// nodes and namespaces can have this value.

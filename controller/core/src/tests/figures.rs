@@ -65,3 +65,22 @@ fn stale_or_failed_readings_are_not_sent() {
     assert_eq!(asked(&mut world.node, now + 5_001, id), []);
     assert_eq!(asked(&mut world.node, now + 5_001, ProcessId(99)), []);
 }
+
+#[test]
+fn what_no_offload_frees_is_unmovable() {
+    let mut world = World::new(2);
+    let uuid = world.gpus()[0].uuid.clone();
+    let (first, _second) = (world.running(0, 300), world.running(1, 200));
+    let others = 50;
+    world.take_unmanaged(others);
+    world.tick();
+    let held = world.process(first).memory.vram_bytes();
+    assert_eq!(world.node.unmovable_bytes(&uuid), others);
+    world.pin(0, true);
+    world.tick();
+    assert_eq!(world.node.unmovable_bytes(&uuid), others + held, "an operator keeps it here");
+    world.pin(0, false);
+    world.tick();
+    assert_eq!(world.node.unmovable_bytes(&uuid), others);
+    assert_eq!(world.node.unmovable_bytes("GPU-of-no-node"), 0);
+}

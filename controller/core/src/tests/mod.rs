@@ -14,6 +14,7 @@ mod host_pool;
 mod immediate;
 mod in_part;
 mod migration;
+mod no_progress;
 mod nvml;
 mod offload_level;
 mod orders;

@@ -34,6 +34,7 @@ mod lifecycle;
 mod loader_lock;
 mod local_memory;
 mod matrix;
+mod no_progress;
 mod nvidia_toolkit;
 mod nvml;
 mod offload;
