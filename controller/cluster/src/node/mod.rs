@@ -19,6 +19,7 @@ pub mod agent_metrics;
 mod auth_proxy;
 pub mod device_plugin;
 pub mod dra;
+mod full_gpus;
 mod gpu_reader;
 pub mod host;
 mod node_events;
@@ -108,6 +109,14 @@ pub struct NodeOptions {
     device_plugin: DevicePluginOptions,
 }
 
+impl NodeOptions {
+    /// Loads the certificate of the HTTPS proxy, for all names by which clients reach the agent.
+    fn shown(&self) -> Result<Arc<ServedCertificate>, ServiceError> {
+        let names = [std::slice::from_ref(&self.node_name), &self.hosts[..]].concat();
+        Ok(self.papers.shown(&names)?)
+    }
+}
+
 /// Runs the node agent until SIGTERM or SIGINT.
 ///
 /// # Errors
@@ -120,8 +129,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     let client = service::client().await?;
     let metrics = Arc::new(AgentMetrics::default());
     let run_dir = options.places.on_host(&options.places.run_dir);
-    let names = [std::slice::from_ref(&options.node_name), &options.hosts[..]].concat();
-    let shown = options.papers.shown(&names)?;
+    let shown = options.shown()?;
     let bridge = AuthProxy {
         guard: authz::by_review(&options.hosts).map_err(ServiceError::Guard)?,
         socket: run_dir.join("http.sock"),
@@ -137,7 +145,8 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
-    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name).unzip();
+    let full = watch.full_gpus();
+    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, full).unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,
@@ -240,8 +249,8 @@ impl NodeAgent<'_> {
     /// Reports that another installation manages the node. The agent then does not change the node.
     fn leave_to(&mut self, other: &str) {
         let text = format!(
-            "installation {other} manages this node; if it no longer exists, remove annotation \
-             {AGENT} from the node"
+            "installation {other} manages this node; if that installation no longer exists, remove \
+             annotation {AGENT} from the node"
         );
         self.metrics.now(InstallState::Foreign);
         // The slices of this node are those of the other installation.

@@ -1,11 +1,15 @@
 //! Watches the node's controller, and publishes its events on the pods and its figures on the node
 //! object.
 
-use std::{collections::HashMap, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    path::PathBuf,
+    time::Duration,
+};
 
 use affinode_proto::{
     api::{
-        control::{Container, Event, EventsRequest, ListRequest, ListResponse},
+        control::{Container, Event, EventsRequest, Gpu, ListRequest, ListResponse},
         control_ttrpc::ControlClient,
     },
     event::EventKind,
@@ -16,10 +20,11 @@ use kube::{
     Client,
     runtime::events::{Event as PodEvent, EventType, Recorder, Reporter},
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 use ttrpc::context::with_duration;
 
 use super::{
+    full_gpus::FullGpus,
     node_labels::{NodeLabels, RECLAIMABLE, RECLAIMED},
     pod_events::{EventRateLimiter, pod_event},
     pods::Pods,
@@ -36,6 +41,9 @@ const REST: Duration = Duration::from_secs(5);
 const PACE: Duration = Duration::from_millis(250);
 /// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
+/// Number of attempts without a reply from a controller after which the node is considered to have
+/// none.
+const MAX_SILENT_ATTEMPTS: u32 = 3;
 /// Minimum time that a CUDA call must wait for VRAM before the wait is published, in milliseconds.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
@@ -56,6 +64,12 @@ pub struct ControllerWatch {
     /// time are not handled again when a controller sends them again.
     last_unix_ms: i64,
     annotated: Option<(Instant, [u64; 2])>,
+    /// Which GPUs are full of unmovable VRAM. Their UUIDs are sent to `full_uuids`.
+    full_gpus: FullGpus,
+    full_uuids: watch::Sender<BTreeSet<String>>,
+    started: Instant,
+    /// Number of attempts in a row to which no controller replied.
+    silent_attempts: u32,
 }
 
 impl ControllerWatch {
@@ -79,7 +93,17 @@ impl ControllerWatch {
             waiting: HashMap::new(),
             last_unix_ms: Timestamp::now().as_millisecond(),
             annotated: None,
+            full_gpus: FullGpus::default(),
+            full_uuids: watch::Sender::default(),
+            started: Instant::now(),
+            silent_attempts: 0,
         }
+    }
+
+    /// Returns a channel with the UUIDs of the GPUs that are full of unmovable VRAM.
+    #[must_use]
+    pub fn full_gpus(&self) -> watch::Receiver<BTreeSet<String>> {
+        self.full_uuids.subscribe()
     }
 
     /// Watches the controller until the async runtime ends. A missing controller is not an error,
@@ -88,6 +112,11 @@ impl ControllerWatch {
         loop {
             if let Err(error) = self.follow().await {
                 tracing::debug!("no reply from the controller: {}", error_chain::chain(&error));
+            }
+            self.silent_attempts = self.silent_attempts.saturating_add(1);
+            // A controller ends with the last GPU container of its node.
+            if self.silent_attempts >= MAX_SILENT_ATTEMPTS {
+                self.judge_gpus(&[]);
             }
             tokio::time::sleep(REST).await;
         }
@@ -106,6 +135,8 @@ impl ControllerWatch {
             };
             let answer = control.events(with_duration(WAIT + ANSWER), &request).await?;
             let list = control.list(with_duration(ANSWER), &ListRequest::default()).await?;
+            self.silent_attempts = 0;
+            self.judge_gpus(&list.gpus);
             self.know(&list);
             for event in answer.events {
                 after = event.sequence;
@@ -121,6 +152,19 @@ impl ControllerWatch {
             tokio::time::sleep(PACE).await;
             self.annotate(&list).await;
         }
+    }
+
+    /// Determines from a reading which GPUs are full of unmovable VRAM, and sends a change.
+    fn judge_gpus(&mut self, reading: &[Gpu]) {
+        let full = self.full_gpus.update(self.started.elapsed(), reading);
+        self.full_uuids.send_if_modified(|known| {
+            for uuid in full.difference(known) {
+                tracing::warn!("GPU {uuid}: full of VRAM that no offload can free");
+            }
+            let changed = *known != full;
+            *known = full;
+            changed
+        });
     }
 
     /// Records the pods of the listed containers. The pod of a container that is no longer listed

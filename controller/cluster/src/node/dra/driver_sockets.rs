@@ -1,12 +1,11 @@
 //! The driver's sockets in the kubelet's folder: serves them, and checks that the kubelet uses them.
 
-use std::{path::Path, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::Path, path::PathBuf, time::Duration};
 
 use tokio::sync::watch;
 
 use super::{
     DRIVER,
-    prepare::ClaimPreparer,
     services::{self, PluginService, Registration, RegistrationService},
     sockets::{self, NodeSocket, SocketError},
 };
@@ -65,7 +64,7 @@ impl DriverSockets {
     /// [`ServeError`]: the kubelet does not reach this driver.
     pub async fn serve(
         &self,
-        preparer: &Arc<ClaimPreparer>,
+        service: &PluginService,
         state: &watch::Sender<Registration>,
         problem: &watch::Sender<Option<String>>,
     ) -> Result<(), ServeError> {
@@ -76,7 +75,7 @@ impl DriverSockets {
         let [endpoint, path] = &self.endpoint;
         let (plugin, plugin_socket) = NodeSocket::bind(path)?;
         let (registration, registration_socket) = NodeSocket::bind(&self.registration)?;
-        let preparing = PluginService(Arc::clone(preparer));
+        let preparing = service.clone();
         let registering =
             RegistrationService { endpoint: endpoint.display().to_string(), state: state.clone() };
         let bound = [&plugin_socket, &registration_socket];
@@ -89,7 +88,8 @@ impl DriverSockets {
 }
 
 /// Checks at intervals whether the sockets still exist and whether the kubelet uses the driver.
-/// Sends the problem that it finds to `problem`. Returns when a socket is gone.
+/// Keeps in `problem` the reason why the kubelet does not use the driver, if there is one. Returns
+/// when a socket is gone.
 async fn check(
     bound: [&NodeSocket; 2],
     state: &watch::Sender<Registration>,

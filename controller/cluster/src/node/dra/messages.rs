@@ -124,7 +124,46 @@ pub struct UnpreparedClaim {
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct HealthRequest {}
 
-/// A report about the health of devices. The type has no fields, because this driver never sends a
-/// report.
+/// Status of a device that works, in a [`DeviceHealth`].
+pub const HEALTHY: i32 = 1;
+/// Status of a device that does not work, in a [`DeviceHealth`].
+pub const UNHEALTHY: i32 = 2;
+
+/// A report about the health of all devices of the driver on this node.
 #[derive(Clone, PartialEq, Eq, Message)]
-pub struct HealthReport {}
+pub struct HealthReport {
+    /// The devices that the driver has offered.
+    #[prost(message, repeated, tag = "1")]
+    pub devices: Vec<DeviceHealth>,
+}
+
+/// Health of one device.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct DeviceHealth {
+    /// The device that this entry describes.
+    #[prost(message, optional, tag = "1")]
+    pub device: Option<DeviceId>,
+    /// [`HEALTHY`] or [`UNHEALTHY`]. 0: unknown.
+    #[prost(int32, tag = "2")]
+    pub health: i32,
+    /// Time at which the driver determined the health, in seconds since 1970.
+    #[prost(int64, tag = "3")]
+    pub last_updated_seconds: i64,
+    /// Time after which the kubelet considers the health unknown, in seconds.
+    #[prost(int64, tag = "4")]
+    pub timeout_seconds: i64,
+    /// Reason why the device is unhealthy, for people. The kubelet shortens it to 1,024 characters.
+    #[prost(string, tag = "5")]
+    pub message: String,
+}
+
+/// Name of a device of the driver.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct DeviceId {
+    /// Pool of the device.
+    #[prost(string, tag = "1")]
+    pub pool_name: String,
+    /// Name of the device in the pool.
+    #[prost(string, tag = "2")]
+    pub device_name: String,
+}

@@ -1,6 +1,7 @@
 //! A driver for Dynamic Resource Allocation (DRA), `resource.k8s.io/v1`. It offers each GPU to
 //! several claims. Each claim gets a share of the GPU's memory capacity, which may exceed the VRAM.
-//! The scheduler accounts for the capacity. Nothing enforces it in a container.
+//! The scheduler accounts for the capacity. Affinode's library limits each container to the amount of
+//! its claim.
 //!
 //! ```text
 //! GPUs ──[`slice`]──> ResourceSlice ──> scheduler ──> status of a ResourceClaim
@@ -20,6 +21,7 @@ pub mod cdi;
 pub mod cdi_lookup;
 pub mod claim_files;
 mod driver_sockets;
+pub mod health;
 pub mod messages;
 pub mod policy;
 pub mod prepare;
@@ -28,7 +30,7 @@ pub mod services;
 pub mod slice;
 pub mod sockets;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, path::PathBuf, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
@@ -41,9 +43,10 @@ use self::{
     cdi_lookup::CdiLookup,
     claim_files::{ClaimFiles, FileError},
     driver_sockets::DriverSockets,
+    health::HealthRecord,
     prepare::ClaimPreparer,
     publisher::{SliceDemand, SlicePublisher},
-    services::Registration,
+    services::{HealthSource, PluginService, Registration},
 };
 use super::{gpu_reader::GpuReader, host::HostPaths};
 use crate::error_chain;
@@ -62,15 +65,15 @@ const RESTART_INTERVAL: Duration = Duration::from_secs(10);
 /// Options of the DRA driver.
 #[derive(Args, Clone, Debug)]
 pub struct DraOptions {
-    /// Whether the agent is a DRA driver: it offers the node's GPUs to resource claims.
+    /// Whether the agent is a DRA driver, which offers the node's GPUs to resource claims.
     #[arg(long, value_name = "BOOL", default_value_t = false, action = ArgAction::Set)]
     pub dra: bool,
     /// Oversubscription factor, from 1 to 16: the claims of a GPU may request at most this multiple
     /// of the GPU's VRAM in total. The node's host memory limits it further.
     #[arg(long = "dra-oversubscription", value_name = "FACTOR", default_value = "2.0")]
     pub(super) factor: OversubscriptionFactor,
-    /// Whether the memory that a claim is allocated limits the VRAM of the claim's containers. If
-    /// false: only the scheduler counts the amounts.
+    /// Whether the VRAM of a claim's containers is limited to the memory that the scheduler
+    /// allocated to the claim. If false, only the scheduler takes this amount into account.
     #[arg(long = "dra-limit-memory", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     limit_memory: bool,
     /// Folder of the kubelet on the node. It must not be a symbolic link.
@@ -145,11 +148,12 @@ impl DraControl {
     }
 
     /// Checks that the driver can be removed from the node: no claim is in use, and the
-    /// ResourceSlice is withdrawn. Waits for the withdrawal for a limited time. Afterwards the
-    /// scheduler places no more pods on this node because of a claim.
+    /// ResourceSlice is withdrawn. Waits for the withdrawal for at most `WITHDRAWAL_TIMEOUT`. After
+    /// a success, the scheduler places no more pods on this node because of a claim.
     ///
     /// # Errors
-    /// [`InUseError`]: a claim is in use, the GPUs are still offered, or that is unknown.
+    /// [`InUseError`]: a claim is in use, the ResourceSlice is not deleted yet, or the files of the
+    /// claims cannot be read.
     pub async fn may_go(&self) -> Result<(), InUseError> {
         self.no_claim_is_held()?;
         let mut withdrawn = self.withdrawn.clone();
@@ -176,20 +180,22 @@ impl DraControl {
 /// The driver, which serves the kubelet and publishes the slice.
 pub struct DraDriver {
     publisher: SlicePublisher,
-    preparer: Arc<ClaimPreparer>,
+    service: PluginService,
     sockets: DriverSockets,
     registration: watch::Sender<Registration>,
     problem: watch::Sender<Option<String>>,
 }
 
 impl DraDriver {
-    /// Prepares the driver. `None`: the options do not enable it.
+    /// Prepares the driver. `full` has the UUIDs of the GPUs that are full of unmovable VRAM.
+    /// `None`: the options do not enable the driver.
     #[must_use]
     pub fn new(
         options: &DraOptions,
         places: &HostPaths,
         client: &Client,
         node: &str,
+        full: watch::Receiver<BTreeSet<String>>,
     ) -> Option<(DraDriver, DraControl)> {
         if !options.dra {
             return None;
@@ -203,6 +209,7 @@ impl DraDriver {
         let (registration, registered) = watch::channel(Registration::default());
         let (demand, demanded) = watch::channel(SliceDemand::default());
         let (gpus, gpus_read) = watch::channel(NodeGpus::default());
+        let (health, record) = watch::channel(HealthRecord::default());
         let (withdrawn_sender, withdrawn) = watch::channel(false);
         let (problem_sender, problem) = watch::channel(None);
         let lookup = options.lookup(places);
@@ -214,6 +221,8 @@ impl DraDriver {
             demand: demanded,
             registration: registered,
             gpus,
+            health,
+            full,
             withdrawn: withdrawn_sender,
             altered: None,
             gpu_count: 0,
@@ -221,14 +230,17 @@ impl DraDriver {
         };
         let driver = DraDriver {
             publisher,
-            preparer: ClaimPreparer::new(
-                client.clone(),
-                node,
-                files.clone(),
-                lookup,
-                gpus_read,
-                options.limit_memory,
-            ),
+            service: PluginService {
+                preparer: ClaimPreparer::new(
+                    client.clone(),
+                    node,
+                    files.clone(),
+                    lookup,
+                    gpus_read,
+                    options.limit_memory,
+                ),
+                health: HealthSource { pool: node.to_owned(), record },
+            },
             sockets: DriverSockets::new(&options.kubelet_dir, places),
             registration,
             problem: problem_sender,
@@ -244,9 +256,9 @@ impl DraDriver {
             let mut said = None;
             loop {
                 let served =
-                    self.sockets.serve(&self.preparer, &self.registration, &self.problem).await;
+                    self.sockets.serve(&self.service, &self.registration, &self.problem).await;
                 let why = match served {
-                    Ok(()) => "the server of its sockets ended".to_owned(),
+                    Ok(()) => "the gRPC server at the driver's sockets ended".to_owned(),
                     Err(error) => error_chain::chain(&error),
                 };
                 if said.replace(why.clone()).as_ref() != Some(&why) {

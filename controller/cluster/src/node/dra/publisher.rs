@@ -3,11 +3,12 @@
 //! ```text
 //!             ┌── the slice was changed or deleted (the kubelet deletes it when it starts)
 //! wait <──────┤── the node agent serves the runtime, or removes it
+//!  │          ├── a GPU is full of unmovable VRAM, or no longer full
 //!  │          └── 60 s
 //!  └──> read the GPUs ──> read the slices ──> keep, create, replace or delete
 //! ```
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 use futures_util::StreamExt;
@@ -15,6 +16,7 @@ use k8s_openapi::api::{
     core::v1::Node,
     resource::v1::{Device, ResourceSlice},
 };
+use k8s_openapi::jiff::Timestamp;
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, ListParams, PostParams},
@@ -25,6 +27,7 @@ use tokio::sync::{Notify, watch};
 use super::{
     DRIVER,
     capacity::OversubscriptionFactor,
+    health::HealthRecord,
     services::Registration,
     slice::{self, SliceChange, SliceOwner},
 };
@@ -44,8 +47,8 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 const WITHDRAWAL_RETRY: Duration = Duration::from_secs(2);
 /// Time limit for all requests to the API server in one comparison.
 const REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of failed readings in a row after which the slice is deleted, because the driver is
-/// considered gone. A single reading can fail while Affinode's programs are replaced.
+/// Number of failed readings of the GPUs in a row after which the slice is deleted. The number is
+/// above 1 because a single reading can fail while Affinode's programs are replaced.
 const FAILURES: u32 = 3;
 
 /// Whether the node's GPUs are offered to claims.
@@ -100,8 +103,12 @@ pub struct SlicePublisher {
     pub registration: watch::Receiver<Registration>,
     /// Channel to which the GPUs are sent after each reading.
     pub gpus: watch::Sender<NodeGpus>,
-    /// Whether the node's slice is deleted after a withdrawal. It is false again when the GPUs are
-    /// to be published.
+    /// Channel to which the health of the devices is sent after each reading.
+    pub health: watch::Sender<HealthRecord>,
+    /// UUIDs of the GPUs that are full of unmovable VRAM.
+    pub full: watch::Receiver<BTreeSet<String>>,
+    /// Whether the slice has been deleted after a request to withdraw the GPUs. The value becomes
+    /// false again when the GPUs are to be published.
     pub withdrawn: watch::Sender<bool>,
     /// The sent devices and the stored devices, if the API server stored the slice with other
     /// devices than it received. `None`: both are the same.
@@ -138,6 +145,7 @@ impl SlicePublisher {
                     () = changed.notified() => {}
                     _ = self.demand.changed() => {}
                     _ = self.registration.changed() => {}
+                    Ok(()) = self.full.changed() => {}
                 }
                 // Bounds the writes if another program changes the slice as well.
                 tokio::time::sleep(MIN_INTERVAL).await;
@@ -178,8 +186,8 @@ impl SlicePublisher {
         Ok(())
     }
 
-    /// Reads the GPUs of the node as devices. `None`: too many readings in a row have failed, so
-    /// the driver is considered gone and no GPU can be used.
+    /// Reads the GPUs of the node as devices. `None`: [`FAILURES`] or more readings in a row have
+    /// failed, so no GPU is offered.
     async fn read_devices(&mut self) -> Result<Option<Vec<Device>>, PublishError> {
         let mut node = match self.reader.read().await {
             Ok(node) => node,
@@ -188,18 +196,30 @@ impl SlicePublisher {
                 if self.failures < FAILURES {
                     return Err(error.into());
                 }
+                let why = error_chain::chain(&error);
+                self.report_health(&BTreeSet::new(), &format!("no GPU can be read: {why}"));
                 if self.failures == FAILURES {
-                    let why = error_chain::chain(&error);
-                    tracing::error!("ResourceSlice: deleted, as the GPUs cannot be read: {why}");
+                    tracing::error!(
+                        "ResourceSlice: deleted, because the GPUs cannot be read: {why}"
+                    );
                 }
                 return Ok(None);
             }
         };
         self.failures = 0;
         self.gpu_count = count_gone(&mut node, self.gpu_count);
-        let devices = slice::devices(&node, self.factor);
+        let devices = slice::devices(&node, self.factor, &self.full.borrow_and_update());
+        let names = devices.iter().map(|device| device.name.clone()).collect();
+        self.report_health(&names, &lost_text(&node));
         self.know(node);
         Ok(Some(devices))
+    }
+
+    /// Sends the health of the devices to the kubelet. `why`: why devices of earlier readings are
+    /// missing in `readable`.
+    fn report_health(&self, readable: &BTreeSet<String>, why: &str) {
+        let now_seconds = Timestamp::now().as_second();
+        self.health.send_modify(|record| record.record(readable, why, now_seconds));
     }
 
     /// Sends a reading of the GPUs to the receivers. Logs each GPU that has become unreadable since
@@ -251,11 +271,14 @@ impl SlicePublisher {
     /// still has this form. Sending the devices again would then change nothing.
     fn is_altered_form(&self, found: &[ResourceSlice], wanted: Option<&[Device]>) -> bool {
         let (Some([sent, stored]), [one]) = (&self.altered, found) else { return false };
-        wanted == Some(sent) && one.spec.devices.as_ref() == Some(stored)
+        let found = one.spec.devices.as_deref().map(slice::without_times);
+        wanted == Some(sent) && found.as_ref() == Some(stored)
     }
 
     fn record(&mut self, sent: &ResourceSlice, stored: &ResourceSlice) {
-        let devices = |slice: &ResourceSlice| slice.spec.devices.clone().unwrap_or_default();
+        let devices = |slice: &ResourceSlice| {
+            slice::without_times(slice.spec.devices.as_deref().unwrap_or_default())
+        };
         let (sent, found) = (devices(sent), devices(stored));
         let (name, count) = (stored.name_any(), found.len());
         let generation = stored.spec.pool.generation;
@@ -263,10 +286,18 @@ impl SlicePublisher {
             "ResourceSlice {name} is published with {count} GPUs, generation {generation}"
         );
         self.altered = (sent != found).then(|| {
-            tracing::error!(
-                "ResourceSlice {name}: the API server removed fields, so no GPU can be shared: \
-                 turn on the feature gate DRAConsumableCapacity (default since Kubernetes 1.36)"
-            );
+            match slice::without_taints(&sent) == found {
+                true => tracing::warn!(
+                    "ResourceSlice {name}: the API server removed taints, so the scheduler may \
+                     assign full GPUs: turn on the feature gate DRADeviceTaints (default since \
+                     Kubernetes 1.36)"
+                ),
+                false => tracing::error!(
+                    "ResourceSlice {name}: the API server removed fields, so no GPU can be \
+                     shared: turn on the feature gate DRAConsumableCapacity (default since \
+                     Kubernetes 1.36)"
+                ),
+            }
             [sent, found]
         });
     }
@@ -286,12 +317,20 @@ impl SlicePublisher {
     }
 }
 
+/// Why a GPU that was read earlier is not offered now.
+fn lost_text(node: &NodeGpus) -> String {
+    match node.unreadable.is_empty() {
+        true => "the GPU is gone or in MIG mode".to_owned(),
+        false => format!("the GPU is gone, or NVML cannot read it: {}", node.unreadable.join("; ")),
+    }
+}
+
 /// Adds an unreadable GPU for each GPU that NVML counted in an earlier reading but does not count
 /// now. These GPUs thereby keep their share of the host memory. `known` is the largest number of
 /// GPUs in earlier readings. Returns the largest number including this reading.
 fn count_gone(node: &mut NodeGpus, known: usize) -> usize {
     let count = node.gpus.len() + node.unreadable.len();
-    let gone = |number| format!("GPU {} of {known} is gone", number + 1);
+    let gone = |number| format!("GPU {} of {known} is no longer in NVML's list", number + 1);
     node.unreadable.extend((count..known).map(gone));
     known.max(count)
 }

@@ -6,7 +6,7 @@
 //!         ──NotifyRegistrationStatus─>                         whether the driver is in use
 //!         ──NodePrepareResources─────> endpoint                CDI devices of each claim
 //!         ──NodeUnprepareResources───>
-//!         ──NodeWatchResources───────>                         no report: health is unknown
+//!         ──NodeWatchResources───────>                         health of each GPU, at each reading
 //! ```
 
 use std::{convert::Infallible, future::Future, io, sync::Arc, time::Duration};
@@ -30,6 +30,7 @@ use tower::service_fn;
 
 use super::{
     DRIVER, authority,
+    health::HealthRecord,
     messages::{
         ClaimsRequest, HealthReport, HealthRequest, InfoRequest, PluginInfo, PrepareResponse,
         RegistrationStatus, RegistrationStatusResponse, UnprepareResponse,
@@ -121,14 +122,28 @@ impl RegistrationService {
     }
 }
 
-/// The service that prepares claims, on the driver's endpoint.
+/// The health of the driver's devices, for the kubelet.
 #[derive(Clone)]
-pub struct PluginService(pub Arc<ClaimPreparer>);
+pub struct HealthSource {
+    /// Pool of the devices. It is the name of the node.
+    pub pool: String,
+    /// The health after the last reading of the GPUs.
+    pub record: watch::Receiver<HealthRecord>,
+}
+
+/// The service that prepares claims and reports health, on the driver's endpoint.
+#[derive(Clone)]
+pub struct PluginService {
+    /// Prepares claims for the kubelet.
+    pub preparer: Arc<ClaimPreparer>,
+    /// Health of the devices.
+    pub health: HealthSource,
+}
 
 impl PluginService {
     /// Answers a request of the kubelet about claims or health.
     pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
-        let preparer = self.0;
+        let PluginService { preparer, health } = self;
         match request.uri().path() {
             PREPARE => {
                 let prepare = async move |asked: ClaimsRequest| PrepareResponse {
@@ -142,21 +157,28 @@ impl PluginService {
                 };
                 unary(request, unprepare).await
             }
-            WATCH_HEALTH => health_stream(request).await,
+            WATCH_HEALTH => health_stream(request, health).await,
             other => unknown(other),
         }
     }
 }
 
-/// Replies to a request for health reports with a stream that stays open and contains no report.
-/// Kubelets since Kubernetes 1.36 ask each driver for the health of its devices, and log an error
-/// every 5 s if a driver does not answer.
-async fn health_stream(request: http::Request<Body>) -> http::Response<Body> {
-    let silence = service_fn(|_: Request<HealthRequest>| async {
-        Ok::<_, Status>(Response::new(stream::pending::<Result<HealthReport, Status>>()))
+/// Replies to a request for health reports with a stream that stays open. The stream contains a
+/// report of the present health, and one after each reading of the GPUs.
+async fn health_stream(request: http::Request<Body>, source: HealthSource) -> http::Response<Body> {
+    let reports = service_fn(move |_: Request<HealthRequest>| {
+        let HealthSource { pool, mut record } = source.clone();
+        record.mark_changed();
+        let next = async move |(pool, mut record): (String, watch::Receiver<HealthRecord>)| {
+            record.changed().await.ok()?;
+            let report = record.borrow_and_update().report(&pool);
+            Some((Ok::<_, Status>(report), (pool, record)))
+        };
+        let reports = stream::unfold((pool, record), next);
+        async { Ok::<_, Status>(Response::new(reports)) }
     });
     let codec = ProstCodec::<HealthReport, HealthRequest>::default();
-    Grpc::new(codec).server_streaming(silence, request).await
+    Grpc::new(codec).server_streaming(reports, request).await
 }
 
 /// Answers a request for a method that is not served.
@@ -228,9 +250,9 @@ where
         .await
 }
 
-/// Returns a stream for the server with the bytes of a client's connection, in which each request
-/// has a valid authority. A task copies the bytes in both directions. The task ends when the client
-/// or the server ends.
+/// Returns the stream that the server reads in place of a client's connection. A task copies the
+/// bytes in both directions, and gives each request of the client a valid authority. The task ends
+/// when the client or the server ends.
 fn valid(client: UnixStream) -> DuplexStream {
     let (server, stream) = tokio::io::duplex(BUFFER_BYTES);
     tokio::spawn(async move {
@@ -245,7 +267,8 @@ fn valid(client: UnixStream) -> DuplexStream {
                 // The client sends no more, and still reads.
                 Ok(()) => drop(receiving.await),
                 Err(error) => {
-                    tracing::debug!("socket of the kubelet: a client's connection ended: {error}");
+                    tracing::debug!("plugin socket: a client's connection (usually the kubelet's) \
+                                     ended: {error}");
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! Creates the devices of a node, and compares them with the node's ResourceSlices.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
 use k8s_openapi::{
     api::resource::v1::{
         CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
-        ResourcePool, ResourceSlice, ResourceSliceSpec,
+        DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
     },
     apimachinery::pkg::{
         api::resource::Quantity,
@@ -24,6 +24,9 @@ use super::{
 const MAX_DEVICES: usize = 128;
 /// Maximum length of an attribute's text. The Kubernetes API has the same limit.
 const MAX_ATTRIBUTE: usize = 64;
+
+/// Key of the taint of a GPU that is full of VRAM that no offload can free.
+pub const FULL_TAINT: &str = "gpu.affinode.io/full";
 
 /// The node that owns a ResourceSlice.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,11 +60,47 @@ pub fn device_name(uuid: &str) -> String {
 }
 
 /// Returns one device for each GPU. A GPU in MIG mode is left out, because Affinode does not move
-/// containers on MIG instances.
+/// containers on MIG instances. `full` has the UUIDs of the GPUs that are full of unmovable VRAM.
+/// These have a taint.
 #[must_use]
-pub fn devices(node: &NodeGpus, factor: OversubscriptionFactor) -> Vec<Device> {
+pub fn devices(
+    node: &NodeGpus,
+    factor: OversubscriptionFactor,
+    full: &BTreeSet<String>,
+) -> Vec<Device> {
     let whole = node.gpus.iter().filter(|gpu| !gpu.mig && is_label(&device_name(&gpu.uuid)));
-    whole.take(MAX_DEVICES).map(|gpu| device(node, gpu, factor)).collect()
+    let device = |gpu: &GpuFacts| Device {
+        taints: full.contains(&gpu.uuid).then(|| vec![full_taint()]),
+        ..device(node, gpu, factor)
+    };
+    whole.take(MAX_DEVICES).map(device).collect()
+}
+
+/// The taint of a GPU that is full of VRAM that no offload can free. Running pods continue.
+fn full_taint() -> DeviceTaint {
+    DeviceTaint {
+        key: FULL_TAINT.into(),
+        value: None,
+        effect: "NoSchedule".into(),
+        time_added: None,
+    }
+}
+
+/// Returns the devices as an API server stores them that does not know taints of devices.
+#[must_use]
+pub fn without_taints(devices: &[Device]) -> Vec<Device> {
+    devices.iter().cloned().map(|device| Device { taints: None, ..device }).collect()
+}
+
+/// Returns the devices without the times of their taints. The API server adds these times, so they
+/// say nothing about whether two lists of devices differ.
+#[must_use]
+pub fn without_times(devices: &[Device]) -> Vec<Device> {
+    let mut devices = devices.to_vec();
+    for taint in devices.iter_mut().filter_map(|device| device.taints.as_mut()).flatten() {
+        taint.time_added = None;
+    }
+    devices
 }
 
 fn is_label(name: &str) -> bool {
@@ -161,7 +200,9 @@ pub fn change(
         ([], Some(devices)) => SliceChange::Create(Box::new(slice(devices, owner, 1))),
         ([one], Some(devices)) => {
             let mut fresh = slice(devices, owner, one.spec.pool.generation);
-            if fresh.spec == one.spec {
+            let mut found = one.spec.clone();
+            found.devices = found.devices.map(|devices| without_times(&devices));
+            if fresh.spec == found {
                 return SliceChange::Keep;
             }
             fresh.spec.pool.generation = generation.saturating_add(1);

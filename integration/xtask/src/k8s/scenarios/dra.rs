@@ -1,6 +1,7 @@
 //! Checks of the DRA driver, by which pods share a GPU. Each pod claims an amount of the GPU's
 //! memory.
 
+mod full;
 mod slices;
 
 use std::{
@@ -29,7 +30,8 @@ use crate::{
 
 /// Name of the DRA driver and of its device class.
 const DRIVER: &str = "gpu.affinode.io";
-/// Name of the extended resource that stands for the device class.
+/// Name of the extended resource with which a pod can request a device of the class, without a
+/// claim.
 const RESOURCE: &str = "example.com/gpu";
 /// Folder of CDI specifications on a node.
 const CDI_DIR: &str = "/run/cdi";
@@ -40,8 +42,8 @@ const CLAIM_FILE: &str = "gpu.affinode.io-claim_";
 const CLAIM_MEMORY: &str = "615Mi";
 /// VRAM in MiB that the program of a pod fills. Two programs do not fit on the GPU.
 const FILLED_MIB: u32 = 540;
-/// Further VRAM in MiB that exceeds the claim. The GPU has room for it while the other pods are
-/// offloaded.
+/// VRAM in MiB that a pod requests in addition to `FILLED_MIB`, so that the sum exceeds its claim.
+/// The GPU has this much free VRAM while the other pods are offloaded.
 const EXCESS_MIB: u32 = 200;
 /// Idle timeout in the policy of the claims. It differs from the timeout in the chart's values.
 const IDLE_TIMEOUT_MS: u64 = 3_000;
@@ -68,6 +70,7 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     sharing.push(room_is_given_back(plane, node, first, &waiting)?);
     bad_policy_is_named(plane, node)?;
     sharing.into_iter().try_for_each(|pod| force_delete(plane, node, &pod))?;
+    full::full_gpu_takes_no_pod(plane, node)?;
     by_extended_resource(plane, node)?;
     // The kubelet ends a claim after its pod, and Affinode stays on a node with prepared claims.
     plane
@@ -170,8 +173,8 @@ fn claim_files(node: &Node<'_>) -> Result<BTreeSet<String>> {
     Ok(names.filter(|name| name.starts_with(CLAIM_FILE)).collect())
 }
 
-/// Checks that a pod with a fourth claim is not scheduled, because the claim exceeds the capacity
-/// of the GPU. Returns the manifest of the pod.
+/// Checks that a pod with a fourth claim is not scheduled, because four claims together exceed the
+/// capacity of the GPU. Returns the manifest of the pod.
 fn one_finds_no_room<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Value> {
     let pod = claiming(node, "share-4", "share")?;
     plane.apply(&pod)?;

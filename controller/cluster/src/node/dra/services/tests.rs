@@ -93,6 +93,7 @@ struct Plugin {
     folder: tempfile::TempDir,
     claims: Claims,
     state: watch::Receiver<Registration>,
+    health: watch::Sender<HealthRecord>,
     servers: Vec<tokio::task::JoinHandle<()>>,
     _sockets: Vec<NodeSocket>,
 }
@@ -109,6 +110,7 @@ impl Plugin {
             folder,
             claims: Claims::default(),
             state,
+            health: watch::Sender::default(),
             servers: Vec::new(),
             _sockets: Vec::new(),
         };
@@ -128,7 +130,8 @@ impl Plugin {
         let lookup = CdiLookup { folders: vec![path("cdi")], kind: "nvidia.com/gpu".into() };
         let (_, gpus) = watch::channel(NodeGpus::default());
         let preparer = ClaimPreparer::new(self.claims.client(), "one", files, lookup, gpus, true);
-        let plugin = PluginService(preparer);
+        let health = HealthSource { pool: "one".into(), record: self.health.subscribe() };
+        let plugin = PluginService { preparer, health };
         let (sender, state) = watch::channel(Registration::default());
         let registration =
             RegistrationService { endpoint: path("dra.sock").display().to_string(), state: sender };
@@ -250,15 +253,16 @@ async fn second_preparation_gives_the_same() {
     let first = plugin.prepare(&["one"]).await;
     assert_eq!(plugin.prepare(&["one"]).await, first);
     plugin.restart();
-    assert_eq!(plugin.prepare(&["one"]).await, first, "of a new driver");
+    assert_eq!(plugin.prepare(&["one"]).await, first, "the answer of a new driver is the same");
     plugin.claims.fail();
-    assert_eq!(plugin.prepare(&["one"]).await, first, "without the API server");
+    assert_eq!(plugin.prepare(&["one"]).await, first, "the API server is not needed");
     let second = plugin.prepare(&["two"]).await;
     assert!(second.claims["u-two"].error.contains("down"), "{second:?}");
 }
 
-/// The preparation of a claim has failed. The record of the claim must stay until the kubelet ends
-/// the claim, because a kubelet needs the driver to end the pod.
+/// The preparation of a claim has failed. The record of the claim must stay until the kubelet
+/// reverts the preparation. The record prevents the removal of the driver, which the kubelet needs
+/// to end the pod.
 #[tokio::test]
 async fn failed_claim_is_held_until_its_end() {
     let plugin = Plugin::start();
@@ -284,7 +288,7 @@ async fn other_claims_do_not_wait_for_the_api() {
     };
     tokio::select! {
         () = others => {}
-        answer = slow => panic!("answered before the others: {answer:?}"),
+        answer = slow => panic!("the slow claim was answered before the other claims: {answer:?}"),
     }
     assert!(plugin.requested().is_empty() && plugin.files() == ["nvidia.json"]);
 }
@@ -346,7 +350,7 @@ async fn unknown_methods_are_refused() {
 }
 
 #[tokio::test]
-async fn health_stream_stays_open() {
+async fn health_is_reported_after_each_reading() {
     let plugin = Plugin::start();
     let socket = plugin.folder.path().join("dra.sock");
     let mut client = connect(&socket).await;
@@ -354,7 +358,14 @@ async fn health_stream_stays_open() {
     let path = PathAndQuery::from_static(WATCH_HEALTH);
     let answer = client.server_streaming(Request::new(HealthRequest {}), path, codec).await;
     let mut reports = answer.unwrap().into_inner();
-    assert!(reports.message().now_or_never().is_none(), "no report, and no end");
+    let first = reports.message().await.unwrap().unwrap();
+    assert_eq!(first, HealthReport::default(), "no GPU has been read yet");
+    assert!(reports.message().now_or_never().is_none(), "no report without a reading");
+    let read = std::collections::BTreeSet::from(["gpu-1".to_owned()]);
+    plugin.health.send_modify(|record| record.record(&read, "", 7));
+    let report = reports.message().await.unwrap().unwrap();
+    assert_eq!(report, plugin.health.borrow().report("one"));
+    assert_eq!(report.devices.len(), 1);
 }
 
 /// Encodes a header field with an indexed name, as Go's client does, but without Huffman coding.

@@ -28,7 +28,7 @@ fn node(gpus: Vec<GpuFacts>) -> NodeGpus {
 }
 
 fn offered(gpus: Vec<GpuFacts>) -> Vec<Device> {
-    devices(&node(gpus), "2".parse().unwrap())
+    devices(&node(gpus), "2".parse().unwrap(), &BTreeSet::new())
 }
 
 fn owner() -> SliceOwner {
@@ -78,7 +78,7 @@ fn unknown_properties_have_no_attribute() {
     let mut node = node(vec![bare]);
     node.cuda_driver_version = None;
     node.driver_version = "unknown".into();
-    let device = devices(&node, "1".parse().unwrap()).remove(0);
+    let device = devices(&node, "1".parse().unwrap(), &BTreeSet::new()).remove(0);
     let names: Vec<String> = device.attributes.unwrap().into_keys().collect();
     assert_eq!(names, ["index", "productName", "type", "uuid"]);
 }
@@ -118,7 +118,7 @@ fn changed_devices_get_the_next_generation() {
     let SliceChange::Replace(fresh) = change(&there, Some(&devices), &owner()) else { panic!() };
     assert_eq!(fresh.spec.pool.generation, 5);
     assert_eq!(fresh.spec.devices.as_ref().map(Vec::len), Some(2));
-    assert_eq!(fresh.metadata, there[0].metadata, "name and version of the earlier form");
+    assert_eq!(fresh.metadata, there[0].metadata, "name and version of the stored slice");
 }
 
 #[test]
@@ -129,5 +129,29 @@ fn slices_are_deleted_with_their_devices() {
     assert_eq!(change(&there, None, &owner()), all);
     assert_eq!(change(&there, Some(&[]), &owner()), all);
     let older = SliceChange::Delete(vec!["a".into()]);
-    assert_eq!(change(&there, Some(&devices), &owner()), older, "the newest one stays");
+    assert_eq!(change(&there, Some(&devices), &owner()), older, "the newest slice stays");
+}
+
+#[test]
+fn full_gpu_has_a_taint() {
+    let full = BTreeSet::from([gpu(1).uuid]);
+    let tainted = devices(&node(vec![gpu(0), gpu(1)]), "2".parse().unwrap(), &full);
+    let taints = tainted.iter().map(|device| device.taints.clone());
+    assert_eq!(taints.collect::<Vec<_>>(), [None, Some(vec![full_taint()])]);
+    assert_eq!(without_taints(&tainted), offered(vec![gpu(0), gpu(1)]));
+}
+
+#[test]
+fn time_of_a_taint_changes_nothing() {
+    let full = BTreeSet::from([gpu(0).uuid]);
+    let tainted = devices(&node(vec![gpu(0)]), "2".parse().unwrap(), &full);
+    let mut stored = published(&tainted, "a", 4);
+    let time = serde_json::from_value(json!("2026-11-26T21:00:00Z")).unwrap();
+    let found = stored.spec.devices.as_mut().unwrap();
+    found[0].taints.as_mut().unwrap()[0].time_added = Some(time);
+    let stored = [stored];
+    assert_eq!(change(&stored, Some(&tainted), &owner()), SliceChange::Keep);
+    let untainted = offered(vec![gpu(0)]);
+    let SliceChange::Replace(fresh) = change(&stored, Some(&untainted), &owner()) else { panic!() };
+    assert_eq!(fresh.spec.devices, Some(untainted));
 }

@@ -1,0 +1,112 @@
+//! Determines which GPUs are full of VRAM that no offload can free. Such a GPU has no room for
+//! further pods, although their claims may fit into its capacity.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use affinode_proto::api::control::Gpu;
+
+/// Share of the VRAM, in percent, that must be unmovable before a GPU becomes full.
+const FULL_PERCENT: u64 = 90;
+/// Share of the VRAM, in percent, below which a full GPU is no longer full. It is below
+/// [`FULL_PERCENT`], so that small changes do not switch the state back and forth.
+const FREE_PERCENT: u64 = 80;
+/// Time for which a GPU must be above or below the limit before its state changes. A container that
+/// has just started holds VRAM before its processes have registered.
+const SETTLE_TIME: Duration = Duration::from_secs(30);
+
+/// The state of one GPU.
+#[derive(Clone, Copy, Debug, Default)]
+struct GpuState {
+    is_full: bool,
+    /// Since when the readings contradict `is_full`. `None`: the last reading agrees with it.
+    contradicted_since: Option<Duration>,
+}
+
+/// The states of a node's GPUs, from the readings of the node's controller.
+#[derive(Debug, Default)]
+pub struct FullGpus {
+    gpus: BTreeMap<String, GpuState>,
+}
+
+impl FullGpus {
+    /// Records a reading at the time `now` on a monotonic clock. Returns the UUIDs of the GPUs that
+    /// are full now. A GPU that the reading does not contain is not full.
+    pub fn update(&mut self, now: Duration, reading: &[Gpu]) -> BTreeSet<String> {
+        self.gpus.retain(|uuid, _| reading.iter().any(|gpu| gpu.uuid == *uuid));
+        for gpu in reading {
+            let state = self.gpus.entry(gpu.uuid.clone()).or_default();
+            let limit_percent = if state.is_full { FREE_PERCENT } else { FULL_PERCENT };
+            let is_above = gpu.vram_total_bytes > 0
+                && u128::from(gpu.vram_unmovable_bytes) * 100
+                    >= u128::from(gpu.vram_total_bytes) * u128::from(limit_percent);
+            if is_above == state.is_full {
+                state.contradicted_since = None;
+                continue;
+            }
+            let since = *state.contradicted_since.get_or_insert(now);
+            if now.saturating_sub(since) >= SETTLE_TIME {
+                *state = GpuState { is_full: is_above, contradicted_since: None };
+            }
+        }
+        let full = self.gpus.iter().filter(|(_, state)| state.is_full);
+        full.map(|(uuid, _)| uuid.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPU: &str = "GPU-0";
+
+    fn reading(unmovable_bytes: u64) -> [Gpu; 1] {
+        [Gpu {
+            uuid: GPU.into(),
+            vram_total_bytes: 100,
+            vram_unmovable_bytes: unmovable_bytes,
+            ..Gpu::default()
+        }]
+    }
+
+    /// Feeds readings, each with its time in seconds, and returns whether the GPU is full after
+    /// each of them.
+    fn states(readings: &[(u64, u64)]) -> Vec<bool> {
+        let mut full = FullGpus::default();
+        let after = |(seconds, unmovable): &(u64, u64)| {
+            full.update(Duration::from_secs(*seconds), &reading(*unmovable)).contains(GPU)
+        };
+        readings.iter().map(after).collect()
+    }
+
+    #[test]
+    fn gpu_is_full_after_it_stays_above_the_limit() {
+        assert_eq!(states(&[(0, 90), (29, 95), (30, 90)]), [false, false, true]);
+        assert_eq!(states(&[(0, 89), (60, 89)]), [false, false]);
+        assert_eq!(
+            states(&[(0, 95), (20, 50), (40, 95), (60, 95)]),
+            [false; 4],
+            "not all the time"
+        );
+    }
+
+    #[test]
+    fn full_gpu_is_free_only_well_below_the_limit() {
+        let fill = [(0, 90), (30, 90)];
+        let after = |rest: &[(u64, u64)]| states(&[&fill, rest].concat())[2..].to_vec();
+        assert_eq!(after(&[(40, 80), (90, 80)]), [true, true]);
+        assert_eq!(after(&[(40, 79), (69, 79), (70, 79)]), [true, true, false]);
+    }
+
+    #[test]
+    fn gpu_without_a_reading_is_not_full() {
+        let mut full = FullGpus::default();
+        for seconds in [0, 30] {
+            full.update(Duration::from_secs(seconds), &reading(100));
+        }
+        assert!(full.update(Duration::from_secs(31), &[]).is_empty());
+        assert!(full.update(Duration::from_secs(32), &reading(100)).is_empty(), "it begins again");
+    }
+}
