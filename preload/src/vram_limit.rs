@@ -188,8 +188,8 @@ impl VramLimit {
     }
 
     /// Stores the limit, in bytes, from the message (Welcome) with which a controller accepts the
-    /// process. 0: there is no limit. Drops all allowances. The agent sends requests without a
-    /// reply again.
+    /// process. 0: there is no limit. Drops all allowances. The agent then repeats the requests that
+    /// have no reply.
     pub fn set_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Release);
         self.is_unanswered.store(0, Ordering::Release);

@@ -24,9 +24,9 @@ use super::{
 
 /// Maximum time between a connection and the CUDA call that counts as its result.
 const FOLLOWS_MS: Millis = 30_000;
-/// Number of connections that may each cause a prewake (a restore before an expected CUDA call)
-/// without proof of use. Once this many were counted, connections cause prewakes only if a call
-/// followed at least half of them.
+/// Number of connections of a container that cause a prewake (a restore before an expected CUDA
+/// call) in any case. After that, connections cause prewakes only if CUDA calls followed at least
+/// half of the counted connections.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
 /// Number of counted connections at which the counts are halved, so that old outcomes lose weight.
 /// Both counts are halved: all connections, and the connections that were followed by a call.

@@ -96,8 +96,9 @@ pub struct ShortHolds {
 }
 
 impl ShortHolds {
-    /// Records that a process of the container did not pause its allocations. A new period of short
-    /// time limits begins unless one is in progress.
+    /// Records that a process of the container did not follow an order to pause its allocations.
+    /// From now on the controller waits only briefly for such processes: a new period begins, unless
+    /// one is in progress.
     fn refuse(&mut self, now: Millis) {
         const FIRST_MS: Millis = 60_000;
         if now >= self.until {

@@ -119,8 +119,8 @@ pub(super) fn terminate_for_vram(
     true
 }
 
-/// Resident containers whose VRAM the waiting container `asker` may get by its restore policy
-/// `immediate`.
+/// Resident containers from which the waiting container `asker` may take VRAM, because `asker` has
+/// the restore policy `immediate`.
 fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
     let priority = node.registry.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
     let concerned = move |(key, c): &(&'a Key, &Container)| {

@@ -41,9 +41,9 @@ use super::{
 const TAKE_MS: Millis = 1_000;
 /// Maximum number of GPUs for which a process can wait at the same time.
 const MAX_WAITING_GPUS: usize = 16;
-/// Maximum number of readings of the GPUs for one request. Pending bytes may already be in NVML's
-/// reading, and then count twice. If an allowance is too small only because of pending bytes, the
-/// GPUs are read again.
+/// Maximum number of readings of the GPUs for one request. NVML's reading may already contain the
+/// pending bytes (allocations in progress), which then count twice. So if a request would be
+/// refused only because of pending bytes, the GPUs are read again.
 const MAX_READINGS: u32 = 20;
 
 /// Requests of processes for VRAM allowances.
@@ -65,7 +65,8 @@ pub(super) struct VramRequests {
     last_served: BTreeMap<Key, u64>,
     /// For each container with a limit, the content of the file that shows the container its VRAM.
     shown: BTreeMap<Key, Vec<VramView>>,
-    /// Counter that numbers requests as they arrive and as they are served.
+    /// Number of events so far: each arrival and each service of a request is one. Requests and
+    /// containers are ordered by the numbers of their events.
     arrivals: u64,
     /// Number of recalls of allowances so far.
     recalls: u64,

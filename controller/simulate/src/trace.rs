@@ -41,9 +41,9 @@ pub struct TraceLoad {
     pub arrivals_ms: Vec<u32>,
 }
 
-/// A process has ended if it makes no call for longer than this before the end of the trace. It
-/// starts late if its first call is later than this after the start. The value is a day, because a
-/// shorter pause could be a night without use.
+/// Minimum time without a call, in milliseconds, from which it follows that a process does not
+/// exist: before its first call, or after its last call. The value is a day, because a shorter
+/// pause could be a night without use.
 const ENDED_MS: u64 = 86_400_000;
 
 impl TraceLoad {

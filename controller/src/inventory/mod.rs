@@ -88,7 +88,7 @@ pub enum InventoryResult {
     },
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
-    /// Host memory that is left for the copies out in progress, from [`host_levels`].
+    /// Host memory that is left for the offloads that copy now, from [`host_levels`].
     HostLevels(Vec<Levels>),
 }
 

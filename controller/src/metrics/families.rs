@@ -389,7 +389,7 @@ impl UsageMetrics {
             ),
             returned_byte_seconds: registry.add(
                 "container_returned_vram_byte_seconds",
-                "VRAM of the container that was free because of offloads, in bytes times seconds",
+                "VRAM that offloads of the container freed, in bytes times seconds",
             ),
             gpu_seconds: registry.add_with_unit(
                 "container_gpu",

@@ -114,8 +114,8 @@ impl<'a> Crio<'a> {
         self.dir().join("crio.conf.d")
     }
 
-    /// Path of the script that runs runc for CRI-O's containers. The script must be named `runc`,
-    /// because `affinode-runtime` recognises the OCI runtime that it calls by the file name.
+    /// Path of the script that runs runc for CRI-O's containers. The script must be named `runc`:
+    /// by this name `affinode-runtime` knows that the script accepts runc's options.
     fn runc(&self) -> PathBuf {
         self.dir().join("runc")
     }

@@ -226,9 +226,9 @@ impl OrderMachine {
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
-    /// Whether the process is ending and its driver has already ended. If so, opens the gate. Calls
-    /// then pass and return DEINITIALIZED, as without this library, because there is nothing to
-    /// restore.
+    /// Whether the driver has already ended in this process, which then ends too. If so, there is
+    /// nothing to restore, so the gate is opened. Calls then pass and return DEINITIALIZED, as they
+    /// do without this library.
     pub fn has_ended(&mut self, host: &mut impl Host) -> bool {
         let ended = self.phase != Phase::Open && host.has_driver_ended();
         if ended {
