@@ -115,7 +115,7 @@ impl<'a> Crio<'a> {
     }
 
     /// Path of the script that runs runc for CRI-O's containers. The script must be named `runc`:
-    /// by this name `affinode-runtime` knows that the script accepts runc's options.
+    /// from this name `affinode-runtime` knows where the runtime keeps the state of containers.
     fn runc(&self) -> PathBuf {
         self.dir().join("runc")
     }
