@@ -20,6 +20,19 @@ const NVIDIA: &str = "nvidia";
 /// [`model`]).
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
+/// Names under which containerd's configuration can disable CRI. Docker's packages use the first
+/// name.
+const DISABLED_NAMES: [&str; 3] = ["cri", PLUGINS[0], PLUGINS[1]];
+
+/// Returns whether the configuration disables CRI. The presence of CRI's settings is no proof that
+/// CRI is enabled, because the dump of containerd 2 also contains the settings of disabled plugins.
+#[must_use]
+pub fn disables_cri(config: &Table) -> bool {
+    let disabled = config.get("disabled_plugins").and_then(Value::as_array);
+    let is_cri = |name: &Value| name.as_str().is_some_and(|name| DISABLED_NAMES.contains(&name));
+    disabled.into_iter().flatten().any(is_cri)
+}
+
 /// Checks Affinode's handler in containerd's configuration. `kubernetes`: whether pods run on this
 /// machine. `cdi`: whether containers get their devices from CDI.
 #[must_use]
@@ -33,12 +46,17 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec
             return group.checks;
         }
     };
-    let Some(cri) =
-        PLUGINS.iter().find_map(|plugin| table(config, &["plugins", plugin, "containerd"]))
-    else {
-        let found = "CRI is not configured";
+    let cri = PLUGINS.iter().find_map(|plugin| table(config, &["plugins", plugin, "containerd"]));
+    let Some(cri) = cri.filter(|_| !disables_cri(config)) else {
+        let (found, hint) = match disables_cri(config) {
+            true => (
+                "CRI is disabled in containerd's configuration",
+                "remove CRI's name from disabled_plugins in containerd's configuration",
+            ),
+            false => ("CRI is not configured", "enable the CRI plugin of containerd"),
+        };
         if kubernetes {
-            group.bad("handler", found, "enable the CRI plugin of containerd");
+            group.bad("handler", found, hint);
         } else {
             group.good("handler", format!("{found}, and no handler is needed without Kubernetes"));
         }
@@ -243,5 +261,8 @@ SystemdCgroup = false
         assert_eq!(judged("version = 2", false), [("handler", CheckVerdict::Good)]);
         assert_eq!(judged("version = 2", true), [("handler", CheckVerdict::Bad)]);
         assert_eq!(judge(&Err("no".into()), false, false)[0].verdict, CheckVerdict::Bad);
+        let disabled = format!("disabled_plugins = [\"cri\"]\n{RUNC}");
+        assert_eq!(judged(&disabled, false), [("handler", CheckVerdict::Good)]);
+        assert_eq!(judged(&disabled, true), [("handler", CheckVerdict::Bad)]);
     }
 }

@@ -2,9 +2,10 @@
 //! added to containerd, because no containerd serves pods. Either there is no containerd, or its
 //! CRI is disabled, or it belongs to dockerd.
 
-use toml::{Table, Value};
+use toml::Table;
 
 use super::DockerPlan;
+use crate::doctor::handler::disables_cri;
 use crate::install::{
     InstallError, InstallOptions, SourceFile, Steps,
     containerd::{ContainerdNode, NodeError},
@@ -17,10 +18,6 @@ use crate::install::{
     replacement::ControllerReplacement,
     tidy,
 };
-
-/// Names under which containerd's configuration can disable CRI. Docker's packages use the first
-/// name.
-const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
 /// Returns whether only Docker or Podman runs containers on this machine. In this case, there is no
 /// containerd to which a handler could be added.
@@ -42,13 +39,9 @@ pub fn is_alone(
     }
 }
 
-/// Returns whether a containerd with this configuration has CRI enabled. The presence of CRI's
-/// settings is no proof, because the dump of containerd 2 also contains the settings of disabled
-/// plugins.
+/// Returns whether a containerd with this configuration has CRI enabled.
 fn serves_pods(config: &Table) -> bool {
-    let disabled = config.get("disabled_plugins").and_then(Value::as_array);
-    let is_cri = |name: &Value| name.as_str().is_some_and(|name| CRI.contains(&name));
-    handler::cri(config).is_some() && !disabled.into_iter().flatten().any(is_cri)
+    handler::cri(config).is_some() && !disables_cri(config)
 }
 
 /// Installs the files, and registers the runtime in Docker.
@@ -106,7 +99,7 @@ mod tests {
         let serves = |text: &str| serves_pods(&text.parse().unwrap());
         let section = "[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
         assert!(serves(&format!("version = 3\ndisabled_plugins = [\"aufs\"]\n{section}")));
-        for name in CRI {
+        for name in ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"] {
             let disabled = format!("version = 3\ndisabled_plugins = [\"{name}\"]\n{section}");
             assert!(!serves(&disabled), "{name}");
         }

@@ -138,7 +138,9 @@ pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
     release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;
     for node in plane.nodes() {
         let name = &node.name;
-        let state = wait_state(plane, name, |state| state.starts_with("served, but the cluster's configuration"))?;
+        let state = wait_state(plane, name, |state| {
+            state.starts_with("served, but the cluster's configuration")
+        })?;
         output::note(&format!("{name} says: {state}"));
     }
     Ok(())
