@@ -342,11 +342,11 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let said = place.done("install", &renamed)?;
     ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let status = || -> Result<String> { Ok(String::from_utf8(place.run("status", &[])?.stdout)?) };
-    ensure!(status()?.contains("while a shim runs"), "{}", status()?);
+    ensure!(status()?.contains("kept for running shims"), "{}", status()?);
     running.kill()?;
     running.wait()?;
     world.restart_containerd()?;
-    ensure!(status()?.contains("its settings differ"), "{}", status()?);
+    ensure!(status()?.contains("the handler's settings differ"), "{}", status()?);
     place.done("install", &renamed)?;
     ensure!(!has(HANDLER)? && has("newer")?);
     ensure!(!status()?.contains(HANDLER), "{}", status()?);

@@ -55,7 +55,7 @@ fn group_members_look_and_change_nothing() -> Result<()> {
     ] {
         let output = as_user(&world, GROUP, changes)?;
         let said = String::from_utf8_lossy(&output.stderr);
-        let refused = output.status.code() == Some(1) && said.contains("run this command as root");
+        let refused = output.status.code() == Some(1) && said.contains("this command needs root");
         ensure!(refused, "{changes:?}: {output:?}");
     }
     let output = as_user(&world, GROUP + 7, &["ps"])?;
