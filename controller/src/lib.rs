@@ -50,5 +50,5 @@ pub mod schema;
 pub mod socket_activation;
 mod sys;
 
-pub use config::{engine_of, oci_runtime_of};
+pub use config::{oci_runtime_of, start_settings_of};
 pub use daemon::run;

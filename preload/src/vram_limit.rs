@@ -23,6 +23,7 @@
 //! controller replies within [`ANSWER_MS`], allocations are not limited until a controller replies
 //! or accepts the process, because a missing controller must not make a program fail.
 
+use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use affinode_proto::wire::counters::Gate;
@@ -128,6 +129,15 @@ fn is_moving(page: &CounterPage) -> bool {
     page.gate.load(Ordering::SeqCst) == Gate::Closed as u32
 }
 
+/// Parses a decimal number. `None`: the text is empty, has another character, or is too large.
+fn decimal(text: &[u8]) -> Option<u64> {
+    let add = |sum: u64, byte: &u8| {
+        let digit = byte.checked_sub(b'0').filter(|digit| *digit < 10)?;
+        sum.checked_mul(10)?.checked_add(digit.into())
+    };
+    text.iter().try_fold(0, add).filter(|_| !text.is_empty())
+}
+
 fn halves(uuid: &[u8; 16]) -> [u64; 2] {
     let whole = u128::from_le_bytes(*uuid);
     [whole as u64, (whole >> 64) as u64]
@@ -185,6 +195,17 @@ impl VramLimit {
     pub fn bytes(&self) -> Option<u64> {
         let limit_bytes = self.limit_bytes.load(Ordering::Acquire);
         (limit_bytes != 0).then_some(limit_bytes)
+    }
+
+    /// Stores the limit from the file that the shim wrote when the container was created. The limit
+    /// thereby holds although no controller has accepted the process yet. Without a file, or with
+    /// an invalid one, there is no limit until then.
+    pub fn set_by_file(&self, file: &CStr) {
+        let mut buffer = [0; 20];
+        let text = sys::read_file(file, &mut buffer);
+        if let Some(limit_bytes) = text.and_then(decimal) {
+            self.set_bytes(limit_bytes);
+        }
     }
 
     /// Stores the limit, in bytes, from the message (Welcome) with which a controller accepts the
@@ -398,6 +419,15 @@ mod tests {
         limit.gpu(&WANT.uuid).unwrap();
         page.vram_epoch.store(epoch, Ordering::SeqCst);
         limit.answer(1, &WANT.uuid, bytes, bytes, epoch);
+    }
+
+    #[test]
+    fn limit_of_the_file_is_a_decimal_number() {
+        assert_eq!(decimal(b"21474836480"), Some(20 << 30));
+        assert_eq!(decimal(b"18446744073709551615"), Some(u64::MAX));
+        for invalid in [&b""[..], b"18446744073709551616", b"-1", b"20Gi", b"1\n"] {
+            assert_eq!(decimal(invalid), None, "{invalid:?}");
+        }
     }
 
     #[test]

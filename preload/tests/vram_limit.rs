@@ -56,6 +56,27 @@ fn allowance_is_used_up_before_the_next_request() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0, "other calls are not limited");
 }
 
+/// A process that no controller has accepted yet must obey the limit in the file that the shim wrote.
+/// Without the file, its allocation would succeed at once.
+#[test]
+fn limit_holds_before_a_controller_accepts() {
+    let controller = Controller::new();
+    controller.write_beside("vram-limit", LIMIT.to_string().as_bytes());
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    // Without a connection, the process ends the pause of its allocations.
+    drop(controller.accept());
+    client.send("cuMemAlloc");
+    let mut agent = controller.welcome_to_limit(LIMIT);
+    allow(&mut agent, 1, BYTES, (BYTES, BYTES), 5);
+    assert_eq!(client.answer(), 0);
+    assert_eq!(agent.vram(), AgentMessage::VramTaken);
+    client.send("cuMemAlloc");
+    allow(&mut agent, 2, BYTES, (0, 0), 6);
+    assert_eq!(client.answer(), OUT_OF_MEMORY);
+}
+
 #[test]
 fn failed_allocation_uses_no_allowance() {
     let controller = Controller::new();

@@ -44,6 +44,10 @@ pub const AGENT_SOCKET: &str = "agent.sock";
 /// memory). A process reads it if it calls the driver before the controller's Welcome message has
 /// arrived.
 pub const ENGINE_FILE: &str = "engine";
+/// File name in the mounted folder: a file with the container's VRAM limit in bytes, as a decimal
+/// number. A process obeys it until the controller's Welcome message has arrived. The file is
+/// missing if the container has no limit.
+pub const VRAM_LIMIT_FILE: &str = "vram-limit";
 /// File name in the mounted folder: the VRAM of a container with a limit, as
 /// [`crate::wire::vram_view`] describes it.
 pub const VRAM_FILE: &str = "vram";

@@ -16,14 +16,14 @@ use crate::create::{self, PreparedContainer};
 use crate::launch::Launcher;
 use crate::paths::{ShimPaths, container_key};
 use crate::proxy::TaskService;
-use crate::{EngineOf, report};
+use crate::{StartSettingsOf, report};
 
 /// The containers of a group that this daemon serves.
 #[derive(Debug)]
 pub struct Containers {
     paths: ShimPaths,
     namespace: String,
-    engine_of: EngineOf,
+    start_settings_of: StartSettingsOf,
     announcer: Announcer,
     /// Working folder of the daemon: the bundle of the container whose `start` spawned it.
     bundle: Bundle,
@@ -33,12 +33,12 @@ pub struct Containers {
 impl Containers {
     /// Creates an empty group. Needs a Tokio runtime, for the task that announces containers.
     #[must_use]
-    pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
+    pub fn new(namespace: &str, start_settings_of: StartSettingsOf) -> Containers {
         let paths = ShimPaths::own();
         Containers {
             announcer: Announcer::spawn(Launcher::new(paths.clone())),
             namespace: namespace.to_owned(),
-            engine_of,
+            start_settings_of,
             paths,
             bundle: Bundle::new(std::env::current_dir().unwrap_or_default()),
             members: RefCell::default(),
@@ -68,8 +68,9 @@ impl TaskService for Containers {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
         self.members.borrow_mut().insert(request.id.clone());
         self.note_members();
-        let (id, request, engine_of) = (&request.id, request.clone(), self.engine_of);
-        let prepare = move || create::prepare(&paths, &namespace, &request, engine_of);
+        let (id, request, start_settings_of) =
+            (&request.id, request.clone(), self.start_settings_of);
+        let prepare = move || create::prepare(&paths, &namespace, &request, start_settings_of);
         let PreparedContainer { options, container } = tokio::task::spawn_blocking(prepare)
             .await
             .inspect_err(|error| warn!("container {id}: runs unmanaged: {error}"))

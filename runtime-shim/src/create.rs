@@ -15,7 +15,7 @@ use std::path::Path;
 
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
-use affinode_proto::wire::Engine;
+use affinode_proto::wire::StartSettings;
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use serde_json::Value;
@@ -29,7 +29,7 @@ use crate::options;
 use crate::paths::{ContainerDir, ShimPaths};
 use crate::rootfs::{ResolvedPath, RootfsError, RootfsLayers};
 use crate::spec::{self, BindMount, EditError};
-use crate::{EngineOf, report};
+use crate::{StartSettingsOf, report};
 
 /// Result of [`prepare`]: changes to a Create request, and the container to announce.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -81,7 +81,7 @@ pub fn prepare(
     paths: &ShimPaths,
     namespace: &str,
     request: &CreateTaskRequest,
-    engine_of: EngineOf,
+    start_settings_of: StartSettingsOf,
 ) -> PreparedContainer {
     let id = request.id.as_str();
     let bundle = Bundle::new(&request.bundle);
@@ -98,8 +98,9 @@ pub fn prepare(
             warn!("container {id}: the runtime options cannot be read, and are passed to the stock shim unchanged: {}", report(error));
         })
         .unwrap_or_default();
-    let container =
-        spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec, engine_of));
+    let container = spec
+        .as_mut()
+        .and_then(|spec| manage(paths, namespace, request, &bundle, spec, start_settings_of));
     PreparedContainer { options, container }
 }
 
@@ -109,7 +110,7 @@ fn manage(
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,
-    engine_of: EngineOf,
+    start_settings_of: StartSettingsOf,
 ) -> Option<Announcement> {
     let id = request.id.as_str();
     let decision = spec::decide(spec);
@@ -123,8 +124,8 @@ fn manage(
     announcement.generation = generation();
     claim_policy::add(&paths.run_dir, spec, &mut announcement);
     let folder = paths.container(&announcement.key);
-    let engine = engine_of(&paths.config, &announcement);
-    match edit(paths, &folder, &announcement, engine, request, bundle, spec) {
+    let settings = start_settings_of(&paths.config, &announcement);
+    match edit(paths, &folder, &announcement, settings, request, bundle, spec) {
         Ok(()) => {
             info!(key = announcement.key, "container {id}: managed by Affinode");
             Some(announcement)
@@ -150,7 +151,7 @@ fn edit(
     paths: &ShimPaths,
     folder: &ContainerDir,
     announcement: &Announcement,
-    engine: Engine,
+    settings: StartSettings,
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,
@@ -180,9 +181,9 @@ fn edit(
     folder
         .make(announcement.generation, &ld_so_preload::merge(&theirs))
         .map_err(NotManaged::Folder)?;
-    // A process may look up driver functions before it has received the engine from the controller.
-    // With this file the library chooses the wrappers that the engine needs.
-    folder.write_engine(engine).map_err(NotManaged::Folder)?;
+    // A process may look up driver functions, and allocate, before a controller has accepted it.
+    // With these files the library chooses the wrappers that the engine needs, and obeys the limit.
+    folder.write_settings(settings).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())
 }

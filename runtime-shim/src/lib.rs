@@ -66,7 +66,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use affinode_proto::api::control::Announcement;
-use affinode_proto::wire::Engine;
+use affinode_proto::wire::StartSettings;
 use cli::{ShimAction, ShimInvocation};
 
 /// The name under which containerd knows this runtime.
@@ -78,14 +78,15 @@ pub const BINARY: &str = "containerd-shim-affinode-v1";
 /// gets the program's name and the arguments after the subcommand.
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
-/// Function that returns the engine of an announced container, from the node's configuration.
-pub type EngineOf = fn(&Path, &Announcement) -> Engine;
+/// Function that returns the settings that the processes of an announced container need at their
+/// start, from the node's configuration.
+pub type StartSettingsOf = fn(&Path, &Announcement) -> StartSettings;
 
 /// Runs the command that the arguments name. The first of `args` is the program's name.
 pub fn run(
     args: impl Iterator<Item = OsString>,
     embedded: &[Embedded],
-    engine_of: EngineOf,
+    start_settings_of: StartSettingsOf,
 ) -> ExitCode {
     let mut args: Vec<OsString> = args.collect();
     let named = |(name, _): &&Embedded| args.get(1).is_some_and(|first| first == name);
@@ -113,7 +114,7 @@ pub fn run(
             Ok(code) => ExitCode::from(code),
             Err(error) => fail(&report(&error)),
         },
-        ShimAction::Serve => serve::main(flags, engine_of),
+        ShimAction::Serve => serve::main(flags, start_settings_of),
     }
 }
 

@@ -8,7 +8,7 @@ fn main() -> ExitCode {
     affinode_shim::run(
         std::env::args_os(),
         &[("controller", controller), ("copier", copier), ("host-pool", host_pool)],
-        affinode_controller::engine_of,
+        affinode_controller::start_settings_of,
     )
 }
 

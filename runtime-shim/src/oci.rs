@@ -41,7 +41,7 @@ use tracing::{error, warn};
 use crate::bundle::Bundle;
 use crate::create;
 use crate::paths::{ShimPaths, container_key};
-use crate::{EngineOf, report, spec};
+use crate::{StartSettingsOf, report, spec};
 use cli::{NewContainer, OciCommand, OciInvocation};
 use follow::{FollowOrder, FollowedStep};
 use runtime::OciRuntime;
@@ -58,7 +58,7 @@ pub type RuntimeOf = fn(&Path) -> PathBuf;
 /// by the runtime, and returns only if that fails.
 pub fn run(
     args: impl Iterator<Item = OsString>,
-    engine_of: EngineOf,
+    start_settings_of: StartSettingsOf,
     runtime_of: RuntimeOf,
 ) -> ExitCode {
     let argv: Vec<OsString> = args.skip(1).collect();
@@ -78,9 +78,9 @@ pub fn run(
     let found = match &invocation.command {
         // The runtime refuses an id that is in use. The container with that id keeps its folder.
         OciCommand::Create(_) | OciCommand::Run(_) if runtime.has(&invocation) => None,
-        OciCommand::Create(container) => prepare(&paths, container, engine_of)
+        OciCommand::Create(container) => prepare(&paths, container, start_settings_of)
             .map(|key| (key, container.id.as_str(), FollowedStep::Create)),
-        OciCommand::Run(container) => prepare(&paths, container, engine_of)
+        OciCommand::Run(container) => prepare(&paths, container, start_settings_of)
             .map(|key| (key, container.id.as_str(), FollowedStep::Run)),
         OciCommand::Start { id } => {
             known(&paths, id).map(|key| (key, id.as_str(), FollowedStep::Start))
@@ -101,7 +101,11 @@ pub fn run(
 
 /// Edits a container that will be created, and stores its announcement. Returns the container's key
 /// if the container is managed.
-fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> Option<String> {
+fn prepare(
+    paths: &ShimPaths,
+    container: &NewContainer,
+    start_settings_of: StartSettingsOf,
+) -> Option<String> {
     let id = &container.id;
     let bundle = container.bundle.clone().or_else(|| std::env::current_dir().ok())?;
     let mut request = CreateTaskRequest::new();
@@ -122,7 +126,7 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     let preparing = paths.clone();
     // A panic in the edit must not make the container fail, so the edit runs in its own thread.
     let prepared = std::thread::spawn(move || {
-        create::prepare(&preparing, namespace, &request, engine_of).container
+        create::prepare(&preparing, namespace, &request, start_settings_of).container
     });
     let Ok(announcement) = prepared.join() else {
         warn!(

@@ -9,7 +9,7 @@ use affinode_proto::api::Message;
 use affinode_proto::api::control::Announcement;
 use affinode_proto::installation::InstallationPaths;
 use affinode_proto::paths as names;
-use affinode_proto::wire::Engine;
+use affinode_proto::wire::StartSettings;
 use sha2::{Digest, Sha256};
 
 use crate::address::hex;
@@ -101,11 +101,18 @@ impl ContainerDir {
         fs::rename(&fresh, &path)
     }
 
-    /// Writes the name of the engine into the folder, for the container's processes.
-    pub fn write_engine(&self, engine: Engine) -> io::Result<()> {
-        let path = self.mount().join(names::ENGINE_FILE);
-        fs::write(&path, engine.as_str())?;
-        fs::set_permissions(&path, Permissions::from_mode(0o644))
+    /// Writes the engine, and the VRAM limit if there is one, into the folder, for the container's
+    /// processes. The folder was emptied before.
+    pub fn write_settings(&self, settings: StartSettings) -> io::Result<()> {
+        let write = |name: &str, text: &str| {
+            let path = self.mount().join(name);
+            fs::write(&path, text)?;
+            fs::set_permissions(&path, Permissions::from_mode(0o644))
+        };
+        if settings.vram_limit_bytes > 0 {
+            write(names::VRAM_LIMIT_FILE, &settings.vram_limit_bytes.to_string())?;
+        }
+        write(names::ENGINE_FILE, settings.engine.as_str())
     }
 
     /// Stores the announcement of the container that owns the folder. A controller that starts

@@ -30,7 +30,7 @@ use crate::probe::{QUESTION, ShimIdentity};
 use crate::process::start_ticks;
 use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
-use crate::{EngineOf, report};
+use crate::{StartSettingsOf, report};
 
 /// Maximum time for which the daemon still delivers the stock shim's last replies to clients.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -71,7 +71,7 @@ struct JoinedTask {
 
 /// The command `serve`: connects to the stock shim, reports on stdout to `start` that it is ready,
 /// then serves.
-pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
+pub fn main(flags: &ShimFlags, start_settings_of: StartSettingsOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
     // The daemon gets its own session, so that a signal to the process group of `start` does not
@@ -84,7 +84,7 @@ pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match begin(joined, flags, engine_of) {
+    match begin(joined, flags, start_settings_of) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             warn!("{}", report(&error));
@@ -115,7 +115,11 @@ fn join(flags: &ShimFlags) -> Result<JoinedTask, ServeError> {
     Ok(JoinedTask { listen, upstream, identity, listener, watch })
 }
 
-fn begin(joined: JoinedTask, flags: &ShimFlags, engine_of: EngineOf) -> Result<(), ServeError> {
+fn begin(
+    joined: JoinedTask,
+    flags: &ShimFlags,
+    start_settings_of: StartSettingsOf,
+) -> Result<(), ServeError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(4)
@@ -130,7 +134,7 @@ fn begin(joined: JoinedTask, flags: &ShimFlags, engine_of: EngineOf) -> Result<(
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
         rustix::stdio::dup2_stdin(&null).map_err(io::Error::from)?;
         rustix::stdio::dup2_stdout(&null).map_err(io::Error::from)?;
-        serve(joined, Containers::new(&flags.namespace, engine_of), flags, signals).await
+        serve(joined, Containers::new(&flags.namespace, start_settings_of), flags, signals).await
     })
 }
 

@@ -28,7 +28,7 @@ use figment::{
 };
 use serde::{Deserialize, Deserializer};
 
-pub use engine::{engine_of, oci_runtime_of};
+pub use engine::{oci_runtime_of, start_settings_of};
 pub use kubernetes::KubernetesSection;
 pub use reload::ReloadedConfig;
 pub use sections::{

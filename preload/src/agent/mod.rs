@@ -21,7 +21,7 @@ mod watchdog;
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
-use affinode_proto::paths::ENGINE_FILE;
+use affinode_proto::paths::{ENGINE_FILE, VRAM_LIMIT_FILE};
 use affinode_proto::wire::counters::Gate;
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
 use affinode_proto::wire::{Capabilities, Hazards, Phase, ProcessFlags, WIRE_VERSION};
@@ -72,6 +72,10 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     let mut path = [0; connection::PATH_BYTES];
     if let Some(file) = connection::file_beside(named_socket, ENGINE_FILE, &mut path) {
         swap::set_engine_by_file(file);
+    }
+    // This must come before the agent permits allocations.
+    if let Some(file) = connection::file_beside(named_socket, VRAM_LIMIT_FILE, &mut path) {
+        PROCESS.vram_limit.set_by_file(file);
     }
     if let Some(page) = process::page() {
         overhead::measure(page);

@@ -219,6 +219,15 @@ impl Phase {
     }
 }
 
+/// Settings of a container that its processes need before a controller accepts them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StartSettings {
+    /// The engine, which decides how allocations are made.
+    pub engine: Engine,
+    /// Limit of the VRAM on each GPU, in bytes. 0: there is no limit.
+    pub vram_limit_bytes: u64,
+}
+
 wire_enum! {
     /// Engine: the method by which a container's memory is moved out of VRAM.
     pub enum Engine {

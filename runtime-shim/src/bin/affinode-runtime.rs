@@ -5,7 +5,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     affinode_shim::oci::run(
         std::env::args_os(),
-        affinode_controller::engine_of,
+        affinode_controller::start_settings_of,
         affinode_controller::oci_runtime_of,
     )
 }

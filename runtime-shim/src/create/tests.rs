@@ -1,20 +1,21 @@
 use std::fs;
 use std::path::PathBuf;
 
-use affinode_proto::paths::{CONTAINER_LIB, ENGINE_FILE, LIB_FILE};
+use affinode_proto::paths::{CONTAINER_LIB, ENGINE_FILE, LIB_FILE, VRAM_LIMIT_FILE};
+use affinode_proto::wire::Engine;
 use containerd_shim_protos::types::mount::Mount;
 use serde_json::json;
 
 use super::*;
 use crate::paths::container_key;
 
-const ENGINE: Engine = Engine::Copy;
+const SETTINGS: StartSettings = StartSettings { engine: Engine::Copy, vram_limit_bytes: 20 << 30 };
 
-/// Returns the engine that the controller's configuration would select for the container.
-fn engine_of(config: &Path, container: &Announcement) -> Engine {
+/// Returns the settings that the controller's configuration would select for the container.
+fn start_settings_of(config: &Path, container: &Announcement) -> StartSettings {
     assert_eq!(config.file_name().unwrap(), "affinode.toml");
     assert_eq!((container.id.as_str(), container.namespace.as_str()), ("box", "ns"));
-    ENGINE
+    SETTINGS
 }
 
 /// Test setup: a bundle, a rootfs of one folder, and an installation of Affinode.
@@ -65,7 +66,7 @@ impl World {
     /// Calls [`prepare`] for the container. Returns the generation separately, because it differs
     /// each time.
     fn prepare(&self) -> PreparedContainer {
-        let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
+        let mut prepared = prepare(&self.paths, "ns", &self.request, start_settings_of);
         if let Some(container) = &mut prepared.container {
             assert_ne!(std::mem::take(&mut container.generation), 0);
         }
@@ -143,14 +144,15 @@ fn policy_of_a_claim_is_announced() {
     assert_eq!(annotations["affinode.io/priority"], "1", "the pod's annotation takes precedence");
 }
 
-/// The container's folder must have a file that names the engine. A process needs it when it looks
-/// up driver functions, which may be before it reaches a controller.
+/// The container's folder must have files with the engine and the VRAM limit. A process needs them
+/// when it looks up driver functions and allocates, which may be before it reaches a controller.
 #[test]
-fn the_engine_is_left_in_the_container() {
+fn the_settings_are_left_in_the_container() {
     let world = world(&gpu());
     let container = world.prepare().container.unwrap();
     let folder = world.paths.container(&container.key).mount();
-    assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE.as_str());
+    assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), "copy");
+    assert_eq!(fs::read_to_string(folder.join(VRAM_LIMIT_FILE)).unwrap(), "21474836480");
 }
 
 /// HAMi's device plugin mounts a preload list over the image's list. HAMi's library must stay

@@ -29,17 +29,6 @@ fn limited(id: &str) -> Spec {
     Worker::spec(id, USUAL, 64).annotation("affinode.io/vram-limit", &limit)
 }
 
-/// Starts a container with the limit, and waits until the limit is in force. The container starts
-/// the controller, and a process that is faster than the controller has no limit at first.
-fn start_limited(world: &Testbed, spec: Spec) -> Result<Worker> {
-    let mut worker = start(world, spec)?;
-    until("the limit to be in force", || {
-        let (_, total_bytes) = memory(&mut worker)?;
-        Ok((total_bytes == LIMIT_MIB * MIB).then_some(()))
-    })?;
-    Ok(worker)
-}
-
 fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
@@ -56,9 +45,9 @@ fn memory(worker: &mut Worker) -> Result<(u64, u64)> {
 fn limit_holds_with_each_engine() -> Result<()> {
     let world = world()?;
     for engine in ENGINES {
-        let mut worker =
-            start_limited(&world, limited(engine).annotation("affinode.io/engine", engine))?;
-        let (free, _) = memory(&mut worker)?;
+        let mut worker = start(&world, limited(engine).annotation("affinode.io/engine", engine))?;
+        let (free, total) = memory(&mut worker)?;
+        assert_eq!(total, LIMIT_MIB * MIB, "{engine}");
         // The context is included, as NVML counts it.
         assert!(free > 128 * MIB && free <= 192 * MIB, "{engine}: {free} bytes are free");
         worker.call("alloc 100")?;
@@ -80,7 +69,7 @@ fn limit_holds_with_each_engine() -> Result<()> {
 #[test]
 fn limit_counts_what_the_driver_rounds_up() -> Result<()> {
     let world = world()?;
-    let mut worker = start_limited(&world, limited("small"))?;
+    let mut worker = start(&world, limited("small"))?;
     let mut allocations = 0;
     while worker.ask("alloc 3 -")?.result == 0 {
         allocations += 1;
@@ -97,7 +86,7 @@ fn limit_counts_what_the_driver_rounds_up() -> Result<()> {
 #[test]
 fn neighbour_without_a_limit_is_not_limited() -> Result<()> {
     let world = world()?;
-    let mut worker = start_limited(&world, limited("limited"))?;
+    let mut worker = start(&world, limited("limited"))?;
     let mut other = start(&world, Worker::spec("other", USUAL, 64))?;
     let (_, total) = memory(&mut other)?;
     assert_eq!(total, VRAM_MIB * MIB);
@@ -111,7 +100,7 @@ fn neighbour_without_a_limit_is_not_limited() -> Result<()> {
 #[test]
 fn limit_holds_after_a_controller_crash() -> Result<()> {
     let world = world()?;
-    let mut worker = start_limited(&world, limited("worker"))?;
+    let mut worker = start(&world, limited("worker"))?;
     worker.call("alloc 100")?;
     let controller = world.controller()?.context("there is no controller")?;
     kill(controller.pid, Signal::SIGKILL)?;
@@ -126,7 +115,7 @@ fn limit_holds_after_a_controller_crash() -> Result<()> {
 #[test]
 fn nvidia_smi_shows_the_limit() -> Result<()> {
     let world = world()?;
-    let mut worker = start_limited(&world, limited("worker"))?;
+    let mut worker = start(&world, limited("worker"))?;
     let mut other = start(&world, Worker::spec("other", USUAL, 300))?;
     let tool = |worker: &Worker| {
         let query = "--query-gpu=memory.total,memory.used";
