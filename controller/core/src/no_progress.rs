@@ -5,12 +5,16 @@
 //! ```text
 //! last progress: a CUDA call began, or a process registered or was restored
 //!  │  time passes without progress (`no_progress_timeout`)
-//!  ├── and a call is in progress, or work runs on the GPU ─────────┬──> event, warning
-//!  ├── and a call waits for VRAM that no offload can free ─────────┘    └─ on_no_progress = "end":
-//!  └── otherwise: the container is idle, offloaded or waits               SIGTERM, after 5 s SIGKILL
+//!  ├── and a call is in progress, or work runs on the GPU ──> event, warning; with on_no_progress =
+//!  │                                                          "end" also SIGTERM, after 5 s SIGKILL
+//!  ├── and a call waits for VRAM that no offload can free ──> event, warning
+//!  └── otherwise: the container is idle, offloaded or waits
 //! ```
 //!
-//! Polls are no progress, because a rank whose peers are gone polls for ever.
+//! Polls are no progress, because a rank whose peers are gone polls for ever. A waiting container is
+//! never ended: it holds no memory of the GPU, and VRAM can become free at any time, for example
+//! when a program outside of Affinode ends. A container is not judged while the counters of one of
+//! its processes cannot be read, because its progress is then unknown.
 
 use affinode_proto::{event::EventKind, reason::Reason, wire::Phase};
 
@@ -51,6 +55,12 @@ pub enum ProgressStop {
 }
 
 impl ProgressStop {
+    /// Whether the policy may end the container for this reason.
+    #[must_use]
+    pub fn permits_end(&self) -> bool {
+        !matches!(self, ProgressStop::NoRoom { .. })
+    }
+
     /// Describes the evidence for users. `quiet_ms`: time since the last progress.
     #[must_use]
     pub fn text(&self, quiet_ms: Millis) -> String {
@@ -90,16 +100,23 @@ pub(super) fn check_progress(node: &mut NodeState, key: &Key) {
     let (Some(quiet_ms), stop) = (quiet_ms(node, key), find_stop(node, key)) else { return };
     let Some(container) = node.registry.containers.get_mut(key) else { return };
     let ends = container.policy.on_no_progress == NoProgressAction::End;
-    let is_news = stop.is_some() && container.usage.no_progress.is_none();
+    let was_reported = container.usage.no_progress.is_some();
     container.usage.no_progress.clone_from(&stop);
-    let Some(stop) = stop else { return withdraw(node, key) };
-    if is_news {
+    let Some(stop) = stop else {
+        if was_reported {
+            withdraw(node, key);
+        }
+        return;
+    };
+    if !was_reported {
         let event = NodeEvent::new(EventKind::NoProgress, stop.text(quiet_ms));
         node.publish(key, event.because(Reason::NoProgress));
     }
-    if ends {
+    if ends && stop.permits_end() {
         let all: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
         all.into_iter().for_each(|id| end(node, id, &stop.text(quiet_ms)));
+    } else {
+        withdraw(node, key);
     }
 }
 
@@ -118,9 +135,12 @@ fn find_stop(node: &NodeState, key: &Key) -> Option<ProgressStop> {
     if quiet_ms(node, key)? < timeout_ms || node.alloc_wait_of(key).is_some() {
         return None;
     }
+    let is_known = |p: &Process| p.agent.connected && p.activity.counter_error.is_none();
+    if !node.registry.processes.of(key).all(|(_, p)| is_known(p)) {
+        return None;
+    }
     let in_call = |(_, p): &(ProcessId, &Process)| {
         p.agent.phase == Phase::Open
-            && p.activity.counter_error.is_none()
             && p.activity.counters.as_ref().is_some_and(|counters| counters.inflight > 0)
     };
     if let Some((_, process)) = node.registry.processes.of(key).find(in_call) {
@@ -156,7 +176,7 @@ fn end(node: &mut NodeState, id: ProcessId, evidence: &str) {
             process.termination = Some(Termination { cause, since: now, by_force: false });
             false
         }
-        Some(ending) if ending.is_due(now) => {
+        Some(ending) if ending.cause == TerminationCause::NoProgress && ending.is_due(now) => {
             ending.by_force = true;
             true
         }

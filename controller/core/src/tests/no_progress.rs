@@ -133,10 +133,39 @@ fn progress_withdraws_the_order_to_end() {
     assert_eq!(world.ended.len(), 1, "it is not killed");
 }
 
+/// Without the counters, the controller cannot see whether the process makes calls.
+#[test]
+fn container_with_unknown_progress_is_not_ended() {
+    let mut world = World::new(1);
+    let id = running(&mut world);
+    world.container_mut(0).policy.on_no_progress = NoProgressAction::End;
+    world.feed(Input::BadPage(id, "the file is too short".into()));
+    let (pid, uuid) = (world.agents[&id].pid, world.gpus()[0].uuid.clone());
+    world.now += HOUR_MS;
+    world.feed(Input::Worked(vec![Work { pid, uuid, percent: 100, age_ms: 0 }]));
+    assert_eq!(pass_time(&mut world, 60), Vec::<String>::new());
+    assert_eq!(world.ended, []);
+}
+
+#[test]
+fn policy_that_only_reports_withdraws_the_order_to_end() {
+    let mut world = World::new(1);
+    let id = running(&mut world);
+    world.container_mut(0).policy.on_no_progress = NoProgressAction::End;
+    world.agents.get_mut(&id).unwrap().inflight = 1;
+    pass_time(&mut world, HOUR_MS);
+    assert_eq!(world.ended.len(), 1);
+    world.container_mut(0).policy.on_no_progress = NoProgressAction::Report;
+    pass_time(&mut world, 5_000);
+    assert!(world.process(id).termination.is_none());
+    assert_eq!(world.ended.len(), 1, "it is not killed");
+}
+
 #[test]
 fn waiter_without_hope_is_reported() {
     let mut world = World::new(1);
     let id = running(&mut world);
+    world.container_mut(0).policy.on_no_progress = NoProgressAction::End;
     world.settle_all();
     world.take_unmanaged(700);
     world.call(id);
@@ -144,6 +173,7 @@ fn waiter_without_hope_is_reported() {
     let told = pass_time(&mut world, HOUR_MS);
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].contains("but no offload can free"), "{told:?}");
+    assert_eq!(world.ended, [], "a waiter is never ended");
     world.take_unmanaged(0);
     pass_time(&mut world, 60);
     assert!(!is_without_progress(&world));
