@@ -109,24 +109,26 @@ pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
 /// Creates two templates of claims: one with a valid policy, and one with an invalid policy.
 fn templates(plane: &Plane<'_>) -> Result<()> {
     let valid = json!({"offload": "eager", "keep-alive": "fixed", "idle-timeout": "3s"});
-    let bad = json!({"offload": "sometimes"});
-    for (name, memory, policy) in [("share", CLAIM_MEMORY, valid), ("bad", "64Mi", bad)] {
-        plane.apply(&json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
-            "metadata": {"name": name},
-            "spec": {"spec": {"devices": {
-                "requests": [{"name": "gpu", "exactly": {
-                    "deviceClassName": DRIVER,
-                    "capacity": {"requests": {"memory": memory}},
-                }}],
-                "config": [{"opaque": {"driver": DRIVER, "parameters": {
-                    "apiVersion": "affinode.io/v1alpha1", "kind": "ContainerPolicy",
-                    "policy": policy,
-                }}}],
-            }}},
-        }))?;
-    }
-    Ok(())
+    template(plane, "share", CLAIM_MEMORY, &valid)?;
+    template(plane, "bad", "64Mi", &json!({"offload": "sometimes"}))
+}
+
+/// Creates a template of claims for an amount of a GPU's memory, with a policy for the containers.
+fn template(plane: &Plane<'_>, name: &str, memory: &str, policy: &Value) -> Result<()> {
+    plane.apply(&json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {
+            "requests": [{"name": "gpu", "exactly": {
+                "deviceClassName": DRIVER,
+                "capacity": {"requests": {"memory": memory}},
+            }}],
+            "config": [{"opaque": {"driver": DRIVER, "parameters": {
+                "apiVersion": "affinode.io/v1alpha1", "kind": "ContainerPolicy",
+                "policy": policy,
+            }}}],
+        }}},
+    }))
 }
 
 /// Returns the manifest of a pod that requests GPU memory by a claim, and has no annotation of
@@ -178,14 +180,19 @@ fn claim_files(node: &Node<'_>) -> Result<BTreeSet<String>> {
 fn one_finds_no_room<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Value> {
     let pod = claiming(node, "share-4", "share")?;
     plane.apply(&pod)?;
-    let why = plane.until("the fourth pod to find no GPU", || {
-        let pod = plane.get(&["pod", "share-4"])?;
+    let why = finds_no_gpu(plane, "share-4")?;
+    output::note(&format!("a fourth waits: {why}"));
+    Ok(pod)
+}
+
+/// Waits until the scheduler finds no GPU for a pod, and returns the scheduler's reason.
+fn finds_no_gpu(plane: &Plane<'_>, name: &str) -> Result<String> {
+    plane.until(&format!("{name} to find no GPU"), || {
+        let pod = plane.get(&["pod", name])?;
         let condition = &pod["status"]["conditions"][0];
         let waits = condition["reason"] == "Unschedulable";
         Ok(waits.then(|| condition["message"].as_str().unwrap_or_default().to_owned()))
-    })?;
-    output::note(&format!("a fourth waits: {why}"));
-    Ok(pod)
+    })
 }
 
 /// Makes a CUDA call in each pod in turn. While the memory of one pod is on the GPU, the memory of

@@ -2,9 +2,9 @@
 
 use affinode_e2e::containerd;
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{DRIVER, claiming, slices};
+use super::{claiming, finds_no_gpu, slices, template};
 use crate::{
     k8s::{
         control_plane::Plane,
@@ -35,12 +35,7 @@ pub fn full_gpu_takes_no_pod(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     has_taint(plane, node, true)?;
     let late = claiming(node, "late", "late")?;
     plane.apply(&late)?;
-    let why = plane.until("the pod to find no GPU", || {
-        let pod = plane.get(&["pod", "late"])?;
-        let condition = &pod["status"]["conditions"][0];
-        let waits = condition["reason"] == "Unschedulable";
-        Ok(waits.then(|| condition["message"].as_str().unwrap_or_default().to_owned()))
-    })?;
+    let why = finds_no_gpu(plane, "late")?;
     output::note(&format!("a pod with a claim of 64Mi waits: {why}"));
     containerd::run(plane.kubectl().args(["delete", "pod", "late"]))?;
     fixed.delete()?;
@@ -50,23 +45,6 @@ pub fn full_gpu_takes_no_pod(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     }
     output::note("the taint is gone with the pod");
     Ok(())
-}
-
-fn template(plane: &Plane<'_>, name: &str, memory: &str, policy: &Value) -> Result<()> {
-    plane.apply(&json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
-        "metadata": {"name": name},
-        "spec": {"spec": {"devices": {
-            "requests": [{"name": "gpu", "exactly": {
-                "deviceClassName": DRIVER,
-                "capacity": {"requests": {"memory": memory}},
-            }}],
-            "config": [{"opaque": {"driver": DRIVER, "parameters": {
-                "apiVersion": "affinode.io/v1alpha1", "kind": "ContainerPolicy",
-                "policy": policy,
-            }}}],
-        }}},
-    }))
 }
 
 /// Checks that the kubelet shows the health of the pod's GPU, as the driver reports it.
