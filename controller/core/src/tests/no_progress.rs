@@ -148,7 +148,7 @@ fn container_with_unknown_progress_is_not_ended() {
 }
 
 #[test]
-fn policy_that_only_reports_withdraws_the_order_to_end() {
+fn reload_to_report_withdraws_the_order() {
     let mut world = World::new(1);
     let id = running(&mut world);
     world.container_mut(0).policy.on_no_progress = NoProgressAction::End;
