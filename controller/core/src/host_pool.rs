@@ -60,7 +60,7 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
 
 /// Memory that the library will copy to the host pool, in bytes. A retained host copy is not
 /// subtracted, because only the process itself reports its size, and the process is not trusted.
-fn copied_bytes(process: &Process) -> u64 {
+pub(super) fn copied_bytes(process: &Process) -> u64 {
     if process.agent.phase.is_offloaded() {
         return 0;
     }
@@ -77,10 +77,17 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) 
         let own = allowances.iter().find(|(pid, _)| *pid == process.identity.pid);
         let bytes = own.map_or(0, |(_, bytes)| *bytes);
         if process.host_pool_bytes < bytes {
+            let renew = process.host_pool_bytes == 0 && has_no_pages(process);
             process.host_pool_bytes = bytes;
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes, renew });
         }
     }
+}
+
+/// Whether the process reports that it keeps no memory of an earlier copy out. It can then use
+/// another memory file.
+fn has_no_pages(process: &Process) -> bool {
+    process.activity.counters.as_ref().is_some_and(|counters| counters.kept_bytes == 0)
 }
 
 /// Ends the permissions of containers whose offload is over.
@@ -95,7 +102,7 @@ pub(super) fn end_permissions(node: &mut NodeState) {
             if let Some(process) = node.registry.processes.get_mut(&id) {
                 process.host_pool_bytes = 0;
             }
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0 });
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0, renew: false });
         }
     }
 }

@@ -38,6 +38,7 @@ impl World {
             container: own.into_iter().chain([node]).collect(),
             host_pool,
             allowances: processes.iter().map(allowance).collect(),
+            ready_bytes: self.ready_bytes,
         }
     }
 

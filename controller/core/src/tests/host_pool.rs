@@ -51,6 +51,7 @@ fn limit_below_vram_does_not_keep_a_container() {
         world.allowed.iter().map(|(_, bytes)| *bytes == COPIED_BYTES).collect();
     assert_eq!(allowed, [true, false], "permitted for the offload only");
     assert!(world.allowed.iter().all(|(process, _)| *process == id), "{:?}", world.allowed);
+    assert_eq!(world.renewed, [id], "the process gets a file that is ready");
     assert_eq!(world.allowed[1].1, 0);
     world.call(id);
     world.settle();
@@ -67,6 +68,7 @@ fn retained_copy_in_the_pool_permits_the_next() {
     world.settle();
     assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
     assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
+    assert_eq!(world.renewed, [], "its file contains the retained copy");
 }
 
 #[test]
