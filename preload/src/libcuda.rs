@@ -66,6 +66,34 @@ pub fn function(name: &[u8]) -> Option<usize> {
     }
 }
 
+/// A function of libcuda whose address is looked up once, for calls that an allocation makes.
+pub struct CachedFunction {
+    name: &'static [u8],
+    /// 0: not looked up yet.
+    address: AtomicUsize,
+}
+
+impl CachedFunction {
+    pub const fn new(name: &'static [u8]) -> CachedFunction {
+        CachedFunction { name, address: AtomicUsize::new(0) }
+    }
+
+    /// Returns the address of the function, as [`function`] does. The address is stored only while
+    /// libcuda cannot be unloaded.
+    pub fn address(&self) -> Option<usize> {
+        match self.address.load(Ordering::Relaxed) {
+            0 => {
+                let found = function(self.name)?;
+                if is_kept() {
+                    self.address.store(found, Ordering::Relaxed);
+                }
+                Some(found)
+            }
+            address => Some(address),
+        }
+    }
+}
+
 /// Calls `cuCheckpointProcessGetState` for this process, and returns its result code and the state.
 /// Returns `None` if the driver lacks the function. The call works in every state. It waits for a
 /// checkpoint step in progress.

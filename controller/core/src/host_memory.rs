@@ -70,7 +70,8 @@ pub struct HostNeed {
     /// Memory that the offload moves to host memory of the container if the host pool is not used,
     /// in bytes. 0: unknown.
     pub bytes: u64,
-    /// Memory that the library copies if the host pool is used, in bytes.
+    /// Memory that the library copies if the host pool is used, in bytes, as the process reports it.
+    /// The survey limits it to the VRAM that NVML reports for the process.
     pub copied_bytes: u64,
     /// Whether the driver's checkpoint moves a part of the memory. That part is always moved to
     /// memory of the container.

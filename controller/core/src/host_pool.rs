@@ -53,18 +53,25 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
         pid: process.identity.pid,
         vram_bytes: process.vram_bytes(),
         bytes: process.host_need_bytes(method),
-        copied_bytes: if copies { copied_bytes(process) } else { 0 },
+        copied_bytes: if copies { claimed_bytes(process) } else { 0 },
         driver_moves: method != OffloadMethod::Copy,
     }
 }
 
-/// Memory that the library will copy to the host pool, in bytes. A retained host copy is not
-/// subtracted, because only the process itself reports its size, and the process is not trusted.
+/// Memory that the library will copy to the host pool, in bytes, as far as the last sample of NVML
+/// shows that the process has so much VRAM.
 pub(super) fn copied_bytes(process: &Process) -> u64 {
-    if process.agent.phase.is_offloaded() {
-        return 0;
+    claimed_bytes(process).min(process.vram_bytes())
+}
+
+/// Memory that the library will copy to the host pool, in bytes, as the process reports it. It is
+/// not trusted, so the survey limits it to the VRAM that NVML reports. A retained host copy is not
+/// subtracted, because only the process reports its size too.
+fn claimed_bytes(process: &Process) -> u64 {
+    match process.agent.phase.is_offloaded() {
+        true => 0,
+        false => process.memory.swap.swappable_bytes,
     }
-    process.memory.swap.swappable_bytes.min(process.vram_bytes())
 }
 
 /// Permits the processes of a container to use the host pool for an offload. `allowances`: the

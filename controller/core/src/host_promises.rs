@@ -85,7 +85,10 @@ fn judge(
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
         Ok(()) => {
             node.host_ledger.promise(key, pools, node.clock.now);
-            if node.host_ledger.uses_host_pool(key) {
+            // The first survey gives no permission. Otherwise the second survey would show the pages
+            // of a ready file as used, although they are for this offload.
+            let is_first = node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested());
+            if node.host_ledger.uses_host_pool(key) && !is_first {
                 host_pool::allow(node, key, allowances);
             }
             HostVerdict::Promised

@@ -215,7 +215,9 @@ fn host_pools(
         let held_bytes: u64 = held.map(|(_, bytes)| bytes).sum();
         let more_bytes = held_bytes.saturating_sub(need.vram_bytes);
         if need.copied_bytes > 0 {
-            need.copied_bytes = need.copied_bytes.saturating_add(more_bytes);
+            // The process reports what its library copies, and is not trusted.
+            let vram_bytes = held_bytes.max(need.vram_bytes);
+            need.copied_bytes = need.copied_bytes.saturating_add(more_bytes).min(vram_bytes);
         }
         need.bytes = need.bytes.saturating_add(more_bytes);
     }
@@ -225,6 +227,7 @@ fn host_pools(
 #[cfg(test)]
 mod tests {
     use affinode_core::host_memory::MemoryPlace;
+    use affinode_proto::wire::copier::CHUNK_BYTES;
 
     use super::*;
 
@@ -240,13 +243,17 @@ mod tests {
         };
         let need =
             HostNeed { pid, vram_bytes: 1_000, bytes: 300, copied_bytes: 800, driver_moves: false };
+        // The core has not seen the process's VRAM yet. The process reports too much.
+        let new = HostNeed { vram_bytes: 0, bytes: 0, copied_bytes: 1 << 50, ..need };
+        let gpu = GpuSample { processes: vec![(pid, 900)], ..GpuSample::default() };
+        let memory = host_pools(rules, vec![new], Some(0), &[], &[gpu]).unwrap();
+        assert_eq!(memory.allowances, [(pid, 900 + CHUNK_BYTES)]);
         for (held_bytes, more_bytes) in [(1_000, 0), (900, 0), (1_250, 250)] {
             let gpu = GpuSample { processes: vec![(pid, held_bytes)], ..GpuSample::default() };
             let memory = host_pools(rules, vec![need], Some(0), &[], &[gpu]).unwrap();
             let node = memory.container.iter().find(|pool| pool.place == MemoryPlace::Node);
             assert_eq!(node.unwrap().need_bytes, 300 + more_bytes);
-            let chunk = affinode_proto::wire::copier::CHUNK_BYTES;
-            assert_eq!(memory.allowances, [(pid, 800 + more_bytes + chunk)]);
+            assert_eq!(memory.allowances, [(pid, 800 + more_bytes + CHUNK_BYTES)]);
         }
     }
 }

@@ -11,7 +11,7 @@ use affinode_proto::{
 
 use super::{
     super::{
-        Input, ProcessId,
+        CommandId, Input, ProcessId, Request,
         host_memory::{MemoryPlace, MemoryPool},
     },
     world::{Host as _, World, key},
@@ -56,6 +56,31 @@ fn limit_below_vram_does_not_keep_a_container() {
     world.call(id);
     world.settle();
     assert_eq!(world.allowed.len() % 2, 0, "{:?}", world.allowed);
+}
+
+/// The pages of a file that is ready belong to the process from its permission on. A survey after it
+/// would show them as used, so the last survey comes first.
+#[test]
+fn permission_follows_the_last_survey() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.ask_offload(AUTO, id);
+    world.answer_question();
+    assert_eq!((world.state(AUTO), world.allowed.clone()), (State::Closing, vec![]));
+    world.settle();
+    assert_eq!(world.state(AUTO), State::Offloaded);
+    assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
+}
+
+/// An offload may be requested before the first sample of the process's VRAM.
+#[test]
+fn vram_without_a_sample_can_use_the_pool() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    let page = world.agents[&id].page();
+    world.feed(Input::Page(id, page));
+    assert_eq!(world.node.state.registry.processes.get(&id).unwrap().vram_bytes(), 0);
+    world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
+    world.answer_question();
+    assert_eq!(world.state(AUTO), State::Closing, "{:?}", world.container(AUTO).shown.reason);
 }
 
 /// A copy that is retained in the pool is not charged to the container. The next offload must still

@@ -53,10 +53,7 @@ impl SmallContainer {
         let spec = Worker::spec(NAME, USUAL, VRAM_MIB).annotation("affinode.io/engine", engine);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
-        // The host pool is offered only for memory that the library can copy.
-        world.cli().wait_for(NAME, "to have memory that can be copied", |row| {
-            row.processes.iter().any(|process| process.swappable_bytes >= VRAM_MIB * MIB)
-        })?;
+        world.cli().wait_for(NAME, "to have registered", |row| !row.processes.is_empty())?;
         let limit_bytes = memory_cgroup::used_bytes(&limited)? + ROOM_MIB * MIB;
         memory_cgroup::set_limit(&limited, Some(limit_bytes))?;
         Ok(SmallContainer { world, worker, limited, pool: memory_cgroup::at_root(name) })
