@@ -119,7 +119,8 @@ impl ClaimPreparer {
         };
         self.change_files(|files| files.record_request(&name))?;
         // The API server can be slow, so the files of other claims can be changed meanwhile.
-        let read = self.read(&name, deadline).await;
+        let (read, ()) =
+            future::join(self.read(&name, deadline), self.gpus_are_read(deadline)).await;
         self.change_files(|files| {
             if !files.is_requested(&name.uid) {
                 return Err(ClaimError::Reverted(shown(claim)));
@@ -166,6 +167,16 @@ impl ClaimPreparer {
             Ok(Err(error)) => Err(ClaimError::Read { claim, source: ApiError(error) }),
             Err(_) => Err(ClaimError::Late(claim)),
         }
+    }
+
+    /// Waits for the first reading of the GPUs. Without the reading, the number of a GPU in NVIDIA's
+    /// specification is unknown. A kubelet can ask for claims as soon as it has registered a new
+    /// agent, which is before this reading.
+    async fn gpus_are_read(&self, deadline: Instant) {
+        let mut gpus = self.gpus.clone();
+        let is_read = gpus.wait_for(|node| !node.gpus.is_empty());
+        // After the deadline, the GPU can still be found by its UUID.
+        let _ = tokio::time::timeout_at(deadline, is_read).await;
     }
 
     /// Runs a change of the files. Only one change runs at a time.
