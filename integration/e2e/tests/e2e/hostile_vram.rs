@@ -123,14 +123,18 @@ fn files_of_a_limit_cannot_be_changed() -> Result<()> {
 /// A container forges its claim in all places that it controls: its environment, its annotations,
 /// and files that it mounts where the files of claims are.
 #[test]
-fn forged_claims_do_not_raise_a_limit() -> Result<()> {
+fn forged_claims_change_nothing() -> Result<()> {
     let world = world()?;
-    let real = claim_file(&world, "u-1-0", r#"{"affinode.io/claimed-vram": "gpu-a=268435456"}"#)?;
+    let text = r#"{"affinode.io/claimed-vram": "gpu-a=268435456", "affinode.io/claim": "ml/real"}"#;
+    let real = claim_file(&world, "u-1-0", text)?;
     let forged = world.dir().join("u-2-0");
-    fs::write(&forged, r#"{"affinode.io/claimed-vram": "gpu-a=1000000000"}"#)?;
+    let text =
+        r#"{"affinode.io/claimed-vram": "gpu-a=1000000000", "affinode.io/claim": "other/claim"}"#;
+    fs::write(&forged, text)?;
     let mut spec = Worker::spec("forger", USUAL, 64)
         .env("AFFINODE_CLAIM", "other/claim")
         .annotation("affinode.io/claimed-vram", "1000000000")
+        .annotation("affinode.io/claim", "other/claim")
         .annotation("affinode.io/vram-limit", "900Mi");
     for (source, name) in [(real, "u-1-0"), (forged, "u-2-0")] {
         spec.mounts.push((source, format!("{}/{name}", paths::CONTAINER_CLAIMS_DIR).into()));
@@ -138,7 +142,41 @@ fn forged_claims_do_not_raise_a_limit() -> Result<()> {
     let mut forger = start(&world, spec)?;
     let total = forger.call("meminfo")?.total_bytes;
     assert_eq!(total, Some(LIMIT_MIB * MIB), "the limit is the amount of the real claim");
-    gets_its_limit(&world, "forger", &mut forger)
+    gets_its_limit(&world, "forger", &mut forger)?;
+    let row = world.cli().known("forger")?;
+    assert_eq!((row.claim.as_str(), row.vram_limit_bytes), ("ml/real", LIMIT_MIB * MIB));
+    // The pod's own limit is named as ignored. Its forged claim is not even read.
+    assert!(row.warnings.len() == 1 && row.warnings[0].contains("vram-limit"), "{row:?}");
+    is_reported(&world, "ml/real")
+}
+
+/// Checks that the report has one line by claim: this claim, with the GPU time that it requested.
+/// The claim has a quarter of the GPU, and its container used less than that.
+fn is_reported(world: &Testbed, claim: &str) -> Result<()> {
+    let row = until("the report to contain the claim", || {
+        let text = world.cli().run(&["report", "--by", "claim", "-o", "json"])?;
+        let report: serde_json::Value = serde_json::from_str(&text)?;
+        let rows = report["rows"].as_array().cloned().unwrap_or_default();
+        let whole = |row: &&serde_json::Value| {
+            ["requested_gpu_seconds", "resident_gpu_seconds", "returned_gpu_seconds"]
+                .iter()
+                .all(|name| row[name].as_f64() > Some(0.0))
+        };
+        Ok((rows.len() == 1).then(|| rows.first().filter(whole).cloned()).flatten())
+    })?;
+    assert_eq!(row["claim"], claim);
+    let seconds = |name: &str| row[name].as_f64().unwrap_or_default();
+    let held = seconds("resident_gpu_seconds") + seconds("returned_gpu_seconds");
+    assert!(held < seconds("requested_gpu_seconds"), "{row}");
+    let table = world.cli().run(&["report", "--by", "claim", "-o", "wide"])?;
+    assert!(table.contains("REQUESTED") && table.contains(claim), "{table}");
+    let teams = world.cli().run(&["report", "--by", "team", "-o", "csv"])?;
+    let [head, line, ..] = &teams.lines().collect::<Vec<_>>()[..] else {
+        anyhow::bail!("the report by team has no line: {teams}");
+    };
+    assert!(head.ends_with("currency,requested_gpu_seconds,resident_gpu_seconds,requested_price,used_price,resident_price,claim"));
+    assert!(line.starts_with("default,,,"), "the namespace is the team: {teams}");
+    Ok(())
 }
 
 /// Writes a file of a claim as the node agent does, and returns its path.

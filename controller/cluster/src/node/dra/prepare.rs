@@ -7,7 +7,10 @@ use std::{
 };
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
-use affinode_proto::{annotations::CLAIMED_VRAM, paths};
+use affinode_proto::{
+    annotations::{CLAIM, CLAIMED_VRAM},
+    paths,
+};
 use futures_util::future;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::{Api, Client};
@@ -197,15 +200,11 @@ impl ClaimPreparer {
         if let Some(bytes) = allocated.memory_bytes.filter(|_| self.limit_memory) {
             policy.insert(CLAIMED_VRAM.to_owned(), format!("{}={bytes}", allocated.device));
         }
-        let policy_file = match policy.is_empty() {
-            true => None,
-            false => {
-                let file = self.files.write_policy(&name.uid, number, &policy)?;
-                let inside =
-                    format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
-                Some([file.display().to_string(), inside])
-            }
-        };
+        // The shim trusts this file, and not the container's environment, for the claim's name.
+        policy.insert(CLAIM.to_owned(), format!("{}/{}", name.namespace, name.name));
+        let file = self.files.write_policy(&name.uid, number, &policy)?;
+        let inside = format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
+        let policy_file = Some([file.display().to_string(), inside]);
         Ok(ClaimDevice { allocated: allocated.clone(), gpu, policy_file })
     }
 
