@@ -88,8 +88,11 @@ fn tests_named_in_conformance_page_exist() -> Result<()> {
             }
         }
     }
-    let missing: Vec<_> =
-        named.iter().filter(|name| !code.contains(&format!("fn {name}("))).collect();
+    let exists = |name: &str| {
+        // A function can have parameters of lifetimes.
+        ["(", "<"].iter().any(|next| code.contains(&format!("fn {name}{next}")))
+    };
+    let missing: Vec<_> = named.iter().filter(|name| !exists(name)).collect();
     assert!(missing.is_empty(), "no test has the name: {missing:?}");
     Ok(())
 }

@@ -72,7 +72,7 @@ async fn claims_and_teams_have_lines() {
     assert!(claims.out.lines().next().unwrap().contains("REQUESTED"), "{claims}");
     let expected = ["ml/agent", "1.00", "0.00", "10.00", "3", "2.00", "1.00", "0%", "7", "4.00"];
     assert_eq!(rows[1][..10], expected, "{claims}");
-    assert_eq!((rows[2][0].as_str(), rows[3][0].as_str()), ("ml/notebook", "web/server"));
+    assert_eq!([rows[2][0], rows[3][0]], ["ml/notebook", "web/server"], "{claims}");
     let teams = stage.run("report -A --by team --no-headers").await;
     assert_eq!(teams.rows()[0][..2], ["ml", "2.00"], "{teams}");
 }

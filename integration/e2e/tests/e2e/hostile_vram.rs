@@ -78,7 +78,7 @@ fn lies_about_vram_do_not_change_other_limits() -> Result<()> {
     let shown = liar::shown_vram(&world, "honest")?;
     assert_eq!(shown.limit_bytes, LIMIT_MIB * MIB);
     assert!((64 * MIB..=shown.limit_bytes).contains(&shown.used_bytes), "{shown:?}");
-    for (id, mut liar) in liars {
+    for (id, liar) in liars {
         let row = world.cli().known(id)?;
         assert_eq!((row.vram_bytes, row.offloaded_bytes), (0, 0), "NVML shows what it has");
         liar.running.kill(&world)?;
