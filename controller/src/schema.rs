@@ -110,6 +110,8 @@ pub struct Container {
     pub staying_bytes: u64,
     pub no_progress_ms: u64,
     pub staying_reasons: Vec<String>,
+    pub vram_limit_bytes: u64,
+    pub claim: String,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
@@ -305,6 +307,8 @@ impl From<control::Container> for Container {
             engine: c.engine,
             staying_bytes: c.staying_bytes,
             no_progress_ms: c.no_progress_ms,
+            vram_limit_bytes: c.vram_limit_bytes,
+            claim: c.claim,
             staying_reasons: c.staying_reasons,
             warnings: c.warnings,
             processes: c.processes.into_iter().map(Process::from).collect(),
@@ -436,6 +440,10 @@ pub struct ReportRow {
     pub returned_gpu_seconds: f64,
     pub offloads: u64,
     pub calls: u64,
+    pub claim: String,
+    pub requested_gpu_seconds: f64,
+    /// Sum of `used_gpu_seconds` and `idle_gpu_seconds`.
+    pub resident_gpu_seconds: f64,
 }
 
 impl ReportRow {
@@ -446,6 +454,8 @@ impl ReportRow {
         self.returned_gpu_seconds += other.returned_gpu_seconds;
         self.offloads = self.offloads.saturating_add(other.offloads);
         self.calls = self.calls.saturating_add(other.calls);
+        self.requested_gpu_seconds += other.requested_gpu_seconds;
+        self.resident_gpu_seconds += other.resident_gpu_seconds;
     }
 }
 
@@ -460,6 +470,8 @@ impl From<Report> for control::ReportResponse {
             returned_gpu_seconds: row.returned_gpu_seconds,
             offloads: row.offloads,
             calls: row.calls,
+            claim: row.claim,
+            requested_gpu_seconds: row.requested_gpu_seconds,
             ..control::ReportRow::default()
         };
         control::ReportResponse {
@@ -483,6 +495,9 @@ impl From<control::ReportResponse> for Report {
             returned_gpu_seconds: row.returned_gpu_seconds,
             offloads: row.offloads,
             calls: row.calls,
+            claim: row.claim,
+            requested_gpu_seconds: row.requested_gpu_seconds,
+            resident_gpu_seconds: row.used_gpu_seconds + row.idle_gpu_seconds,
         };
         Report {
             rows: report.rows.into_iter().map(row).collect(),

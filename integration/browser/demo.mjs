@@ -60,6 +60,16 @@ check("a paused feed stands still", (await page.locator(".feed li").count()) ===
 await page.locator("#feed-pause").click();
 check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
 
+// The table of teams has the figures of the report, and can be grouped by claim.
+await until("the table of teams", async () => (await page.locator("#teams-rows tr").count()) > 0);
+const report = await (await fetch(`${url}/api/v1/report`)).json();
+const teams = new Set(report.rows.map((row) => row.namespace));
+check("each team has a line", (await page.locator("#teams-rows tr").count()) === teams.size, await page.locator("#teams-rows").textContent());
+check("with four figures", (await page.locator("#teams-rows tr").first().locator("td").count()) === 4);
+await page.locator("#teams-by").selectOption("claim");
+check("containers without a claim are named so", (await page.locator("#teams-rows").textContent()).includes("(no claim)"));
+await page.locator("#teams-by").selectOption("team");
+
 // Call tracing. No calls are shown before it. Then calls are shown by name, filtered, paused, and ended.
 const functions = () => page.locator("#calls-rows tr").count();
 check("calls are not traced at first", await page.locator("#calls-body").isHidden());

@@ -12,6 +12,11 @@ pub const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 /// annotation.
 pub const CLAIMED_VRAM: &str = "affinode.io/claimed-vram";
 
+/// Annotation with the ResourceClaims of a container of Kubernetes, each as `namespace/name`, sorted
+/// and separated by commas. The shim adds the annotation from the files of the claims, which only
+/// root writes. A pod cannot set this annotation.
+pub const CLAIM: &str = "affinode.io/claim";
+
 /// Returns whether two annotations control the same setting. If they come from sources of different
 /// precedence, the annotation of the source with lower precedence has no effect.
 #[must_use]

@@ -6,19 +6,19 @@
 //! A mount counts only if its source is in the run directory. Only root can write there, and a pod
 //! can mount such a file itself only if it may mount any folder of the host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use affinode_proto::annotations::{CLAIMED_VRAM, set_the_same};
+use affinode_proto::annotations::{CLAIM, CLAIMED_VRAM, set_the_same};
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CLAIMS_DIR, CONTAINER_CLAIMS_DIR};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::metadata::{MAX_ANNOTATIONS, may_be_claimed};
+use crate::metadata::{MAX_ANNOTATION_BYTES, MAX_ANNOTATIONS, may_be_claimed};
 use crate::spec;
 
 /// Maximum number of policy files that are read for one container. It is the maximum number of
@@ -33,6 +33,7 @@ const MAX_BYTES: u64 = 32 << 10;
 pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     let mut claimed = BTreeMap::<String, String>::new();
     let mut memory = ClaimedMemory::default();
+    let mut names = BTreeSet::new();
     let mut files: Vec<_> = files(&run_dir.join(CLAIMS_DIR), spec).collect();
     // A container engine may add the devices of a container in any order.
     files.sort();
@@ -48,6 +49,7 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
         match read(&file) {
             Ok(policy) => {
                 memory.add(policy.get(CLAIMED_VRAM));
+                names.extend(policy.get(CLAIM).cloned());
                 claimed.retain(|name, _| !sets_any(&policy, name));
                 claimed.extend(policy);
             }
@@ -71,6 +73,21 @@ pub fn add(run_dir: &Path, spec: &Value, announcement: &mut Announcement) {
     if let Some(bytes) = memory.limit_bytes() {
         announcement.annotations.insert(CLAIMED_VRAM.into(), bytes.to_string());
     }
+    if let Some(names) = joined(names) {
+        announcement.annotations.insert(CLAIM.into(), names);
+    }
+}
+
+/// Joins the names of a container's claims. Leaves out the names that would make the annotation too
+/// long. `None`: there is no name.
+fn joined(names: BTreeSet<String>) -> Option<String> {
+    let room = MAX_ANNOTATION_BYTES - CLAIM.len();
+    let join = |sum: String, name: String| match sum.is_empty() {
+        true if name.len() <= room => name,
+        false if sum.len() + 1 + name.len() <= room => format!("{sum},{name}"),
+        _ => sum,
+    };
+    Some(names.into_iter().fold(String::new(), join)).filter(|joined| !joined.is_empty())
 }
 
 /// GPU memory that Kubernetes has allocated to a container's claims, for each device.
@@ -169,6 +186,20 @@ mod tests {
 
     fn map(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
         entries.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    #[test]
+    fn names_of_claims_come_from_their_files() {
+        let named = |name: &str| format!(r#"{{"affinode.io/claim": "{name}"}}"#);
+        let [first, second] = ["ml/b", "ml/a"].map(named);
+        let own = [("affinode.io/offload", "off")];
+        // The devices of a claim have a file each.
+        let files = [("u-1-0", &*first), ("u-1-1", &*first), ("u-2-0", &*second)];
+        let got = annotations(&files, &own);
+        assert_eq!(got["affinode.io/claim"], "ml/a,ml/b");
+        let long = named(&format!("ml/{}", "x".repeat(600)));
+        let got = annotations(&[("u-1-0", &first), ("u-2-0", &long)], &[]);
+        assert_eq!(got, map(&[("affinode.io/claim", "ml/b")]), "a name that is too long");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Reads a container's names for display, from its annotations or from Docker's files.
 
-use affinode_proto::annotations::CLAIMED_VRAM;
+use affinode_proto::annotations::{CLAIM, CLAIMED_VRAM};
 use affinode_proto::api::control::Announcement;
 use containerd_shim_protos::api::CreateTaskRequest;
 use serde_json::Value;
@@ -18,7 +18,7 @@ const INJECT: &str = "affinode.io/inject";
 pub const MAX_ANNOTATIONS: usize = 48;
 /// Maximum length of one annotation in bytes, name and value together. Valid annotations are
 /// shorter.
-const MAX_ANNOTATION_BYTES: usize = 512;
+pub const MAX_ANNOTATION_BYTES: usize = 512;
 
 /// Returns the announcement of a container that is being created, which describes it to the
 /// controller.
@@ -75,7 +75,7 @@ fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
 }
 
 fn is_own(name: &str, value: &str) -> bool {
-    name != CLAIMED_VRAM
+    ![CLAIMED_VRAM, CLAIM].contains(&name)
         && name.starts_with(OWN_PREFIX)
         && name.len() + value.len() <= MAX_ANNOTATION_BYTES
 }
@@ -112,8 +112,9 @@ mod tests {
     }
 
     #[test]
-    fn pod_cannot_set_the_amount_of_its_claim() {
-        let spec = json!({"annotations": {"affinode.io/claimed-vram": "1"}});
+    fn pod_cannot_set_its_claim_and_its_amount() {
+        let forged = json!({"affinode.io/claimed-vram": "1", "affinode.io/claim": "other/claim"});
+        let spec = json!({"annotations": forged});
         assert!(announcement("ns", &request(), &spec).annotations.is_empty());
     }
 

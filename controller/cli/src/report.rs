@@ -15,15 +15,17 @@ use super::{
     report_table::{CSV_COLUMNS, Price, ReportTable, csv_line},
 };
 
-/// Print how GPUs were used: how much VRAM was in use, was held by idle containers, and was freed
-/// by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour, or half of
-/// it for two hours.
+/// Print how GPUs were used: how much VRAM was requested, was in use, was held by idle containers,
+/// and was freed by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour,
+/// or half of it for two hours. Requested is the VRAM limit of a container, for as long as the
+/// container exists.
 #[derive(Debug, clap::Args)]
 pub struct ReportArgs {
     /// Length of the time range, which ends now: for example 90m, 24h or 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
-    /// Whether each line is a container, a pod or a namespace.
+    /// What each line is: a container, a pod, a namespace (a team), or the resource claims of a
+    /// container.
     #[arg(long, default_value = "container")]
     by: ReportGrouping,
     /// Format of the output.
@@ -40,15 +42,18 @@ pub struct ReportArgs {
 /// Time between two prints with `--watch`.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Whether each line is a container, a pod or a namespace.
+/// What each line of a report stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum ReportGrouping {
     /// One line per container.
     Container,
     /// One line per pod.
     Pod,
-    /// One line per namespace.
+    /// One line per namespace, which is the team of a container.
+    #[value(alias = "team")]
     Namespace,
+    /// One line per resource claim. A container with several claims has one line for all of them.
+    Claim,
 }
 
 /// Format of a report.
@@ -56,8 +61,8 @@ enum ReportGrouping {
 enum ReportFormat {
     /// Aligned columns for a terminal.
     Table,
-    /// Further columns: CUDA calls, the share of held VRAM that was idle, and the prices of used
-    /// and idle VRAM.
+    /// Further columns: requested and resident VRAM, CUDA calls, the share of resident VRAM that
+    /// was idle, and the prices of requested, used, idle and resident VRAM.
     Wide,
     /// Comma-separated values, in GPU seconds.
     Csv,
@@ -106,7 +111,11 @@ async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Resul
                 wide: asked.output == ReportFormat::Wide,
                 headers: !asked.no_headers,
             };
-            let rows: Vec<_> = report.rows.iter().map(|row| (vec![name(row)], row)).collect();
+            let named = |row| match asked.by {
+                ReportGrouping::Claim => claim_name(row),
+                _ => name(row),
+            };
+            let rows: Vec<_> = report.rows.iter().map(|row| (vec![named(row)], row)).collect();
             Ok(table.print(out, &rows)?)
         }
     }
@@ -146,12 +155,17 @@ fn merge(rows: Vec<ReportRow>, by: ReportGrouping) -> Vec<ReportRow> {
         if by != ReportGrouping::Container {
             row.container = String::new();
         }
-        if by == ReportGrouping::Namespace {
+        if matches!(by, ReportGrouping::Namespace | ReportGrouping::Claim) {
             row.pod = String::new();
         }
+        if by == ReportGrouping::Namespace {
+            row.claim = String::new();
+        }
+        let of_claim = by == ReportGrouping::Claim;
         let same = |known: &&mut ReportRow| {
             (&known.namespace, &known.pod, &known.container)
                 == (&row.namespace, &row.pod, &row.container)
+                && (!of_claim || known.claim == row.claim)
         };
         match merged.iter_mut().find(same) {
             Some(known) => known.add(&row),
@@ -167,6 +181,15 @@ fn name(row: &ReportRow) -> String {
     let parts: Vec<&str> =
         parts.into_iter().map(String::as_str).filter(|p| !p.is_empty()).collect();
     super::format::safe(&parts.join("/"))
+}
+
+/// Returns the resource claims of a row as shown to users. Containers without a claim are one line
+/// for each namespace.
+fn claim_name(row: &ReportRow) -> String {
+    match row.claim.is_empty() {
+        true => format!("{} (no claim)", name(row)),
+        false => super::format::safe(&row.claim),
+    }
 }
 
 fn csv(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(), CliError> {
@@ -191,6 +214,8 @@ mod tests {
             container: container.into(),
             used_gpu_seconds: 3600.0,
             returned_gpu_seconds: returned,
+            requested_gpu_seconds: 9000.0,
+            resident_gpu_seconds: 3600.0,
             calls: 7,
             ..ReportRow::default()
         }
@@ -227,7 +252,10 @@ mod tests {
         let text = String::from_utf8(out).unwrap();
         assert!(text.contains("CUDA CALLS") && text.contains("HELD IDLE, EUR"), "{text}");
         let last: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
-        let expected = ["all", "2.00", "0.00", "3.00", "0", "0%", "14", "4.00", "0.00", "6.00"];
+        let expected = [
+            "all", "2.00", "0.00", "3.00", "0", "5.00", "2.00", "0%", "14", "10.00", "4.00",
+            "0.00", "4.00", "6.00",
+        ];
         assert_eq!(last, expected, "{text}");
         let mut bare = Vec::new();
         show(&mut bare, &report(), false, true);
@@ -240,5 +268,24 @@ mod tests {
         let pods = merge(report().rows, ReportGrouping::Pod);
         assert_eq!((pods.len(), name(&pods[0])), (1, "ml/p".into()));
         assert_eq!(name(&merge(report().rows, ReportGrouping::Namespace)[0]), "ml");
+    }
+
+    #[test]
+    fn rows_of_a_claim_are_summed() {
+        let of = |claim: &str, pod: &str| ReportRow { claim: claim.into(), ..row(pod, "c", 60.0) };
+        let rows = vec![of("ml/a", "p"), of("ml/b", "p"), of("ml/a", "q"), of("", "r")];
+        let mut claims: Vec<_> = merge(rows, ReportGrouping::Claim)
+            .iter()
+            .map(|row| (claim_name(row), row.requested_gpu_seconds))
+            .collect();
+        claims.sort_by(|one, other| one.0.cmp(&other.0));
+        let expected = [("ml (no claim)", 9000.0), ("ml/a", 18000.0), ("ml/b", 9000.0)];
+        assert_eq!(claims, expected.map(|(name, seconds)| (name.to_owned(), seconds)));
+    }
+
+    #[test]
+    fn team_is_another_word_for_namespace() {
+        use clap::ValueEnum;
+        assert_eq!(ReportGrouping::from_str("team", false), Ok(ReportGrouping::Namespace));
     }
 }

@@ -68,14 +68,17 @@ impl ReportTable<'_> {
             row.offloads.to_string(),
         ];
         if self.wide {
-            let held = row.used_gpu_seconds + row.idle_gpu_seconds;
+            let held = row.resident_gpu_seconds;
             let idle = if held > 0.0 { 100.0 * row.idle_gpu_seconds / held } else { 0.0 };
+            cells.extend([hours(row.requested_gpu_seconds), hours(held)]);
             cells.extend([format!("{idle:.0}%"), row.calls.to_string()]);
         }
         if let Some(price) = self.price {
             let worth = |seconds: f64| format!("{:.2}", seconds / 3600.0 * price.per_gpu_hour);
             if self.wide {
-                cells.extend([worth(row.used_gpu_seconds), worth(row.idle_gpu_seconds)]);
+                let held = [row.used_gpu_seconds, row.idle_gpu_seconds, row.resident_gpu_seconds];
+                cells.push(worth(row.requested_gpu_seconds));
+                cells.extend(held.map(worth));
             }
             cells.push(worth(row.returned_gpu_seconds));
         }
@@ -87,11 +90,13 @@ impl ReportTable<'_> {
         let mut titles: Vec<String> =
             self.names.iter().chain(&figures).map(|&title| title.to_owned()).collect();
         if self.wide {
-            titles.extend(["IDLE OF HELD".to_owned(), "CUDA CALLS".to_owned()]);
+            let more = ["REQUESTED", "RESIDENT", "IDLE OF RESIDENT", "CUDA CALLS"];
+            titles.extend(more.map(str::to_owned));
         }
         if let Some(price) = self.price {
             let currency = format::safe(price.currency);
-            let priced = if self.wide { &["IN USE", "HELD IDLE", "FREED"][..] } else { &["FREED"] };
+            let all = ["REQUESTED", "IN USE", "HELD IDLE", "RESIDENT", "FREED"];
+            let priced = if self.wide { &all[..] } else { &["FREED"] };
             titles.extend(priced.iter().map(|what| format!("{what}, {currency}")));
         }
         titles
@@ -107,16 +112,20 @@ fn hours(seconds: f64) -> String {
     }
 }
 
-/// Names of the CSV columns that [`csv_line`] writes.
-pub const CSV_COLUMNS: &str = "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency";
+/// Names of the CSV columns that [`csv_line`] writes. New columns are added at the end, so that
+/// programs that read columns by their position continue to work.
+pub const CSV_COLUMNS: &str = "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency,requested_gpu_seconds,resident_gpu_seconds,requested_price,used_price,resident_price,claim";
 
-/// Formats a row as comma-separated values. Without a price, the fields for price and currency are
+/// Formats a row as comma-separated values. Without a price, the fields for prices and currency are
 /// empty.
 #[must_use]
 pub fn csv_line(row: &ReportRow, price: Option<Price<'_>>) -> String {
-    let worth = price.map(|price| row.returned_gpu_seconds / 3600.0 * price.per_gpu_hour);
+    let worth = |seconds: f64| match price {
+        Some(price) => format!("{:.4}", seconds / 3600.0 * price.per_gpu_hour),
+        None => String::new(),
+    };
     format!(
-        "{},{},{},{:.3},{:.3},{:.3},{},{},{},{}",
+        "{},{},{},{:.3},{:.3},{:.3},{},{},{},{},{:.3},{:.3},{},{},{},{}",
         field(&row.namespace),
         field(&row.pod),
         field(&row.container),
@@ -125,8 +134,14 @@ pub fn csv_line(row: &ReportRow, price: Option<Price<'_>>) -> String {
         row.returned_gpu_seconds,
         row.offloads,
         row.calls,
-        worth.map(|worth| format!("{worth:.4}")).unwrap_or_default(),
+        worth(row.returned_gpu_seconds),
         field(price.map_or("", |price| price.currency)),
+        row.requested_gpu_seconds,
+        row.resident_gpu_seconds,
+        worth(row.requested_gpu_seconds),
+        worth(row.used_gpu_seconds),
+        worth(row.resident_gpu_seconds),
+        field(&row.claim),
     )
 }
 
@@ -145,6 +160,24 @@ pub fn field(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn csv_line_has_a_field_for_each_column() {
+        let row = ReportRow {
+            namespace: "ml".into(),
+            used_gpu_seconds: 3600.0,
+            resident_gpu_seconds: 7200.0,
+            requested_gpu_seconds: 10_800.0,
+            claim: "ml/a,ml/b".into(),
+            ..ReportRow::default()
+        };
+        let price = Price { per_gpu_hour: 2.0, currency: "EUR" };
+        let line = csv_line(&row, Some(price));
+        let end = ",EUR,10800.000,7200.000,6.0000,2.0000,4.0000,\"ml/a,ml/b\"";
+        assert!(line.starts_with("ml,,,3600.000,") && line.ends_with(end), "{line}");
+        let bare = csv_line(&ReportRow::default(), None);
+        assert_eq!(bare.split(',').count(), CSV_COLUMNS.split(',').count(), "{bare}");
+    }
 
     #[test]
     fn a_hostile_name_stays_one_field() {

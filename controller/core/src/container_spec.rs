@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use affinode_proto::annotations::CLAIM;
+
 use super::policy::{Policies, Policy};
 
 /// Description of a container or job without its key. It changes only when the container is
@@ -51,6 +53,13 @@ impl ContainerSpec {
     #[must_use]
     pub fn policy(&self, policies: &Policies) -> (Policy, Vec<String>) {
         policies.resolve(self.rule_namespace(), &self.annotations)
+    }
+
+    /// The ResourceClaims of the container, as its shim read them from the claims' files. Empty: the
+    /// container has none, or they have no files.
+    #[must_use]
+    pub fn claim(&self) -> &str {
+        self.annotations.get(CLAIM).map_or("", String::as_str)
     }
 
     /// Name shown to users: `namespace/pod/container`, or `namespace/name` outside Kubernetes. A

@@ -16,7 +16,7 @@ pub use self::{
     words::{KeepAlive, Mode, NoProgressAction, OnOom, Restore, WakeOn},
 };
 use super::history::KeepAliveTarget;
-use affinode_proto::annotations::{CLAIMED_VRAM, LATENCY_SENSITIVE};
+use affinode_proto::annotations::{CLAIM, CLAIMED_VRAM, LATENCY_SENSITIVE};
 pub use affinode_proto::wire::Engine;
 
 impl Policy {
@@ -59,7 +59,8 @@ impl Policies {
         // `latency-sensitive` is applied last, so that it replaces what other annotations set.
         let (last, first): (Vec<_>, Vec<_>) =
             annotations.iter().partition(|(name, _)| *name == LATENCY_SENSITIVE);
-        let first = first.into_iter().filter(|(name, _)| *name != CLAIMED_VRAM);
+        let of_claims = |name: &str| name == CLAIMED_VRAM || name == CLAIM;
+        let first = first.into_iter().filter(|(name, _)| !of_claims(name));
         for (name, value) in first.chain(last) {
             if let Err(accepted) = apply(&mut policy, name, value) {
                 let shown: String = value.chars().take(80).collect();

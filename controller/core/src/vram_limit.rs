@@ -44,7 +44,7 @@ const MAX_WAITING_GPUS: usize = 16;
 /// Maximum number of readings of the GPUs for one request. NVML's reading may already contain the
 /// pending bytes (allocations in progress), which then count twice. So if a request would be
 /// refused only because of pending bytes, the GPUs are read again.
-const MAX_READINGS: u32 = 20;
+pub(super) const MAX_READINGS: u32 = 20;
 
 /// Requests of processes for VRAM allowances.
 #[derive(Debug, Default)]
@@ -78,6 +78,8 @@ struct VramRequest {
     ticket: u32,
     bytes: u64,
     uuid: [u8; 16],
+    /// Number of readings for this request so far.
+    readings: u32,
 }
 
 /// A request for which the GPUs are being read.
@@ -86,8 +88,6 @@ struct VramReading {
     key: Key,
     process: ProcessId,
     request: VramRequest,
-    /// Number of readings so far.
-    readings: u32,
 }
 
 /// Returns the limit that the library of a new process enforces, in bytes. 0: the library enforces
@@ -128,8 +128,8 @@ pub(super) fn asked(node: &mut NodeState, id: ProcessId, ticket: u32, bytes: u64
         return;
     }
     requests.arrivals += 1;
-    let request = (requests.arrivals, VramRequest { ticket, bytes, uuid });
-    requests.waiting.insert((id, uuid), request);
+    let request = VramRequest { ticket, bytes, uuid, readings: 0 };
+    requests.waiting.insert((id, uuid), (requests.arrivals, request));
     taken(node, id);
     serve_next(node);
 }
@@ -170,13 +170,9 @@ fn serve_next(node: &mut NodeState) {
     requests.waiting.remove(&(process, request.uuid));
     requests.arrivals += 1;
     requests.last_served.insert(key.clone(), requests.arrivals);
-    begin_reading(node, VramReading { key, process, request, readings: 0 });
-}
-
-fn begin_reading(node: &mut NodeState, reading: VramReading) {
-    let (epoch, key) = (next_epoch(node), reading.key.clone());
-    let processes = node.members(&key);
-    node.vram_requests.reading = Some(VramReading { readings: reading.readings + 1, ..reading });
+    let request = VramRequest { readings: request.readings + 1, ..request };
+    requests.reading = Some(VramReading { key: key.clone(), process, request });
+    let (epoch, processes) = (next_epoch(node), node.members(&key));
     node.output.effects.push(Effect::ReadVram { key, epoch, processes });
 }
 
@@ -196,15 +192,15 @@ pub(super) fn read(
     if node.registry.processes.get(&reading.process).is_none_or(|process| process.key != *key) {
         return serve_next(node);
     }
-    let VramRequest { ticket, bytes, uuid } = reading.request;
+    let VramRequest { ticket, bytes, uuid, readings } = reading.request;
     let pending = pending.iter().fold(0_u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
     let unpromised = unpromised_bytes(node, key, &nvml_uuid(&uuid), gpus);
     let free_bytes = unpromised.map_or(u64::MAX, |unpromised| unpromised.saturating_sub(pending));
     if free_bytes < bytes
         && unpromised.is_some_and(|unpromised| unpromised >= bytes)
-        && reading.readings < MAX_READINGS
+        && readings < MAX_READINGS
     {
-        return begin_reading(node, reading);
+        return read_again(node, reading);
     }
     // Other processes of the container may need VRAM soon. A recall costs both sides time.
     let members = node.members(key).len().max(1) as u64;
@@ -226,6 +222,17 @@ pub(super) fn read(
         let until = node.clock.now + TAKE_MS;
         node.vram_requests.granted.insert(key.clone(), (reading.process, until));
     }
+    serve_next(node);
+}
+
+/// Puts a request back, so that the GPUs are read for it again. Requests of other containers come
+/// first. A container can forge its pending bytes, and must not delay the others by its readings.
+fn read_again(node: &mut NodeState, reading: VramReading) {
+    let requests = &mut node.vram_requests;
+    // The process may have sent a newer request meanwhile. Its reply also answers this one.
+    let place = (reading.process, reading.request.uuid);
+    // The arrival 0 makes it the first request of its container.
+    requests.waiting.entry(place).or_insert((0, reading.request));
     serve_next(node);
 }
 

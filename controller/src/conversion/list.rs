@@ -85,6 +85,8 @@ fn list_container(
         engine: c.policy.engine.as_str().to_owned(),
         idle_timeout_ms: c.policy.idle_timeout_ms,
         priority: c.policy.priority,
+        vram_limit_bytes: c.policy.vram_limit_bytes,
+        claim: c.spec.claim().to_owned(),
         warnings: node.warnings(key),
         processes: node.processes(key).map(|p| list_process(node, p)).collect(),
         pinned: node.overrides().pinned.contains(key),

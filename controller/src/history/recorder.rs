@@ -7,7 +7,7 @@
 //!   … Active   │ Idle: begins here  │ grows, adds VRAM   │ ends here; next
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use affinode_proto::{event::EventKind, state::State};
 
@@ -38,6 +38,7 @@ struct OpenSpan {
     restores: u64,
     held_share: f64,
     offloaded_share: f64,
+    requested_share: f64,
 }
 
 /// Stores the spans that are not on disk in their final form: one growing span for each container,
@@ -131,6 +132,7 @@ impl OpenSpan {
             namespace: if pod { c.pod_namespace.clone() } else { c.namespace.clone() },
             pod: c.pod.clone(),
             container: if pod { c.container.clone() } else { c.id.clone() },
+            claim: c.claim.clone(),
             state: c.state.clone(),
             reason: c.reason.clone(),
             // A controller that has just started did not observe the time before its start.
@@ -146,6 +148,7 @@ impl OpenSpan {
             restores: c.restores,
             held_share: 0.0,
             offloaded_share: 0.0,
+            requested_share: 0.0,
         }
     }
 
@@ -163,6 +166,7 @@ impl OpenSpan {
             let seconds = passed as f64 / 1000.0;
             self.span.held_gpu_seconds += self.held_share * seconds;
             self.span.offloaded_gpu_seconds += self.offloaded_share * seconds;
+            self.span.requested_gpu_seconds += self.requested_share * seconds;
         }
     }
 
@@ -191,6 +195,7 @@ impl OpenSpan {
             c.processes.iter().flat_map(|p| &p.vram).map(|d| share(d.bytes, &d.uuid)).sum();
         self.offloaded_share =
             c.processes.iter().flat_map(|p| &p.offloaded).map(|d| share(d.bytes, &d.uuid)).sum();
+        self.requested_share = requested_share(c, gpus);
     }
 
     /// Records that the container was in use at this time.
@@ -219,12 +224,32 @@ impl OpenSpan {
             to_ms: now_ms,
             held_gpu_seconds: 0.0,
             offloaded_gpu_seconds: 0.0,
+            requested_gpu_seconds: 0.0,
             calls: 0,
             wake_ms: 0,
             uses: Vec::new(),
             ..self.span.clone()
         };
         std::mem::replace(&mut self.span, next)
+    }
+}
+
+/// VRAM that the container may use under its limit, as a share of a whole GPU. The limit applies to
+/// each GPU on which the container has memory. A container without memory on any GPU has requested
+/// its limit on one GPU, the node's first. 0: the container has no limit.
+fn requested_share(c: &Container, gpus: &[Gpu]) -> f64 {
+    let memory = c.processes.iter().flat_map(|p| p.vram.iter().chain(&p.offloaded));
+    let used: BTreeSet<&str> = memory.filter(|d| d.bytes > 0).map(|d| d.uuid.as_str()).collect();
+    let is_used = |gpu: &&Gpu| used.contains(gpu.uuid.as_str());
+    let share = |gpu: &Gpu| {
+        let bytes = c.vram_limit_bytes.min(gpu.vram_total_bytes);
+        #[allow(clippy::cast_precision_loss)] // A share.
+        let share = bytes as f64 / gpu.vram_total_bytes.max(1) as f64;
+        share
+    };
+    match gpus.iter().any(|gpu| is_used(&gpu)) {
+        true => gpus.iter().filter(is_used).map(share).sum(),
+        false => gpus.first().map_or(0.0, share),
     }
 }
 
@@ -260,6 +285,52 @@ mod tests {
 
     fn event(to: &str, unix_ms: i64) -> Event {
         Event { kind: "state".into(), key: "k".into(), to: to.into(), unix_ms, ..Event::default() }
+    }
+
+    #[test]
+    fn limit_counts_as_requested_in_each_state() {
+        let mut tape = SpanRecorder::default();
+        let limited = |state: &str, held, offloaded| {
+            let mut node = node(state, held, offloaded, 0);
+            node.containers[0].vram_limit_bytes = 2 * GIB;
+            node.containers[0].claim = "ml/gpu".into();
+            node
+        };
+        for (now_ms, state, held, offloaded) in [
+            (1_000_000, "Unregistered", 0, 0),
+            (1_004_000, "Active", GIB, 0),
+            (1_008_000, "Offloaded", 0, GIB),
+            (1_012_000, "Offloaded", 0, GIB),
+        ] {
+            tape.observe(&limited(state, held, offloaded), now_ms);
+        }
+        let spans = tape.all();
+        let requested: f64 = spans.iter().map(|span| span.requested_gpu_seconds).sum();
+        assert!((requested - 3.0).abs() < 1e-9, "a quarter of a GPU for 12 s: {spans:?}");
+        assert!(spans.len() == 3 && spans.iter().all(|span| span.claim == "ml/gpu"), "{spans:?}");
+    }
+
+    #[test]
+    fn request_counts_on_each_gpu_in_use() {
+        let gpu = |uuid: &str, gib| Gpu {
+            uuid: uuid.into(),
+            vram_total_bytes: gib * GIB,
+            ..Gpu::default()
+        };
+        let gpus = [gpu("GPU-0", 8), gpu("GPU-1", 4), gpu("GPU-2", 8)];
+        let on = |uuid: &str, bytes| DeviceBytes { uuid: uuid.into(), bytes };
+        let share = |limit_gib: u64, vram: Vec<DeviceBytes>| {
+            let container = Container {
+                vram_limit_bytes: limit_gib * GIB,
+                processes: vec![Process { vram, ..Process::default() }],
+                ..Container::default()
+            };
+            requested_share(&container, &gpus)
+        };
+        assert_eq!(share(2, Vec::new()), 0.25, "of one GPU, until it uses one");
+        assert_eq!(share(2, vec![on("GPU-1", 1), on("GPU-2", 1)]), 0.75);
+        assert_eq!(share(6, vec![on("GPU-1", 1)]), 1.0, "at most the whole GPU");
+        assert_eq!(share(0, vec![on("GPU-1", 1)]), 0.0, "no limit");
     }
 
     #[test]

@@ -26,6 +26,11 @@ pub struct UsageRow {
     pub offloads: u64,
     /// Number of CUDA calls of the container.
     pub calls: u64,
+    /// ResourceClaims of the container, as `namespace/name`, separated by commas. Empty: it has
+    /// none.
+    pub claim: String,
+    /// VRAM that the container could use at most under its limit, in GPU seconds.
+    pub requested_gpu_seconds: f64,
 }
 
 /// Use of the GPUs by all containers in a time range.
@@ -37,7 +42,8 @@ pub struct UsageReport {
     pub until_ms: i64,
     /// Start of the oldest span, in milliseconds since 1970. `None` if there is no span.
     pub oldest_ms: Option<i64>,
-    /// One row for each container, in order of name.
+    /// One row for each container, in order of name. A container whose claims changed has a row for
+    /// each of them.
     pub rows: Vec<UsageRow>,
 }
 
@@ -46,14 +52,16 @@ impl UsageReport {
     /// counts.
     #[must_use]
     pub fn sum(spans: &[StateSpan], since_ms: i64, until_ms: i64) -> UsageReport {
-        let mut rows: BTreeMap<(&str, &str, &str), UsageRow> = BTreeMap::new();
+        let mut rows: BTreeMap<[&str; 4], UsageRow> = BTreeMap::new();
         for span in spans {
             let share = span.share(since_ms, until_ms);
-            let name = (span.namespace.as_str(), span.pod.as_str(), span.container.as_str());
+            let name = [&span.namespace, &span.pod, &span.container, &span.claim];
+            let name = name.map(String::as_str);
             let row = rows.entry(name).or_insert_with(|| UsageRow {
                 namespace: span.namespace.clone(),
                 pod: span.pod.clone(),
                 container: span.container.clone(),
+                claim: span.claim.clone(),
                 ..UsageRow::default()
             });
             let held = span.held_gpu_seconds * share;
@@ -63,6 +71,7 @@ impl UsageReport {
                 row.used_gpu_seconds += held;
             }
             row.returned_gpu_seconds += span.offloaded_gpu_seconds * share;
+            row.requested_gpu_seconds += span.requested_gpu_seconds * share;
             row.offloads += u64::from(span.state == "Offloading" && span.from_ms >= since_ms);
             if share > 0.5 {
                 row.calls = row.calls.saturating_add(span.calls);
@@ -88,6 +97,9 @@ impl UsageReport {
             returned_gpu_seconds: row.returned_gpu_seconds,
             offloads: row.offloads,
             calls: row.calls,
+            claim: row.claim,
+            requested_gpu_seconds: row.requested_gpu_seconds,
+            resident_gpu_seconds: row.used_gpu_seconds + row.idle_gpu_seconds,
         };
         schema::Report {
             since_unix_ms: self.since_ms,
@@ -138,5 +150,22 @@ mod tests {
         assert!((a.idle_gpu_seconds - 5.0).abs() < 1e-9, "{a:?}");
         assert!((a.returned_gpu_seconds - 10.0).abs() < 1e-9, "{a:?}");
         assert_eq!((a.offloads, report.rows.len(), report.oldest_ms), (1, 2, Some(0)));
+    }
+
+    #[test]
+    fn claims_of_a_container_have_rows() {
+        let of = |claim: &str, from_ms| StateSpan {
+            claim: claim.into(),
+            requested_gpu_seconds: 4.0,
+            ..span("a", "Active", from_ms, from_ms + 10_000, 3.0, 0.0)
+        };
+        let spans = [of("ml/x", 0), of("ml/y", 10_000), of("ml/y", 20_000)];
+        let report = UsageReport::sum(&spans, 5_000, 40_000).priced(&ReportSection::default());
+        let rows: Vec<_> = report
+            .rows
+            .iter()
+            .map(|row| (row.claim.as_str(), row.requested_gpu_seconds, row.resident_gpu_seconds))
+            .collect();
+        assert_eq!(rows, [("ml/x", 2.0, 1.5), ("ml/y", 8.0, 6.0)]);
     }
 }

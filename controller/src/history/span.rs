@@ -40,6 +40,14 @@ pub struct StateSpan {
     /// They are only as precise as the interval between observations, which is a few seconds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uses: Vec<(u32, u32)>,
+    /// ResourceClaims of the container, as `namespace/name`, separated by commas. Empty: it has
+    /// none. Records of older controllers do not have this field.
+    #[serde(default)]
+    pub claim: String,
+    /// VRAM that the container could use at most under its limit, in GPU seconds. 0 without a
+    /// limit. Records of older controllers do not have this field.
+    #[serde(default)]
+    pub requested_gpu_seconds: f64,
 }
 
 impl StateSpan {

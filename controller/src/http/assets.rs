@@ -38,6 +38,7 @@ files! {
     "/rows.js": SCRIPT, "rows.js";
     "/store.js": SCRIPT, "store.js";
     "/stream.js": SCRIPT, "stream.js";
+    "/teams.js": SCRIPT, "teams.js";
     "/theme.js": SCRIPT, "theme.js";
 }
 

@@ -128,6 +128,10 @@ pub struct ContainerRow {
     pub processes: Vec<ProcessRow>,
     /// Warnings about invalid annotations.
     pub warnings: Vec<String>,
+    /// ResourceClaims of the container, separated by commas.
+    pub claim: String,
+    /// Limit of the container's VRAM, in bytes. 0 if it has none.
+    pub vram_limit_bytes: u64,
 }
 
 impl ContainerRow {

@@ -40,6 +40,7 @@ pub mod hazards;
 pub mod image;
 pub mod installed;
 pub mod language;
+pub mod liar;
 mod logs;
 pub mod memory_cgroup;
 pub mod nvidia_hook;

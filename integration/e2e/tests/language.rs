@@ -66,6 +66,38 @@ fn every_alert_has_a_runbook() -> Result<()> {
 }
 
 #[test]
+fn tests_named_in_conformance_page_exist() -> Result<()> {
+    let root = workspace_dir();
+    let page = fs::read_to_string(root.join("integration/conformance-dra.md"))?;
+    let is_test = |word: &&str| {
+        word.contains('_') && word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+    };
+    let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).filter(is_test).collect();
+    assert!(named.len() > 20, "{named:?}");
+    let mut code = String::new();
+    let mut folders = vec![root.join("controller/cluster"), root.join("integration/xtask/src/k8s")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false if path.extension().is_some_and(|it| it == "rs") => {
+                    code += &fs::read_to_string(path)?;
+                }
+                false => {}
+            }
+        }
+    }
+    let exists = |name: &str| {
+        // A function can have parameters of lifetimes.
+        ["(", "<"].iter().any(|next| code.contains(&format!("fn {name}{next}")))
+    };
+    let missing: Vec<_> = named.iter().filter(|name| !exists(name)).collect();
+    assert!(missing.is_empty(), "no test has the name: {missing:?}");
+    Ok(())
+}
+
+#[test]
 fn every_reason_is_given_somewhere() -> Result<()> {
     let root = workspace_dir();
     let reasons = fs::read_to_string(root.join("proto/src/reason.rs"))?;

@@ -126,7 +126,7 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
     let target = artifacts.clients_dir();
     sh::run(Command::new("sh").arg(sources.join("build.sh")).arg(&target))?;
     let own = workspace_dir().join("integration/e2e/programs");
-    for program in ["attack", "call_cost", "links", "memory_cost", "scribble"] {
+    for program in ["attack", "call_cost", "lie", "links", "memory_cost", "scribble"] {
         let mut gcc = Command::new("gcc");
         gcc.args(["-O2", "-Wall", "-o"]).arg(target.join(program)).arg("-I").arg(&sources);
         gcc.arg(own.join(program).with_extension("c"));

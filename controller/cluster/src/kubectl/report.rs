@@ -21,16 +21,18 @@ use super::{
     output::{self, NodeOutcome, OutputFormat},
 };
 
-/// Print how the GPUs of all nodes were used: how much VRAM was in use, was held by idle containers,
-/// and was freed by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour,
-/// or half of it for two hours. A node on which no controller runs is missing from the report, and
-/// standard error names it.
+/// Print how the GPUs of all nodes were used: how much VRAM was requested, was in use, was held by
+/// idle containers, and was freed by offloads, each in GPU hours. A GPU hour is the whole VRAM of a
+/// GPU for one hour, or half of it for two hours. Requested is the VRAM limit of a container (the
+/// amount of its resource claims), for as long as the container exists. A node on which no
+/// controller runs is missing from the report, and standard error names it.
 #[derive(Args, Clone, Debug)]
 pub struct ReportArgs {
     /// Length of the time range, which ends now: for example 90m, 24h or 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
-    /// Whether each line is a container, a pod, a namespace or a node.
+    /// What each line is: a container, a pod, a namespace (a team), the resource claims of a
+    /// container, or a node.
     #[arg(long, default_value = "container")]
     by: Grouping,
     /// Include pods of all namespaces, and containers without a pod.
@@ -65,8 +67,12 @@ enum Grouping {
     Container,
     /// One line per pod and node.
     Pod,
-    /// One line per namespace, over all nodes.
+    /// One line per namespace, over all nodes. The namespace is the team of a container.
+    #[value(alias = "team")]
     Namespace,
+    /// One line per resource claim, over all nodes. A container with several claims has one line
+    /// for all of them.
+    Claim,
     /// One line per node.
     Node,
 }
@@ -76,8 +82,8 @@ enum Grouping {
 enum ReportFormat {
     /// Aligned columns for a terminal.
     Table,
-    /// Further columns: CUDA calls, the share of held VRAM that was idle, and the prices of used
-    /// and idle VRAM.
+    /// Further columns: requested and resident VRAM, CUDA calls, the share of resident VRAM that
+    /// was idle, and the prices of requested, used, idle and resident VRAM.
     Wide,
     /// Comma-separated values, in GPU seconds.
     Csv,
@@ -104,7 +110,7 @@ struct ClusterReport {
     nodes: Vec<NodeOutcome>,
 }
 
-/// A row of the cluster's report: the GPU use of one container, pod, namespace or node.
+/// A row of the cluster's report: the GPU use of one container, pod, namespace, claim or node.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct NodeReportRow {
     /// Name of the node. Empty if the row is a sum over several nodes.
@@ -193,19 +199,26 @@ fn one_price(reports: &[schema::Report]) -> Option<Price<'_>> {
 /// Adds up the rows of each group, such as all rows of a namespace. The groups whose offloads freed
 /// the most VRAM come first.
 fn merge(rows: Vec<NodeReportRow>, by: Grouping) -> Vec<NodeReportRow> {
-    let mut groups: BTreeMap<[String; 4], NodeReportRow> = BTreeMap::new();
+    let mut groups: BTreeMap<[String; 5], NodeReportRow> = BTreeMap::new();
     for mut found in rows {
-        let ReportRow { namespace, pod, container, .. } = &mut found.row;
+        let ReportRow { namespace, pod, container, claim, .. } = &mut found.row;
         match by {
             Grouping::Container => {}
             Grouping::Pod => container.clear(),
             Grouping::Namespace => {
+                [&mut found.node, pod, container, claim].into_iter().for_each(String::clear);
+            }
+            Grouping::Claim => {
                 [&mut found.node, pod, container].into_iter().for_each(String::clear);
             }
-            Grouping::Node => [namespace, pod, container].into_iter().for_each(String::clear),
+            Grouping::Node => {
+                [namespace, pod, container, claim].into_iter().for_each(String::clear);
+            }
         }
         let row = &found.row;
-        let group = [&found.node, &row.namespace, &row.pod, &row.container].map(String::clone);
+        let of_claim = if by == Grouping::Claim { row.claim.as_str() } else { "" };
+        let group = [&found.node, &row.namespace, &row.pod, &row.container, of_claim];
+        let group = group.map(str::to_owned);
         match groups.entry(group) {
             Entry::Occupied(mut known) => known.get_mut().row.add(&found.row),
             Entry::Vacant(place) => drop(place.insert(found)),
@@ -221,6 +234,7 @@ fn names(by: Grouping) -> &'static [&'static str] {
         Grouping::Container => &["NODE", "CONTAINER"],
         Grouping::Pod => &["NODE", "POD"],
         Grouping::Namespace => &["NAMESPACE"],
+        Grouping::Claim => &["CLAIM"],
         Grouping::Node => &["NODE"],
     }
 }
@@ -236,6 +250,8 @@ fn cells(found: &NodeReportRow, by: Grouping) -> Vec<String> {
     match by {
         Grouping::Container | Grouping::Pod => vec![found.node.clone(), name],
         Grouping::Namespace => vec![name],
+        Grouping::Claim if row.claim.is_empty() => vec![format!("{name} (no claim)")],
+        Grouping::Claim => vec![format::safe(&row.claim)],
         Grouping::Node => vec![found.node.clone()],
     }
 }

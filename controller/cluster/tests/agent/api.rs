@@ -3,7 +3,7 @@
 //! the node in a watch.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io::{BufRead, BufReader, Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     sync::{Arc, Condvar, Mutex, MutexGuard},
@@ -15,9 +15,11 @@ use serde_json::{Value, json};
 
 /// Time limit for an action that a test expects of the agent. The agent checks its node every 15 s,
 /// and after a failure every 2 min.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";
+/// Path of all ResourceClaims in the namespace of the tests.
+pub const CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/ml/resourceclaims";
 /// Path of all ResourceSlices.
 pub const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
@@ -34,6 +36,10 @@ struct Objects {
     version: u64,
     watchers: Vec<TcpStream>,
     slice_watchers: Vec<TcpStream>,
+    /// Paths for which a client that reads them gets no answer.
+    held: BTreeSet<String>,
+    /// Paths of `held` that a client has asked for.
+    asked: BTreeSet<String>,
 }
 
 impl ApiServer {
@@ -122,6 +128,36 @@ impl ApiServer {
         self.state.1.notify_all();
     }
 
+    /// Delays the answers to all readings of an object until [`ApiServer::release`].
+    pub fn hold(&self, path: &str) {
+        self.lock().held.insert(path.to_owned());
+    }
+
+    /// Returns whether a client waits for the answer to a reading of a held object.
+    pub fn is_asked_for(&self, path: &str) -> bool {
+        self.lock().asked.contains(path)
+    }
+
+    /// Sends the delayed answers of an object, and delays no further answers.
+    pub fn release(&self, path: &str) {
+        let mut objects = self.lock();
+        objects.held.remove(path);
+        objects.asked.remove(path);
+        drop(objects);
+        self.state.1.notify_all();
+    }
+
+    /// Waits while the object of this path is held.
+    fn wait_while_held(&self, path: &str) {
+        let mut objects = self.lock();
+        while objects.held.contains(path) {
+            if objects.asked.insert(path.to_owned()) {
+                self.state.1.notify_all();
+            }
+            objects = self.state.1.wait(objects).unwrap();
+        }
+    }
+
     fn answer(&self, mut stream: TcpStream) {
         let mut reader = BufReader::new(stream.try_clone().unwrap());
         let (mut line, mut length) = (String::new(), 0);
@@ -155,6 +191,7 @@ impl ApiServer {
             }
             return;
         }
+        self.wait_while_held(path);
         let (status, answer) = self.reply(method, path, body);
         let text = answer.to_string();
         let head = format!(

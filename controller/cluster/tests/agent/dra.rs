@@ -1,18 +1,15 @@
 //! Tests the node agent as a DRA driver. The test acts as the kubelet.
 
+mod claims;
+mod kills;
+mod kubelet;
+mod registration;
+
 use std::{fs, path::Path};
 
-use affinode_cluster::node::dra::messages::{
-    InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
-};
+use affinode_cluster::node::dra::messages::PluginInfo;
+use kubelet::Kubelet;
 use serde_json::{Value, json};
-use tonic::{
-    Request,
-    client::Grpc,
-    codegen::http::uri::PathAndQuery,
-    transport::{Channel, Endpoint},
-};
-use tonic_prost::ProstCodec;
 
 use super::{
     Agent, EXCLUDE, STATE,
@@ -21,6 +18,7 @@ use super::{
 
 const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
 const KUBELET: &str = "root/var/lib/kubelet";
+const ENDPOINT: &str = "root/var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
 const REGISTRATION: &str = "root/var/lib/kubelet/plugins_registry/gpu.affinode.io-reg.sock";
 
 pub fn gpus(count: u32) -> String {
@@ -35,9 +33,19 @@ pub fn gpus(count: u32) -> String {
 }
 
 fn start(count: u32) -> Agent {
+    start_with(count, |_| {})
+}
+
+/// Starts the agent on a node that `prepare` has changed before the start.
+fn start_with(count: u32, prepare: impl Fn(&Path)) -> Agent {
     let gpus = |folder: &Path| {
         fs::create_dir_all(folder.join(KUBELET)).unwrap();
         fs::write(folder.join("node/gpus"), gpus(count)).unwrap();
+        let devices = json!([{"name": "0", "containerEdits": {}}]);
+        let toolkit = json!({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices});
+        fs::create_dir_all(folder.join("root/etc/cdi")).unwrap();
+        fs::write(folder.join("root/etc/cdi/nvidia.json"), toolkit.to_string()).unwrap();
+        prepare(folder);
     };
     let options = ["--dra=true", "--dra-oversubscription=1.5"];
     let agent = Agent::with(ApiServer::start(json!({})), &["served"], &options, gpus);
@@ -47,27 +55,10 @@ fn start(count: u32) -> Agent {
 
 /// Registers the agent's driver as a kubelet does, and returns the properties of the driver.
 fn register(agent: &Agent) -> PluginInfo {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        // The path of the socket is too long for an address.
-        let link = tempfile::tempdir().unwrap();
-        let socket = link.path().join("reg.sock");
-        std::os::unix::fs::symlink(agent.folder.join(REGISTRATION), &socket).unwrap();
-        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
-        let channel: Channel = endpoint.connect().await.unwrap();
-        let mut client = Grpc::new(channel);
-        client.ready().await.unwrap();
-        let path = PathAndQuery::from_static("/pluginregistration.Registration/GetInfo");
-        let codec = ProstCodec::<InfoRequest, PluginInfo>::default();
-        let info = client.unary(Request::new(InfoRequest {}), path, codec).await.unwrap();
-        let status = RegistrationStatus { plugin_registered: true, error: String::new() };
-        let codec = ProstCodec::<RegistrationStatus, RegistrationStatusResponse>::default();
-        let path =
-            PathAndQuery::from_static("/pluginregistration.Registration/NotifyRegistrationStatus");
-        client.ready().await.unwrap();
-        client.unary(Request::new(status), path, codec).await.unwrap();
-        info.into_inner()
-    })
+    let kubelet = Kubelet::of(agent);
+    let info = kubelet.info();
+    kubelet.notify(true, "");
+    info
 }
 
 fn devices(slice: &Value) -> Vec<&str> {
@@ -152,7 +143,7 @@ fn node_with_claims_is_not_left() {
 #[test]
 fn ended_agent_leaves_no_socket() {
     let mut agent = start(1);
-    let sockets = [REGISTRATION.to_owned(), format!("{KUBELET}/plugins/gpu.affinode.io/dra.sock")];
+    let sockets = [REGISTRATION, ENDPOINT];
     assert!(sockets.iter().all(|socket| agent.folder.join(socket).exists()));
     let pid = agent.child.id().to_string();
     let kill = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();

@@ -50,13 +50,18 @@ struct Agent {
     child: Child,
     api: ApiServer,
     folder: PathBuf,
+    options: Vec<String>,
+    /// Older processes of the agent, which may still run.
+    older: Vec<Child>,
     _dir: tempfile::TempDir,
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        for child in self.older.iter_mut().chain([&mut self.child]) {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 
@@ -90,22 +95,18 @@ impl Agent {
         });
         fs::write(folder.join("kubeconfig"), config.to_string()).unwrap();
         prepare(&folder);
-        let log = fs::File::create(folder.join("log")).unwrap();
-        let child = Command::new(folder.join("bin/affinode-cluster"))
-            .args(["node", "--node-name=one", "--installation=system/affinode"])
-            .args(["--listen=127.0.0.1:0", "--restart-mode=none"])
-            .arg(format!("--host-root={}", folder.join("root").display()))
-            .arg(format!("--config={}", folder.join("cluster.toml").display()))
-            .args(more.iter().map(|option| option.replace("DIR", &folder.display().to_string())))
-            .env("KUBECONFIG", folder.join("kubeconfig"))
-            // The agent needs this variable for reviews of tokens. No test requests a review.
-            .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-            .env("KUBERNETES_SERVICE_PORT", "1")
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        Agent { child, api, folder, _dir: dir }
+        let options: Vec<String> = more
+            .iter()
+            .map(|option| option.replace("DIR", &folder.display().to_string()))
+            .collect();
+        let child = spawn(&folder, &options);
+        Agent { child, api, folder, options, older: Vec::new(), _dir: dir }
+    }
+
+    /// Starts a newer process of the agent for the same node. The older process goes on.
+    fn start_newer(&mut self) {
+        let newer = spawn(&self.folder, &self.options);
+        self.older.push(std::mem::replace(&mut self.child, newer));
     }
 
     fn until_state(&self, what: &str, is_so: impl Fn(&str) -> bool) {
@@ -119,6 +120,25 @@ impl Agent {
     fn calls(&self) -> String {
         fs::read_to_string(self.folder.join("node/calls")).unwrap_or_default()
     }
+}
+
+/// Starts the program for the node whose files are in a folder.
+fn spawn(folder: &Path, options: &[String]) -> Child {
+    let log = fs::OpenOptions::new().create(true).append(true).open(folder.join("log")).unwrap();
+    Command::new(folder.join("bin/affinode-cluster"))
+        .args(["node", "--node-name=one", "--installation=system/affinode"])
+        .args(["--listen=127.0.0.1:0", "--restart-mode=none"])
+        .arg(format!("--host-root={}", folder.join("root").display()))
+        .arg(format!("--config={}", folder.join("cluster.toml").display()))
+        .args(options)
+        .env("KUBECONFIG", folder.join("kubeconfig"))
+        // The agent needs this variable for reviews of tokens. No test requests a review.
+        .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        .env("KUBERNETES_SERVICE_PORT", "1")
+        .stdin(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .unwrap()
 }
 
 #[test]

@@ -14,6 +14,9 @@ fn row(namespace: &str, pod: &str, idle_s: f64, returned_s: f64) -> ReportRow {
         returned_gpu_seconds: returned_s,
         offloads: 3,
         calls: 7,
+        claim: format!("{namespace}/{pod}"),
+        requested_gpu_seconds: 7200.0,
+        resident_gpu_seconds: 3600.0 + idle_s,
     }
 }
 
@@ -53,8 +56,25 @@ async fn rows_are_summed_by_namespace_or_node() {
     assert_eq!(rows[1], ["web", "1.00", "0.50", "0.00", "3", "0.00"], "{namespaces}");
     let nodes = stage.run("report -A --by node -o csv").await;
     let lines: Vec<&str> = nodes.out.lines().collect();
-    assert_eq!(lines[1], "two,,,,3600.000,0.000,36000.000,3,7,20.0000,EUR", "{nodes}");
-    assert_eq!(lines[2], "one,,,,7200.000,1800.000,7200.000,6,14,4.0000,EUR", "{nodes}");
+    let of_two = "two,,,,3600.000,0.000,36000.000,3,7,20.0000,EUR,\
+                  7200.000,3600.000,4.0000,2.0000,2.0000,";
+    assert_eq!(lines[1], of_two, "{nodes}");
+    let of_one = "one,,,,7200.000,1800.000,7200.000,6,14,4.0000,EUR,\
+                  14400.000,9000.000,8.0000,4.0000,5.0000,";
+    assert_eq!(lines[2], of_one, "{nodes}");
+}
+
+#[tokio::test]
+async fn claims_and_teams_have_lines() {
+    let stage = stage().await;
+    let claims = stage.run("report -A --by claim -o wide").await;
+    let rows = claims.rows();
+    assert!(claims.out.lines().next().unwrap().contains("REQUESTED"), "{claims}");
+    let expected = ["ml/agent", "1.00", "0.00", "10.00", "3", "2.00", "1.00", "0%", "7", "4.00"];
+    assert_eq!(rows[1][..10], expected, "{claims}");
+    assert_eq!([rows[2][0], rows[3][0]], ["ml/notebook", "web/server"], "{claims}");
+    let teams = stage.run("report -A --by team --no-headers").await;
+    assert_eq!(teams.rows()[0][..2], ["ml", "2.00"], "{teams}");
 }
 
 #[tokio::test]
@@ -69,7 +89,8 @@ async fn different_prices_are_not_summed() {
     assert!(json["price_per_gpu_hour"].is_null(), "{json}");
     assert_eq!(json["rows"][0]["node"], "two", "{json}");
     let csv = stage.run("report -o csv --no-headers").await;
-    assert!(csv.out.lines().all(|line| line.ends_with(",,")), "{csv}");
+    let has_price = |line: &str| line.split(',').skip(9).take(2).any(|field| !field.is_empty());
+    assert!(!csv.out.lines().any(has_price), "{csv}");
 }
 
 /// A node has no controller, so it is missing from the report. The command must fail and name the

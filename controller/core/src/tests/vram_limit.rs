@@ -11,8 +11,9 @@ use proptest::prelude::*;
 
 use super::{
     super::{
-        ContainerSpec, Effect, GpuSample, Input, Millis, Node, ProcessId, Settings,
+        ContainerSpec, Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Settings,
         input::{Identity, SwapStatus},
+        vram_limit::MAX_READINGS,
     },
     world::{GPU, key},
 };
@@ -101,8 +102,12 @@ impl LimitedContainer {
     }
 
     fn join(&mut self, n: usize, capabilities: Capabilities) {
+        self.join_container(key(1), n, capabilities);
+    }
+
+    fn join_container(&mut self, key: Key, n: usize, capabilities: Capabilities) {
         self.feed(Input::Joined {
-            key: key(1),
+            key,
             process: id(n),
             identity: Identity { pid: pid(n), start_ticks: 1, command: String::new() },
             phase: Phase::Open,
@@ -372,6 +377,43 @@ fn each_gpu_gets_a_reply_of_its_own() {
         assert_eq!(replies.collect::<Vec<_>>(), [expected]);
         container.feed(Input::Message(id(0), AgentMessage::VramTaken));
     }
+}
+
+/// A process forges its pending bytes, so that the GPUs are read again and again for its request. A
+/// request of another container must wait for one of these readings, not for all of them.
+#[test]
+fn forged_pending_bytes_delay_one_reading() {
+    let mut liar = LimitedContainer::new(1);
+    let annotations = [("affinode.io/vram-limit".to_owned(), "1Gi".to_owned())];
+    let annotations = annotations.into_iter().collect();
+    let spec = ContainerSpec { id: "honest".into(), annotations, ..Default::default() };
+    liar.feed(Input::Announced(Box::new(spec), key(2)));
+    liar.processes.push(LimitedProcess::default());
+    liar.join_container(key(2), 1, Capabilities::LIMITS_VRAM);
+    let ask = |n| Input::Message(id(n), AgentMessage::AskVram { ticket: 1, bytes: 5, uuid: UUID });
+    let read = |node: &mut Node, of: usize, pending| {
+        let pending = vec![(id(of - 1), pending)];
+        let gpus =
+            Ok(vec![GpuSample { uuid: GPU.into(), total_bytes: 80 << 30, ..GpuSample::default() }]);
+        node.handle(0, Input::VramRead { key: key(of), epoch: 0, pending, gpus })
+    };
+    let reads_for = |effects: &[Effect]| {
+        let key_of = |effect: &Effect| match effect {
+            Effect::ReadVram { key, .. } => Some(key.clone()),
+            _ => None,
+        };
+        effects.iter().find_map(key_of)
+    };
+    let node = &mut liar.node;
+    assert_eq!(reads_for(&node.handle(0, ask(0))), Some(key(1)));
+    assert_eq!(reads_for(&node.handle(0, ask(1))), None, "one reading at a time");
+    let again = read(node, 1, u64::MAX);
+    assert_eq!(reads_for(&again), Some(key(2)), "the honest request comes before the liar's");
+    let answered = read(node, 2, 0);
+    assert!(answered.iter().any(|effect| matches!(effect, Effect::Send(to, _) if *to == id(1))));
+    assert_eq!(reads_for(&answered), Some(key(1)), "then the liar's request is read again");
+    let readings = (0..MAX_READINGS).take_while(|_| reads_for(&read(node, 1, u64::MAX)).is_some());
+    assert_eq!(readings.count(), MAX_READINGS as usize - 2, "and it gets a reply in the end");
 }
 
 #[test]

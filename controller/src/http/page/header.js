@@ -2,6 +2,7 @@
 import { bytes, duration, el, put } from "./format.js";
 import { ask } from "./stream.js";
 import { store } from "./store.js";
+import { drawTeams, hours } from "./teams.js";
 
 const byId = (id) => document.getElementById(id);
 let today = null;
@@ -90,11 +91,6 @@ export function drawHeader() {
   });
 }
 
-function hours(seconds) {
-  const h = seconds / 3600;
-  return h === 0 ? "0" : h < 0.01 ? "<0.01" : h.toFixed(h < 10 ? 2 : 1);
-}
-
 // Reads the GPU hours of the last day from the history, again every minute.
 export async function refreshToday() {
   try {
@@ -105,6 +101,7 @@ export async function refreshToday() {
     const price = returned / 3600 * report.price_per_gpu_hour;
     today = { returned, price: report.price_per_gpu_hour ? `${price.toFixed(2)} ${report.currency}` : "" };
     drawHeader();
+    drawTeams(report);
   } catch { /* the request is repeated in a minute */ }
 }
 setInterval(refreshToday, 60000);

@@ -23,6 +23,7 @@ mod hints;
 mod host_memory;
 mod host_pool;
 mod hostile;
+mod hostile_vram;
 mod in_part;
 mod install;
 mod installed_folders;

@@ -163,6 +163,10 @@ mod tests {
             (of(&json!({"mode": "eager"})), "accepted: offload"),
             (of(&json!({"priority": ["1"]})), "a string, a number"),
             (of(&json!({"inject": "false"})), "not accepted in a claim"),
+            // Only the agent itself writes these two into the file of a claim.
+            (of(&json!({"claimed-vram": "gpu-a=99999999999"})), "no such annotation"),
+            (of(&json!({"claim": "other/claim"})), "no such annotation"),
+            (of(&json!({"../priority": "1"})), "no such annotation"),
             (of(&json!({"offload": "x".repeat(600)})), "more than 512 bytes"),
             (of(&Value::Object(many)), "40 settings"),
         ] {

@@ -7,7 +7,10 @@ use std::{
 };
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
-use affinode_proto::{annotations::CLAIMED_VRAM, paths};
+use affinode_proto::{
+    annotations::{CLAIM, CLAIMED_VRAM},
+    paths,
+};
 use futures_util::future;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::{Api, Client};
@@ -119,7 +122,8 @@ impl ClaimPreparer {
         };
         self.change_files(|files| files.record_request(&name))?;
         // The API server can be slow, so the files of other claims can be changed meanwhile.
-        let read = self.read(&name, deadline).await;
+        let (read, ()) =
+            future::join(self.read(&name, deadline), self.gpus_are_read(deadline)).await;
         self.change_files(|files| {
             if !files.is_requested(&name.uid) {
                 return Err(ClaimError::Reverted(shown(claim)));
@@ -168,6 +172,16 @@ impl ClaimPreparer {
         }
     }
 
+    /// Waits for the first reading of the GPUs. Without the reading, the number of a GPU in NVIDIA's
+    /// specification is unknown. A kubelet can ask for claims as soon as it has registered a new
+    /// agent, which is before this reading.
+    async fn gpus_are_read(&self, deadline: Instant) {
+        let mut gpus = self.gpus.clone();
+        let is_read = gpus.wait_for(|node| !node.gpus.is_empty());
+        // After the deadline, the GPU can still be found by its UUID.
+        let _ = tokio::time::timeout_at(deadline, is_read).await;
+    }
+
     /// Runs a change of the files. Only one change runs at a time.
     fn change_files<T>(&self, change: impl FnOnce(&ClaimFiles) -> T) -> T {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
@@ -186,15 +200,11 @@ impl ClaimPreparer {
         if let Some(bytes) = allocated.memory_bytes.filter(|_| self.limit_memory) {
             policy.insert(CLAIMED_VRAM.to_owned(), format!("{}={bytes}", allocated.device));
         }
-        let policy_file = match policy.is_empty() {
-            true => None,
-            false => {
-                let file = self.files.write_policy(&name.uid, number, &policy)?;
-                let inside =
-                    format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
-                Some([file.display().to_string(), inside])
-            }
-        };
+        // The shim trusts this file, and not the container's environment, for the claim's name.
+        policy.insert(CLAIM.to_owned(), format!("{}/{}", name.namespace, name.name));
+        let file = self.files.write_policy(&name.uid, number, &policy)?;
+        let inside = format!("{}/{}", paths::CONTAINER_CLAIMS_DIR, device_name(&name.uid, number));
+        let policy_file = Some([file.display().to_string(), inside]);
         Ok(ClaimDevice { allocated: allocated.clone(), gpu, policy_file })
     }
 

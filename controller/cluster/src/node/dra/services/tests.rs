@@ -242,7 +242,7 @@ async fn prepared_claim_has_files_and_ids() {
     assert_eq!((claim.error.as_str(), &claim.devices), ("", &vec![device]));
     assert_eq!(plugin.files(), ["gpu.affinode.io-claim_u-one.json", "nvidia.json", "u-one-0"]);
     let policy = fs::read_to_string(plugin.folder.path().join("claims/u-one-0")).unwrap();
-    assert_eq!(policy, r#"{"affinode.io/priority":"5"}"#);
+    assert_eq!(policy, r#"{"affinode.io/claim":"ml/one","affinode.io/priority":"5"}"#);
 }
 
 #[tokio::test]
@@ -331,7 +331,8 @@ async fn one_bad_claim_does_not_stop_the_others() {
     let error = &answer.claims["u-bad"].error;
     assert!(error.contains("claim ml/bad") && error.contains("accepted: auto, eager"), "{error}");
     assert!(answer.claims["u-../escape"].error.contains("not the UID"), "{answer:?}");
-    assert_eq!(plugin.files(), ["gpu.affinode.io-claim_u-good.json", "nvidia.json"]);
+    let written = ["gpu.affinode.io-claim_u-good.json", "nvidia.json", "u-good-0"];
+    assert_eq!(plugin.files(), written);
     fs::remove_file(plugin.folder.path().join("cdi/nvidia.json")).unwrap();
     plugin.claims.add("late", &json!({}));
     let error = &plugin.prepare(&["late"]).await.claims["u-late"].error;
