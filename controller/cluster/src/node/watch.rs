@@ -25,6 +25,7 @@ use ttrpc::context::with_duration;
 
 use super::{
     full_gpus::FullGpus,
+    idle_label::IdleLabel,
     node_labels::{NodeLabels, RECLAIMABLE, RECLAIMED},
     pod_events::{EventRateLimiter, pod_event},
     pods::Pods,
@@ -52,6 +53,7 @@ pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
     mark: NodeLabels,
+    idle: IdleLabel,
     /// Writes the conditions of pods. `None`: pods get only events.
     pods_client: Option<Pods>,
     allowance: EventRateLimiter,
@@ -79,6 +81,7 @@ impl ControllerWatch {
         socket: PathBuf,
         client: Client,
         mark: NodeLabels,
+        idle: IdleLabel,
         instance: String,
         pod_state: bool,
     ) -> ControllerWatch {
@@ -87,6 +90,7 @@ impl ControllerWatch {
             socket,
             recorder: Recorder::new(client.clone(), reporter),
             mark,
+            idle,
             pods_client: pod_state.then(|| Pods::new(client)),
             allowance: EventRateLimiter::default(),
             pods: HashMap::new(),
@@ -117,6 +121,7 @@ impl ControllerWatch {
             // A controller ends with the last GPU container of its node.
             if self.silent_attempts >= MAX_SILENT_ATTEMPTS {
                 self.judge_gpus(&[]);
+                self.idle.update(None).await;
             }
             tokio::time::sleep(REST).await;
         }
@@ -137,6 +142,7 @@ impl ControllerWatch {
             let list = control.list(with_duration(ANSWER), &ListRequest::default()).await?;
             self.silent_attempts = 0;
             self.judge_gpus(&list.gpus);
+            self.idle.update(Some(&list)).await;
             self.know(&list);
             for event in answer.events {
                 after = event.sequence;

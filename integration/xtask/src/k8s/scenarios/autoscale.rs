@@ -1,6 +1,7 @@
 //! Checks of autoscaling by the wait for VRAM: the examples of `config/kubernetes/autoscaling`, with
 //! a real Prometheus, the real prometheus-adapter, and the HPA controller of Kubernetes.
 
+mod idle;
 mod metrics_api;
 mod server;
 
@@ -35,8 +36,10 @@ pub fn waits_scale_a_deployment(plane: &Plane<'_>) -> Result<()> {
     step("helm install, Prometheus, prometheus-adapter");
     let account = metrics_api::ACCOUNT;
     let values = format!(
-        "serviceMonitor.account.name={account},serviceMonitor.account.namespace={}",
-        metrics_api::NAMESPACE
+        "serviceMonitor.account.name={account},serviceMonitor.account.namespace={},\
+         node.gpusIdleAfter={}",
+        metrics_api::NAMESPACE,
+        idle::IDLE_AFTER
     );
     dra::install_sharing(plane, &values)?;
     let api = MetricsApi::start(plane, &programs)?;
@@ -48,7 +51,9 @@ pub fn waits_scale_a_deployment(plane: &Plane<'_>) -> Result<()> {
     server.runs_elsewhere_too()?;
     holder.delete()?;
     server.is_back()?;
+    output::note("the other pod is deleted: the first replica has its GPU memory again");
     rests(plane, &api, &query)?;
+    idle::nodes_are_named(plane, &mut server)?;
     server.delete()?;
     containerd::run(plane.kubectl().args(["delete", "crd", "scaledobjects.keda.sh"]))?;
     api.remove()?;

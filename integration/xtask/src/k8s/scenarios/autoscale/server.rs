@@ -82,9 +82,7 @@ impl<'a> Server<'a> {
 
     /// Waits for the reply to the call of the first replica.
     pub fn is_back(&mut self) -> Result<()> {
-        self.receive("verify")?;
-        output::note("the other pod is deleted: the first replica has its GPU memory again");
-        Ok(())
+        self.receive("verify")
     }
 
     /// Deletes the Deployment and its autoscaler, and waits until all replicas have ended.
