@@ -20,6 +20,8 @@ mod auth_proxy;
 pub mod device_plugin;
 pub mod dra;
 mod full_gpus;
+pub mod gpu_conditions;
+mod gpu_load;
 mod gpu_reader;
 pub mod host;
 mod idle_gpus;
@@ -160,8 +162,8 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
-    let full = watch.full_gpus();
-    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, full).unzip();
+    let conditions = watch.gpu_conditions();
+    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, conditions).unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,
