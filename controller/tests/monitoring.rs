@@ -75,7 +75,7 @@ fn names(text: &str) -> BTreeSet<String> {
 fn dashboards_and_rules_query_known_metrics() {
     let known = names(&scrape());
     let mut asked = BTreeSet::new();
-    for folder in ["grafana", "prometheus"] {
+    for folder in ["grafana", "prometheus", "kubernetes/autoscaling"] {
         for entry in fs::read_dir(config().join(folder)).unwrap() {
             asked.extend(names(&fs::read_to_string(entry.unwrap().path()).unwrap()));
         }
@@ -101,7 +101,7 @@ fn rules_and_dashboards_name_nodes_not_addresses() {
 #[test]
 fn documents_name_metrics_that_exist() {
     let known = names(&scrape());
-    let pages = ["concepts.md", "engines.md", "gpu-sharing.md", "operations.md"];
+    let pages = ["autoscaling.md", "concepts.md", "engines.md", "gpu-sharing.md", "operations.md"];
     let text: String = pages.map(document).concat().replace("libaffinode_preload.so", "");
     let named = names(&text);
     assert!(named.len() > 5, "{named:?}");

@@ -187,12 +187,14 @@ impl GpuMemoryMetrics {
     }
 }
 
-/// Metrics of how busy each GPU is, and how much of its VRAM its containers need together.
+/// Metrics of how busy each GPU is, how much of its VRAM its containers need together, and how many
+/// of them wait for it.
 #[derive(Debug)]
 pub struct GpuLoadMetrics {
     pub busy: Family<GpuLabels, Share>,
     pub busy_minute: Family<GpuLabels, Share>,
     pub pressure: Family<GpuLabels, Share>,
+    pub queued: Family<GpuLabels, Gauge>,
 }
 
 impl GpuLoadMetrics {
@@ -211,6 +213,11 @@ impl GpuLoadMetrics {
                 "VRAM that all containers of the GPU would need if all were resident, divided by \
                  the VRAM of the GPU. Above 1 they do not all fit",
             ),
+            queued: registry.add(
+                "gpu_queue_depth",
+                "Number of containers in the queue for VRAM of the GPU. A container with memory of \
+                 several GPUs counts on each of them",
+            ),
         }
     }
 
@@ -219,6 +226,7 @@ impl GpuLoadMetrics {
         self.busy.clear();
         self.busy_minute.clear();
         self.pressure.clear();
+        self.queued.clear();
     }
 }
 
@@ -232,6 +240,7 @@ pub struct ContainerMetrics {
     pub copyable: Family<ContainerLabels, Share>,
     pub idle: Family<ContainerLabels, Share>,
     pub waiting: Family<ContainerLabels, Gauge>,
+    pub queue_wait: Family<ContainerLabels, Share>,
     pub processes: Family<ContainerLabels, Gauge>,
     pub reasons: Family<ReasonedLabels, Gauge>,
 }
@@ -270,6 +279,12 @@ impl ContainerMetrics {
                 "container_waiting_calls",
                 "Number of CUDA calls that wait now until the container is restored",
             ),
+            queue_wait: registry.add_with_unit(
+                "container_queue_wait",
+                Unit::Seconds,
+                "Time for which the container has waited in the queue for VRAM until now. 0: it is \
+                 not in the queue",
+            ),
             processes: registry
                 .add("container_processes", "Number of CUDA processes of the container"),
             reasons: registry.add(
@@ -288,6 +303,7 @@ impl ContainerMetrics {
         self.copyable.clear();
         self.idle.clear();
         self.waiting.clear();
+        self.queue_wait.clear();
         self.processes.clear();
         self.reasons.clear();
     }

@@ -29,7 +29,7 @@ pub use reference::{MetricReference, metrics as metrics_reference};
 use table::MetricsTable;
 pub use text_format::classic;
 
-use crate::{history::ControllerRuns, schema};
+use crate::{clock::unix_ms, history::ControllerRuns, schema};
 
 /// Maximum number of containers that have series of their own.
 pub const CONTAINERS: usize = 1000;
@@ -218,9 +218,19 @@ impl Metrics {
     /// # Errors
     /// The text cannot be formatted.
     pub fn text(&self, node: &schema::Node, counts: DeliveryCounts) -> Result<String, fmt::Error> {
+        self.text_at(node, counts, unix_ms())
+    }
+
+    /// Returns the metrics as [`Self::text`] does, at the time `now_ms` since 1970.
+    fn text_at(
+        &self,
+        node: &schema::Node,
+        counts: DeliveryCounts,
+        now_ms: i64,
+    ) -> Result<String, fmt::Error> {
         // One scrape at a time: a scrape clears all gauges and fills them again.
         let _inner = self.inner();
-        self.fill(node);
+        self.fill(node, now_ms);
         self.table.reports.watchers.set(i64::try_from(counts.watchers).unwrap_or(i64::MAX));
         raise(&self.table.reports.missed, counts.missed);
         raise(&self.table.reports.history_dropped, counts.history_dropped);
@@ -229,7 +239,7 @@ impl Metrics {
         Ok(text)
     }
 
-    fn fill(&self, node: &schema::Node) {
+    fn fill(&self, node: &schema::Node, now_ms: i64) {
         let table = &self.table;
         table.clear_gauges();
         #[allow(clippy::cast_precision_loss)] // Moments of this century are exact in f64.
@@ -247,10 +257,13 @@ impl Metrics {
         for (position, container) in node.containers.iter().enumerate() {
             let state = StateLabels { state: container.state.clone() };
             table.container.states.get_or_create(&state).inc();
-            queued += i64::from(container.state == State::Queued.as_str());
+            if is_queued(container) {
+                queued += 1;
+                self.fill_queue(container, node);
+            }
             without_progress += i64::from(container.no_progress_ms > 0);
             if position < CONTAINERS {
-                self.fill_container(container, node);
+                self.fill_container(container, node, now_ms);
             }
         }
         table.moves.queue_depth.set(queued);
@@ -281,9 +294,21 @@ impl Metrics {
         #[allow(clippy::cast_precision_loss)] // A share.
         let pressure = wanted as f64 / gpu.vram_total_bytes.max(1) as f64;
         load.pressure.get_or_create(&labels).set(pressure);
+        load.queued.get_or_create(&labels).set(0);
     }
 
-    fn fill_container(&self, container: &schema::Container, node: &schema::Node) {
+    /// Counts a container of the queue on each GPU whose VRAM it waits for.
+    fn fill_queue(&self, container: &schema::Container, node: &schema::Node) {
+        let waits_for = |gpu: &&schema::Gpu| {
+            let mut offloaded = container.processes.iter().flat_map(|p| &p.offloaded);
+            offloaded.any(|on| on.uuid == gpu.uuid && on.bytes > 0)
+        };
+        for gpu in node.gpus.iter().filter(waits_for) {
+            self.table.gpu_load.queued.get_or_create(&GpuLabels::of(gpu)).inc();
+        }
+    }
+
+    fn fill_container(&self, container: &schema::Container, node: &schema::Node, now_ms: i64) {
         let table = &self.table;
         let labels = ContainerLabels::of(container);
         #[allow(clippy::cast_precision_loss)] // Idle for years is exact in f64.
@@ -292,6 +317,9 @@ impl Metrics {
         table.container.reasons.get_or_create(&reason).set(1);
         let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
         table.container.waiting.get_or_create(&labels).set(whole(waiting));
+        let wait_ms = if is_queued(container) { now_ms - container.since_unix_ms } else { 0 };
+        #[allow(clippy::cast_precision_loss)] // As above.
+        table.container.queue_wait.get_or_create(&labels).set(wait_ms.max(0) as f64 / 1000.0);
         let processes = whole(container.processes.len() as u64);
         table.container.processes.get_or_create(&labels).set(processes);
         let kept: u64 = container.processes.iter().map(|p| p.kept_bytes).sum();
@@ -320,6 +348,11 @@ impl Metrics {
     fn inner(&self) -> MutexGuard<'_, MetricsState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns whether the container is in the queue for VRAM.
+fn is_queued(container: &schema::Container) -> bool {
+    container.state == State::Queued.as_str()
 }
 
 fn raise(counter: &prometheus_client::metrics::counter::Counter, to: u64) {

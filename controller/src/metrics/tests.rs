@@ -163,6 +163,30 @@ fn vram_time_is_split_by_use() {
     assert!(text.contains("affinode_wake_latency_seconds_sum 0.7"), "{text}");
 }
 
+/// Checks that a container counts as waiting only while it is in the queue, and on the GPU whose
+/// VRAM it waits for.
+#[test]
+fn wait_of_a_container_is_shown() {
+    let metrics = Metrics::new(1);
+    let figures = |state: &str| {
+        let mut node = node(state, 0, 9);
+        node.containers[0].since_unix_ms = 10_000;
+        node.gpus.push(Gpu { uuid: "GPU-1".into(), index: 1, ..Gpu::default() });
+        let text = metrics.text_at(&node, DeliveryCounts::default(), 102_500).unwrap();
+        [
+            "container_queue_wait_seconds{",
+            "gpu_queue_depth{UUID=\"GPU-0\"",
+            "gpu_queue_depth{UUID=\"GPU-1\"",
+        ]
+        .map(|name| {
+            let line = text.lines().find(|l| l.starts_with(&format!("affinode_{name}")));
+            line.unwrap().rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+        })
+    };
+    assert_eq!(figures("Queued"), [92.5, 1.0, 0.0]);
+    assert_eq!(figures("Offloaded"), [0.0; 3]);
+}
+
 #[test]
 fn gpu_time_is_right_on_mixed_gpus() {
     let metrics = Metrics::new(1);

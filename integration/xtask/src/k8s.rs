@@ -7,6 +7,7 @@
 mod control_plane;
 mod crds;
 mod files;
+mod metrics_programs;
 mod node;
 mod programs;
 mod release;
@@ -46,10 +47,12 @@ pub struct Options {
 /// A part of the checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// Everything but the DRA driver and the device plugin.
+    /// Everything but the parts below.
     Chart,
     /// The DRA driver of the node agents.
     Dra,
+    /// Autoscaling by the wait for VRAM.
+    Autoscale,
     /// The device plugin of the node agents.
     DevicePlugin,
 }

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::node::{
     NO_CONTROLLER,
-    node_labels::{AGENT, CERTIFICATE, STATE},
+    node_labels::{AGENT, CERTIFICATE, GPUS_IDLE_SINCE, STATE},
 };
 
 /// Maximum number of nodes to which requests are sent at the same time.
@@ -40,6 +40,9 @@ pub struct ManagedNode {
     pub name: String,
     /// State of the node as text, from the annotation that the agent writes.
     pub state: String,
+    /// Time since when nothing has used a GPU of the node, from the annotation that the agent
+    /// writes. `None`: the node does not have the label for this.
+    pub gpus_idle_since: Option<String>,
     /// Namespace and name of the installation.
     pub installation: String,
     certificate: Option<Fingerprint>,
@@ -205,6 +208,7 @@ fn managed(node: &PartialObjectMeta<Node>) -> Option<ManagedNode> {
     Some(ManagedNode {
         name: node.name_any(),
         state: said(STATE).to_owned(),
+        gpus_idle_since: node.annotations().get(GPUS_IDLE_SINCE).cloned(),
         installation,
         certificate: cert_pin::parse(said(CERTIFICATE)),
         agent: None,

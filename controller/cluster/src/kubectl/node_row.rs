@@ -35,6 +35,9 @@ pub struct NodeRow {
     pub why: String,
     /// Time of the agent's reply, in milliseconds since 1970. `None`: there was no reply.
     pub seen_unix_ms: Option<i64>,
+    /// Time since when nothing has used a GPU of the node. `None`: the node does not have the label
+    /// for this.
+    pub gpus_idle_since: Option<String>,
     /// Figures in the reply. `None`: the reply had none.
     pub figures: Option<NodeFigures>,
 }
@@ -78,7 +81,8 @@ impl NodeRow {
             },
             Err(why) => (NodeHealth::Unreachable, why.chars().take(WHY_CHARS).collect(), None),
         };
-        NodeRow { name: name.to_owned(), health, why, seen_unix_ms, figures }
+        let name = name.to_owned();
+        NodeRow { name, health, why, seen_unix_ms, gpus_idle_since: None, figures }
     }
 }
 

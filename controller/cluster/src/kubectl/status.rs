@@ -28,7 +28,7 @@ const TABLE: [&str; 10] = [
     "LOST",
     "AUTO-OFFLOAD",
 ];
-const WIDE: [&str; 4] = ["GPU", "FREE HOST RAM", "VERSION", "REASON"];
+const WIDE: [&str; 5] = ["GPU", "FREE HOST RAM", "IDLE SINCE", "VERSION", "REASON"];
 
 /// Show for each node, and for all nodes together: the GPUs, the VRAM in use, the VRAM of idle
 /// containers, the offloaded memory, and the number of containers that wait for VRAM.
@@ -119,7 +119,8 @@ pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
         body.map(read).transpose()
     });
     let outcome = NodeOutcome::new(&node.name, &figures);
-    let row = NodeRow::new(&node.name, figures.map_err(|error| chain(&error)), &node.state);
+    let mut row = NodeRow::new(&node.name, figures.map_err(|error| chain(&error)), &node.state);
+    row.gpus_idle_since.clone_from(&node.gpus_idle_since);
     (row, outcome)
 }
 
@@ -186,7 +187,8 @@ fn show(
     let mut last = vec!["all".to_owned(), format!("{serving} of {} serving", rows.len())];
     last.extend(figures(Some(all)));
     if wide {
-        last.extend(["".into(), format::bytes(all.host_free_bytes), "".into(), "".into()]);
+        let free = format::bytes(all.host_free_bytes);
+        last.extend(["".into(), free, "".into(), "".into(), "".into()]);
     }
     lines.push(last);
     let titles = if wide { [&TABLE[..], &WIDE[..]].concat() } else { TABLE.to_vec() };
@@ -217,11 +219,12 @@ fn figures(figures: Option<&NodeFigures>) -> [String; 8] {
     ]
 }
 
-fn details(row: &NodeRow) -> [String; 4] {
+fn details(row: &NodeRow) -> [String; 5] {
     let figures = row.figures.clone().unwrap_or_default();
     let gpu =
         if figures.gpu_name.is_empty() { "-".into() } else { format::safe(&figures.gpu_name) };
     let version =
         if figures.version.is_empty() { "-".into() } else { format::safe(&figures.version) };
-    [gpu, format::bytes(figures.host_free_bytes), version, format::safe(&row.why)]
+    let idle = row.gpus_idle_since.as_deref().map_or_else(|| "-".into(), format::safe);
+    [gpu, format::bytes(figures.host_free_bytes), idle, version, format::safe(&row.why)]
 }

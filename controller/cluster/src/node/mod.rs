@@ -20,8 +20,12 @@ mod auth_proxy;
 pub mod device_plugin;
 pub mod dra;
 mod full_gpus;
+pub mod gpu_conditions;
+mod gpu_load;
 mod gpu_reader;
 pub mod host;
+mod idle_gpus;
+mod idle_label;
 mod node_events;
 pub mod node_labels;
 mod pod_condition;
@@ -52,6 +56,7 @@ use self::{
     device_plugin::{DevicePlugin, DevicePluginOptions, SeatControl},
     dra::{DraControl, DraDriver, DraOptions, publisher::SliceDemand},
     host::{HandlerState, HostError, HostPaths},
+    idle_label::IdleLabel,
     node_events::NodeEvents,
     node_labels::{
         AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED,
@@ -97,6 +102,10 @@ pub struct NodeOptions {
     /// Whether pods get a condition and a label that show where their GPU memory is.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
+    /// Time without any use of the node's GPUs after which the node gets the label
+    /// affinode.io/gpus-idle. 0s: never.
+    #[arg(long, value_name = "TIME", default_value = "30m", value_parser = humantime::parse_duration)]
+    gpus_idle_after: Duration,
     /// Name of a Lease in the installation's namespace. A node holds one of these Leases during its
     /// first installation. If omitted, any number of nodes is installed at a time.
     #[arg(long = "rollout-lease", value_name = "NAME")]
@@ -114,6 +123,16 @@ impl NodeOptions {
     fn shown(&self) -> Result<Arc<ServedCertificate>, ServiceError> {
         let names = [std::slice::from_ref(&self.node_name), &self.hosts[..]].concat();
         Ok(self.papers.shown(&names)?)
+    }
+
+    /// Creates the watch of the node's controller.
+    fn watch(&self, client: &Client, node_labels: &NodeLabels) -> ControllerWatch {
+        let run_dir = self.places.on_host(&self.places.run_dir);
+        let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
+        let idle_after = Some(self.gpus_idle_after).filter(|time| !time.is_zero());
+        let idle = IdleLabel::new(node_labels.clone(), idle_after);
+        let (mine, labels) = (self.pod_name.clone(), node_labels.clone());
+        ControllerWatch::new(socket, client.clone(), labels, idle, mine, self.pod_state)
     }
 }
 
@@ -137,16 +156,14 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         metrics: Arc::clone(&metrics),
     };
     let node_labels = NodeLabels::new(client.clone(), &options.node_name);
-    let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
-    let (mine, pod_state) = (options.pod_name.clone(), options.pod_state);
-    let watch = ControllerWatch::new(socket, client.clone(), node_labels.clone(), mine, pod_state);
+    let watch = options.watch(&client, &node_labels);
     let namespace = options.installation.split('/').next().unwrap_or_default();
     let slots = &options.rollout_leases;
     let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
-    let full = watch.full_gpus();
-    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, full).unzip();
+    let conditions = watch.gpu_conditions();
+    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, conditions).unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,

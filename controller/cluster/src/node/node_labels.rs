@@ -26,9 +26,15 @@ pub const RETIRE: &str = "affinode.io/retire";
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
 /// Annotation with the VRAM that offloaded containers have freed, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
+/// Label of a node on which nothing has used a GPU for a time that the operator sets. The value is
+/// `true`.
+pub const GPUS_IDLE: &str = "affinode.io/gpus-idle";
+/// Annotation with the time since when nothing has used a GPU of a node with the label
+/// [`GPUS_IDLE`], in the format of RFC 3339.
+pub const GPUS_IDLE_SINCE: &str = "affinode.io/gpus-idle-since";
 /// Annotation with the SHA-256 of the agent's certificate, as 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
-/// All annotations that the agent sets.
+/// All annotations that the agent sets, except [`GPUS_IDLE_SINCE`], which belongs to a label.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// Value of [`STATE`] when Affinode can be removed, because no container of the runtime runs.
@@ -82,6 +88,16 @@ impl NodeLabels {
     pub async fn serve(&self, served: bool) -> kube::Result<()> {
         let value = if served { json!("true") } else { Value::Null };
         self.merge(json!({ "labels": { RUNTIME: value } })).await
+    }
+
+    /// Sets the label [`GPUS_IDLE`] and its annotation with this time, or removes both.
+    ///
+    /// # Errors
+    /// If the API server does not reply, or returns an error.
+    pub async fn idle_since(&self, since: Option<&str>) -> kube::Result<()> {
+        let label = since.map(|_| "true");
+        let labels = json!({ GPUS_IDLE: label });
+        self.merge(json!({ "labels": labels, "annotations": { GPUS_IDLE_SINCE: since } })).await
     }
 
     /// Sets annotations of the node object. `None` removes an annotation.

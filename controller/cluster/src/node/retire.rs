@@ -123,7 +123,9 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     clear_pods(&client, &names).await?;
     let none = ANNOTATIONS.map(|name| (name, None));
     for name in &names {
-        NodeLabels::new(client.clone(), name).annotate(&none).await?;
+        let labels = NodeLabels::new(client.clone(), name);
+        labels.idle_since(None).await?;
+        labels.annotate(&none).await?;
     }
     Ok(())
 }

@@ -1,15 +1,11 @@
 //! Watches the node's controller, and publishes its events on the pods and its figures on the node
 //! object.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::HashMap, path::PathBuf, time::Duration};
 
 use affinode_proto::{
     api::{
-        control::{Container, Event, EventsRequest, Gpu, ListRequest, ListResponse},
+        control::{Container, Event, EventsRequest, ListRequest, ListResponse},
         control_ttrpc::ControlClient,
     },
     event::EventKind,
@@ -25,6 +21,9 @@ use ttrpc::context::with_duration;
 
 use super::{
     full_gpus::FullGpus,
+    gpu_conditions::GpuConditions,
+    gpu_load::GpuLoads,
+    idle_label::IdleLabel,
     node_labels::{NodeLabels, RECLAIMABLE, RECLAIMED},
     pod_events::{EventRateLimiter, pod_event},
     pods::Pods,
@@ -52,6 +51,7 @@ pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
     mark: NodeLabels,
+    idle: IdleLabel,
     /// Writes the conditions of pods. `None`: pods get only events.
     pods_client: Option<Pods>,
     allowance: EventRateLimiter,
@@ -64,9 +64,11 @@ pub struct ControllerWatch {
     /// time are not handled again when a controller sends them again.
     last_unix_ms: i64,
     annotated: Option<(Instant, [u64; 2])>,
-    /// Which GPUs are full of unmovable VRAM. Their UUIDs are sent to `full_uuids`.
+    /// Which GPUs are full of unmovable VRAM, and how much each GPU is used. Both are sent to
+    /// `conditions`.
     full_gpus: FullGpus,
-    full_uuids: watch::Sender<BTreeSet<String>>,
+    loads: GpuLoads,
+    conditions: watch::Sender<GpuConditions>,
     started: Instant,
     /// Number of attempts in a row to which no controller replied.
     silent_attempts: u32,
@@ -79,6 +81,7 @@ impl ControllerWatch {
         socket: PathBuf,
         client: Client,
         mark: NodeLabels,
+        idle: IdleLabel,
         instance: String,
         pod_state: bool,
     ) -> ControllerWatch {
@@ -87,6 +90,7 @@ impl ControllerWatch {
             socket,
             recorder: Recorder::new(client.clone(), reporter),
             mark,
+            idle,
             pods_client: pod_state.then(|| Pods::new(client)),
             allowance: EventRateLimiter::default(),
             pods: HashMap::new(),
@@ -94,16 +98,17 @@ impl ControllerWatch {
             last_unix_ms: Timestamp::now().as_millisecond(),
             annotated: None,
             full_gpus: FullGpus::default(),
-            full_uuids: watch::Sender::default(),
+            loads: GpuLoads::default(),
+            conditions: watch::Sender::default(),
             started: Instant::now(),
             silent_attempts: 0,
         }
     }
 
-    /// Returns a channel with the UUIDs of the GPUs that are full of unmovable VRAM.
+    /// Returns a channel with the conditions of the GPUs.
     #[must_use]
-    pub fn full_gpus(&self) -> watch::Receiver<BTreeSet<String>> {
-        self.full_uuids.subscribe()
+    pub fn gpu_conditions(&self) -> watch::Receiver<GpuConditions> {
+        self.conditions.subscribe()
     }
 
     /// Watches the controller until the async runtime ends. A missing controller is not an error,
@@ -116,7 +121,8 @@ impl ControllerWatch {
             self.silent_attempts = self.silent_attempts.saturating_add(1);
             // A controller ends with the last GPU container of its node.
             if self.silent_attempts >= MAX_SILENT_ATTEMPTS {
-                self.judge_gpus(&[]);
+                self.judge_gpus(&ListResponse::default());
+                self.idle.update(None).await;
             }
             tokio::time::sleep(REST).await;
         }
@@ -136,7 +142,8 @@ impl ControllerWatch {
             let answer = control.events(with_duration(WAIT + ANSWER), &request).await?;
             let list = control.list(with_duration(ANSWER), &ListRequest::default()).await?;
             self.silent_attempts = 0;
-            self.judge_gpus(&list.gpus);
+            self.judge_gpus(&list);
+            self.idle.update(Some(&list)).await;
             self.know(&list);
             for event in answer.events {
                 after = event.sequence;
@@ -154,15 +161,17 @@ impl ControllerWatch {
         }
     }
 
-    /// Determines from a reading which GPUs are full of unmovable VRAM, and sends a change.
-    fn judge_gpus(&mut self, reading: &[Gpu]) {
-        let full = self.full_gpus.update(self.started.elapsed(), reading);
-        self.full_uuids.send_if_modified(|known| {
-            for uuid in full.difference(known) {
+    /// Determines the conditions of the GPUs from a reading, and sends a change.
+    fn judge_gpus(&mut self, reading: &ListResponse) {
+        let now = self.started.elapsed();
+        let full = self.full_gpus.update(now, &reading.gpus);
+        let judged = GpuConditions { full, loads: self.loads.update(now, reading) };
+        self.conditions.send_if_modified(|known| {
+            for uuid in judged.full.difference(&known.full) {
                 tracing::warn!("GPU {uuid}: full of VRAM that no offload can free");
             }
-            let changed = *known != full;
-            *known = full;
+            let changed = *known != judged;
+            *known = judged;
             changed
         });
     }

@@ -19,6 +19,8 @@ use serde_json::{Value, json};
 
 const RUNTIME: &str = "affinode.io/runtime";
 const EXCLUDE: &str = "affinode.io/exclude";
+const GPUS_IDLE: &str = "affinode.io/gpus-idle";
+const GPUS_IDLE_SINCE: &str = "affinode.io/gpus-idle-since";
 const STATE: &str = "affinode.io/state";
 const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
@@ -152,6 +154,18 @@ fn a_label_removes_affinode_from_one_node() {
     agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: null } } }));
     agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
     assert!(agent.has("served"));
+}
+
+/// An earlier agent has set the label of idle GPUs. The node has no controller, so that nothing is
+/// known about its GPUs, and the agent must remove the label.
+#[test]
+fn label_of_idle_gpus_needs_a_controller() {
+    let agent = Agent::start(json!({ GPUS_IDLE: "true" }), &[], &[]);
+    let since =
+        json!({ "metadata": { "annotations": { GPUS_IDLE_SINCE: "2026-11-27T01:02:03Z" } } });
+    agent.api.patch(NODE, &since);
+    agent.api.until("the removal of the label", |api| api.label(GPUS_IDLE).is_null());
+    assert_eq!(agent.api.annotation(GPUS_IDLE_SINCE), "");
 }
 
 #[test]

@@ -204,3 +204,20 @@ async fn status_sums_all_nodes() {
     assert_eq!(list["all"]["offloaded"], 1, "{list}");
     assert_eq!(list["nodes"][0]["health"], "Serving", "{list}");
 }
+
+/// `status -o wide` shows since when nothing has used a GPU of a node, if the node's agent has
+/// published this.
+#[tokio::test]
+async fn status_shows_idle_gpus() {
+    const SINCE: &str = "2026-11-27T01:02:03Z";
+    let stage = stage().await;
+    stage.api.cluster.lock().unwrap().nodes.get_mut("two").unwrap()["metadata"]["annotations"]["affinode.io/gpus-idle-since"] =
+        SINCE.into();
+    let printed = stage.run("status -o wide").await;
+    let lines: Vec<&str> = printed.out.lines().filter(|line| line.contains(SINCE)).collect();
+    assert!(lines.len() == 1 && lines[0].starts_with("two "), "{printed}");
+    assert!(printed.out.contains("IDLE SINCE"), "{printed}");
+    let list = stage.run("status -o json").await.json();
+    assert_eq!(list["nodes"][1]["gpus_idle_since"], SINCE, "{list}");
+    assert!(list["nodes"][0]["gpus_idle_since"].is_null(), "{list}");
+}

@@ -65,6 +65,17 @@ fn the_unit_of_the_controller_can_be_left_out() {
 }
 
 #[test]
+fn time_until_gpus_are_idle_reaches_the_agents() {
+    for (values, argument) in
+        [("{}", "--gpus-idle-after=30m"), ("node: {gpusIdleAfter: 0s}", "--gpus-idle-after=0s")]
+    {
+        let Some(rendered) = render(values) else { return };
+        let args = agents(&rendered)["containers"][0]["args"].to_string();
+        assert!(args.contains(argument), "{argument} is not in {args}");
+    }
+}
+
+#[test]
 fn slots_of_a_rollout_are_those_agents_may_take() {
     let Some(rendered) = render("node: {rollout: {maxConcurrent: 2}}") else { return };
     let names = ["affinode-rollout-0", "affinode-rollout-1"];

@@ -4,7 +4,10 @@
 use std::{fs, io, os::unix::fs::symlink, path::Path};
 
 use anyhow::{Context, Result};
-use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256,
+};
 use serde_json::{Value, json};
 
 use super::node::Node;
@@ -26,7 +29,11 @@ pub const API_SERVER: &str = "--etcd-servers=http://127.0.0.1:2379 --bind-addres
      --enable-admission-plugins=NodeRestriction --allow-privileged=true \
      --service-account-issuer=https://kubernetes.default.svc \
      --service-account-signing-key-file=DIR/sa.key --service-account-key-file=DIR/sa.pub \
-     --kubelet-preferred-address-types=InternalIP --enable-aggregator-routing=true --profiling=false";
+     --kubelet-preferred-address-types=InternalIP --enable-aggregator-routing=true --profiling=false \
+     --requestheader-client-ca-file=DIR/front-proxy-ca.crt --requestheader-allowed-names=front-proxy \
+     --requestheader-username-headers=X-Remote-User --requestheader-group-headers=X-Remote-Group \
+     --requestheader-extra-headers-prefix=X-Remote-Extra- \
+     --proxy-client-cert-file=DIR/front-proxy.crt --proxy-client-key-file=DIR/front-proxy.key";
 pub const CONTROLLER_MANAGER: &str = "--kubeconfig=DIR/controller-manager.json --leader-elect=false --use-service-account-credentials=true \
      --service-account-private-key-file=DIR/sa.key --root-ca-file=DIR/certs/apiserver.crt \
      --bind-address=127.0.0.1";
@@ -43,6 +50,7 @@ pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
     fs::write(dir.join("sa.key"), key.serialize_pem())?;
     fs::write(dir.join("sa.pub"), key.public_key_pem())?;
+    front_proxy(dir)?;
     let mut tokens = String::new();
     let kubelet = |node: &Node<'_>| {
         (of_kubelet(&node.name), format!("system:node:{}", node.name), "system:nodes")
@@ -66,6 +74,27 @@ pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
         fs::write(dir.join(file), config.to_string())?;
     }
     Ok(fs::write(dir.join("tokens.csv"), tokens)?)
+}
+
+/// Writes the certificate with which the API server forwards requests to other API servers of the
+/// cluster, such as the server of external metrics, and the authority of this certificate.
+fn front_proxy(dir: &Path) -> Result<()> {
+    let named = |name: &str| -> Result<CertificateParams> {
+        let mut params = CertificateParams::new(Vec::new())?;
+        params.distinguished_name.push(DnType::CommonName, name);
+        Ok(params)
+    };
+    let mut authority = named("front-proxy-ca")?;
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let authority_key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+    fs::write(dir.join("front-proxy-ca.crt"), authority.self_signed(&authority_key)?.pem())?;
+    let mut client = named("front-proxy")?;
+    client.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+    let issuer = Issuer::new(authority, authority_key);
+    fs::write(dir.join("front-proxy.crt"), client.signed_by(&key, &issuer)?.pem())?;
+    Ok(fs::write(dir.join("front-proxy.key"), key.serialize_pem())?)
 }
 
 /// Writes the CNI configuration of a network in which each pod has its own pair of interfaces.

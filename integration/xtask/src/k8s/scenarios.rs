@@ -1,6 +1,7 @@
 //! The checks on a test cluster, in order. Each check fails if its expected result is not observed.
 
 mod agent;
+mod autoscale;
 mod chart;
 mod device_plugin;
 mod dra;
@@ -50,6 +51,10 @@ pub fn run(plane: &Plane<'_>, only: Option<Part>) -> Result<()> {
     }
     if runs(Part::Dra) {
         dra::pods_share_a_gpu(plane)?;
+        uninstall::left_nothing(plane, &before)?;
+    }
+    if runs(Part::Autoscale) {
+        autoscale::waits_scale_a_deployment(plane)?;
         uninstall::left_nothing(plane, &before)?;
     }
     if runs(Part::DevicePlugin) {

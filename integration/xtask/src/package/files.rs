@@ -27,8 +27,16 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
 ];
 /// Folders of `config` that are packed without changes.
-const SHARED: [&str; 7] =
-    ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
+const SHARED: [&str; 8] = [
+    "containerd",
+    "grafana",
+    "kubernetes",
+    "kubernetes/autoscaling",
+    "kubernetes/sharing",
+    "prometheus",
+    "slurm",
+    "systemd",
+];
 /// Documents outside of the folder `docs`: path in the repository, and path in the package.
 const DOCUMENTS: [(&str, &str); 10] = [
     ("README.md", "README.md"),

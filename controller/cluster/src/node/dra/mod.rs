@@ -30,7 +30,7 @@ pub mod services;
 pub mod slice;
 pub mod sockets;
 
-use std::{collections::BTreeSet, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
 use affinode_proto::paths;
@@ -48,7 +48,7 @@ use self::{
     publisher::{SliceDemand, SlicePublisher},
     services::{HealthSource, PluginService, Registration},
 };
-use super::{gpu_reader::GpuReader, host::HostPaths};
+use super::{gpu_conditions::GpuConditions, gpu_reader::GpuReader, host::HostPaths};
 use crate::error_chain;
 
 /// Name of the driver. Devices, attributes and configurations refer to it.
@@ -187,15 +187,15 @@ pub struct DraDriver {
 }
 
 impl DraDriver {
-    /// Prepares the driver. `full` has the UUIDs of the GPUs that are full of unmovable VRAM.
-    /// `None`: the options do not enable the driver.
+    /// Prepares the driver. `conditions` has the conditions of the GPUs. `None`: the options do not
+    /// enable the driver.
     #[must_use]
     pub fn new(
         options: &DraOptions,
         places: &HostPaths,
         client: &Client,
         node: &str,
-        full: watch::Receiver<BTreeSet<String>>,
+        conditions: watch::Receiver<GpuConditions>,
     ) -> Option<(DraDriver, DraControl)> {
         if !options.dra {
             return None;
@@ -222,7 +222,7 @@ impl DraDriver {
             registration: registered,
             gpus,
             health,
-            full,
+            conditions,
             withdrawn: withdrawn_sender,
             altered: None,
             gpu_count: 0,

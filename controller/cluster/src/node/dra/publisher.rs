@@ -3,7 +3,7 @@
 //! ```text
 //!             ┌── the slice was changed or deleted (the kubelet deletes it when it starts)
 //! wait <──────┤── the node agent serves the runtime, or removes it
-//!  │          ├── a GPU is full of unmovable VRAM, or no longer full
+//!  │          ├── a GPU is full of unmovable VRAM or no longer full, or its class of load changes
 //!  │          └── 60 s
 //!  └──> read the GPUs ──> read the slices ──> keep, create, replace or delete
 //! ```
@@ -33,7 +33,7 @@ use super::{
 };
 use crate::{
     error_chain::{self, ApiError},
-    node::{gpu_reader::GpuReader, host::HostError},
+    node::{gpu_conditions::GpuConditions, gpu_reader::GpuReader, host::HostError},
 };
 
 /// Interval between two readings of the GPUs.
@@ -105,8 +105,8 @@ pub struct SlicePublisher {
     pub gpus: watch::Sender<NodeGpus>,
     /// Channel to which the health of the devices is sent after each reading.
     pub health: watch::Sender<HealthRecord>,
-    /// UUIDs of the GPUs that are full of unmovable VRAM.
-    pub full: watch::Receiver<BTreeSet<String>>,
+    /// Conditions of the GPUs that the slice shows.
+    pub conditions: watch::Receiver<GpuConditions>,
     /// Whether the slice has been deleted after a request to withdraw the GPUs. The value becomes
     /// false again when the GPUs are to be published.
     pub withdrawn: watch::Sender<bool>,
@@ -145,7 +145,7 @@ impl SlicePublisher {
                     () = changed.notified() => {}
                     _ = self.demand.changed() => {}
                     _ = self.registration.changed() => {}
-                    Ok(()) = self.full.changed() => {}
+                    Ok(()) = self.conditions.changed() => {}
                 }
                 // Bounds the writes if another program changes the slice as well.
                 tokio::time::sleep(MIN_INTERVAL).await;
@@ -208,7 +208,7 @@ impl SlicePublisher {
         };
         self.failures = 0;
         self.gpu_count = count_gone(&mut node, self.gpu_count);
-        let devices = slice::devices(&node, self.factor, &self.full.borrow_and_update());
+        let devices = slice::devices(&node, self.factor, &self.conditions.borrow_and_update());
         let names = devices.iter().map(|device| device.name.clone()).collect();
         self.report_health(&names, &lost_text(&node));
         self.know(node);

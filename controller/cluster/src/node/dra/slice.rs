@@ -1,6 +1,6 @@
 //! Creates the devices of a node, and compares them with the node's ResourceSlices.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
 use k8s_openapi::{
@@ -19,6 +19,7 @@ use super::{
     DRIVER, MEMORY,
     capacity::{self, OversubscriptionFactor},
 };
+use crate::node::gpu_conditions::{GpuConditions, GpuLoad};
 
 /// Maximum number of devices in a slice. The Kubernetes API has the same limit.
 const MAX_DEVICES: usize = 128;
@@ -60,18 +61,18 @@ pub fn device_name(uuid: &str) -> String {
 }
 
 /// Returns one device for each GPU. A GPU in MIG mode is left out, because Affinode does not move
-/// containers on MIG instances. `full` has the UUIDs of the GPUs that are full of unmovable VRAM.
-/// These have a taint.
+/// containers on MIG instances. A GPU that is full of unmovable VRAM has a taint. The class of load is
+/// an attribute.
 #[must_use]
 pub fn devices(
     node: &NodeGpus,
     factor: OversubscriptionFactor,
-    full: &BTreeSet<String>,
+    conditions: &GpuConditions,
 ) -> Vec<Device> {
     let whole = node.gpus.iter().filter(|gpu| !gpu.mig && is_label(&device_name(&gpu.uuid)));
     let device = |gpu: &GpuFacts| Device {
-        taints: full.contains(&gpu.uuid).then(|| vec![full_taint()]),
-        ..device(node, gpu, factor)
+        taints: conditions.full.contains(&gpu.uuid).then(|| vec![full_taint()]),
+        ..device(node, gpu, factor, conditions.loads.get(&gpu.uuid).copied().unwrap_or_default())
     };
     whole.take(MAX_DEVICES).map(device).collect()
 }
@@ -111,7 +112,12 @@ fn is_label(name: &str) -> bool {
         && !name.ends_with('-')
 }
 
-fn device(node: &NodeGpus, gpu: &GpuFacts, factor: OversubscriptionFactor) -> Device {
+fn device(
+    node: &NodeGpus,
+    gpu: &GpuFacts,
+    factor: OversubscriptionFactor,
+    load: GpuLoad,
+) -> Device {
     let memory = capacity::memory(node, gpu.vram_bytes, factor);
     // Without a policy, a claim that names no amount would get the whole capacity.
     let policy = CapacityRequestPolicy {
@@ -128,7 +134,7 @@ fn device(node: &NodeGpus, gpu: &GpuFacts, factor: OversubscriptionFactor) -> De
     Device {
         name: device_name(&gpu.uuid),
         allow_multiple_allocations: Some(true),
-        attributes: Some(attributes(node, gpu)),
+        attributes: Some(attributes(node, gpu, load)),
         capacity: Some(BTreeMap::from([(MEMORY.to_owned(), memory)])),
         ..Device::default()
     }
@@ -150,7 +156,7 @@ fn mebibytes(bytes: u64) -> Quantity {
 /// Returns the attributes of a GPU. They have the names that NVIDIA's DRA driver uses for whole
 /// GPUs, so that existing selector expressions of claims work. A property of the GPU that is
 /// unknown is left out.
-fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribute> {
+fn attributes(node: &NodeGpus, gpu: &GpuFacts, load: GpuLoad) -> BTreeMap<String, DeviceAttribute> {
     let text = |value: &str| DeviceAttribute {
         string: Some(value.chars().take(MAX_ATTRIBUTE).collect()),
         ..DeviceAttribute::default()
@@ -163,6 +169,7 @@ fn attributes(node: &NodeGpus, gpu: &GpuFacts) -> BTreeMap<String, DeviceAttribu
         ("type", Some(text("gpu"))),
         ("uuid", Some(text(&gpu.uuid))),
         ("index", Some(index)),
+        ("load", Some(text(load.as_str()))),
         ("productName", Some(text(&gpu.name))),
         ("brand", gpu.brand.as_deref().map(text)),
         ("architecture", gpu.architecture.as_deref().map(text)),

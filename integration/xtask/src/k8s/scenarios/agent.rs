@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{GPU_STATE, NAMESPACE, NODE, RESIDENT, agent_pod, fetch, step};
 use crate::{k8s::control_plane::Plane, output};
 
-const PORT: u16 = 9411;
+pub const PORT: u16 = 9411;
 
 /// Checks what an agent's token permits. The agent may change Affinode's labels of its own node. It
 /// may not change other labels or annotations, other nodes, or taints.

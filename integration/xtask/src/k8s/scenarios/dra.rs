@@ -2,6 +2,7 @@
 //! memory.
 
 mod full;
+mod load;
 mod slices;
 
 use std::{
@@ -57,6 +58,7 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     let node = plane.first();
     slices::gpus_are_published(plane)?;
     slices::foreign_slices_are_refused(plane, node)?;
+    load::idle_gpu_is_preferred(plane)?;
     templates(plane)?;
     let mut sharing = three_share(plane, node)?;
     let waiting = one_finds_no_room(plane, node)?;

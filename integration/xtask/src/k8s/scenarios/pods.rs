@@ -52,8 +52,7 @@ pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     let mut second = node.gpu_pod("second", LARGE_MIB)?;
     second["metadata"]["annotations"]["affinode.io/offload"] = "off".into();
     let mut second = Pod::start(plane, node, "second", &second)?;
-    second.receive("open")?;
-    second.receive("fill")?;
+    second.has_filled()?;
     output::note("the second holds the GPU; the first makes a call");
     first.call()?;
     first.tells("GPUWaiting")?;
@@ -182,10 +181,15 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
+    /// Waits until the pod's program has filled its GPU memory.
+    pub fn has_filled(&mut self) -> Result<()> {
+        self.receive("open")?;
+        self.receive("fill")
+    }
+
     /// Waits until the pod's program has filled its GPU memory, and the memory is offloaded.
     pub fn is_moved_out(&mut self) -> Result<()> {
-        self.receive("open")?;
-        self.receive("fill")?;
+        self.has_filled()?;
         self.tells("GPUOffloaded")
     }
 

@@ -28,7 +28,11 @@ fn node(gpus: Vec<GpuFacts>) -> NodeGpus {
 }
 
 fn offered(gpus: Vec<GpuFacts>) -> Vec<Device> {
-    devices(&node(gpus), "2".parse().unwrap(), &BTreeSet::new())
+    devices(&node(gpus), "2".parse().unwrap(), &GpuConditions::default())
+}
+
+fn conditions_of_full(gpu: &GpuFacts) -> GpuConditions {
+    GpuConditions { full: [gpu.uuid.clone()].into(), ..GpuConditions::default() }
 }
 
 fn owner() -> SliceOwner {
@@ -53,6 +57,7 @@ fn device_has_all_that_the_driver_reports() {
         "allowMultipleAllocations": true,
         "attributes": {
             "type": text("gpu"), "uuid": text(UUID), "index": {"int": 1},
+            "load": text("idle"),
             "productName": text("NVIDIA H200"), "brand": text("Nvidia"),
             "architecture": text("Hopper"), "cudaComputeCapability": version("9.0.0"),
             "driverVersion": version("580.159.4"), "cudaDriverVersion": version("13.0.0"),
@@ -63,6 +68,27 @@ fn device_has_all_that_the_driver_reports() {
         }}},
     });
     assert_eq!(device, expected);
+}
+
+/// A change of a GPU's class of load must change only the attribute of this GPU.
+#[test]
+fn load_of_a_gpu_is_an_attribute() {
+    let loads = [(gpu(1).uuid, GpuLoad::Busy)].into();
+    let conditions = GpuConditions { loads, ..GpuConditions::default() };
+    let idle = offered(vec![gpu(0), gpu(1)]);
+    let mut devices = devices(&node(vec![gpu(0), gpu(1)]), "2".parse().unwrap(), &conditions);
+    assert_eq!(devices[0], idle[0]);
+    let found = published(&idle, "s", 3);
+    let SliceChange::Replace(slice) = change(&[found], Some(&devices), &owner()) else {
+        panic!("the slice is not replaced")
+    };
+    assert_eq!(slice.spec.pool.generation, 4);
+    let load = devices[1].attributes.as_mut().unwrap().insert(
+        "load".into(),
+        DeviceAttribute { string: Some("idle".into()), ..DeviceAttribute::default() },
+    );
+    assert_eq!(load.unwrap().string.as_deref(), Some("busy"));
+    assert_eq!(devices[1], idle[1]);
 }
 
 #[test]
@@ -78,9 +104,9 @@ fn unknown_properties_have_no_attribute() {
     let mut node = node(vec![bare]);
     node.cuda_driver_version = None;
     node.driver_version = "unknown".into();
-    let device = devices(&node, "1".parse().unwrap(), &BTreeSet::new()).remove(0);
+    let device = devices(&node, "1".parse().unwrap(), &GpuConditions::default()).remove(0);
     let names: Vec<String> = device.attributes.unwrap().into_keys().collect();
-    assert_eq!(names, ["index", "productName", "type", "uuid"]);
+    assert_eq!(names, ["index", "load", "productName", "type", "uuid"]);
 }
 
 #[test]
@@ -134,7 +160,7 @@ fn slices_are_deleted_with_their_devices() {
 
 #[test]
 fn full_gpu_has_a_taint() {
-    let full = BTreeSet::from([gpu(1).uuid]);
+    let full = conditions_of_full(&gpu(1));
     let tainted = devices(&node(vec![gpu(0), gpu(1)]), "2".parse().unwrap(), &full);
     let taints = tainted.iter().map(|device| device.taints.clone());
     assert_eq!(taints.collect::<Vec<_>>(), [None, Some(vec![full_taint()])]);
@@ -143,7 +169,7 @@ fn full_gpu_has_a_taint() {
 
 #[test]
 fn time_of_a_taint_changes_nothing() {
-    let full = BTreeSet::from([gpu(0).uuid]);
+    let full = conditions_of_full(&gpu(0));
     let tainted = devices(&node(vec![gpu(0)]), "2".parse().unwrap(), &full);
     let mut stored = published(&tainted, "a", 4);
     let time = serde_json::from_value(json!("2026-11-26T21:00:00Z")).unwrap();
