@@ -15,11 +15,10 @@ use std::{
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
 
-use affinode_core::{ProcessId, ReadySizes};
+use affinode_core::ProcessId;
 use affinode_proto::wire::host_pool::HostPoolOrder;
 use tokio::{process::Command, time::Instant};
 
@@ -33,17 +32,6 @@ const RESTART_AFTER: Duration = Duration::from_secs(10);
 /// error.
 const UNUSABLE_FOR: Duration = Duration::from_secs(300);
 
-/// Which memory files the host pool keeps ready, and the limits of their memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KeptReady {
-    /// Size of each file in bytes. 0: no file.
-    pub sizes: ReadySizes,
-    /// Available memory of the node, in bytes, below which no pages are kept ready.
-    pub min_available_bytes: u64,
-    /// Maximum size of the host pool in bytes, including the ready files.
-    pub max_bytes: u64,
-}
-
 /// The host pool of the node. Its process is started when the first process is attached. Dropping
 /// this value kills the process.
 #[derive(Debug)]
@@ -52,37 +40,18 @@ pub struct HostPool {
     child: Option<HostPoolProcess>,
     /// Time of the latest attempt to start the process.
     started_at: Option<Instant>,
-    /// The memory files that the process keeps ready.
-    kept_ready: KeptReady,
-    /// Memory of the ready files in bytes, as the process reports it.
-    ready_bytes: Arc<AtomicU64>,
     program: fn(&Path) -> Command,
 }
 
-/// Size of the host pool and its memory in use, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HostPoolUse {
-    /// Maximum size. 0: the node has no host pool.
-    pub size_bytes: u64,
-    /// Memory with the content of processes, rounded to steps of 64 MiB, so that small changes are
-    /// not shown.
-    pub used_bytes: u64,
-    /// Memory that is kept ready for the next offloads, rounded likewise.
-    pub ready_bytes: u64,
-}
-
-/// Returns the size of the host pool and its memory in use. `ready_bytes`: memory of its ready
-/// files.
+/// Returns the maximum size of the host pool and its memory in use, in bytes. The latter is rounded
+/// to steps of 64 MiB, so that small changes are not shown. Both are 0 if the node has no host pool.
 #[must_use]
-pub fn size_and_use(section: &MemorySection, ready_bytes: u64) -> HostPoolUse {
+pub fn size_and_use(section: &MemorySection) -> (u64, u64) {
     const STEP: u64 = 64 << 20;
     let size_bytes = memory::total_bytes().map_or(0, |total| section.host_pool_bytes(total));
-    if size_bytes == 0 {
-        return HostPoolUse::default();
-    }
-    let charged_bytes = affinode_host_pool::used_bytes(&cgroup_of(section)).unwrap_or(0);
-    let used_bytes = charged_bytes.saturating_sub(ready_bytes) / STEP * STEP;
-    HostPoolUse { size_bytes, used_bytes, ready_bytes: ready_bytes / STEP * STEP }
+    let cgroup = cgroup_of(section);
+    let used = || affinode_host_pool::used_bytes(&cgroup).unwrap_or(0);
+    (size_bytes, if size_bytes == 0 { 0 } else { used() / STEP * STEP })
 }
 
 /// Returns the folder of the host pool's memory cgroup.
@@ -95,58 +64,18 @@ impl HostPool {
     /// Creates a host pool without a process. `cgroup` is the folder of its memory cgroup.
     #[must_use]
     pub fn new(cgroup: PathBuf) -> HostPool {
-        HostPool {
-            cgroup,
-            child: None,
-            started_at: None,
-            kept_ready: KeptReady::default(),
-            ready_bytes: Arc::default(),
-            program: child::command,
-        }
+        HostPool { cgroup, child: None, started_at: None, program: child::command }
     }
 
-    /// Returns the counter of the memory in ready files, in bytes. The host pool's reports change
-    /// it.
-    #[must_use]
-    pub fn ready_bytes(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.ready_bytes)
-    }
-
-    /// Sets which memory files are kept ready. Starts the host pool if a file is wanted and it does
-    /// not run.
-    ///
-    /// # Errors
-    /// The host pool cannot be started, or does not read its socket. The next start applies the
-    /// sizes.
-    pub fn keep_ready(&mut self, kept_ready: KeptReady) -> io::Result<()> {
-        self.kept_ready = kept_ready;
-        let is_wanted = kept_ready.sizes.iter().any(|bytes| *bytes > 0);
-        if self.is_running() {
-            self.tell_ready()
-        } else if is_wanted && self.is_usable() {
-            self.running().map(drop)
-        } else {
-            Ok(())
-        }
-    }
-
-    fn tell_ready(&self) -> io::Result<()> {
-        let KeptReady { sizes, min_available_bytes, max_bytes } = self.kept_ready;
-        let order = HostPoolOrder::KeepReady { sizes, min_available_bytes, max_bytes };
-        let child =
-            self.child.as_ref().ok_or_else(|| io::Error::other("the host pool does not run"))?;
-        child.tell(order, None)
-    }
-
-    /// Attaches a process with a content of `bytes` bytes to the host pool, and starts the host pool
-    /// if it does not run. Returns the socket end for the process.
+    /// Attaches a process to the host pool, and starts the host pool if it does not run. Returns
+    /// the socket end for the process.
     ///
     /// # Errors
     /// The host pool cannot be started, has been started shortly before and has ended, or does not
     /// read its socket.
-    pub fn attach(&mut self, process: ProcessId, bytes: u64) -> io::Result<OwnedFd> {
+    pub fn attach(&mut self, process: ProcessId) -> io::Result<OwnedFd> {
         let (ours, theirs) = pair()?;
-        let order = HostPoolOrder::Attach { process: process.0, bytes };
+        let order = HostPoolOrder::Attach { process: process.0 };
         self.running()?.tell(order, Some(&ours))?;
         Ok(theirs)
     }
@@ -199,9 +128,6 @@ impl HostPool {
     fn running(&mut self) -> io::Result<&HostPoolProcess> {
         if !self.is_running() {
             self.child = Some(self.start()?);
-            if self.kept_ready.sizes.iter().any(|bytes| *bytes > 0) {
-                self.tell_ready()?;
-            }
         }
         self.child.as_ref().ok_or_else(|| io::Error::other("the host pool does not run"))
     }
@@ -213,6 +139,6 @@ impl HostPool {
         }
         self.started_at = Some(now);
         let (ours, theirs) = pair()?;
-        HostPoolProcess::start((self.program)(&self.cgroup), ours, theirs, self.ready_bytes())
+        HostPoolProcess::start((self.program)(&self.cgroup), ours, theirs)
     }
 }

@@ -35,9 +35,6 @@ pub struct Node {
     pub host_pool_bytes: u64,
     /// Memory of the host pool in use, in bytes, rounded to steps of 64 MiB.
     pub host_pool_used_bytes: u64,
-    /// Memory that the host pool keeps ready for the next offloads, in bytes, rounded to steps of
-    /// 64 MiB. It does not count as in use.
-    pub host_pool_ready_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<Gpu>,
     /// The containers that use a GPU.
@@ -213,7 +210,6 @@ impl From<control::ListResponse> for Node {
             host_free_bytes: list.host_free_bytes,
             host_pool_bytes: list.host_pool_bytes,
             host_pool_used_bytes: list.host_pool_used_bytes,
-            host_pool_ready_bytes: list.host_pool_ready_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
         }

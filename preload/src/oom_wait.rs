@@ -345,48 +345,7 @@ fn pitched(width: u64) -> u64 {
 
 /// The UUID of the calling thread's device.
 pub fn current_uuid() -> Option<[u8; 16]> {
-    let device = current_device()?;
-    let known = usize::try_from(device).ok().and_then(|device| UUIDS.get(device));
-    if let Some(uuid) = known.and_then(KnownUuid::get) {
-        return Some(uuid);
-    }
-    let uuid = uuid_of(device)?;
-    if let Some(known) = known {
-        known.set(uuid);
-    }
-    Some(uuid)
-}
-
-/// UUIDs of the devices by their ordinal, as far as they are known. The driver determines them in
-/// `cuInit`, so they do not change. With them an allocation under a limit makes one call less.
-static UUIDS: [KnownUuid; 16] = [const { KnownUuid::new() }; 16];
-
-/// UUID of a device, in two halves that are written once.
-struct KnownUuid {
-    halves: [AtomicU64; 2],
-    /// 1 after both halves were written.
-    is_known: AtomicU32,
-}
-
-impl KnownUuid {
-    const fn new() -> KnownUuid {
-        KnownUuid { halves: [const { AtomicU64::new(0) }; 2], is_known: AtomicU32::new(0) }
-    }
-
-    fn get(&self) -> Option<[u8; 16]> {
-        let is_known = self.is_known.load(Ordering::Acquire) == 1;
-        let [low, high] = self.halves.each_ref().map(|half| half.load(Ordering::Relaxed));
-        is_known.then(|| (u128::from(high) << 64 | u128::from(low)).to_le_bytes())
-    }
-
-    /// Stores the UUID. Threads that do so at the same time store the same value.
-    fn set(&self, uuid: [u8; 16]) {
-        let whole = u128::from_le_bytes(uuid);
-        let [low, high] = &self.halves;
-        low.store(whole as u64, Ordering::Relaxed);
-        high.store((whole >> 64) as u64, Ordering::Relaxed);
-        self.is_known.store(1, Ordering::Release);
-    }
+    uuid_of(current_device()?)
 }
 
 fn current_device() -> Option<i32> {
@@ -403,8 +362,8 @@ fn current_device() -> Option<i32> {
 
 fn uuid_of(device: i32) -> Option<[u8; 16]> {
     // `cuDeviceGetUuid_v2` distinguishes a part of a device (MIG) from the whole device.
-    let get = libcuda::function(b"cuDeviceGetUuid_v2")
-        .or_else(|| libcuda::function(b"cuDeviceGetUuid"))?;
+    static GET: CachedFunction = CachedFunction::new(b"cuDeviceGetUuid_v2");
+    let get = GET.address().or_else(|| libcuda::function(b"cuDeviceGetUuid"))?;
     let mut uuid = [0_u8; 16];
     // SAFETY: the signature of cuDeviceGetUuid in both versions, with room for a UUID.
     let code = unsafe {
@@ -417,15 +376,6 @@ fn uuid_of(device: i32) -> Option<[u8; 16]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_known_uuid_is_returned() {
-        let known = KnownUuid::new();
-        assert_eq!(known.get(), None);
-        let uuid = core::array::from_fn(|n| n as u8 + 1);
-        known.set(uuid);
-        assert_eq!(known.get(), Some(uuid));
-    }
 
     const WANT: AllocRequest = AllocRequest { bytes: 7, uuid: [9; 16] };
     const OOM: u64 = result::OUT_OF_MEMORY as u64;

@@ -56,9 +56,8 @@ impl LocalNode {
             .unwrap_or_default();
         list.version = env!("CARGO_PKG_VERSION").into();
         list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
-        // Without a controller there is no host pool that keeps memory ready.
-        let in_use = host_pool::size_and_use(&self.config.memory, 0);
-        (list.host_pool_bytes, list.host_pool_used_bytes) = (in_use.size_bytes, in_use.used_bytes);
+        (list.host_pool_bytes, list.host_pool_used_bytes) =
+            host_pool::size_and_use(&self.config.memory);
         schema::Node::from(list)
     }
 }

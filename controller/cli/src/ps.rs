@@ -99,14 +99,10 @@ fn show(
             let (used, all) = (format::bytes(node.host_used_bytes), format::bytes(all));
             writeln!(out, "host RAM: {used} of {all} in use for offloaded memory")?;
         }
-        if node.host_pool_used_bytes + node.host_pool_ready_bytes > 0 {
+        if node.host_pool_used_bytes > 0 {
             let used = format::bytes(node.host_pool_used_bytes);
             let all = format::bytes(node.host_pool_bytes);
-            let ready = match node.host_pool_ready_bytes {
-                0 => String::new(),
-                bytes => format!(", {} ready", format::bytes(bytes)),
-            };
-            writeln!(out, "host pool: {used} of {all} in use{ready}")?;
+            writeln!(out, "host pool: {used} of {all} in use")?;
         }
         if let Some(error) = &node.gpu_error {
             writeln!(out, "GPUs cannot be read: {error}")?;

@@ -3,7 +3,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{host_pool::MAX_READY, message::ControllerMessage, vram_view::VramView},
+    wire::{message::ControllerMessage, vram_view::VramView},
 };
 use serde::{Deserialize, Serialize};
 
@@ -14,9 +14,6 @@ use super::{
     host_memory::HostNeed,
     input::Identity,
 };
-
-/// Sizes of the memory files that the host pool keeps ready, in bytes. 0: no file.
-pub type ReadySizes = [u64; MAX_READY];
 
 /// Entry of a journal record: one process that is offloaded or about to be offloaded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,13 +100,7 @@ pub enum Effect {
         process: ProcessId,
         /// Permitted memory in bytes.
         bytes: u64,
-        /// Whether to replace an earlier connection, so that the process gets a memory file that
-        /// the host pool has kept ready.
-        renew: bool,
     },
-    /// Set the sizes of the memory files that the host pool keeps ready, in bytes. The pages of
-    /// these files are allocated before an offload needs them.
-    KeepReady(ReadySizes),
     /// End the connection of a process to the host pool, and its permission. Its next permission
     /// makes a new connection.
     LeaveHostPool(ProcessId),

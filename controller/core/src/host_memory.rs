@@ -87,21 +87,6 @@ pub struct SurveyedMemory {
     pub host_pool: Vec<MemoryPool>,
     /// The part of the host pool's memory for each process, by its host pid, in bytes.
     pub allowances: Vec<(u32, u64)>,
-    /// Memory that the host pool keeps ready, in bytes. The pools show it as free.
-    pub ready_bytes: u64,
-}
-
-impl SurveyedMemory {
-    /// Counts memory that the host pool keeps ready as free memory of the node.
-    #[must_use]
-    pub fn with_ready(mut self, ready_bytes: u64) -> SurveyedMemory {
-        let all = self.container.iter_mut().chain(&mut self.host_pool);
-        for pool in all.filter(|pool| pool.place == MemoryPlace::Node) {
-            pool.free_bytes = pool.free_bytes.saturating_add(ready_bytes);
-        }
-        self.ready_bytes = ready_bytes;
-        self
-    }
 }
 
 /// Why host memory does not suffice for an offload.
@@ -274,12 +259,6 @@ impl HostLedger {
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()
-    }
-
-    /// Whether the container's offload has a promise.
-    #[must_use]
-    pub fn has_promise(&self, key: &Key) -> bool {
-        self.standing(key).is_some()
     }
 
     /// Whether the memory that is promised to the container's offload is that of the host pool.

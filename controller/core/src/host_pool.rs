@@ -58,12 +58,6 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
     }
 }
 
-/// Memory that the library will copy to the host pool, in bytes, as far as the last sample of NVML
-/// shows that the process has so much VRAM.
-pub(super) fn copied_bytes(process: &Process) -> u64 {
-    claimed_bytes(process).min(process.vram_bytes())
-}
-
 /// Memory that the library will copy to the host pool, in bytes, as the process reports it. It is
 /// not trusted, so the survey limits it to the VRAM that NVML reports. A retained host copy is not
 /// subtracted, because only the process reports its size too.
@@ -84,17 +78,10 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) 
         let own = allowances.iter().find(|(pid, _)| *pid == process.identity.pid);
         let bytes = own.map_or(0, |(_, bytes)| *bytes);
         if process.host_pool_bytes < bytes {
-            let renew = process.host_pool_bytes == 0 && has_no_pages(process);
             process.host_pool_bytes = bytes;
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes, renew });
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
         }
     }
-}
-
-/// Whether the process reports that it keeps no memory of an earlier copy out. It can then use
-/// another memory file.
-fn has_no_pages(process: &Process) -> bool {
-    process.activity.counters.as_ref().is_some_and(|counters| counters.kept_bytes == 0)
 }
 
 /// Ends the permissions of containers whose offload is over.
@@ -109,7 +96,7 @@ pub(super) fn end_permissions(node: &mut NodeState) {
             if let Some(process) = node.registry.processes.get_mut(&id) {
                 process.host_pool_bytes = 0;
             }
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0, renew: false });
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0 });
         }
     }
 }

@@ -8,7 +8,7 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 use super::{
     Effect, Key, Millis,
     host_memory::{HostNeed, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory},
-    host_pool, host_pool_ready,
+    host_pool,
     node_state::{JournalClaim, NodeState},
     offload_level,
     process::Process,
@@ -35,35 +35,16 @@ pub(super) fn promise_host_memory(
     memory: SurveyedMemory,
     asked_at: Millis,
 ) -> HostVerdict {
-    let SurveyedMemory { container, host_pool, allowances, ready_bytes } = memory;
-    let pools = [container.clone(), host_pool.clone()];
-    let verdict = promise_one_of(node, key, container, host_pool, asked_at, &allowances);
-    if matches!(verdict, HostVerdict::Promised) {
-        let [container, host_pool] = pools;
-        let promised = if node.host_ledger.uses_host_pool(key) { host_pool } else { container };
-        host_pool_ready::promised(node, key, &promised, ready_bytes);
-    }
-    verdict
-}
-
-/// Promises one of the two kinds of host memory to a container.
-fn promise_one_of(
-    node: &mut NodeState,
-    key: &Key,
-    container: Vec<MemoryPool>,
-    host_pool: Vec<MemoryPool>,
-    asked_at: Millis,
-    allowances: &[(u32, u64)],
-) -> HostVerdict {
+    let SurveyedMemory { container, host_pool, allowances } = memory;
     if host_pool.is_empty() {
-        return judge(node, key, container, asked_at, allowances);
+        return judge(node, key, container, asked_at, &allowances);
     }
     let is_preferred = host_pool::is_preferred(node, key);
     let (first, second) =
         if is_preferred { (host_pool, container) } else { (container, host_pool) };
-    match judge(node, key, first, asked_at, allowances) {
+    match judge(node, key, first, asked_at, &allowances) {
         HostVerdict::Promised => HostVerdict::Promised,
-        first => match (judge(node, key, second, asked_at, allowances), first) {
+        first => match (judge(node, key, second, asked_at, &allowances), first) {
             // The offload can begin when other offloads have ended.
             (HostVerdict::Refused(..), HostVerdict::Waits(reason, detail)) => {
                 HostVerdict::Waits(reason, detail)
@@ -85,10 +66,7 @@ fn judge(
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
         Ok(()) => {
             node.host_ledger.promise(key, pools, node.clock.now);
-            // The first survey gives no permission. Otherwise the second survey would show the pages
-            // of a ready file as used, although they are for this offload.
-            let is_first = node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested());
-            if node.host_ledger.uses_host_pool(key) && !is_first {
+            if node.host_ledger.uses_host_pool(key) {
                 host_pool::allow(node, key, allowances);
             }
             HostVerdict::Promised
@@ -160,7 +138,6 @@ pub(super) fn settle_host_memory(node: &mut NodeState) {
     ledger.settle(node.clock.now, oldest_survey, |key| may_touch_host_memory(node, key));
     node.host_ledger = ledger;
     host_pool::end_permissions(node);
-    host_pool_ready::settle(node);
 }
 
 /// Records promises of host memory for offloads that an earlier controller ordered and that may

@@ -53,7 +53,6 @@ pub mod history;
 pub mod holds;
 pub mod host_memory;
 mod host_pool;
-pub mod host_pool_ready;
 mod host_promises;
 pub mod idle;
 mod immediate;
@@ -99,7 +98,7 @@ pub mod window;
 
 pub use container_spec::ContainerSpec;
 pub use dedup_domain::Domain;
-pub use effect::{Change, Effect, JournalStep, ReadySizes, Record, RecordedProcess};
+pub use effect::{Change, Effect, JournalStep, Record, RecordedProcess};
 pub use input::{ActionResult, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 

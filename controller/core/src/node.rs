@@ -13,9 +13,7 @@ use affinode_proto::wire::message::{AgentMessage, PROOF_TTL_MS};
 
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake, copier_use, copy_watch,
-    evaluate, grants, hints, holds,
-    host_pool_ready::{self, ReadyLimits},
-    host_promises, idle, immediate,
+    evaluate, grants, hints, holds, host_promises, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -43,8 +41,6 @@ pub struct Settings {
     pub max_processes: usize,
     /// Whether copiers (processes that copy GPU memory for other processes) are used on this node.
     pub copiers: bool,
-    /// How much memory the host pool keeps ready for offloads.
-    pub ready: ReadyLimits,
     /// Minimum amount of memory, in bytes, that an agent must be able to copy for its process to be
     /// prefaulted (host memory prepared before an offload).
     pub prefault_min_bytes: u64,
@@ -63,7 +59,6 @@ impl Default for Settings {
             hold_ms: 500,
             max_processes: 256,
             copiers: true,
-            ready: ReadyLimits::default(),
             prefault_min_bytes: 16 << 20,
             victims: VictimRule::Expected,
             hold: true,
@@ -264,7 +259,6 @@ fn tick(node: &mut NodeState) {
     immediate::check_terminations(node);
     pressure::look_at_pressure(node);
     copier_use::keep_copiers(node);
-    host_pool_ready::update(node);
 }
 
 /// Decides and sends the next orders of each container in the list `resumed`.

@@ -13,7 +13,6 @@ use super::{
     history::Pauses,
     holds::HoldOrder,
     host_memory::{HostLedger, MemoryPool},
-    host_pool_ready::ReadyMemory,
     input::GpuSample,
     ledger::Ledger,
     overrides::OperatorOverrides,
@@ -52,8 +51,6 @@ pub(super) struct NodeState {
     pub(super) admission: Admission,
     /// Promises of host memory to offloads.
     pub(super) host_ledger: HostLedger,
-    /// What was ordered about memory of the host pool that is kept ready.
-    pub(super) host_ready: ReadyMemory,
     pub(super) copiers: CopierRegistry,
     pub(super) prediction: UsePrediction,
     /// Requests for VRAM allowances. Only processes of containers with a VRAM limit send such

@@ -1,10 +1,6 @@
 //! The connection of one process, and how one request is carried out.
 
-use std::{
-    io,
-    os::fd::OwnedFd,
-    sync::{Arc, Condvar},
-};
+use std::{io, os::fd::OwnedFd, sync::Condvar};
 
 use affinode_proto::wire::message::FrameError;
 use rustix::thread::CpuSet;
@@ -24,7 +20,7 @@ pub struct Client {
     /// Socket that is connected to the process.
     pub socket: OwnedFd,
     /// Memory file of the process.
-    pub memory: Arc<MemoryFile>,
+    pub memory: MemoryFile,
     /// Notified when the number of the process's unanswered requests falls, so that its next
     /// request may be accepted.
     pub room: Condvar,

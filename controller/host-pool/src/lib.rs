@@ -9,8 +9,6 @@
 //! | `client` | the connection of one process |
 //! | `queue` | the order in which requests are carried out |
 //! | `memory_file` | the memory file of one process, and its limit |
-//! | `ready` | memory files with pages for the next processes |
-//! | `room` | how much memory the node and the host pool have |
 //! | `cgroup` | the memory cgroup of the host pool |
 //! | `socket` | frames on packet sockets |
 //! | `sys` | the system calls that need `unsafe` |
@@ -30,8 +28,6 @@ mod client;
 mod memory_file;
 mod pool;
 mod queue;
-mod ready;
-mod room;
 mod serve;
 mod socket;
 mod sys;
@@ -106,5 +102,5 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> Result<(), HostPoolErro
     // If this node does not permit memory files, the controller must know it before an offload.
     drop(memory_file::MemoryFile::create()?);
     let controller = io::stdin().as_fd().try_clone_to_owned()?;
-    serve::run(controller, &pool::Pool::start(pool::LATE_ALLOW, cgroup)?)
+    serve::run(controller, &pool::Pool::start(pool::LATE_ALLOW)?)
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{FallocateFlags, Mode, OFlags},
+    fs::{Mode, OFlags},
     io::Errno,
     mount::{
         FsMountFlags, FsOpenFlags, FsPickFlags, MountAttrFlags, fsconfig_create,
@@ -121,30 +121,6 @@ impl MemoryFile {
         limit.allowed_bytes = rounded.max(MIN_SIZE_BYTES);
         drop(self.mapping().take());
         Ok(self.resize(&mut limit)?)
-    }
-
-    /// Whether the file has any pages. If their number cannot be read, it counts as having some.
-    pub fn has_pages(&self) -> bool {
-        self.used_bytes().map_or(true, |bytes| bytes > 0)
-    }
-
-    /// Returns how many bytes of pages the file may get in addition if `bytes` bytes are allowed.
-    pub fn missing_bytes(&self, bytes: u64) -> u64 {
-        bytes.saturating_sub(self.used_bytes().unwrap_or(0))
-    }
-
-    /// Frees all pages except the first `bytes` bytes, rounded up to a huge page. The process must
-    /// not have the file yet.
-    ///
-    /// # Errors
-    /// The `errno` of the system call.
-    pub fn keep_first(&self, bytes: u64) -> io::Result<()> {
-        let start = bytes.min(FILE_BYTES).next_multiple_of(UNIT_BYTES);
-        if start < FILE_BYTES {
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(&self.file, flags, start, FILE_BYTES - start)?;
-        }
-        Ok(())
     }
 
     /// Allocates the pages of a range.

@@ -6,7 +6,6 @@ use std::{
     io,
     os::fd::{BorrowedFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
-    path::PathBuf,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -19,8 +18,7 @@ use crate::{
     client::{Client, ReadError},
     memory_file::{CreateError, MemoryFile, Populated},
     queue::{ClientId, Job, Queue, Request},
-    ready::{ReadyFiles, Wanted},
-    room, socket,
+    socket,
 };
 
 /// Time for which a request that finds too little memory waits for an `Allow`. The `Allow` that
@@ -53,10 +51,6 @@ pub struct Pool {
     /// Notified if a thread no longer uses a connection.
     unused: Condvar,
     late_allow: Duration,
-    /// Memory cgroup of the host pool.
-    cgroup: PathBuf,
-    /// Files with pages for processes that will be attached.
-    ready: ReadyFiles,
 }
 
 #[derive(Debug, Default)]
@@ -69,18 +63,16 @@ struct State {
 
 impl Pool {
     /// Starts the workers. A request that finds too little memory waits `late_allow` for an
-    /// `Allow`. `cgroup`: folder of the host pool's memory cgroup.
+    /// `Allow`.
     ///
     /// # Errors
     /// No worker can be started.
-    pub fn start(late_allow: Duration, cgroup: PathBuf) -> io::Result<Arc<Pool>> {
+    pub fn start(late_allow: Duration) -> io::Result<Arc<Pool>> {
         let pool = Arc::new(Pool {
             state: Mutex::default(),
             work: Condvar::new(),
             unused: Condvar::new(),
             late_allow,
-            cgroup,
-            ready: ReadyFiles::default(),
         });
         let processors = thread::available_parallelism().map_or(1, usize::from);
         for number in 0..processors.min(MAX_WORKERS) {
@@ -94,26 +86,18 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Attaches a process: finds a memory file for a content of `bytes` bytes, and starts a thread
-    /// that sends the file and reads requests. Replaces an earlier connection of the process.
+    /// Attaches a process: creates its memory file, and starts a thread that sends the file and
+    /// reads requests. Replaces an earlier connection of the process.
     ///
     /// # Errors
     /// [`AttachError`]: the file or the thread cannot be created. The process's socket is then
     /// closed.
-    pub fn attach(
-        self: &Arc<Self>,
-        process: u64,
-        bytes: u64,
-        socket: OwnedFd,
-    ) -> Result<(), AttachError> {
-        let memory = match self.detach(process) {
-            // Otherwise a process that frees no pages could have more with each connection.
-            Some(memory) if memory.has_pages() => memory,
-            _ => match self.ready.take(bytes) {
-                Some(memory) => memory,
-                None => Arc::new(MemoryFile::create()?),
-            },
-        };
+    pub fn attach(self: &Arc<Self>, process: u64, socket: OwnedFd) -> Result<(), AttachError> {
+        if let Some(old) = self.find(process) {
+            self.end(&old);
+            self.let_go(old);
+        }
+        let memory = MemoryFile::create()?;
         let mut state = self.lock();
         let id = ClientId(state.next_id);
         state.next_id += 1;
@@ -137,7 +121,6 @@ impl Pool {
     /// The limit cannot be set.
     pub fn allow(&self, process: u64, bytes: u64) -> io::Result<()> {
         let Some(client) = self.find(process) else { return Ok(()) };
-        self.ready.make_room(client.memory.missing_bytes(bytes), || room::read(&self.cgroup));
         let set = client.memory.allow(bytes);
         self.lock().queue.allowed(client.id);
         self.work.notify_all();
@@ -145,40 +128,16 @@ impl Pool {
         set
     }
 
-    /// Ends the connection of a process, and returns its memory file. `None`: the process is not
-    /// attached.
-    pub fn detach(&self, process: u64) -> Option<Arc<MemoryFile>> {
-        let client = self.find(process)?;
-        self.end(&client);
-        let memory = Arc::clone(&client.memory);
-        self.let_go(client);
-        Some(memory)
+    /// Ends the connection of a process. Does nothing if the process is not attached.
+    pub fn detach(&self, process: u64) {
+        if let Some(client) = self.find(process) {
+            self.end(&client);
+            self.let_go(client);
+        }
     }
 
-    /// Sets which memory files are kept ready.
-    pub fn keep_ready(&self, wanted: Wanted) {
-        self.ready.want(wanted);
-    }
-
-    /// Starts the thread that keeps files ready. It calls `report` with their memory in bytes after
-    /// each change. `report` returns whether the report was delivered.
-    ///
-    /// # Errors
-    /// The thread cannot be started.
-    pub fn start_ready(
-        self: &Arc<Self>,
-        report: impl Fn(u64) -> bool + Send + 'static,
-    ) -> io::Result<()> {
-        let pool = Arc::clone(self);
-        spawn("ready", move || {
-            let is_busy = || pool.lock().queue.has_requests();
-            pool.ready.keep(is_busy, || room::read(&pool.cgroup), report);
-        })
-    }
-
-    /// Ends all connections and threads, without waiting for them.
+    /// Ends all connections and workers, without waiting for them.
     pub fn stop(&self) {
-        self.ready.stop();
         let clients = {
             let mut state = self.lock();
             state.has_stopped = true;

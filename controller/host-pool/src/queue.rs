@@ -83,11 +83,6 @@ impl Queue {
         self.lanes.get(&client).is_some_and(|lane| lane.pending >= MAX_PENDING)
     }
 
-    /// Whether a request has no reply yet.
-    pub fn has_requests(&self) -> bool {
-        self.lanes.values().any(|lane| lane.pending > 0)
-    }
-
     /// Adds a request. Returns false if the connection was removed.
     pub fn push(&mut self, client: ClientId, request: Request) -> bool {
         let Some(lane) = self.lanes.get_mut(&client) else { return false };
@@ -217,7 +212,6 @@ mod tests {
         }
         let job = queue.take(now).unwrap();
         assert!(queue.is_full(A) && !queue.is_full(B), "the request in work counts");
-        assert!(queue.has_requests());
         assert!(queue.park(&job, now));
         assert!(queue.is_full(A), "a parked request counts");
         let job = queue.take(now).unwrap();

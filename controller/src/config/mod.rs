@@ -18,7 +18,6 @@ use std::{
 
 use affinode_core::{
     Millis, Settings, explain,
-    host_pool_ready::ReadyLimits,
     plan::OrderDeadlines,
     policy::{Policies, PolicySection, duration_ms},
 };
@@ -28,8 +27,6 @@ use figment::{
     providers::{Env, Format, Toml},
 };
 use serde::{Deserialize, Deserializer};
-
-use crate::inventory::memory;
 
 pub use engine::{oci_runtime_of, start_settings_of};
 pub use kubernetes::KubernetesSection;
@@ -197,14 +194,8 @@ impl Config {
                 lock_ms: ms(self.timing.lock_timeout),
             },
             victims: self.policy.victims,
-            ready: ReadyLimits { max_bytes: self.ready_bytes(), ..ReadyLimits::default() },
             ..Settings::default()
         }
-    }
-
-    /// Memory of the host pool that is kept ready on this node, in bytes.
-    fn ready_bytes(&self) -> u64 {
-        memory::total_bytes().map_or(0, |total_bytes| self.memory.ready_bytes(total_bytes))
     }
 }
 

@@ -35,9 +35,6 @@ pub struct MemorySection {
     pub node_reserve_mib: Option<u64>,
     /// Maximum size of the host pool, in percent of the node's memory. 0: the node has no host pool.
     pub host_pool_percent: u64,
-    /// Maximum memory of the host pool that is kept ready for the next offloads, in percent of the
-    /// node's memory. It is at most `host_pool_percent`. 0: none.
-    pub host_pool_ready_percent: u64,
     /// Name of the memory cgroup that is charged for the host pool.
     pub host_pool_cgroup: String,
 }
@@ -112,19 +109,7 @@ impl MemorySection {
         total_bytes / 100 * self.host_pool_percent
     }
 
-    /// Returns the memory of the host pool that is kept ready, in bytes, for a node with
-    /// `total_bytes` of memory.
-    #[must_use]
-    pub fn ready_bytes(&self, total_bytes: u64) -> u64 {
-        total_bytes / 100 * self.host_pool_ready_percent.min(self.host_pool_percent)
-    }
-
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        if self.host_pool_ready_percent > 90 {
-            return Err(ConfigError::Bad(
-                "memory.host_pool_ready_percent: out of range; accepted: 0 to 90".into(),
-            ));
-        }
         if self.host_pool_percent > 90 {
             return Err(ConfigError::Bad(
                 "memory.host_pool_percent: out of range; accepted: 0 to 90".into(),
@@ -149,7 +134,6 @@ impl Default for MemorySection {
             driver_overhead_mib: 1024,
             node_reserve_mib: None,
             host_pool_percent: 50,
-            host_pool_ready_percent: 10,
             host_pool_cgroup: "affinode-host-pool".into(),
         }
     }

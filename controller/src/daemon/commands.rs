@@ -1,7 +1,5 @@
 //! Executes the commands that come from the control API and the HTTP API.
 
-use std::sync::atomic::Ordering;
-
 use affinode_proto::api::control::ListResponse;
 
 use super::{actor::NodeActor, call_sources, containers, hints, jobs, moves, overrides, policies};
@@ -68,11 +66,7 @@ fn list(actor: &NodeActor) -> ListResponse {
     }
     list.dashboard.clone_from(&actor.dashboard);
     list.host_free_bytes = memory::room_bytes(actor.config.memory.node_reserve_bytes());
-    let ready_bytes = actor.host_pool.ready_bytes().load(Ordering::Acquire);
-    let in_use = host_pool::size_and_use(&actor.config.memory, ready_bytes);
-    list.host_free_bytes = list.host_free_bytes.saturating_add(in_use.ready_bytes);
-    list.host_pool_bytes = in_use.size_bytes;
-    list.host_pool_used_bytes = in_use.used_bytes;
-    list.host_pool_ready_bytes = in_use.ready_bytes;
+    (list.host_pool_bytes, list.host_pool_used_bytes) =
+        host_pool::size_and_use(&actor.config.memory);
     list
 }

@@ -48,10 +48,7 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
                 known,
             });
         }
-        Effect::AllowHostPool { process, bytes, renew } => {
-            host_pool::allow(actor, process, bytes, renew);
-        }
-        Effect::KeepReady(sizes) => host_pool::keep_ready(actor, sizes),
+        Effect::AllowHostPool { process, bytes } => host_pool::allow(actor, process, bytes),
         Effect::LeaveHostPool(process) => host_pool::leave(actor, process),
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),

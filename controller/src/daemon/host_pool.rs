@@ -2,34 +2,25 @@
 
 use std::io;
 
-use affinode_core::{ProcessId, ReadySizes};
+use affinode_core::ProcessId;
 
-use super::actor::{NodeActor, memory_rules};
-use crate::{host_pool::KeptReady, inventory::memory};
-
-/// Part of the node's memory that must be available while pages are kept ready: an eighth. The
-/// library releases retained copies below the same amount.
-const MIN_AVAILABLE_PART: u64 = 8;
+use super::actor::NodeActor;
 
 /// Sets how much memory of the host pool a process may use. Connects the process to the host pool
 /// first, if necessary. If a step fails, the process gets no memory of the host pool, and its copy
 /// out fails for lack of host memory. The core then has the content copied to the container's own
 /// memory.
-///
-/// `renew`: whether to connect the process again, so that it gets another memory file.
-pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64, renew: bool) {
+pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
     if !actor.host_pool.is_running() {
         actor.in_host_pool.clear();
     }
-    let is_connected = actor.in_host_pool.contains(&process) && !renew;
+    let is_connected = actor.in_host_pool.contains(&process);
     if bytes == 0 && !is_connected {
         return;
     }
     let allowed = match is_connected {
         true => actor.host_pool.allow(process, bytes),
-        false => {
-            connect(actor, process, bytes).and_then(|()| actor.host_pool.allow(process, bytes))
-        }
+        false => connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes)),
     };
     if let Err(error) = allowed {
         tracing::warn!(
@@ -50,26 +41,12 @@ pub(super) fn leave(actor: &mut NodeActor, process: ProcessId) {
     }
 }
 
-/// Sets which memory files the host pool keeps ready. If that fails, offloads wait for their pages.
-pub(super) fn keep_ready(actor: &mut NodeActor, sizes: ReadySizes) {
-    let rules = memory_rules(&actor.config);
-    let kept_ready = KeptReady {
-        sizes,
-        min_available_bytes: memory::total_bytes().unwrap_or(0) / MIN_AVAILABLE_PART,
-        max_bytes: rules.host_pool_bytes,
-    };
-    if let Err(error) = actor.host_pool.keep_ready(kept_ready) {
-        tracing::warn!(%error, "cannot keep memory of the host pool ready");
-    }
-}
-
-/// Connects a process with a content of `bytes` bytes to the host pool, and sends the process its
-/// end of the connection.
-fn connect(actor: &mut NodeActor, process: ProcessId, bytes: u64) -> io::Result<()> {
+/// Connects a process to the host pool, and sends the process its end of the connection.
+fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
     let Some(agent) = actor.agents.get_mut(&process) else {
         return Err(io::Error::other("the process is not connected to the controller"));
     };
-    let socket = actor.host_pool.attach(process, bytes)?;
+    let socket = actor.host_pool.attach(process)?;
     if !agent.send_host_pool(socket) {
         return Err(io::Error::other("the process does not read the controller's messages"));
     }

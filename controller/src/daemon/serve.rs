@@ -44,7 +44,7 @@ use crate::{
     handle::{Command, ControllerHandle, EventLog},
     host_pool::{self, HostPool},
     inventory::{
-        HostPoolState, Inventory, InventoryResult, host_levels::HostLevels,
+        Inventory, InventoryResult, host_levels::HostLevels,
         process_utilization::ProcessUtilization, utilization::GpuUtilization,
     },
     isolated_runtime::IsolatedRuntime,
@@ -122,14 +122,12 @@ fn begin(
     let (mail, agents) = mpsc::channel(INBOX);
     let (found, findings) = mpsc::unbounded_channel();
     let (of_copiers, copiers) = mpsc::unbounded_channel();
-    let host_pool = HostPool::new(host_pool::cgroup_of(&config.memory));
-    let state = HostPoolState { cgroup: host_pool.cgroup().into(), ready: host_pool.ready_bytes() };
     let (utilization, levels, inventory) =
-        start_readers(&config, state, &found).map_err(DaemonError::Runtime)?;
+        start_readers(&config, &found).map_err(DaemonError::Runtime)?;
     let actor = NodeActor {
         node: Node::new(config.settings()),
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
-        host_pool,
+        host_pool: HostPool::new(host_pool::cgroup_of(&config.memory)),
         in_host_pool: BTreeSet::new(),
         config,
         run_dir: run_dir.to_owned(),
@@ -163,7 +161,6 @@ fn begin(
 /// a reading may block.
 fn start_readers(
     config: &Config,
-    host_pool: HostPoolState,
     found: &mpsc::UnboundedSender<InventoryResult>,
 ) -> io::Result<(ProcessUtilization, HostLevels, Inventory)> {
     let rules = memory_rules(config);
@@ -172,14 +169,15 @@ fn start_readers(
         let _ = of_work.send(InventoryResult::Worked(work));
     })?;
     let of_levels = found.clone();
-    let levels = HostLevels::start(rules, host_pool.clone(), move |levels| {
+    let levels = HostLevels::start(rules, move |levels| {
         let _ = of_levels.send(InventoryResult::HostLevels(levels));
     })?;
     let found = found.clone();
     let nvml = DriverLibrary::nvml(config);
-    let inventory = Inventory::start(nvml, rules, host_pool, move |finding| {
-        let _ = found.send(finding);
-    })?;
+    let inventory =
+        Inventory::start(nvml, rules, host_pool::cgroup_of(&config.memory), move |finding| {
+            let _ = found.send(finding);
+        })?;
     Ok((utilization, levels, inventory))
 }
 

@@ -8,19 +8,17 @@ use std::{
     process::Stdio,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
 };
 
 use affinode_copier::socket;
-use affinode_proto::wire::host_pool::{HostPoolOrder, HostPoolReport};
+use affinode_proto::wire::host_pool::HostPoolOrder;
 use tokio::{
-    io::{AsyncBufReadExt, BufReader, unix::AsyncFd},
+    io::{AsyncBufReadExt, BufReader},
     process::{Child, Command},
     sync::oneshot,
 };
-
-use crate::sys::watch_readable;
 
 /// Returns the command that runs the host pool in a memory cgroup.
 pub fn command(cgroup: &Path) -> Command {
@@ -43,8 +41,7 @@ pub struct HostPoolProcess {
 
 impl HostPoolProcess {
     /// Starts the program of `command`, with the socket `theirs` on its standard input. `ours` is
-    /// the other end of this socket. While the process runs, `ready_bytes` is the memory that the
-    /// process reports as ready; afterwards it is 0.
+    /// the other end of this socket.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -52,9 +49,7 @@ impl HostPoolProcess {
         mut command: Command,
         ours: OwnedFd,
         theirs: OwnedFd,
-        ready_bytes: Arc<AtomicU64>,
     ) -> io::Result<HostPoolProcess> {
-        let reports = watch_readable(ours.try_clone()?)?;
         command
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
@@ -73,12 +68,8 @@ impl HostPoolProcess {
         let has_failed = Arc::new(AtomicBool::new(false));
         let (kill, killed) = oneshot::channel();
         let (runs, failed) = (Arc::clone(&is_running), Arc::clone(&has_failed));
-        let reads = tokio::spawn(read_reports(reports, Arc::clone(&ready_bytes)));
         tokio::spawn(async move {
             let fails = wait(process, killed).await;
-            reads.abort();
-            let _ = reads.await;
-            ready_bytes.store(0, Ordering::Release);
             failed.store(fails, Ordering::Release);
             runs.store(false, Ordering::Release);
         });
@@ -109,22 +100,6 @@ impl HostPoolProcess {
     pub fn watch(&self) -> impl Fn() -> bool + use<> {
         let is_running = Arc::clone(&self.is_running);
         move || is_running.load(Ordering::Acquire)
-    }
-}
-
-/// Reads the reports of the host pool until the connection ends.
-async fn read_reports(socket: AsyncFd<OwnedFd>, ready_bytes: Arc<AtomicU64>) {
-    loop {
-        let Ok(mut guard) = socket.readable().await else { return };
-        match guard.try_io(|socket| socket::receive(socket.get_ref())) {
-            Ok(Ok((frame, _))) => match HostPoolReport::decode(&frame) {
-                Ok(HostPoolReport::Ready { bytes }) => ready_bytes.store(bytes, Ordering::Release),
-                Err(error) => tracing::debug!(%error, "host pool: invalid report"),
-            },
-            Ok(Err(_)) => return,
-            // Another packet has not arrived yet.
-            Err(_) => {}
-        }
     }
 }
 

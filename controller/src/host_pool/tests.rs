@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use affinode_copier::socket;
-use affinode_proto::wire::host_pool::HostPoolReport;
 
 use super::*;
 
@@ -49,13 +48,12 @@ async fn orders_pass_the_socket() {
     let mut pool = host_pool(sleeper);
     let (ours, theirs) = pair().unwrap();
     let own_stdin = pair().unwrap().1;
-    let child = HostPoolProcess::start(sleeper(pool.cgroup()), ours, own_stdin, pool.ready_bytes())
-        .unwrap();
+    let child = HostPoolProcess::start(sleeper(pool.cgroup()), ours, own_stdin).unwrap();
     pool.child = Some(child);
-    let agent = pool.attach(ProcessId(7), 0).unwrap();
+    let agent = pool.attach(ProcessId(7)).unwrap();
     pool.allow(ProcessId(7), 100).unwrap();
     let (frame, attached) = socket::receive(&theirs).unwrap();
-    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Attach { process: 7, bytes: 0 }));
+    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Attach { process: 7 }));
     socket::send(&agent, &frame, None).unwrap();
     assert_eq!(socket::receive(attached.unwrap()).unwrap().0, frame, "both ends are connected");
     let (frame, _) = socket::receive(&theirs).unwrap();
@@ -67,22 +65,22 @@ async fn the_first_attach_starts_the_process() {
     let mut pool = host_pool(sleeper);
     assert!(!pool.is_running());
     assert!(pool.allow(ProcessId(7), 100).is_err());
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
     assert!(pool.is_running());
-    pool.attach(ProcessId(8), 0).unwrap();
+    pool.attach(ProcessId(8)).unwrap();
     pool.allow(ProcessId(7), 100).unwrap();
 }
 
 #[tokio::test]
 async fn ended_host_pool_is_started_after_a_while() {
     let mut pool = host_pool(reader);
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
     assert!(pool.allow(ProcessId(7), 100).is_err());
-    assert!(pool.attach(ProcessId(7), 0).is_err(), "the next start must wait");
+    assert!(pool.attach(ProcessId(7)).is_err(), "the next start must wait");
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
     assert!(pool.is_running());
 }
 
@@ -91,7 +89,7 @@ async fn ended_host_pool_is_started_after_a_while() {
 async fn host_pool_that_fails_is_not_usable() {
     let mut pool = host_pool(failing_reader);
     assert!(pool.is_usable(), "a host pool counts as usable until it fails");
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
     assert!(!pool.is_usable());
     tokio::time::pause();
@@ -100,77 +98,32 @@ async fn host_pool_that_fails_is_not_usable() {
 
     // A program that ends without an error, or by a signal, is started again.
     let mut pool = host_pool(reader);
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
     tokio::time::resume();
     until(|| !pool.is_running()).await;
     assert!(pool.is_usable());
     let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
-    pool.attach(ProcessId(7), 0).unwrap_err();
+    pool.attach(ProcessId(7)).unwrap_err();
     assert!(!pool.is_usable());
-}
-
-fn kept_ready(bytes: u64) -> KeptReady {
-    let mut sizes = ReadySizes::default();
-    sizes[0] = bytes;
-    KeptReady { sizes, min_available_bytes: 1, max_bytes: 2 }
-}
-
-/// A host pool that was started again must keep the same files ready.
-#[tokio::test]
-async fn wanted_sizes_are_sent_at_each_start() {
-    let mut pool = host_pool(sleeper);
-    pool.keep_ready(kept_ready(0)).unwrap();
-    assert!(!pool.is_running(), "no file is wanted");
-    // The program ends when it has read the order.
-    pool.program = reader;
-    pool.keep_ready(kept_ready(7)).unwrap();
-    until(|| !pool.is_running()).await;
-    assert!(pool.keep_ready(kept_ready(8)).is_err(), "the next start must wait");
-    tokio::time::pause();
-    tokio::time::advance(RESTART_AFTER).await;
-    pool.attach(ProcessId(7), 0).unwrap();
-    tokio::time::resume();
-    until(|| !pool.is_running()).await;
-}
-
-/// The memory of ready files is what the host pool reports. When it has ended, there is none.
-#[tokio::test]
-async fn ready_memory_is_what_the_host_pool_reports() {
-    let pool = host_pool(sleeper);
-    let ready_bytes = pool.ready_bytes();
-    let reported = || ready_bytes.load(std::sync::atomic::Ordering::Acquire);
-    let ((ours, theirs), own_stdin) = (pair().unwrap(), pair().unwrap().1);
-    let command = sleeper(pool.cgroup());
-    let child = HostPoolProcess::start(command, ours, own_stdin, pool.ready_bytes()).unwrap();
-    for bytes in [5, 9] {
-        let report = HostPoolReport::Ready { bytes }.encode();
-        socket::send(&theirs, &report, None).unwrap();
-        until(|| reported() == bytes).await;
-    }
-    // An invalid report changes nothing.
-    socket::send(&theirs, &HostPoolOrder::Detach { process: 1 }.encode(), None).unwrap();
-    drop(child);
-    until(|| reported() == 0).await;
 }
 
 #[tokio::test]
 async fn failed_start_is_not_repeated_at_once() {
     let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
-    let refused = pool.attach(ProcessId(7), 0).unwrap_err();
+    let refused = pool.attach(ProcessId(7)).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::NotFound);
     pool.program = sleeper;
-    assert!(pool.attach(ProcessId(7), 0).is_err());
+    assert!(pool.attach(ProcessId(7)).is_err());
     assert!(!pool.is_running());
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;
-    pool.attach(ProcessId(7), 0).unwrap();
+    pool.attach(ProcessId(7)).unwrap();
 }
 
 #[tokio::test]
 async fn a_dropped_host_pool_is_killed() {
     let (ours, theirs) = pair().unwrap();
-    let command = sleeper(Path::new("/"));
-    let child = HostPoolProcess::start(command, ours, theirs, Arc::default()).unwrap();
+    let child = HostPoolProcess::start(sleeper(Path::new("/")), ours, theirs).unwrap();
     let is_running = child.watch();
     drop(child);
     until(|| !is_running()).await;

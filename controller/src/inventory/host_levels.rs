@@ -6,15 +6,9 @@
 
 use std::sync::mpsc::{self, SyncSender};
 
-use affinode_core::{
-    copy_watch::{CopyInProgress, Levels},
-    host_memory::MemoryPlace,
-};
+use affinode_core::copy_watch::{CopyInProgress, Levels};
 
-use super::{
-    HostPoolState,
-    memory::{self, MemoryRules},
-};
+use super::memory::{self, MemoryRules};
 
 /// Handle of the thread that reads how much host memory is left for the copies out in progress.
 #[derive(Debug)]
@@ -30,14 +24,12 @@ impl HostLevels {
     /// The thread cannot be started.
     pub fn start(
         rules: MemoryRules,
-        host_pool: HostPoolState,
         tell: impl Fn(Vec<Levels>) + Send + 'static,
     ) -> std::io::Result<HostLevels> {
         let (questions, asked) = mpsc::sync_channel::<Vec<CopyInProgress>>(1);
         std::thread::Builder::new().name("host-levels".into()).spawn(move || {
             for copies in asked {
-                let level = |copy| levels_of(rules, host_pool.ready_bytes(), copy);
-                tell(copies.into_iter().map(level).collect());
+                tell(copies.into_iter().map(|copy| levels_of(rules, copy)).collect());
             }
         })?;
         Ok(HostLevels { questions })
@@ -50,12 +42,7 @@ impl HostLevels {
     }
 }
 
-fn levels_of(rules: MemoryRules, ready_bytes: u64, copy: CopyInProgress) -> Levels {
+fn levels_of(rules: MemoryRules, copy: CopyInProgress) -> Levels {
     let pids: Vec<u32> = copy.processes.iter().map(|(_, pid)| *pid).collect();
-    let mut pools = memory::levels(rules, &pids);
-    for pool in pools.iter_mut().filter(|pool| pool.place == MemoryPlace::Node) {
-        // The host pool frees this memory when an offload needs it.
-        pool.free_bytes = pool.free_bytes.saturating_add(ready_bytes);
-    }
-    (copy.key, pools)
+    (copy.key, memory::levels(rules, &pids))
 }

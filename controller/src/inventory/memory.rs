@@ -96,7 +96,7 @@ pub fn pools(
         });
     }
     let allowances = processes.iter().map(|need| (need.pid, pooled_bytes(need))).collect();
-    Ok(SurveyedMemory { container, host_pool, allowances, ready_bytes: 0 })
+    Ok(SurveyedMemory { container, host_pool, allowances })
 }
 
 /// Returns how much of the container's own memory an offload needs if the content goes to the host

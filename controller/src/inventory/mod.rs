@@ -14,12 +14,8 @@ pub mod process_utilization;
 pub mod utilization;
 
 use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-        mpsc,
-    },
+    path::{Path, PathBuf},
+    sync::mpsc,
 };
 
 use affinode_core::{
@@ -96,24 +92,6 @@ pub enum InventoryResult {
     HostLevels(Vec<Levels>),
 }
 
-/// What the threads that read host memory know about the host pool.
-#[derive(Clone, Debug)]
-pub struct HostPoolState {
-    /// Folder of its memory cgroup.
-    pub cgroup: PathBuf,
-    /// Memory that it keeps ready, in bytes. This memory counts as free, because it is freed when
-    /// an offload needs it.
-    pub ready: Arc<AtomicU64>,
-}
-
-impl HostPoolState {
-    /// Memory that the host pool keeps ready, in bytes.
-    #[must_use]
-    pub fn ready_bytes(&self) -> u64 {
-        self.ready.load(Ordering::Acquire)
-    }
-}
-
 /// Handle of the thread that reads GPUs and host memory.
 #[derive(Debug)]
 pub struct Inventory {
@@ -129,14 +107,14 @@ impl Inventory {
     pub fn start(
         library: DriverLibrary,
         rules: MemoryRules,
-        host_pool: HostPoolState,
+        pool_cgroup: PathBuf,
         tell: impl Fn(InventoryResult) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
             let mut nvml = nvml::NvmlDevices::new(library);
             for question in asked {
-                tell(answer(&mut nvml, rules, &host_pool, question));
+                tell(answer(&mut nvml, rules, &pool_cgroup, question));
             }
         })?;
         Ok(Inventory { questions })
@@ -152,7 +130,7 @@ impl Inventory {
 fn answer(
     nvml: &mut nvml::NvmlDevices,
     rules: MemoryRules,
-    host_pool: &HostPoolState,
+    pool_cgroup: &Path,
     question: InventoryQuery,
 ) -> InventoryResult {
     match question {
@@ -163,14 +141,11 @@ fn answer(
         InventoryQuery::Vram { key, epoch, pending } => {
             InventoryResult::Vram { key, epoch, pending, gpus: nvml.read(true) }
         }
-        InventoryQuery::Survey { key, processes, host_pool: may_use, known } => {
+        InventoryQuery::Survey { key, processes, host_pool, known } => {
             let gpus = nvml.read(true);
             let on_gpus = gpus.as_deref().unwrap_or_default();
-            let ready_bytes = host_pool.ready_bytes();
-            let used_bytes = may_use.then(|| host_pool_used_bytes(rules, host_pool)).flatten();
-            let used_bytes = used_bytes.map(|bytes| bytes.saturating_sub(ready_bytes));
+            let used_bytes = host_pool.then(|| host_pool_used_bytes(rules, pool_cgroup)).flatten();
             let host = host_pools(rules, processes, used_bytes, &known, on_gpus);
-            let host = host.map(|memory| memory.with_ready(ready_bytes));
             InventoryResult::Surveyed(key, Survey { gpus, host })
         }
     }
@@ -178,11 +153,11 @@ fn answer(
 
 /// Returns the memory of the host pool that is in use, in bytes. `None`: the node has no host pool,
 /// or its use cannot be read.
-fn host_pool_used_bytes(rules: MemoryRules, host_pool: &HostPoolState) -> Option<u64> {
+fn host_pool_used_bytes(rules: MemoryRules, cgroup: &Path) -> Option<u64> {
     if rules.host_pool_bytes == 0 {
         return None;
     }
-    match affinode_host_pool::used_bytes(&host_pool.cgroup) {
+    match affinode_host_pool::used_bytes(cgroup) {
         Ok(bytes) => Some(bytes),
         // The pool has not been used yet since the node was booted.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Some(0),

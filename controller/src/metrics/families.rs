@@ -352,7 +352,6 @@ pub struct HostMemoryMetrics {
     pub free: Gauge,
     pub pool_size: Gauge,
     pub pool_used: Gauge,
-    pub pool_ready: Gauge,
 }
 
 impl HostMemoryMetrics {
@@ -378,12 +377,6 @@ impl HostMemoryMetrics {
                 "host_pool_used",
                 Unit::Bytes,
                 "Memory of the host pool in use, in steps of 64 MiB",
-            ),
-            pool_ready: registry.add_with_unit(
-                "host_pool_ready",
-                Unit::Bytes,
-                "Memory that the host pool keeps ready for the next offloads, in steps of 64 MiB. \
-                 It does not count as in use",
             ),
         }
     }

@@ -272,7 +272,6 @@ impl Metrics {
         table.host.free.set(whole(node.host_free_bytes));
         table.host.pool_size.set(whole(node.host_pool_bytes));
         table.host.pool_used.set(whole(node.host_pool_used_bytes));
-        table.host.pool_ready.set(whole(node.host_pool_ready_bytes));
     }
 
     fn fill_gpu(&self, gpu: &schema::Gpu) {

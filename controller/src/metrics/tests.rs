@@ -16,7 +16,6 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
         host_free_bytes: 1 << 30,
         host_pool_bytes: 2 << 30,
         host_pool_used_bytes: 1 << 26,
-        host_pool_ready_bytes: 1 << 27,
         gpus: vec![Gpu {
             uuid: "GPU-0".into(),
             name: "H200".into(),

@@ -57,7 +57,6 @@ fn header(node: &Node) -> Node {
         host_free_bytes: node.host_free_bytes,
         host_pool_bytes: node.host_pool_bytes,
         host_pool_used_bytes: node.host_pool_used_bytes,
-        host_pool_ready_bytes: node.host_pool_ready_bytes,
         gpus: node.gpus.clone(),
         containers: Vec::new(),
     }

@@ -25,10 +25,6 @@ pub struct Node {
     pub controller_pid: i32,
     /// Host memory in use for the contents of offloaded containers, in bytes.
     pub host_used_bytes: u64,
-    /// Memory of the host pool with content of containers, in bytes.
-    pub host_pool_used_bytes: u64,
-    /// Memory that the host pool keeps ready for the next offloads, in bytes.
-    pub host_pool_ready_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.

@@ -37,24 +37,12 @@ pub fn at_root(name: &str) -> PathBuf {
 /// When the cgroup's file cannot be read.
 pub fn used_bytes(folder: &Path) -> Result<u64> {
     let v1 = folder.join("memory.usage_in_bytes");
-    number_in(&if v1.exists() { v1 } else { folder.join("memory.current") })
-}
-
-fn number_in(file: &Path) -> Result<u64> {
-    let text =
-        std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let file = if v1.exists() { v1 } else { folder.join("memory.current") };
+    let text = std::fs::read_to_string(&file)
+        .with_context(|| format!("cannot read {}", file.display()))?;
     text.trim()
         .parse()
         .with_context(|| format!("expected a number in {}, got {text}", file.display()))
-}
-
-/// Returns the largest memory that was charged to the cgroup at the same time, in bytes.
-///
-/// # Errors
-/// When the cgroup's file cannot be read. The kernel has this file since Linux 5.19.
-pub fn peak_bytes(folder: &Path) -> Result<u64> {
-    let v1 = folder.join("memory.max_usage_in_bytes");
-    number_in(&if v1.exists() { v1 } else { folder.join("memory.peak") })
 }
 
 /// Sets the memory limit of the cgroup, in bytes. `None` removes the limit.

@@ -102,9 +102,6 @@ level = "info,affinode_controller::agents=debug"
 /// Annotation of a container that is offloaded only on request.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
-/// A part of the suite: measures on a testbed, and adds rows with the results.
-type Measurement = fn(&Testbed, &mut Rows) -> Result<()>;
-
 /// Runs the parts whose names contain one of the words in `wanted`, with this containerd and GPU.
 /// Runs all parts if `wanted` is empty. If a part fails, the report contains the error and the
 /// other parts still run.
@@ -160,22 +157,6 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
         report.part(&world.world()?, part, host_pool::in_own_memory);
     }
-    for (part, settings, measure) in [
-        ("host pool, ready memory", host_pool::READY, host_pool::ready as Measurement),
-        ("host pool, no ready memory", host_pool::NOT_READY, host_pool::not_ready),
-    ] {
-        if report.wants(part) {
-            let config = format!("{CONFIG}{settings}");
-            let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
-            let world = world.world()?;
-            report.part(&world, part, measure);
-            if let (host_pool::READY, Ok(python)) = (settings, python::Python::find(&world)) {
-                let part = "host pool, ready memory, torch";
-                let bytes = Some(host_pool::TORCH_BYTES);
-                report.part(&world, part, |_, rows| host_pool::torch(&python, bytes, rows));
-            }
-        }
-    }
     let part = "restore policy immediate";
     if report.wants(part) {
         let world = TestbedConfig::default().release(release).gpu(gpu).config(IMMEDIATE).world()?;
@@ -210,7 +191,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     } else {
         report.skip(engines, "python3 has no jax that sees the GPU");
     }
-    report.part(world, "host pool, torch", |_, rows| host_pool::torch(python, None, rows));
+    report.part(world, "host pool, torch", |_, rows| host_pool::torch(python, rows));
     vram_limit::with_python(python, report);
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }

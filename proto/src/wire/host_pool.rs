@@ -12,9 +12,6 @@
 //!   (copies VRAM to the file's pages)
 //!                                          <──── Allow of 0: the offload has ended
 //!   (copies back, frees the pages)
-//!                                          <──── KeepReady
-//!                                         allocates pages ahead of time
-//!                                          ────> Ready
 //! ```
 //!
 //! The process maps the file, so its content outlives both the host pool and the controller. The
@@ -27,8 +24,6 @@ use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 pub const MAX_POPULATE_BYTES: u64 = super::copier::CHUNK_BYTES;
 /// Maximum number of requests of one process that may wait for their reply.
 pub const MAX_PENDING: usize = 16;
-/// Maximum number of memory files that the host pool keeps ready.
-pub const MAX_READY: usize = 8;
 
 /// Messages from an agent to the host pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,9 +63,6 @@ pub enum HostPoolOrder {
     Attach {
         /// Number that the controller has assigned to the process.
         process: u64,
-        /// Expected size of the process's content in bytes. The host pool prefers a ready file with
-        /// pages for that many bytes.
-        bytes: u64,
     },
     /// Sets the maximum amount of memory in the file of a process. If the file has more pages
     /// already, they stay.
@@ -84,25 +76,6 @@ pub enum HostPoolOrder {
     Detach {
         /// Number that the controller has assigned to the process.
         process: u64,
-    },
-    /// Sets which memory files are kept ready: files with pages that belong to no process yet.
-    KeepReady {
-        /// Size of the pages of each file in bytes. 0: no file.
-        sizes: [u64; MAX_READY],
-        /// Available memory of the node, in bytes, below which no pages are kept ready.
-        min_available_bytes: u64,
-        /// Maximum size of the host pool in bytes, including the ready files.
-        max_bytes: u64,
-    },
-}
-
-/// Messages from the host pool to the controller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HostPoolReport {
-    /// Reports how much memory the ready files contain.
-    Ready {
-        /// Memory of the pages of all ready files, in bytes.
-        bytes: u64,
     },
 }
 
@@ -167,13 +140,9 @@ impl HostPoolOrder {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            HostPoolOrder::Attach { process, bytes } => Writer::new(261).u64(process).u64(bytes),
+            HostPoolOrder::Attach { process } => Writer::new(261).u64(process),
             HostPoolOrder::Allow { process, bytes } => Writer::new(262).u64(process).u64(bytes),
             HostPoolOrder::Detach { process } => Writer::new(263).u64(process),
-            HostPoolOrder::KeepReady { sizes, min_available_bytes, max_bytes } => {
-                let frame = Writer::new(264).u64(min_available_bytes).u64(max_bytes);
-                sizes.into_iter().fold(frame, Writer::u64)
-            }
         }
         .frame
     }
@@ -185,35 +154,9 @@ impl HostPoolOrder {
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<HostPoolOrder, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
-            261 => Ok(HostPoolOrder::Attach { process: r.u64(), bytes: r.u64() }),
+            261 => Ok(HostPoolOrder::Attach { process: r.u64() }),
             262 => Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64() }),
             263 => Ok(HostPoolOrder::Detach { process: r.u64() }),
-            264 => {
-                let (min_available_bytes, max_bytes) = (r.u64(), r.u64());
-                let sizes = core::array::from_fn(|_| r.u64());
-                Ok(HostPoolOrder::KeepReady { sizes, min_available_bytes, max_bytes })
-            }
-            other => Err(FrameError::Kind(other)),
-        }
-    }
-}
-
-impl HostPoolReport {
-    /// Encodes the report as a frame.
-    #[must_use]
-    pub fn encode(&self) -> [u8; FRAME_BYTES] {
-        let HostPoolReport::Ready { bytes } = *self;
-        Writer::new(271).u64(bytes).frame
-    }
-
-    /// Decodes a frame that the host pool sent to the controller.
-    ///
-    /// # Errors
-    /// [`FrameError`] names the invalid part of the frame.
-    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<HostPoolReport, FrameError> {
-        let (kind, mut r) = Reader::open(frame)?;
-        match kind {
-            271 => Ok(HostPoolReport::Ready { bytes: r.u64() }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -231,20 +174,13 @@ mod tests {
             assert_eq!(FromHostPool::decode(&message.encode()), Ok(message));
         }
         let orders = [
-            HostPoolOrder::Attach { process: 1, bytes: 1 << 41 },
+            HostPoolOrder::Attach { process: 1 },
             HostPoolOrder::Allow { process: 1, bytes: 1 << 40 },
             HostPoolOrder::Detach { process: 2 },
-            HostPoolOrder::KeepReady {
-                sizes: std::array::from_fn(|n| n as u64 + 1),
-                min_available_bytes: 1 << 42,
-                max_bytes: 1 << 43,
-            },
         ];
         for order in orders {
             assert_eq!(HostPoolOrder::decode(&order.encode()), Ok(order));
         }
-        let report = HostPoolReport::Ready { bytes: 7 };
-        assert_eq!(HostPoolReport::decode(&report.encode()), Ok(report));
     }
 
     #[test]
@@ -257,6 +193,5 @@ mod tests {
         assert_eq!(ToHostPool::decode(&frame), Err(FrameError::Kind(251)));
         assert_eq!(HostPoolOrder::decode(&frame), Err(FrameError::Kind(251)));
         assert!(FromHostPool::decode(&[0; FRAME_BYTES]).is_err());
-        assert_eq!(HostPoolReport::decode(&frame), Err(FrameError::Kind(251)));
     }
 }

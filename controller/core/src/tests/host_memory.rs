@@ -38,7 +38,6 @@ impl World {
             container: own.into_iter().chain([node]).collect(),
             host_pool,
             allowances: processes.iter().map(allowance).collect(),
-            ready_bytes: self.ready_bytes,
         }
     }
 

@@ -51,24 +51,10 @@ fn limit_below_vram_does_not_keep_a_container() {
         world.allowed.iter().map(|(_, bytes)| *bytes == COPIED_BYTES).collect();
     assert_eq!(allowed, [true, false], "permitted for the offload only");
     assert!(world.allowed.iter().all(|(process, _)| *process == id), "{:?}", world.allowed);
-    assert_eq!(world.renewed, [id], "the process gets a file that is ready");
     assert_eq!(world.allowed[1].1, 0);
     world.call(id);
     world.settle();
     assert_eq!(world.allowed.len() % 2, 0, "{:?}", world.allowed);
-}
-
-/// The pages of a file that is ready belong to the process from its permission on. A survey after it
-/// would show them as used, so the last survey comes first.
-#[test]
-fn permission_follows_the_last_survey() {
-    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
-    world.ask_offload(AUTO, id);
-    world.answer_question();
-    assert_eq!((world.state(AUTO), world.allowed.clone()), (State::Closing, vec![]));
-    world.settle();
-    assert_eq!(world.state(AUTO), State::Offloaded);
-    assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
 }
 
 /// An offload may be requested before the first sample of the process's VRAM.
@@ -93,7 +79,6 @@ fn retained_copy_in_the_pool_permits_the_next() {
     world.settle();
     assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true]));
     assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
-    assert_eq!(world.renewed, [], "its file contains the retained copy");
 }
 
 #[test]

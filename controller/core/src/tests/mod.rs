@@ -11,7 +11,6 @@ mod hidden;
 mod holds;
 mod host_memory;
 mod host_pool;
-mod host_pool_ready;
 mod immediate;
 mod in_part;
 mod migration;

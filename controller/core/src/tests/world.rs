@@ -17,8 +17,8 @@ use affinode_proto::{
 
 pub(super) use super::super::harness::{Host, key};
 use super::super::{
-    ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, ReadySizes,
-    Record, Settings,
+    ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, Record,
+    Settings,
     container::Container,
     copiers::CopierId,
     harness::{
@@ -93,8 +93,6 @@ pub(super) struct World {
     pub(super) limit_bytes: Option<u64>,
     /// Free memory of the host pool in bytes. `None`: the node has no host pool.
     pub(super) host_pool_bytes: Option<u64>,
-    /// Memory that the host pool keeps ready, as surveys show it.
-    pub(super) ready_bytes: u64,
     /// Orders that the agents carried out, the oldest first.
     pub(super) ordered: Vec<Action>,
     /// Processes whose copy out the controller ordered to cancel.
@@ -103,10 +101,6 @@ pub(super) struct World {
     pub(super) allowed: Vec<(ProcessId, u64)>,
     /// Processes whose connection to the host pool was ended.
     pub(super) left_host_pool: Vec<ProcessId>,
-    /// The processes that were connected to the host pool again for a new memory file.
-    pub(super) renewed: Vec<ProcessId>,
-    /// The sizes of the files that the host pool was ordered to keep ready.
-    pub(super) kept_ready: Vec<ReadySizes>,
 }
 
 pub(super) fn settings() -> Settings {
@@ -182,9 +176,6 @@ impl World {
             turned_back: Vec::new(),
             allowed: Vec::new(),
             left_host_pool: Vec::new(),
-            renewed: Vec::new(),
-            kept_ready: Vec::new(),
-            ready_bytes: 0,
         };
         (0..containers).for_each(|n| world.announce(n));
         world
@@ -601,11 +592,7 @@ impl Host for World {
             | Effect::HoldCopier { .. }
             | Effect::EndCopier { .. } => return self.told_copier(effect),
             Effect::TurnBack(id) => self.turned_back.push(id),
-            Effect::AllowHostPool { process, bytes, renew } => {
-                self.allowed.push((process, bytes));
-                self.renewed.extend(renew.then_some(process));
-            }
-            Effect::KeepReady(sizes) => self.kept_ready.push(sizes),
+            Effect::AllowHostPool { process, bytes } => self.allowed.push((process, bytes)),
             Effect::LeaveHostPool(process) => self.left_host_pool.push(process),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
             Effect::Publish(event) if event.kind == EventKind::Refused => {

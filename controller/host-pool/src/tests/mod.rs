@@ -4,7 +4,6 @@
 mod hostile;
 mod memory;
 mod process;
-mod ready;
 
 use std::{
     os::fd::OwnedFd,
@@ -30,8 +29,6 @@ const MIB: u64 = 1 << 20;
 const TOO_LONG: Duration = Duration::from_secs(60);
 
 struct TestPool {
-    /// Stands in for the memory cgroup of the host pool.
-    cgroup: tempfile::TempDir,
     controller: OwnedFd,
     pool: Arc<Pool>,
     server: JoinHandle<Result<(), HostPoolError>>,
@@ -58,12 +55,10 @@ impl TestPool {
 
     fn start(late_allow: Duration) -> TestPool {
         let (controller, theirs) = pair();
-        let cgroup = tempfile::tempdir().unwrap();
-        std::fs::write(cgroup.path().join("memory.current"), "0\n").unwrap();
-        let pool = Pool::start(late_allow, cgroup.path().into()).unwrap();
+        let pool = Pool::start(late_allow).unwrap();
         let own = Arc::clone(&pool);
         let server = std::thread::spawn(move || serve::run(theirs, &own));
-        TestPool { cgroup, controller, pool, server }
+        TestPool { controller, pool, server }
     }
 
     fn order(&self, order: HostPoolOrder, along: Option<&OwnedFd>) {
@@ -71,13 +66,8 @@ impl TestPool {
     }
 
     fn attach(&self, process: u64) -> Agent {
-        self.attach_for(process, 0)
-    }
-
-    /// Attaches a process with a content of `bytes` bytes.
-    fn attach_for(&self, process: u64, bytes: u64) -> Agent {
         let (socket, theirs) = pair();
-        self.order(HostPoolOrder::Attach { process, bytes }, Some(&theirs));
+        self.order(HostPoolOrder::Attach { process }, Some(&theirs));
         drop(theirs);
         let (frame, file) = socket::receive_with_descriptor(&socket).unwrap().unwrap();
         assert_eq!(FromHostPool::decode(&frame), Ok(FromHostPool::File));

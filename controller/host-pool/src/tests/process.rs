@@ -27,7 +27,7 @@ fn memory_is_charged_to_the_pools_cgroup() {
         .spawn()
         .unwrap();
     let (ours, theirs) = pair();
-    let attach = HostPoolOrder::Attach { process: 7, bytes: 0 };
+    let attach = HostPoolOrder::Attach { process: 7 };
     let allow = HostPoolOrder::Allow { process: 7, bytes: 64 * MIB };
     socket::send(&controller, &attach.encode(), Some(&theirs)).unwrap();
     drop(theirs);

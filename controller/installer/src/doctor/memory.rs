@@ -5,7 +5,7 @@ use std::path::Path;
 
 use affinode_controller::{
     config::MemorySection,
-    host_pool::{HostPoolUse, size_and_use},
+    host_pool::size_and_use,
     inventory::memory::{available_bytes, reserve_in_force},
 };
 
@@ -38,7 +38,7 @@ pub struct MemoryFacts {
     /// VRAM in use on all GPUs, in bytes.
     pub vram_used_bytes: u64,
     /// Maximum size of the host pool and its memory in use, in bytes. Size 0: there is no host pool.
-    pub host_pool: HostPoolUse,
+    pub host_pool_bytes: (u64, u64),
 }
 
 impl MemoryFacts {
@@ -52,7 +52,7 @@ impl MemoryFacts {
             kept_bytes: reserve_in_force(rules.node_reserve_bytes()).unwrap_or(0)
                 + (rules.driver_overhead_mib << 20),
             vram_used_bytes,
-            host_pool: size_and_use(rules, 0),
+            host_pool_bytes: size_and_use(rules),
         }
     }
 }
@@ -91,20 +91,19 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     }
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
     let has_cgroups = matches!(facts.cgroups, CgroupVersion::V1 | CgroupVersion::V2);
-    match facts.host_pool {
-        HostPoolUse { size_bytes: 1.., .. } if !has_cgroups => group.warning(
+    match facts.host_pool_bytes {
+        (1.., _) if !has_cgroups => group.warning(
             "host pool",
             "the host pool cannot be used, because it needs a memory cgroup",
             "offloaded memory is charged to the containers until the memory controller is \
              available (see the check cgroups)",
         ),
-        HostPoolUse { size_bytes: 0, .. } => group.good(
+        (0, _) => group.good(
             "host pool",
             "none (see memory.host_pool_percent): offloaded memory is charged to the containers",
         ),
-        HostPoolUse { size_bytes, used_bytes, .. } => {
-            let (used, size) = (mib(used_bytes), mib(size_bytes));
-            group.good("host pool", format!("{used} of at most {size} in use"));
+        (size, used) => {
+            group.good("host pool", format!("{} of at most {} in use", mib(used), mib(size)));
         }
     }
     match &facts.available_bytes {
@@ -145,9 +144,9 @@ mod tests {
     fn verdicts(cgroups: CgroupVersion, available_bytes: u64) -> Vec<CheckVerdict> {
         let (kept_bytes, vram_used_bytes) = (2 * GIB, 8 * GIB);
         let available_bytes = Ok(available_bytes);
-        let host_pool = HostPoolUse { size_bytes: 2 << 30, used_bytes: 1 << 30, ready_bytes: 0 };
+        let host_pool_bytes = (2 << 30, 1 << 30);
         let facts =
-            MemoryFacts { cgroups, available_bytes, kept_bytes, vram_used_bytes, host_pool };
+            MemoryFacts { cgroups, available_bytes, kept_bytes, vram_used_bytes, host_pool_bytes };
         judge(&facts).iter().map(|check| check.verdict).collect()
     }
 

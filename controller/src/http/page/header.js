@@ -73,7 +73,7 @@ export function drawHeader() {
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
     ["Offloaded, in host RAM", bytes(offloaded).replace("–", "0"), node.host_free_bytes ? `of ${bytes(offloaded + node.host_free_bytes)}` : ""],
-    ...(node.host_pool_used_bytes ? [["Host pool", bytes(node.host_pool_used_bytes), `of ${bytes(node.host_pool_bytes)}${node.host_pool_ready_bytes ? `, ${bytes(node.host_pool_ready_bytes)} ready` : ""}`]] : []),
+    ...(node.host_pool_used_bytes ? [["Host pool", bytes(node.host_pool_used_bytes), `of ${bytes(node.host_pool_bytes)}`]] : []),
     ...(saved ? [["Saved by dedup", bytes(saved), ""]] : []),
     ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
     ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],

@@ -19,42 +19,29 @@ use crate::{
     memory_cgroup,
     supervisor::cgroup_folders,
     testbed::{MIB, Testbed},
-    wait::{until, until_within},
+    wait::until,
     worker::{USUAL, Worker},
 };
 
 /// Settings of a node without a host pool.
 pub const OFF: &str = "[memory]\nhost_pool_percent = 0\n";
-/// Settings of a node that keeps enough memory of the host pool ready for the measured content.
-pub const READY: &str = "[memory]\nhost_pool_percent = 70\nhost_pool_ready_percent = 65\n";
-/// Settings of a node that keeps no memory ready.
-pub const NOT_READY: &str = "[memory]\nhost_pool_percent = 70\nhost_pool_ready_percent = 0\n";
 const ENGINES: [&str; 2] = ["auto", "full"];
-/// Maximum time of the first offload, as a multiple of the fifth.
-const MAX_FIRST: f64 = 1.2;
 const TORCH: &[&str] = &["torch_worker.py"];
-/// Content of the torch program, in bytes.
-pub const TORCH_BYTES: u64 = 24 * 1024 * MIB;
 const ROUNDS: usize = 5;
 /// Time after a restore until the library has freed its host memory.
 const TIDIED_AFTER: Duration = Duration::from_secs(6);
 
-#[derive(Clone, Copy)]
 struct Load {
     piece_mib: u64,
     pieces: u64,
     limit_mib: u64,
-    /// Whether the host pool keeps memory ready for the whole content.
-    is_ready: bool,
 }
 
 impl Load {
     fn of(world: &Testbed) -> Load {
         match world.gpu() {
-            Gpu::Real => Load { piece_mib: 4096, pieces: 6, limit_mib: 4096, is_ready: false },
-            Gpu::Simulated { .. } => {
-                Load { piece_mib: 64, pieces: 6, limit_mib: 160, is_ready: false }
-            }
+            Gpu::Real => Load { piece_mib: 4096, pieces: 6, limit_mib: 4096 },
+            Gpu::Simulated { .. } => Load { piece_mib: 64, pieces: 6, limit_mib: 160 },
         }
     }
 
@@ -81,30 +68,6 @@ pub fn in_own_memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     })
 }
 
-/// Measures the same program, limited, on a node that keeps memory ready for its content. The first
-/// offload must be as fast as a later one. With a real GPU, also measures 60 GiB.
-pub fn ready(world: &Testbed, rows: &mut Rows) -> Result<()> {
-    with_memory(world, rows, true)
-}
-
-/// Measures the same as [`ready`] on a node that keeps no memory ready.
-pub fn not_ready(world: &Testbed, rows: &mut Rows) -> Result<()> {
-    with_memory(world, rows, false)
-}
-
-fn with_memory(world: &Testbed, rows: &mut Rows, is_ready: bool) -> Result<()> {
-    let load = Load { is_ready, ..Load::of(world) };
-    let more = matches!(world.gpu(), Gpu::Real).then_some(Load { pieces: 15, ..load });
-    for load in [load].into_iter().chain(more) {
-        let limit = (load.limit_mib * MIB).to_string();
-        let spec = spec("auto", &load).flags(&["--memory-limit", &limit]);
-        let size =
-            format!("{} MiB, {}", load.bytes() / MIB, if is_ready { "ready" } else { "not" });
-        cycles(world, rows, &size, spec, &load)?;
-    }
-    Ok(())
-}
-
 fn spec(engine: &str, load: &Load) -> Spec {
     Worker::spec(&format!("pooled-{engine}"), USUAL, load.piece_mib)
         .annotation(BY_ORDER.0, BY_ORDER.1)
@@ -122,11 +85,6 @@ fn cycles(world: &Testbed, rows: &mut Rows, name: &str, spec: Spec, load: &Load)
     let mut more_bytes = 0;
     for _ in 0..ROUNDS {
         let before_bytes = charged(world, &id)?;
-        if load.is_ready {
-            until_within(Duration::from_secs(120), "memory to be ready", || {
-                Ok((world.cli().ps()?.host_pool_ready_bytes >= load.bytes()).then_some(()))
-            })?;
-        }
         world.cli().move_out(&id)?;
         out.push(world.cli().known(&id)?.last_offload_ms as f64);
         more_bytes = charged(world, &id)?.saturating_sub(before_bytes);
@@ -144,13 +102,6 @@ fn cycles(world: &Testbed, rows: &mut Rows, name: &str, spec: Spec, load: &Load)
     }
     rows.tell(&format!("{name}: first offload"), out[0], "ms");
     rows.tell(&format!("{name}: offload"), median(&out), "ms");
-    let (times, goal) = (out[0] / out[ROUNDS - 1], format!("at most {MAX_FIRST}"));
-    let what = format!("{name}: first offload, compared with the last");
-    if load.is_ready {
-        rows.want(&what, times, "times", &goal, times <= MAX_FIRST);
-    } else {
-        rows.tell(&what, times, "times");
-    }
     rows.tell(&format!("{name}: wake"), median(&back), "ms");
     let what = format!("{name}: charged to the offloaded container");
     rows.tell(&what, (more_bytes / MIB) as f64, "MiB");
@@ -168,8 +119,7 @@ fn charged(world: &Testbed, id: &str) -> Result<u64> {
 
 /// Measures a torch program in a container with a memory limit. The program also allocates 23 GiB
 /// that it does not use.
-/// `ready_bytes`: memory that the host pool must have ready before each offload.
-pub fn torch(python: &Python, ready_bytes: Option<u64>, rows: &mut Rows) -> Result<()> {
+pub fn torch(python: &Python, rows: &mut Rows) -> Result<()> {
     let (world, id) = (python.world, "pooled-torch");
     let limit = (4096 * MIB).to_string();
     let spec = python.spec(id, "root", TORCH)?.annotation(ENGINE, "auto");
@@ -183,11 +133,6 @@ pub fn torch(python: &Python, ready_bytes: Option<u64>, rows: &mut Rows) -> Resu
     let before = ask(&mut worker, "check")?.digest()?;
     let (mut out, mut back) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        if let Some(bytes) = ready_bytes {
-            until_within(Duration::from_secs(120), "memory to be ready", || {
-                Ok((world.cli().ps()?.host_pool_ready_bytes >= bytes).then_some(()))
-            })?;
-        }
         world.cli().move_out(id)?;
         out.push(world.cli().known(id)?.last_offload_ms as f64);
         thread::sleep(SCRUBBED_AFTER);

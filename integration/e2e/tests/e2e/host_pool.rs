@@ -16,9 +16,7 @@ use nix::{
 
 use crate::recovery::shoot_controller;
 
-const VRAM_MIB: u64 = 480;
-/// Memory in MiB that the host pool keeps ready for the container's content.
-const READY_MIB: u64 = 512;
+const VRAM_MIB: u64 = 512;
 /// Host memory in MiB that the container may still use. It suffices for the page tables of its
 /// memory file and for the driver's own need, but not for the content of its VRAM.
 const ROOM_MIB: u64 = 256;
@@ -35,15 +33,8 @@ struct SmallContainer {
 }
 
 impl SmallContainer {
-    /// Starts the container. `name` is the name of the host pool's cgroup in this test. The host
-    /// pool keeps no memory ready.
+    /// Starts the container. `name` is the name of the host pool's cgroup in this test.
     fn start(engine: &str, name: &str, settings: &str) -> Result<SmallContainer> {
-        let settings = format!("host_pool_ready_percent = 0\n{settings}");
-        SmallContainer::start_with_ready(engine, name, &settings)
-    }
-
-    /// Starts the container on a node whose host pool keeps memory ready.
-    fn start_with_ready(engine: &str, name: &str, settings: &str) -> Result<SmallContainer> {
         let config = format!(
             "[policy]\nmode = \"manual\"\n[timing]\nsample_interval = \"50ms\"\n[memory]\n\
              driver_overhead_mib = 64\nhost_pool_cgroup = \"{name}\"\n{settings}\n"
@@ -74,56 +65,11 @@ impl SmallContainer {
         until("the host pool to be empty", || Ok((self.pool_bytes()? < 64 * MIB).then_some(())))
     }
 
-    /// Waits until the host pool has this much memory ready, in bytes.
-    fn wait_ready(&self, bytes: u64) -> Result<()> {
-        let what = format!("the host pool to have {bytes} bytes ready");
-        until(&what, || Ok((self.world.cli().ps()?.host_pool_ready_bytes == bytes).then_some(())))
-    }
-
     fn host_pool_pid(&self) -> Result<Pid> {
         let controller = self.world.controller()?.context("no controller is running")?;
         let children = processes::named("host-pool", controller.pid.as_raw())?;
         Ok(children.first().context("the controller has no host pool")?.pid)
     }
-}
-
-/// The pages of the first offload must be allocated before it. If the offload allocated others, the
-/// pool's memory would be twice the content for a moment.
-#[test]
-fn first_offload_uses_ready_memory() -> Result<()> {
-    // The kernel records the peak from the cgroup's creation on.
-    let name = format!("affinode-test-pool-ready-{}", std::process::id());
-    let mut small = SmallContainer::start_with_ready("auto", &name, "")?;
-    for round in 0..3 {
-        small.wait_ready(READY_MIB * MIB)?;
-        small.offload()?;
-        let node = small.world.cli().ps()?;
-        assert!(node.host_pool_used_bytes >= VRAM_MIB * MIB, "{round}: {node:?}");
-        small.wait_ready(0)?;
-        let peak_bytes = memory_cgroup::peak_bytes(&small.pool)?;
-        assert!(peak_bytes < (READY_MIB + VRAM_MIB) * MIB, "{round}: {peak_bytes}");
-        assert!(small.worker.verify()?, "{round}");
-    }
-    kill(small.host_pool_pid()?, Signal::SIGKILL)?;
-    small.wait_ready(0)?;
-    until("the next offload", || Ok(small.world.cli().offload(NAME)?.done.then_some(())))?;
-    assert!(small.worker.verify()?, "with another host pool");
-    small.wait_ready(READY_MIB * MIB)?;
-    let pool = small.pool.clone();
-    drop(small);
-    until("the host pool to have left its cgroup", || Ok(std::fs::remove_dir(&pool).ok()))
-}
-
-/// Memory that is ready counts as free: an offload that needs the memory for its container's own
-/// copy must get it.
-#[test]
-fn ready_memory_is_freed_when_unwanted() -> Result<()> {
-    let mut small = SmallContainer::start_with_ready("auto", "affinode-test-pool-unwanted", "")?;
-    small.wait_ready(READY_MIB * MIB)?;
-    assert!(small.worker.verify()?);
-    small.worker.running.kill(&small.world)?;
-    small.wait_ready(0)?;
-    small.wait_pool_empty()
 }
 
 fn leaves_and_returns(engine: &str) -> Result<()> {
