@@ -17,7 +17,12 @@ use super::{
     python::{Python, ask_within},
     report::Rows,
 };
-use crate::{gpu::Gpu, release::Release, testbed::TestbedConfig, worker::Worker};
+use crate::{
+    gpu::Gpu,
+    release::Release,
+    testbed::{Testbed, TestbedConfig},
+    worker::Worker,
+};
 
 const CONFIG: &str = r#"
 [policy]
@@ -60,6 +65,7 @@ pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Re
                 }),
                 Err(why) => report.skip(&part, &format!("{why:#}")),
             }
+            world.keep_logs();
         }
     }
     Ok(report)
@@ -89,6 +95,7 @@ pub(super) fn run(python: &Python, load: &Load, rows: &mut Rows) -> Result<()> {
         is_over.store(true, Ordering::Release);
         (ended, watch.join())
     });
+    keep_events(python.world)?;
     let (mut waits, mut same, mut offloads, mut whys) = (Vec::new(), 0, 0, Vec::new());
     for outcome in ended {
         match outcome {
@@ -156,6 +163,13 @@ fn bursts(python: &Python, load: &Load, number: usize) -> Result<BurstsFound> {
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     Ok(BurstsFound { is_same, waits_ms, offloads })
+}
+
+/// Writes the events of the run to the testbed's logs, which show what each wait was for.
+fn keep_events(world: &Testbed) -> Result<()> {
+    let events = world.cli().run(&["events", "-o", "json"])?;
+    let path = world.dir().join("events.log");
+    std::fs::write(&path, events).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Returns a value of `/proc/meminfo`, in bytes.
