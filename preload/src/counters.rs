@@ -4,7 +4,7 @@
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use affinode_proto::wire::counters::{
-    Gate, PAGE_BYTES, PAGE_MAGIC, SLOT_BYTES, SLOT_COUNT, SLOTS_OFFSET, header, slot,
+    Gate, NOT_WANTED, PAGE_BYTES, PAGE_MAGIC, SLOT_BYTES, SLOT_COUNT, SLOTS_OFFSET, header, slot,
 };
 use affinode_proto::wire::{Hazards, Phase, ProcessFlags, WIRE_VERSION, call_ring};
 
@@ -77,7 +77,8 @@ pub struct CounterPage {
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
     /// Cancels a copy out. The controller writes the gate's generation (the number of times that
-    /// the gate was closed) to this field. The copy out of that generation then stops.
+    /// the gate was closed) to this field. The copy out of that generation then stops. With the bit
+    /// [`NOT_WANTED`], the offload has been given up. Without it, host memory is short.
     turn_back: AtomicU64,
     /// Bytes of host memory that the copy out in progress still has to touch. The kernel allocates
     /// memory only when it is touched, so these bytes do not yet count as used.
@@ -327,14 +328,20 @@ impl CounterPage {
 
     /// Whether the controller has cancelled the copy out in progress. The controller does so when
     /// host memory becomes short at a limit above the container's own, which this process cannot
-    /// see.
+    /// see, and when the offload was given up.
     pub fn is_turned_back(&self) -> bool {
-        let turn_back = self.turn_back.load(Ordering::Relaxed);
+        let generation = self.turn_back.load(Ordering::Relaxed) & !NOT_WANTED;
         self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
             // The gate was closed at least once before any copy, so 0 is never the generation of a
             // copy-out.
-            && turn_back != 0
-            && turn_back == self.generation.load(Ordering::Relaxed)
+            && generation != 0
+            && generation == self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Whether the copy out was cancelled because its offload was given up, and not because host
+    /// memory is short. Only meaningful if [`Self::is_turned_back`] is true.
+    pub fn is_not_wanted(&self) -> bool {
+        self.turn_back.load(Ordering::Relaxed) & NOT_WANTED != 0
     }
 
     /// Whether all work on the GPU has ended and no new work can begin. This is true from the

@@ -41,7 +41,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::AWAITS_WORK.0
                     | Capabilities::LEAVES_IN_PART.0
                     | Capabilities::LIMITS_VRAM.0
-                    | Capabilities::USES_HOST_POOL.0,
+                    | Capabilities::USES_HOST_POOL.0
+                    | Capabilities::FREES_HOST_MEMORY.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,

@@ -115,6 +115,15 @@ fn act_on_report(
             }
             offload::fail_offload(node, key, reason, &detail);
         }
+        // The container stays resident already, unless another offload has been requested
+        // meanwhile or the process was never told to cancel.
+        ReportVerdict::GivenUp => {
+            let container = node.registry.containers.get(key);
+            if container.is_some_and(|container| !container.goal.is_resident()) {
+                let detail = format!("process {pid} has cancelled its copy");
+                offload::fail_offload(node, key, Reason::Busy, &detail);
+            }
+        }
         ReportVerdict::RestoreIncomplete(why) => {
             restore::restore_incomplete(node, key, IncompleteRestore::NoVram(why));
         }

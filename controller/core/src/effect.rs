@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId,
     copiers::{CopierEnd, CopierId},
+    copy_watch::TurnBackCause,
     event::NodeEvent,
     host_memory::HostNeed,
     input::Identity,
@@ -183,7 +184,7 @@ pub enum Effect {
         why: CopierEnd,
     },
     /// Order a process to cancel its copy out and to undo the copied part.
-    TurnBack(ProcessId),
+    TurnBack(ProcessId, TurnBackCause),
     /// End a process, if its pid and start time still match. The signal is SIGTERM, or SIGKILL with
     /// `by_force`.
     End {

@@ -8,7 +8,7 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 use super::{
     Effect, Key, Millis,
     host_memory::{HostNeed, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory},
-    host_pool,
+    host_pool, kept_memory,
     node_state::{JournalClaim, NodeState},
     offload_level,
     process::Process,
@@ -19,7 +19,8 @@ use super::{
 pub(super) enum HostVerdict {
     /// The host memory is promised to the offload.
     Promised,
-    /// Other offloads in progress have promises for this memory. The offload waits until they end.
+    /// Other offloads in progress have promises for this memory, or other containers are freeing
+    /// memory. The offload waits until then.
     Waits(Reason, String),
     /// Host memory does not suffice: the container stays resident.
     Refused(Reason, String),
@@ -35,16 +36,41 @@ pub(super) fn promise_host_memory(
     memory: SurveyedMemory,
     asked_at: Millis,
 ) -> HostVerdict {
+    let mut short = Vec::new();
+    // An offload whose gates are closed does not wait: the container's calls would wait too.
+    let may_wait = node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested());
+    match choose_memory(node, key, memory, asked_at, &mut short) {
+        HostVerdict::Refused(reason, detail)
+            if may_wait && kept_memory::is_being_freed(node, key, &short) =>
+        {
+            HostVerdict::Waits(
+                reason,
+                format!("{detail}. Other containers free memory that they keep"),
+            )
+        }
+        verdict => verdict,
+    }
+}
+
+/// Promises the host pool or the container's own memory. Appends each pool that is short of memory
+/// to `short`.
+fn choose_memory(
+    node: &mut NodeState,
+    key: &Key,
+    memory: SurveyedMemory,
+    asked_at: Millis,
+    short: &mut Vec<MemoryPool>,
+) -> HostVerdict {
     let SurveyedMemory { container, host_pool, allowances } = memory;
     if host_pool.is_empty() {
-        return judge(node, key, container, asked_at, &allowances);
+        return judge(node, key, container, asked_at, &allowances, short);
     }
     let is_preferred = host_pool::is_preferred(node, key);
     let (first, second) =
         if is_preferred { (host_pool, container) } else { (container, host_pool) };
-    match judge(node, key, first, asked_at, &allowances) {
+    match judge(node, key, first, asked_at, &allowances, short) {
         HostVerdict::Promised => HostVerdict::Promised,
-        first => match (judge(node, key, second, asked_at, &allowances), first) {
+        first => match (judge(node, key, second, asked_at, &allowances, short), first) {
             // The offload can begin when other offloads have ended.
             (HostVerdict::Refused(..), HostVerdict::Waits(reason, detail)) => {
                 HostVerdict::Waits(reason, detail)
@@ -62,6 +88,7 @@ fn judge(
     pools: Vec<MemoryPool>,
     asked_at: Millis,
     allowances: &[(u32, u64)],
+    short: &mut Vec<MemoryPool>,
 ) -> HostVerdict {
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {
         Ok(()) => {
@@ -77,7 +104,9 @@ fn judge(
                 "{} has {free} of free host memory, but the offload needs {need}",
                 pool.name()
             );
-            HostVerdict::Refused(reason_of(&pool), detail)
+            let reason = reason_of(&pool);
+            short.push(pool);
+            HostVerdict::Refused(reason, detail)
         }
         Err(MemoryShortage::Promised { pool, promised_bytes }) => {
             let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));

@@ -57,6 +57,7 @@ mod host_promises;
 pub mod idle;
 mod immediate;
 pub mod input;
+mod kept_memory;
 pub mod ledger;
 mod lookup;
 mod measurements;

@@ -59,6 +59,9 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     let is_incomplete = process.agent.phase == Phase::Checkpointed
         && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
     process.memory.set_copy_out_incomplete(is_incomplete);
+    if page.kept_bytes == 0 {
+        process.activity.kept_asked_at = None;
+    }
     process.activity.counters = Some(page);
     if !moved && !news {
         return;

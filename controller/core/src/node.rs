@@ -164,7 +164,10 @@ fn take(node: &mut NodeState, input: Input) {
         Input::CopierExited(copier) => copier_use::copier_exited(node, copier),
         Input::NotAttached(process) => prefault::not_attached(node, process),
         Input::Surveyed(key, survey) => offload::surveyed(node, &key, survey),
-        Input::HostLevels(levels) => copy_watch::host_levels_read(node, levels),
+        Input::HostLevels(levels) => {
+            copy_watch::host_levels_read(node, levels);
+            copy_watch::cancel_unwanted_copies(node);
+        }
         Input::Proven(key, number, gpus) => serve_queue::proven(node, &key, number, gpus),
         Input::VramRead { key, epoch, pending, gpus } => {
             vram_limit::read(node, &key, epoch, &pending, gpus);

@@ -66,6 +66,8 @@ pub(super) enum ReportVerdict {
     OffloadFailed(Reason, String, ProcessMark),
     /// The offload failed because host memory is short.
     NoHostMemory,
+    /// The copy out was cancelled, because the offload had been given up.
+    GivenUp,
     /// A restore was carried out only in part, with this error.
     RestoreIncomplete(String),
     /// A restore failed, with this error.
@@ -231,6 +233,7 @@ impl OrderReport {
             Action::CopyOut { .. } if self.outcome == Outcome::NoHostMemory => {
                 ReportVerdict::NoHostMemory
             }
+            Action::CopyOut { .. } if self.outcome == Outcome::GivenUp => ReportVerdict::GivenUp,
             Action::CopyOut { .. } => ReportVerdict::OffloadFailed(
                 Reason::DriverError,
                 self.failed("copying the memory", pid),

@@ -186,6 +186,9 @@ pub struct ProcessActivity {
     pub working: Option<DeviceWork>,
     /// When the process registered or was last restored. 0: it started before this controller.
     pub resident_since: Millis,
+    /// When the process was last asked to free the host memory that it keeps. `None`: it was not
+    /// asked, or has freed the memory.
+    pub kept_asked_at: Option<Millis>,
 }
 
 impl Process {

@@ -75,6 +75,11 @@ impl Queue {
         self.waiters.binary_search_by_key(place, |waiter| waiter.place).ok()
     }
 
+    /// The waiting containers, in no order that callers may rely on.
+    pub fn keys(&self) -> impl Iterator<Item = &Key> {
+        self.waiters.iter().map(|waiter| &waiter.key)
+    }
+
     /// Number of waiting containers.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -28,7 +28,6 @@ use super::{
 /// Handles a wake: the report of an agent that a CUDA call waits at the gate of its process.
 /// Returns whether the controller must acknowledge the report.
 pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool {
-    let now = node.clock.now;
     let Some(process) = node.registry.processes.get_mut(&id) else {
         return false;
     };
@@ -40,7 +39,15 @@ pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool
     }
     process.agent.generation = generation;
     let key = process.key.clone();
-    let Some(container) = node.registry.containers.get_mut(&key) else {
+    called(node, &key)
+}
+
+/// Handles a CUDA call that waits at the gate of a process of this container. Gives up an offload
+/// in progress, and requests the restore of an offloaded container. False: the container does not
+/// exist.
+pub(super) fn called(node: &mut NodeState, key: &Key) -> bool {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(key) else {
         return false;
     };
     if container.wake_began.is_none() {
@@ -63,9 +70,9 @@ pub(super) fn wake(node: &mut NodeState, id: ProcessId, generation: u64) -> bool
         container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
         container.shown.reason = (container.cause, String::new());
         if meanwhile {
-            node.answer(&key, Request::Offload, false, 0, 0);
+            node.answer(key, Request::Offload, false, 0, 0);
         }
-        node.resume(&key);
+        node.resume(key);
     }
     true
 }

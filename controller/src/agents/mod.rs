@@ -32,10 +32,10 @@ use std::{
     sync::Arc,
 };
 
-use affinode_core::{Key, ProcessId, input::Identity};
+use affinode_core::{Key, ProcessId, copy_watch::TurnBackCause, input::Identity};
 use affinode_proto::wire::{
     Capabilities,
-    counters::{CounterError, CounterSnapshot, PAGE_BYTES, header},
+    counters::{CounterError, CounterSnapshot, NOT_WANTED, PAGE_BYTES, header},
     message::{AgentMessage, ControllerMessage},
 };
 use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
@@ -154,19 +154,24 @@ impl AgentHandle {
         self.queue(OutgoingFrame { message, descriptor: Some(socket) })
     }
 
-    /// Cancels the process's copy out in progress. The controller writes the process's current
-    /// generation into a word of the counters, because the process reads no messages while it
-    /// copies.
+    /// Cancels the process's copy out in progress for this cause. The controller writes the
+    /// process's current generation into a word of the counters, because the process reads no
+    /// messages while it copies.
     ///
     /// # Errors
     /// The counters cannot be read or written, because the container has changed the file or made
     /// it read-only.
-    pub fn turn_back(&self) -> std::io::Result<()> {
+    pub fn turn_back(&self, cause: TurnBackCause) -> std::io::Result<()> {
         // The container can change both words in the counters. A false value affects only that
         // container's own copy.
         let mut generation = [0; 8];
         self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
-        self.page.write_all_at(&generation, header::TURN_BACK as u64)
+        let generation = u64::from_ne_bytes(generation);
+        let word = match cause {
+            TurnBackCause::HostMemory => generation,
+            TurnBackCause::NotWanted => generation | NOT_WANTED,
+        };
+        self.page.write_all_at(&word.to_ne_bytes(), header::TURN_BACK as u64)
     }
 
     /// Recalls the VRAM allowances of the process. Returns the process's pending bytes: allocations

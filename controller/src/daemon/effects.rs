@@ -72,8 +72,8 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             copiers::order(actor, copier, CopierOrder::HoldVram { on });
         }
         Effect::EndCopier { copier, why } => copiers::end(actor, copier, why),
-        Effect::TurnBack(id) => {
-            let told = actor.agents.get(&id).map(AgentHandle::turn_back);
+        Effect::TurnBack(id, cause) => {
+            let told = actor.agents.get(&id).map(|agent| agent.turn_back(cause));
             if let Some(Err(error)) = told {
                 tracing::warn!(process = id.0, %error, "process {}: cannot cancel the copy out", id.0);
             }

@@ -39,7 +39,7 @@ use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PRO
 
 pub use self::host::{CallAdmission, DriverCall, Host};
 use crate::swap::pending_work::GpuWork;
-use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
+use crate::swap::{GIVEN_UP, LOADER_HELD, NO_HOST_MEMORY};
 
 /// Result of an order: its outcome, and the driver's error code (0: no error of the driver).
 pub type Ended = (Outcome, u32);
@@ -343,6 +343,7 @@ impl OrderMachine {
         self.enter(host, phase);
         match code {
             NO_HOST_MEMORY => (Outcome::NoHostMemory, 0),
+            GIVEN_UP => (Outcome::GivenUp, 0),
             LOADER_HELD => (Outcome::Busy, code),
             code => (Outcome::DriverError, code),
         }

@@ -50,7 +50,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::AWAITS_WORK.0
         | Capabilities::LEAVES_IN_PART.0
         | Capabilities::LIMITS_VRAM.0
-        | Capabilities::USES_HOST_POOL.0,
+        | Capabilities::USES_HOST_POOL.0
+        | Capabilities::FREES_HOST_MEMORY.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.
@@ -100,6 +101,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             wake_sent: None,
             want_sent: None,
             tidy_us: None,
+            frees_all: false,
             released: swap::ScrubState::None,
             more_asked: false,
         }
@@ -139,6 +141,9 @@ struct Agent {
     /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: no unneeded
     /// host memory is left.
     tidy_us: Option<u64>,
+    /// True after the controller has requested all host memory that the process keeps, until that
+    /// memory is free.
+    frees_all: bool,
     /// Progress of the scrub (clearing) of freed device memory. The driver notices the end of the
     /// scrub only at its next allocation.
     released: swap::ScrubState,
@@ -256,6 +261,12 @@ impl Agent {
                 }
                 ControllerMessage::Copier => swap::copier_restore::meet(descriptor),
                 ControllerMessage::HostPool => swap::host_pool::meet(descriptor),
+                ControllerMessage::FreeHostMemory => {
+                    if self.machine.phase() == Phase::Open {
+                        self.frees_all = true;
+                        self.tidy_us = Some(sys::now_us());
+                    }
+                }
                 ControllerMessage::Prefault { on } => {
                     // A process that is being offloaded needs no prefault.
                     if self.machine.phase() == Phase::Open {
@@ -435,7 +446,7 @@ impl Agent {
         // Interval while pages are being faulted in.
         const SOON_US: u64 = 20_000;
         if self.machine.phase() != Phase::Open {
-            self.tidy_us = None;
+            (self.tidy_us, self.frees_all) = (None, false);
             return;
         }
         let now_us = sys::now_us();
@@ -444,10 +455,13 @@ impl Agent {
             Some(due_us) if now_us >= due_us => {
                 self.tidy_us = Some(match swap::go_on_preparing() {
                     true => now_us + SOON_US,
-                    false => match swap::tidy() {
+                    false => match swap::tidy(self.frees_all) {
                         swap::TrimResult::Part => now_us,
                         swap::TrimResult::Kept => now_us + LOOK_US,
-                        swap::TrimResult::All => u64::MAX,
+                        swap::TrimResult::All => {
+                            self.frees_all = false;
+                            u64::MAX
+                        }
                     },
                 });
             }

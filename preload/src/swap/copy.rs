@@ -24,12 +24,13 @@ use super::contexts::in_context;
 use super::digest::{self, DigestTable};
 use super::driver::call;
 use super::layout::AllocationLayout;
-use super::prefault::StagingPlace;
+use super::prefault::{self, StagingPlace};
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
     SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use, loader_lock,
     local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
+use crate::counters::CounterPage;
 use crate::process;
 
 /// Maximum number of contexts whose memory is copied. A process with more contexts cannot copy out.
@@ -39,6 +40,9 @@ const MAX_CONTEXTS: usize = 16;
 /// Error of [`copy_out`]: other processes took the host memory that the copy needs. The driver does
 /// not use this code.
 pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
+/// Error of [`copy_out`]: the controller gave up the offload meanwhile. The driver does not use
+/// this code.
+pub const GIVEN_UP: u32 = 0xffff_0004;
 /// Error of [`copy_out`]: another thread holds the dynamic loader's lock, and may itself wait at
 /// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
@@ -60,7 +64,7 @@ pub fn is_copied_out() -> bool {
 /// memory. Its value is the process's VRAM in bytes.
 ///
 /// # Errors
-/// Returns the driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. All memory is on the device as
+/// Returns the driver's code, [`NO_HOST_MEMORY`], [`GIVEN_UP`] or [`LOADER_HELD`]. All memory is on the device as
 /// before, except for memory that was exported to a copier and could not be mapped again.
 pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
@@ -131,6 +135,9 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
         pool.end();
         if copied == Err(NO_HOST_MEMORY) {
             pool.give_back_unused();
+        }
+        if copied.is_err() {
+            update_kept_counter(pool.kept_bytes());
         }
         copied.and(finished)?;
         // Without digests, nothing is known of the pool's content from now on, even of parts that
@@ -221,6 +228,12 @@ pub fn holds_imported() -> bool {
             }))
 }
 
+/// Returns the error for a copy out that was cancelled, or for which host memory is short.
+fn cancelled() -> u32 {
+    let is_given_up = |page: &CounterPage| page.is_turned_back() && page.is_not_wanted();
+    if process::page().is_some_and(is_given_up) { GIVEN_UP } else { NO_HOST_MEMORY }
+}
+
 /// State of a copy out in progress: staging pool, streams, and digests.
 struct CopyOutProgress<'a> {
     pool: &'a mut StagingPool,
@@ -231,7 +244,7 @@ struct CopyOutProgress<'a> {
 
 impl CopyOutProgress<'_> {
     /// Starts to copy a piece to the staging pool, without the parts that are zero or that the pool
-    /// contains already. Returns the driver's code or [`NO_HOST_MEMORY`].
+    /// contains already. Returns the driver's code, [`NO_HOST_MEMORY`] or [`GIVEN_UP`].
     fn copy(&mut self, piece: &AllocationPiece) -> u32 {
         let mut done = 0;
         while done < piece.bytes {
@@ -242,9 +255,12 @@ impl CopyOutProgress<'_> {
                 StoredChunk::Nowhere => {}
                 StoredChunk::Already => self.unchanged_bytes += bytes as u64,
                 StoredChunk::Anew => {
+                    if prefault::is_turned_back() {
+                        return cancelled();
+                    }
                     self.pool.forget(offset, bytes);
                     let device = piece.address + done;
-                    let Some(host) = self.pool.ready(offset) else { return NO_HOST_MEMORY };
+                    let Some(host) = self.pool.ready(offset) else { return cancelled() };
                     let code = self.copies.on_stream(piece.context, |stream| {
                         call!(copy_out(host, device, bytes, stream))
                     });
@@ -426,12 +442,18 @@ fn fill(
 
 /// Frees a part of the staging pool, if the application runs and the pool is not in use. Frees no
 /// memory if the pool is retained and host memory is sufficient.
-pub fn tidy() -> TrimResult {
+///
+/// If `all` is true, no memory is kept for the next offload.
+pub fn tidy(all: bool) -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
     }
     let tidy = |pool: &mut StagingPool| {
-        (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near_in), pool.kept_bytes())
+        let tidied = match all {
+            true => pool.free_next(),
+            false => pool.tidy(prefault_ahead::is_on(), host_pressure::is_near_in),
+        };
+        (tidied, pool.kept_bytes())
     };
     let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
         // Try again after the interval that applies to retained memory.

@@ -83,8 +83,8 @@ use affinode_proto::wire::{Engine, Hazards};
 use self::allocations::{AllocationTables, Allocations};
 pub use self::copier_offload::{bytes as exported_bytes, settle};
 pub use self::copy::{
-    LOADER_HELD, NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken, is_copied_out,
-    release_copied_out, tidy,
+    GIVEN_UP, LOADER_HELD, NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken,
+    is_copied_out, release_copied_out, tidy,
 };
 pub use self::ipc::answer;
 use self::local_memory::ReleasedLimits;

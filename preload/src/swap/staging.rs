@@ -311,7 +311,7 @@ impl StagingPool {
     /// always keeps.
     pub fn give_back_unused(&mut self) {
         self.keeps = 0;
-        while self.shrink() {}
+        while self.shrink(self.always_kept()) {}
     }
 
     /// Returns the host address of an offset at which the pool has content. First registers the
@@ -489,7 +489,7 @@ impl StagingPool {
             };
         }
         self.keeps = 0;
-        if self.shrink() {
+        if self.shrink(self.always_kept()) {
             return TrimResult::Part;
         }
         if self.of_host_pool == 1 && !host_pool::has_file() {
@@ -501,10 +501,21 @@ impl StagingPool {
         TrimResult::All
     }
 
-    fn shrink(&mut self) -> bool {
+    /// Frees a part of a pool that is not in use, and keeps nothing for the next offload.
+    pub fn free_next(&mut self) -> TrimResult {
+        self.keeps = 0;
+        if self.unshare_next() || self.shrink(0) { TrimResult::Part } else { TrimResult::All }
+    }
+
+    /// Number of chunks that stay when no content is retained. Memory of the host pool is free for
+    /// other containers while this one does not need it.
+    fn always_kept(&self) -> usize {
+        if self.of_host_pool == 1 { 0 } else { KEPT_CHUNKS }
+    }
+
+    /// Frees the last chunk that has pages, beyond the first `kept_chunks`. False: there is none.
+    fn shrink(&mut self, kept_chunks: usize) -> bool {
         let resident = |chunk: &usize| PREFAULT.resident.has(*chunk);
-        // Memory of the host pool is free for other containers while this one does not need it.
-        let kept_chunks = if self.of_host_pool == 1 { 0 } else { KEPT_CHUNKS };
         let Some(chunk) = (kept_chunks..self.chunks()).rev().find(resident) else {
             return false;
         };

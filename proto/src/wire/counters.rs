@@ -40,6 +40,10 @@ pub const MAX_CALL_COST_PS: u32 = 1_000_000;
 /// higher value to this maximum. Sums over thousands of processes then do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
+/// Bit of the word [`header::TURN_BACK`]: the offload has been given up, for example because a CUDA
+/// call waits. Libraries of release 0.1 do not know the bit and complete their copy out.
+pub const NOT_WANTED: u64 = 1 << 63;
+
 /// Offsets of the fields in the header of the counters, in bytes.
 pub mod header {
     /// Offset of a u64: the magic number, [`super::PAGE_MAGIC`].
@@ -54,9 +58,10 @@ pub mod header {
     /// copied out.
     pub const KEPT_BYTES: usize = 24;
     /// Offset of a u64: a generation. If the copy out in progress belongs to this generation, the
-    /// agent must cancel it at the next step. Only the controller writes this word, when host
-    /// memory outside the container's own limit runs short. The word needs no reset, because a copy
-    /// out of another generation ignores it.
+    /// agent must cancel it at the next step. Only the controller writes this word. It does so when
+    /// host memory outside the container's own limit runs short, or, with the additional bit
+    /// [`super::NOT_WANTED`], when the offload has been given up. The word needs no reset, because a
+    /// copy out of another generation ignores it.
     pub const TURN_BACK: usize = 32;
     /// Offset of a u64: host memory that the copy out in progress will still touch, in bytes.
     pub const FILLING_BYTES: usize = 40;

@@ -71,6 +71,9 @@ wire_enum! {
         /// Other processes used the host memory that the copy out needs, so the agent cancelled the
         /// copy out and undid it.
         NoHostMemory = 9,
+        /// The controller gave up the offload while the memory was copied out, so the agent
+        /// cancelled the copy out and undid it.
+        GivenUp = 10,
     }
 }
 
@@ -307,6 +310,10 @@ pub enum ControllerMessage {
     /// copy outs with [`CopyOptions::host_pool`]. Sent only to a library with
     /// [`Capabilities::USES_HOST_POOL`].
     HostPool,
+    /// Requests the agent to free the host memory that it keeps while the process is resident,
+    /// because an offload of another container needs it. Sent only to a library with
+    /// [`Capabilities::FREES_HOST_MEMORY`].
+    FreeHostMemory,
     /// Starts or ends a prefault. At the start, the agent touches as much host memory as there is
     /// swappable memory, and lets the copier register it. At the end, or when the connection ends,
     /// the agent releases this host memory. Sent only to a library with
@@ -493,6 +500,7 @@ impl ControllerMessage {
             }
             ControllerMessage::Copier => Writer::new(110),
             ControllerMessage::HostPool => Writer::new(114),
+            ControllerMessage::FreeHostMemory => Writer::new(115),
             ControllerMessage::Reading(reading) => Writer::new(120)
                 .bytes(&reading.uuid)
                 .u64(reading.total_bytes)
@@ -547,6 +555,7 @@ impl ControllerMessage {
             109 => Ok(ControllerMessage::SampleCalls { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Copier),
             114 => Ok(ControllerMessage::HostPool),
+            115 => Ok(ControllerMessage::FreeHostMemory),
             112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
             113 => Ok(ControllerMessage::VramAllowance {
                 ticket: r.u32(),

@@ -137,6 +137,8 @@ impl Capabilities {
     pub const LIMITS_VRAM: Capabilities = Capabilities(1 << 8);
     /// The library can copy out to memory of the node's [`host_pool`].
     pub const USES_HOST_POOL: Capabilities = Capabilities(1 << 9);
+    /// The library frees the host memory that it keeps when the controller requests it.
+    pub const FREES_HOST_MEMORY: Capabilities = Capabilities(1 << 10);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

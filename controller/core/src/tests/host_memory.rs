@@ -57,7 +57,7 @@ impl World {
     }
 
     /// Makes each agent execute its orders.
-    fn work_all(&mut self) {
+    pub(super) fn work_all(&mut self) {
         let ids: Vec<_> = self.agents.keys().copied().collect();
         for id in ids {
             while self.agents.get(&id).is_some_and(|agent| !agent.inbox.is_empty()) {
@@ -238,7 +238,13 @@ impl World {
 
     /// Delivers counters of a process, and readings of the free host memory of its pod and of the
     /// node.
-    fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
+    pub(super) fn read_levels(
+        &mut self,
+        n: usize,
+        id: ProcessId,
+        pod_free_bytes: u64,
+        filling: u64,
+    ) {
         self.agents.get_mut(&id).unwrap().filling = filling;
         let page = self.agents[&id].page();
         self.feed(Input::Page(id, page));

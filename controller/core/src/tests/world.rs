@@ -21,6 +21,7 @@ use super::super::{
     Settings,
     container::Container,
     copiers::CopierId,
+    copy_watch::TurnBackCause,
     harness::{
         Bench,
         agent::{Agent, Asking},
@@ -42,7 +43,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b111_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -97,6 +98,8 @@ pub(super) struct World {
     pub(super) ordered: Vec<Action>,
     /// Processes whose copy out the controller ordered to cancel.
     pub(super) turned_back: Vec<ProcessId>,
+    /// Processes that were told to cancel a copy out whose offload was given up.
+    pub(super) given_up: Vec<ProcessId>,
     /// Permissions to use the host pool, in bytes, in their order.
     pub(super) allowed: Vec<(ProcessId, u64)>,
     /// Processes whose connection to the host pool was ended.
@@ -174,6 +177,7 @@ impl World {
             host_pool_bytes: None,
             ordered: Vec::new(),
             turned_back: Vec::new(),
+            given_up: Vec::new(),
             allowed: Vec::new(),
             left_host_pool: Vec::new(),
         };
@@ -591,7 +595,8 @@ impl Host for World {
             | Effect::FillMemory { .. }
             | Effect::HoldCopier { .. }
             | Effect::EndCopier { .. } => return self.told_copier(effect),
-            Effect::TurnBack(id) => self.turned_back.push(id),
+            Effect::TurnBack(id, TurnBackCause::HostMemory) => self.turned_back.push(id),
+            Effect::TurnBack(id, TurnBackCause::NotWanted) => self.given_up.push(id),
             Effect::AllowHostPool { process, bytes } => self.allowed.push((process, bytes)),
             Effect::LeaveHostPool(process) => self.left_host_pool.push(process),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),

@@ -35,13 +35,23 @@ struct SmallContainer {
 impl SmallContainer {
     /// Starts the container. `name` is the name of the host pool's cgroup in this test.
     fn start(engine: &str, name: &str, settings: &str) -> Result<SmallContainer> {
+        SmallContainer::start_with(VRAM_MIB, engine, name, settings)
+    }
+
+    /// Starts the container with this amount of VRAM, in MiB.
+    fn start_with(
+        vram_mib: u64,
+        engine: &str,
+        name: &str,
+        settings: &str,
+    ) -> Result<SmallContainer> {
         let config = format!(
             "[policy]\nmode = \"manual\"\n[timing]\nsample_interval = \"50ms\"\n[memory]\n\
              driver_overhead_mib = 64\nhost_pool_cgroup = \"{name}\"\n{settings}\n"
         );
         let world = TestbedConfig::default().config(&config).world()?;
         let limited = memory_cgroup::folder(&world)?;
-        let spec = Worker::spec(NAME, USUAL, VRAM_MIB).annotation("affinode.io/engine", engine);
+        let spec = Worker::spec(NAME, USUAL, vram_mib).annotation("affinode.io/engine", engine);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
         world.cli().wait_for(NAME, "to have registered", |row| !row.processes.is_empty())?;
@@ -70,6 +80,14 @@ impl SmallContainer {
         let children = processes::named("host-pool", controller.pid.as_raw())?;
         Ok(children.first().context("the controller has no host pool")?.pid)
     }
+}
+
+/// Returns the memory of this node in MiB.
+fn memory_total_mib() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.context("no MemTotal")?.trim().trim_end_matches(" kB").parse::<u64>()?;
+    Ok(kib >> 10)
 }
 
 fn leaves_and_returns(engine: &str) -> Result<()> {
@@ -147,5 +165,39 @@ fn container_without_room_in_the_pool_stays() -> Result<()> {
     let said = small.world.cli().offload(NAME)?;
     assert_eq!((said.done, said.reason.as_str()), (false, "cgroup-memory"), "{said:?}");
     assert!(small.worker.verify()?);
+    Ok(())
+}
+
+/// A resident container retains its copy in a host pool that has room for one copy. When another
+/// container is to be offloaded, the copy must be freed for it.
+#[test]
+fn retained_copy_gives_way_to_another() -> Result<()> {
+    let percent_mib = memory_total_mib()? / 100;
+    let percent = (VRAM_MIB * 5 / 4).div_ceil(percent_mib);
+    let vram_mib = percent * percent_mib * 4 / 5;
+    let settings = format!(
+        "host_pool_percent = {percent}\n[[policy.namespace]]\nname = \"default\"\n\
+         retain_host_copy = true"
+    );
+    let name = "affinode-test-pool-way";
+    let mut small = SmallContainer::start_with(vram_mib, "auto", name, &settings)?;
+    memory_cgroup::set_limit(&small.limited, None)?;
+    let spec = Worker::spec("other", USUAL, vram_mib).annotation("affinode.io/engine", "auto");
+    let mut other = Worker::start_as(&small.world, spec)?;
+    other.wait_filled()?;
+    small.world.cli().wait_for("other", "to have registered", |row| !row.processes.is_empty())?;
+    let limit_bytes = memory_cgroup::used_bytes(&small.limited)? + ROOM_MIB * MIB;
+    memory_cgroup::set_limit(&small.limited, Some(limit_bytes))?;
+    small.offload()?;
+    assert!(small.worker.verify()?);
+    let kept_bytes = || {
+        let row = small.world.cli().known(NAME)?;
+        anyhow::Ok(row.processes.first().map_or(0, |process| process.kept_bytes))
+    };
+    until("the copy to be retained", || Ok((kept_bytes()? >= vram_mib * MIB).then_some(())))?;
+    let said = small.world.cli().offload("other")?;
+    assert!(said.done, "{said:?}");
+    assert_eq!(kept_bytes()?, 0, "the retained copy is gone");
+    assert!(other.verify()? && small.worker.verify()?);
     Ok(())
 }

@@ -228,6 +228,27 @@ fn copy_turned_back_by_controller_leaves_all() {
     });
 }
 
+/// The controller gives up an offload whose pages are present already. The copy out must be
+/// cancelled nevertheless, and it must keep the pages for the next offload.
+#[test]
+fn copy_that_is_not_wanted_is_cancelled() {
+    use affinode_proto::wire::{Phase, counters::NOT_WANTED};
+    let world = World::new();
+    crate::process::with_page(|page| {
+        assert_eq!((copy_out(options(false, false), None), copy_in()), (Ok(()), Ok(())));
+        let kept_bytes = with_pool(|pool| pool.kept_bytes());
+        page.set_phase(Phase::CopyingOut);
+        page.generation.store(2, Ordering::Relaxed);
+        page.turn_back_for_test(2 | NOT_WANTED);
+        assert_eq!(copy_out(options(false, false), None), Err(GIVEN_UP));
+        assert!(world.is_resident() && !is_copied_out());
+        assert_eq!(with_pool(|pool| pool.kept_bytes()), kept_bytes);
+        page.generation.fetch_add(1, Ordering::Relaxed);
+        assert_eq!((copy_out(options(false, false), None), world.is_copied_out()), (Ok(()), true));
+        assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
+    });
+}
+
 /// If a driver call of a copy out fails, all memory must stay on the device, and the next attempt
 /// must succeed. The test makes several functions fail, the copy function at each piece.
 #[test]
@@ -313,7 +334,7 @@ fn tidy_does_not_wait_for_an_ending_context() {
     let told = SWAP.contexts_lock.hold(|| {
         std::thread::spawn(move || {
             prefault_ahead::tests::filling(PIECE_BYTES);
-            let both = (tidy(), prefault_ahead::go_on());
+            let both = (tidy(false), prefault_ahead::go_on());
             prefault_ahead::tests::told_nothing();
             let _ = tell.send(both);
         });
@@ -457,7 +478,7 @@ fn restore_with_stale_copy_preserves_contents() {
             model.world.fake.fail_no_more();
             assert!(model.is_right() && !is_copied_out());
             if model.draw(3) == 0 {
-                while tidy() == TrimResult::Part {}
+                while tidy(false) == TrimResult::Part {}
             }
         }
     }

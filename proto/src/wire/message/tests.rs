@@ -77,6 +77,7 @@ fn messages_come_back_as_sent() {
         ControllerMessage::SampleCalls { one_in: 64, read: 1 << 40 },
         ControllerMessage::Copier,
         ControllerMessage::HostPool,
+        ControllerMessage::FreeHostMemory,
         ControllerMessage::Prefault { on: true },
         ControllerMessage::Reading(GpuReading {
             uuid: [7; 16],

@@ -98,6 +98,15 @@ fn copy_without_host_memory_is_told_apart() {
 }
 
 #[test]
+fn copy_that_was_given_up_is_no_driver_error() {
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
+    host.copy_fails = Some(GIVEN_UP);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::GivenUp, 0));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
+    assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
+}
+
+#[test]
 fn failed_copy_in_stays_copied_out_and_repeats() {
     for orders in [&[CLOSE, LOCK, COPY_OUT][..], &[CLOSE, LOCK, COPY_OUT, CHECKPOINT]] {
         let (mut host, mut machine) = copying(orders);

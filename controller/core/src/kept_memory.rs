@@ -1,0 +1,99 @@
+//! Asks containers to free host memory that they keep after a restore, when the offload of another
+//! container needs it.
+//!
+//! A library keeps the pages of its last offload for a moment after the restore, and with the
+//! setting `retain_host_copy` for as long as host memory suffices. While several containers take
+//! turns on a GPU, these pages would otherwise be the memory that the next offload lacks.
+//!
+//! ```text
+//! host memory is short ──others keep enough──> FreeHostMemory, read again at each tick ──> promised
+//!                      └─too little is kept, or FREEING_MS are over──> refused
+//! ```
+
+use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
+
+use super::{
+    Effect, Key, Millis, ProcessId,
+    host_memory::{MemoryPlace, MemoryPool},
+    node_state::NodeState,
+    process::Process,
+};
+
+/// Time for which an offload waits until other containers have freed host memory.
+const FREEING_MS: Millis = 3_000;
+/// Minimum interval between two requests to a process that has not freed its memory. Processes
+/// count the memory that they keep themselves, so a process could otherwise delay the offloads of
+/// other containers again and again.
+const ASK_AGAIN_MS: Millis = 60_000;
+
+/// Whether other containers free enough host memory for an offload of `key`, which lacks memory in
+/// one of the pools `short`. Asks processes to free it, if they were not asked yet.
+pub(super) fn is_being_freed(node: &mut NodeState, key: &Key, short: &[MemoryPool]) -> bool {
+    short.iter().any(|pool| {
+        let missing_bytes = pool.need_bytes.saturating_sub(pool.free_bytes);
+        let (mut coming_bytes, can_free) = kept_by_others(node, key, &pool.place);
+        let mut ask = Vec::new();
+        for (id, bytes) in can_free {
+            if coming_bytes < missing_bytes {
+                coming_bytes = coming_bytes.saturating_add(bytes);
+                ask.push(id);
+            }
+        }
+        let suffices = coming_bytes >= missing_bytes;
+        if suffices {
+            ask.into_iter().for_each(|id| ask_to_free(node, id));
+        }
+        suffices
+    })
+}
+
+/// Returns the bytes in this place that processes of other containers are freeing, and the
+/// processes that can be asked to free more, the largest first.
+fn kept_by_others(
+    node: &NodeState,
+    key: &Key,
+    place: &MemoryPlace,
+) -> (u64, Vec<(ProcessId, u64)>) {
+    let (mut coming_bytes, mut can_free) = (0_u64, Vec::new());
+    for id in node.registry.processes.ids() {
+        let process = node.registry.processes.get(&id).filter(|process| process.key != *key);
+        let Some(process) = process else { continue };
+        let bytes = freeable_bytes(process, place);
+        let asked_at = process.activity.kept_asked_at;
+        match asked_at.map(|at| node.clock.now.saturating_sub(at)) {
+            Some(age_ms) if age_ms < FREEING_MS => {
+                coming_bytes = coming_bytes.saturating_add(bytes)
+            }
+            Some(age_ms) if age_ms < ASK_AGAIN_MS => {}
+            _ if bytes > 0 => can_free.push((id, bytes)),
+            _ => {}
+        }
+    }
+    can_free.sort_by_key(|(id, bytes)| (std::cmp::Reverse(*bytes), *id));
+    (coming_bytes, can_free)
+}
+
+/// Host memory in this place that a resident process can free, in bytes. The process counts this
+/// memory itself. It cannot keep more than it had in VRAM, which NVML measures.
+fn freeable_bytes(process: &Process, place: &MemoryPlace) -> u64 {
+    let is_there = match place {
+        MemoryPlace::Node => true,
+        MemoryPlace::HostPool => process.uses_host_pool(),
+        // Which cgroups contain the process is not known here.
+        MemoryPlace::Cgroup(_) => false,
+    };
+    let is_idle = process.agent.phase == Phase::Open && process.pending.is_none();
+    let can = process.agent.connected && process.can(Capabilities::FREES_HOST_MEMORY);
+    match is_there && is_idle && can && !process.prefault.ordered {
+        true => process.activity.counters.as_ref().map_or(0, |page| page.kept_bytes),
+        false => 0,
+    }
+    .min(process.vram_bytes())
+}
+
+fn ask_to_free(node: &mut NodeState, id: ProcessId) {
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.activity.kept_asked_at = Some(node.clock.now);
+    }
+    node.output.effects.push(Effect::Send(id, ControllerMessage::FreeHostMemory));
+}

@@ -1,0 +1,90 @@
+//! Tests of offloads that need the host memory that other containers keep.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Capabilities, message::ControllerMessage},
+};
+
+use super::{
+    super::ProcessId,
+    world::{ALL_CAPABILITIES, Host, World},
+};
+
+/// Two containers run. The process of container 1 keeps host memory, so that the node has too
+/// little free memory for an offload of container 2. Returns the two processes.
+fn short_of_memory(world: &mut World) -> (ProcessId, ProcessId) {
+    let (keeper, id) = (world.running(1, 300), world.running(2, 300));
+    // The test is about the offload of container 2 alone.
+    world.pin(1, true);
+    world.host_total = Some(200);
+    keeps(world, keeper, 250);
+    (keeper, id)
+}
+
+/// Delivers counters in which a process keeps host memory.
+fn keeps(world: &mut World, id: ProcessId, bytes: u64) {
+    world.agents.get_mut(&id).unwrap().kept = bytes;
+    let page = world.agents[&id].page();
+    world.feed(super::super::Input::Page(id, page));
+}
+
+/// Number of requests to free host memory that wait in the inbox of a process.
+fn requests(world: &World, id: ProcessId) -> usize {
+    let inbox = world.agents[&id].inbox.iter();
+    inbox.filter(|message| **message == ControllerMessage::FreeHostMemory).count()
+}
+
+#[test]
+fn kept_memory_is_freed_for_an_offload() {
+    let mut world = World::new(3);
+    let (keeper, id) = short_of_memory(&mut world);
+    world.ask_offload(2, id);
+    world.answer_question();
+    assert_eq!((requests(&world, keeper), &world.refused[..]), (1, &[][..]));
+    assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory, "the reason of the wait");
+    keeps(&mut world, keeper, 0);
+    world.host_total = Some(450);
+    world.tick();
+    world.settle();
+    assert_eq!((world.state(2), &world.refused[..]), (State::Offloaded, &[][..]));
+}
+
+/// A process says that it keeps memory but frees none. Each offload of another container may wait
+/// for it only once in a while, and is then refused.
+#[test]
+fn memory_that_is_not_freed_delays_once() {
+    let mut world = World::new(3);
+    let (keeper, id) = short_of_memory(&mut world);
+    world.ask_offload(2, id);
+    world.answer_question();
+    for _ in 0..4 {
+        world.tick_after(1_000);
+        keeps(&mut world, keeper, 250);
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+    }
+    assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
+    assert_eq!(requests(&world, keeper), 1);
+    world.ask_offload(2, id);
+    world.answer_question();
+    assert_eq!(world.refused.len(), 2, "the next offload does not wait");
+    assert_eq!(requests(&world, keeper), 1);
+}
+
+/// If the kept memory does not suffice, or a library cannot free it, nobody is asked.
+#[test]
+fn nobody_is_asked_in_vain() {
+    let incapable = Capabilities(ALL_CAPABILITIES.0 & !Capabilities::FREES_HOST_MEMORY.0);
+    for (kept, capabilities) in [(20, ALL_CAPABILITIES), (250, incapable)] {
+        let mut world = World::new(3);
+        world.libraries = vec![capabilities];
+        let (keeper, id) = short_of_memory(&mut world);
+        keeps(&mut world, keeper, kept);
+        world.ask_offload(2, id);
+        world.answer_question();
+        assert_eq!(requests(&world, keeper), 0);
+        assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
+    }
+}
