@@ -16,6 +16,7 @@ mod doctor;
 mod driver_root;
 mod engines;
 mod faults;
+mod given_up;
 mod gpu_migration;
 mod gpu_pods;
 mod hazards;
