@@ -38,7 +38,10 @@ pub(super) fn promise_host_memory(
 ) -> HostVerdict {
     let mut short = Vec::new();
     // An offload whose gates are closed does not wait: the container's calls would wait too.
-    let may_wait = node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested());
+    let began = node.registry.containers.get(key).filter(|c| c.goal.is_requested());
+    let began = began.and_then(|c| c.goal.offload().and_then(|offload| offload.began));
+    let may_wait =
+        began.is_some_and(|at| node.clock.now.saturating_sub(at) < kept_memory::MAX_WAIT_MS);
     match choose_memory(node, key, memory, asked_at, &mut short) {
         HostVerdict::Refused(reason, detail)
             if may_wait && kept_memory::is_being_freed(node, key, &short) =>

@@ -5,9 +5,12 @@
 //! setting `retain_host_copy` for as long as host memory suffices. While several containers take
 //! turns on a GPU, these pages would otherwise be the memory that the next offload lacks.
 //!
+//! The host memory of a container that is being restored will be kept in the same way, so an
+//! offload waits for it too.
+//!
 //! ```text
 //! host memory is short ──others keep enough──> FreeHostMemory, read again at each tick ──> promised
-//!                      └─too little is kept, or FREEING_MS are over──> refused
+//!                      └─too little is kept, or the time is over──> refused
 //! ```
 
 use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
@@ -19,8 +22,11 @@ use super::{
     process::Process,
 };
 
-/// Time for which an offload waits until other containers have freed host memory.
+/// Time within which a process frees host memory after it was asked.
 const FREEING_MS: Millis = 3_000;
+/// Maximum time for which an offload waits until other containers have freed host memory, from its
+/// beginning.
+pub(super) const MAX_WAIT_MS: Millis = 10_000;
 /// Minimum interval between two requests to a process that has not freed its memory. Processes
 /// count the memory that they keep themselves, so a process could otherwise delay the offloads of
 /// other containers again and again.
@@ -47,8 +53,9 @@ pub(super) fn is_being_freed(node: &mut NodeState, key: &Key, short: &[MemoryPoo
     })
 }
 
-/// Returns the bytes in this place that processes of other containers are freeing, and the
-/// processes that can be asked to free more, the largest first.
+/// Returns the bytes in this place that processes of other containers are freeing or will keep
+/// after a restore in progress, and the processes that can be asked to free more, the largest
+/// first.
 fn kept_by_others(
     node: &NodeState,
     key: &Key,
@@ -58,6 +65,10 @@ fn kept_by_others(
     for id in node.registry.processes.ids() {
         let process = node.registry.processes.get(&id).filter(|process| process.key != *key);
         let Some(process) = process else { continue };
+        if process.pending.is_some_and(|order| order.action.is_restore()) {
+            coming_bytes = coming_bytes.saturating_add(restoring_bytes(process, place));
+            continue;
+        }
         let bytes = freeable_bytes(process, place);
         let asked_at = process.activity.kept_asked_at;
         match asked_at.map(|at| node.clock.now.saturating_sub(at)) {
@@ -73,22 +84,32 @@ fn kept_by_others(
     (coming_bytes, can_free)
 }
 
+/// Host memory in this place that a process can free after its restore in progress, in bytes.
+fn restoring_bytes(process: &Process, place: &MemoryPlace) -> u64 {
+    let bytes = process.memory.swap.copied_out_bytes.min(process.offloaded_vram_bytes());
+    if is_there(process, place) { bytes } else { 0 }
+}
+
 /// Host memory in this place that a resident process can free, in bytes. The process counts this
 /// memory itself. It cannot keep more than it had in VRAM, which NVML measures.
 fn freeable_bytes(process: &Process, place: &MemoryPlace) -> u64 {
-    let is_there = match place {
-        MemoryPlace::Node => true,
-        MemoryPlace::HostPool => process.uses_host_pool(),
-        // Which cgroups contain the process is not known here.
-        MemoryPlace::Cgroup(_) => false,
-    };
     let is_idle = process.agent.phase == Phase::Open && process.pending.is_none();
     let can = process.agent.connected && process.can(Capabilities::FREES_HOST_MEMORY);
-    match is_there && is_idle && can && !process.prefault.ordered {
+    match is_there(process, place) && is_idle && can && !process.prefault.ordered {
         true => process.activity.counters.as_ref().map_or(0, |page| page.kept_bytes),
         false => 0,
     }
     .min(process.vram_bytes())
+}
+
+/// Whether host memory that the process keeps is in this place.
+fn is_there(process: &Process, place: &MemoryPlace) -> bool {
+    match place {
+        MemoryPlace::Node => true,
+        MemoryPlace::HostPool => process.uses_host_pool(),
+        // Which cgroups contain the process is not known here.
+        MemoryPlace::Cgroup(_) => false,
+    }
 }
 
 fn ask_to_free(node: &mut NodeState, id: ProcessId) {

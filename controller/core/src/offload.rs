@@ -234,6 +234,7 @@ pub(super) fn finish_offload(node: &mut NodeState, key: &Key) {
         container.figures.offloaded(elapsed);
     }
     container.offload_failures.clear();
+    container.shown.refused = None;
     container.connections.restart();
     let cause = container.cause;
     node.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
@@ -284,9 +285,15 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
     container.cause = reason;
     container.shown.reason = (reason, detail.to_owned());
     container.offload_failures.has_stayed(now, reason, forced);
-    container.offload_failures.count(now, container.policy.idle_timeout_ms);
+    container.offload_failures.count(now, container.policy.idle_timeout_ms, reason);
+    let is_asked = container.commands.iter().any(|(_, request)| *request == Request::Offload);
+    let was_refused = container.shown.refused.replace(reason) == Some(reason);
     prefault::prefault_failed(node, key);
-    node.publish_refusal(key, reason, detail);
+    match reason {
+        // These attempts follow each other closely, so only the first one is reported.
+        Reason::HostMemory if was_refused && !is_asked => {}
+        _ => node.publish_refusal(key, reason, detail),
+    }
     node.answer(key, Request::Offload, false, 0, 0);
     node.resume(key);
 }

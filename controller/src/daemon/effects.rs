@@ -9,7 +9,6 @@ use affinode_proto::wire::{
 
 use super::{actor::NodeActor, copiers, host_pool, vram};
 use crate::{
-    agents::AgentHandle,
     conversion,
     inventory::{InventoryQuery, process},
 };

@@ -22,6 +22,7 @@
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate`; a separate part |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
 //! | [`host_pool`] | containers whose memory limit is below their VRAM |
+//! | [`given_up`] | a CUDA call during an offload cancels it: how long the call waits |
 //! | [`vram_limit`] | the VRAM limit of a container with a C program, torch, CuPy or JAX; its cost; containers whose limits together are 2.4 times the free VRAM |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine; a separate part |
 //! | [`cost`] | a hooked call compared with a direct call; a torch step with and without the library; a wake compared with the driver's own restore; a wake while another container attacks the controller |
@@ -36,6 +37,7 @@ mod crashers;
 mod cycle;
 mod dedup;
 mod engines;
+mod given_up;
 mod goals;
 mod gpus;
 mod hidden;
@@ -137,6 +139,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, held once", dedup::held_once);
     report.part(&world, "engines, large", engines::large);
     report.part(&world, "host pool, limited container", host_pool::limited);
+    report.part(&world, "calls during an offload", given_up::calls);
     vram_limit::plain(&world, &mut report);
     match python::Python::find(&world) {
         Ok(python) => {

@@ -25,13 +25,17 @@ pub struct OffloadFailures {
 }
 
 impl OffloadFailures {
-    /// Counts a failed offload and delays the next attempt. The first delay is twice the idle
-    /// timeout, which is taken as 1 s to 5 min. Each further failure doubles the delay, up to an
-    /// hour.
-    pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis) {
+    /// Counts an offload that failed for this reason, and delays the next attempt. The first delay
+    /// is twice the idle timeout, which is taken as 1 s to 5 min. Each further failure doubles the
+    /// delay, up to an hour. If the node's host memory was short, the delays are 1 s to 30 s: any
+    /// restore of another container frees host memory.
+    pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis, why: Reason) {
         self.in_a_row += 1;
-        let base = idle_timeout_ms.clamp(1_000, 300_000);
-        self.not_before = now + (base << self.in_a_row.min(6)).min(3_600_000);
+        let (base_ms, most_ms) = match why {
+            Reason::HostMemory => (500, 30_000),
+            _ => (idle_timeout_ms.clamp(1_000, 300_000), 3_600_000),
+        };
+        self.not_before = now + (base_ms << self.in_a_row.min(6)).min(most_ms);
     }
 
     /// Records why an offload failed, and decides whether the container counts as immovable. If
@@ -100,6 +104,22 @@ mod tests {
         for (at, expected) in [(10, None), (11, None), (12, Some(12))] {
             failures.has_stayed(at, Reason::Called, true);
             assert_eq!(failures.immovable_at, expected);
+        }
+    }
+
+    #[test]
+    fn short_host_memory_delays_only_briefly() {
+        for (why, delays_ms) in
+            [(Reason::HostMemory, [1_000, 2_000]), (Reason::DriverError, [600_000, 1_200_000])]
+        {
+            let mut failures = OffloadFailures::default();
+            for delay_ms in delays_ms {
+                failures.count(7, 300_000, why);
+                assert_eq!(failures.not_before, 7 + delay_ms, "{why:?}");
+            }
+            (0..20).for_each(|_| failures.count(7, 300_000, why));
+            let longest_ms = if why == Reason::HostMemory { 30_000 } else { 3_600_000 };
+            assert_eq!(failures.not_before, 7 + longest_ms, "{why:?}");
         }
     }
 

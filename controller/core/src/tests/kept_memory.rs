@@ -73,6 +73,35 @@ fn memory_that_is_not_freed_delays_once() {
     assert_eq!(requests(&world, keeper), 1);
 }
 
+/// Another container is being restored, which will free host memory. The offload must wait for it.
+#[test]
+fn memory_of_a_restore_is_awaited() {
+    let mut world = World::new(3);
+    let restored = world.running(1, 300);
+    world.settle();
+    assert_eq!(world.state(1), State::Offloaded);
+    let id = world.running(2, 300);
+    world.call(restored);
+    let restores = |world: &World| {
+        let mut inbox = world.agents[&restored].inbox.iter();
+        inbox.any(|message| matches!(message, ControllerMessage::Order { action, .. } if action.is_restore()))
+    };
+    for _ in 0..100 {
+        if !restores(&world) {
+            world.work(id);
+            world.answer_question();
+        }
+    }
+    assert!(restores(&world));
+    world.host_total = Some(450);
+    world.ask_offload(2, id);
+    world.answer_question();
+    assert_eq!(world.refused, [""; 0]);
+    world.pin(1, true);
+    world.settle();
+    assert_eq!((world.state(2), &world.refused[..]), (State::Offloaded, &[][..]));
+}
+
 /// If the kept memory does not suffice, or a library cannot free it, nobody is asked.
 #[test]
 fn nobody_is_asked_in_vain() {
