@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId,
     copiers::{CopierEnd, CopierId},
+    driver_limit::DriverLimitOrder,
     event::NodeEvent,
     host_memory::HostNeed,
     input::Identity,
@@ -137,6 +138,10 @@ pub enum Effect {
         /// VRAM of the container on each GPU.
         views: Vec<VramView>,
     },
+    /// Set, lift or remove the limit of a container's VRAM that the driver enforces. Execute these
+    /// orders and [`Effect::Prove`] one after another, in their order. Report the result with
+    /// [`super::Input::DriverLimited`].
+    LimitInDriver(DriverLimitOrder),
     /// Start a copier on a GPU.
     StartCopier {
         /// Id of the new copier.

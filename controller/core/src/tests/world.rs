@@ -21,6 +21,7 @@ use super::super::{
     Settings,
     container::Container,
     copiers::CopierId,
+    driver_limit::DriverLimit,
     harness::{
         Bench,
         agent::{Agent, Asking},
@@ -579,6 +580,7 @@ impl Host for World {
                 self.journal.remove(&key);
             }
             Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
+            Effect::LimitInDriver(order) => assert_eq!(order.limit, DriverLimit::Removed),
             Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
                 panic!("no container here has a limit")
             }
