@@ -5,8 +5,8 @@
 //! Meanwhile, a new process of the container may take VRAM that the container needs for its
 //! restore. The driver would then refuse the restore, and a process could be lost. Therefore the
 //! driver's limit is lifted before each restore, and during each offload, which can be undone. The
-//! effect that lifts it comes before [`Effect::Prove`], and no restore begins before the result of
-//! that effect.
+//! effect that lifts it comes before [`Effect::Prove`], or before the last [`Effect::Survey`]. No
+//! restore or offload begins before the result of that effect.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -112,11 +112,11 @@ fn wanted(node: &NodeState, key: &Key) -> Option<DriverLimit> {
     })
 }
 
-/// Whether VRAM of a container is being moved, or will be when its grant is proven.
+/// Whether VRAM of a container is being moved, or is about to be.
 fn is_moving(node: &NodeState, key: &Key) -> bool {
     let state = node.registry.containers.get(key).map(|known| known.shown.state);
     let is_resident = || node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
-    matches!(state, Some(State::Offloading | State::Restoring))
+    matches!(state, Some(State::Closing | State::Offloading | State::Restoring))
         || (node.admission.grants.contains_key(key) && !is_resident())
 }
 

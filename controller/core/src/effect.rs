@@ -139,8 +139,8 @@ pub enum Effect {
         views: Vec<VramView>,
     },
     /// Set, lift or remove the limit of a container's VRAM that the driver enforces. Execute these
-    /// orders and [`Effect::Prove`] one after another, in their order. Report the result with
-    /// [`super::Input::DriverLimited`].
+    /// orders, [`Effect::Survey`] and [`Effect::Prove`] one after another, in their order. Report
+    /// the result with [`super::Input::DriverLimited`].
     LimitInDriver(DriverLimitOrder),
     /// Start a copier on a GPU.
     StartCopier {

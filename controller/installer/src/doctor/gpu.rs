@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use affinode_controller::inventory::nvml::has_memory_limits;
 use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
 use super::{CheckGroup, DoctorCheck, containerd};
@@ -117,6 +118,11 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
             format!("install driver {MIN_DRIVER} or newer"),
         );
     }
+    let limits = match has_memory_limits(&seen.driver) {
+        true => "enforced by the library, and with cgroup v2 by the driver too",
+        false => "enforced by the library",
+    };
+    group.good("VRAM limits", limits);
     if seen.gpus.is_empty() {
         group.bad(
             "devices",
