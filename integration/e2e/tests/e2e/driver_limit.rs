@@ -69,17 +69,17 @@ fn driver_refuses_what_dodges_the_library() -> Result<()> {
 
 #[test]
 fn changed_limit_reaches_the_driver() -> Result<()> {
-    let world = config_with_limit().world()?;
-    let set = |mib: u64| world.cli().run(&["policy", "set", &format!("vram_limit={mib}Mi")]);
+    let world = world()?;
     let (mut worker, cgroup) = own_cgroup::start(&world, Worker::spec("changes", USUAL, 64))?;
     worker.wait_filled()?;
-    wait_limit(&world, &cgroup, Some(LIMIT_MIB))?;
-    set(2 * LIMIT_MIB)?;
-    wait_limit(&world, &cgroup, Some(2 * LIMIT_MIB))?;
-    world.cli().run(&["policy", "set", "vram_limit=0"])?;
-    wait_limit(&world, &cgroup, None)?;
-    set(LIMIT_MIB)?;
-    wait_limit(&world, &cgroup, Some(LIMIT_MIB))?;
+    for mib in [Some(LIMIT_MIB), Some(2 * LIMIT_MIB), None, Some(LIMIT_MIB)] {
+        let change = mib.map(|mib| format!("vram_limit={mib}Mi"));
+        match &change {
+            Some(change) => world.cli().run(&["policy", "set", change])?,
+            None => world.cli().run(&["policy", "unset", "vram_limit"])?,
+        };
+        wait_limit(&world, &cgroup, mib)?;
+    }
     assert!(worker.verify()?);
     worker.running.kill(&world)?;
     worker.running.delete(&world)?;
