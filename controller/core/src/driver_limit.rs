@@ -28,7 +28,7 @@ pub enum DriverLimit {
 /// An order to set, lift or remove the driver's limit of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverLimitOrder {
-    /// The container.
+    /// Key of the container to limit.
     pub key: Key,
     /// The limit from now on.
     pub limit: DriverLimit,
@@ -59,6 +59,9 @@ pub enum DriverLimitOutcome {
 pub(super) struct DriverLimits {
     /// Whether an order has shown that the driver enforces no limits.
     is_too_old: bool,
+    /// Whether the last reading of the GPUs has failed. The driver may be reloaded or replaced
+    /// meanwhile, and then knows no limits.
+    is_unread: bool,
     /// The GPUs to which the orders apply, with their VRAM.
     gpus: Vec<DeviceBytes>,
     /// Containers that may need another limit than before.
@@ -73,14 +76,13 @@ pub(super) struct DriverLimits {
 /// or the GPUs may have changed.
 pub(super) fn gpus_read(node: &mut NodeState) {
     if node.gpus.error.is_some() {
-        // The driver may be reloaded or replaced meanwhile. It then knows no limits.
-        node.driver_limits = DriverLimits::default();
+        node.driver_limits.is_unread = true;
         return;
     }
     let whole = node.gpus.samples.iter().filter(|gpu| !gpu.mig);
     let gpus = whole.map(|gpu| DeviceBytes { uuid: gpu.uuid.clone(), bytes: gpu.total_bytes });
     let gpus: Vec<DeviceBytes> = gpus.collect();
-    if gpus != node.driver_limits.gpus {
+    if gpus != node.driver_limits.gpus || node.driver_limits.is_unread {
         node.driver_limits = DriverLimits { gpus, ..DriverLimits::default() };
     }
     node.driver_limits.changed = node.registry.containers.keys().cloned().collect();
@@ -147,11 +149,21 @@ pub(super) fn reported(node: &mut NodeState, key: Key, outcome: DriverLimitOutco
     }
 }
 
+/// Repeats the last order for a container if it has failed, because another process has registered.
+/// The process whose cgroup was needed may have ended.
+pub(super) fn retry(node: &mut NodeState, key: &Key) {
+    let limits = &mut node.driver_limits;
+    if limits.results.get(key).is_some_and(Result::is_err) {
+        limits.ordered.remove(key);
+        limits.changed.insert(key.clone());
+    }
+}
+
 /// Returns the result of the last order for a container with a limit. `Err`: why it has failed.
 /// `None`: there was no order, or its result is not known yet.
 pub(super) fn result<'n>(node: &'n NodeState, key: &Key) -> Option<Result<(), &'n str>> {
     let result = node.driver_limits.results.get(key)?;
-    Some(result.as_ref().map(|()| ()).map_err(String::as_str))
+    Some(result.as_ref().copied().map_err(String::as_str))
 }
 
 /// Removes the driver's limit of a container that was deleted.

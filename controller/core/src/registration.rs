@@ -130,6 +130,7 @@ pub(super) fn register(
         measurements::bad_page(node, id, NEVER_MOVED.into());
     }
     grants::recall_settled(node, key);
+    driver_limit::retry(node, key);
     welcome(node, key, id);
     if let Some(old) = known {
         holds::forget_holds(node, old);

@@ -179,4 +179,11 @@ fn failed_driver_limit_is_a_warning() {
     assert!(node.node.warnings(&key(0))[0].contains("no permission"));
     assert_eq!(node.steps, [Step::Limit(DriverLimit::Set(LIMIT))]);
     assert_eq!(node.moved(Request::Offload, State::Offloaded).len(), 2, "it is offloaded anyway");
+    // The order is repeated for a further process, and not before.
+    (node.outcome, node.steps) = (DriverLimitOutcome::Done, Vec::new());
+    node.tick();
+    assert_eq!(node.steps, []);
+    node.agents.insert(ProcessId(2), Agent { pid: 8, calls: 1, ..Agent::default() });
+    node.hello(ProcessId(2));
+    assert!(matches!(node.steps[..], [Step::Limit(_), ..]), "{:?}", node.steps);
 }
