@@ -186,6 +186,15 @@ mod tests {
     }
 
     #[test]
+    fn driver_615_enforces_vram_limits_too() {
+        for (driver, found) in [("580.1", false), ("615.10", true)] {
+            let checks = judge(&facts(driver, healthy()));
+            let check = checks.iter().find(|check| check.name == "VRAM limits").unwrap();
+            assert_eq!(check.found.contains("driver"), found, "{driver}: {}", check.found);
+        }
+    }
+
+    #[test]
     fn an_old_or_missing_driver_fails() {
         assert_eq!(verdict(&judge(&facts("565.57.01", healthy())), "driver"), CheckVerdict::Bad);
         assert_eq!(verdict(&judge(&facts("new", healthy())), "driver"), CheckVerdict::Bad);
