@@ -104,9 +104,13 @@ pub(super) fn update(node: &mut NodeState) {
 }
 
 /// Returns the limit that the driver should enforce for a container. `None`: it has no process, so
-/// its cgroup is unknown or unused.
+/// its cgroup is unknown or unused. Also `None` for a job, which shares the cgroup of its user's
+/// other programs.
 fn wanted(node: &NodeState, key: &Key) -> Option<DriverLimit> {
     node.registry.processes.of(key).next()?;
+    if node.registry.containers.get(key)?.spec.job_user.is_some() {
+        return None;
+    }
     Some(match vram_limit::limit_bytes(node, key) {
         0 => DriverLimit::Removed,
         _ if is_moving(node, key) => DriverLimit::Lifted,

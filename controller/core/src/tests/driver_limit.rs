@@ -77,9 +77,15 @@ fn settings(limit_bytes: u64) -> Settings {
 impl LimitedNode {
     /// A node whose only container has the limit `LIMIT` and one process.
     fn new(outcome: DriverLimitOutcome) -> LimitedNode {
+        LimitedNode::of_user(outcome, None)
+    }
+
+    /// Like [`LimitedNode::new`]. `job_user`: the container is a job of this user.
+    fn of_user(outcome: DriverLimitOutcome, job_user: Option<u32>) -> LimitedNode {
         let bench = Bench::new(settings(LIMIT), &[GPU], TOTAL);
         let mut node = LimitedNode { bench, steps: Vec::new(), orders: Vec::new(), outcome };
-        let spec = ContainerSpec { cgroups_path: "/pod/c".into(), ..ContainerSpec::default() };
+        let cgroups_path = "/pod/c".into();
+        let spec = ContainerSpec { cgroups_path, job_user, ..ContainerSpec::default() };
         node.feed(Input::Announced(Box::new(spec), key(0)));
         node.tick();
         assert_eq!(node.steps, [], "no process is known");
@@ -171,6 +177,15 @@ fn old_driver_gets_no_further_orders() {
     node.feed(Input::Gpus(Err("reloaded".into())));
     node.tick();
     assert_eq!(node.steps, [Step::Limit(DriverLimit::Set(LIMIT))]);
+}
+
+/// A job is in a cgroup of its user, and could otherwise limit the user's other programs.
+#[test]
+fn job_gets_no_limit_in_the_driver() {
+    let mut node = LimitedNode::of_user(DriverLimitOutcome::Done, Some(1000));
+    node.tick();
+    node.feed(Input::Withdrawn(key(0)));
+    assert_eq!(node.steps, []);
 }
 
 #[test]
