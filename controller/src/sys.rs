@@ -1,6 +1,8 @@
 //! Contains all unsafe code of this crate, in functions with safe interfaces.
 #![allow(unsafe_code)]
 
+pub mod memory_limits;
+
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},

@@ -11,6 +11,7 @@ use super::{
     ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId,
     copiers::{CopierEnd, CopierId},
     copy_watch::TurnBackCause,
+    driver_limit::DriverLimitOrder,
     event::NodeEvent,
     host_memory::HostNeed,
     input::Identity,
@@ -138,6 +139,10 @@ pub enum Effect {
         /// VRAM of the container on each GPU.
         views: Vec<VramView>,
     },
+    /// Set, lift or remove the limit of a container's VRAM that the driver enforces. Execute these
+    /// orders, [`Effect::Survey`] and [`Effect::Prove`] one after another, in their order. Report
+    /// the result with [`super::Input::DriverLimited`].
+    LimitInDriver(DriverLimitOrder),
     /// Start a copier on a GPU.
     StartCopier {
         /// Id of the new copier.

@@ -42,6 +42,7 @@ fn begin_grant(
     let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, node.clock.now);
     grant.want = want;
     node.admission.grants.insert(key.clone(), grant);
+    node.driver_limits.changed.insert(key.clone());
     for id in everyone {
         holds::hold(node, key, id);
     }

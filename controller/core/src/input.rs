@@ -15,6 +15,7 @@ use super::{
     ContainerSpec, DeviceBytes, Key, Millis, ProcessId,
     copiers::CopierId,
     copy_watch::Levels,
+    driver_limit::DriverLimitOutcome,
     hints::Hint,
     host_memory::{MemoryPool, SurveyedMemory},
     node::Settings,
@@ -253,6 +254,8 @@ pub enum Input {
         /// Samples of the GPUs. `Err`: the reason why they cannot be read.
         gpus: Result<Vec<GpuSample>, String>,
     },
+    /// The result of [`super::Effect::LimitInDriver`] for a container.
+    DriverLimited(Key, DriverLimitOutcome),
     /// A record of an earlier controller's journal about a process.
     Recalled {
         /// The container to which the process belongs.

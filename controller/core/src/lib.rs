@@ -14,13 +14,15 @@
 //!  └> completions, transitions, serve_queue
 //!     └> restore, eviction
 //!        └> registration, requests, evaluate, immediate
-//!           └> offload, migration, oom_wait, vram_limit
+//!           └> offload, migration, oom_wait
 //!              └> grants
 //!                 └> holds, prefault, connection_prewake
 //!                    └> copier_use, offload_check, measurements, prewake, pressure, hints
-//!                       └> needs, output, oversubscription
-//!                          └> lookup, eligibility, host_promises
-//!                             └> the data (node_state), and files that call no other file
+//!                       └> driver_limit
+//!                          └> vram_limit
+//!                             └> needs, output, oversubscription
+//!                                └> lookup, eligibility, host_promises
+//!                                   └> the data (node_state), and files that call no other file
 //! ```
 //!
 //! A file calls only files below it.
@@ -37,6 +39,7 @@ mod copier_use;
 pub mod copiers;
 pub mod copy_watch;
 mod dedup_domain;
+pub mod driver_limit;
 pub mod effect;
 mod eligibility;
 mod evaluate;

@@ -13,7 +13,7 @@ use affinode_proto::wire::message::{AgentMessage, PROOF_TTL_MS};
 
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake, copier_use, copy_watch,
-    evaluate, grants, hints, holds, host_promises, idle, immediate,
+    driver_limit, evaluate, grants, hints, holds, host_promises, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -113,6 +113,7 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
             | Input::Foreseen(..)
             | Input::CopierReport(..)
             | Input::VramRead { .. }
+            | Input::DriverLimited(..)
             | Input::Message(_, AgentMessage::AskVram { .. } | AgentMessage::VramTaken)
     );
     take(node, input);
@@ -120,6 +121,7 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
     if may_serve {
         serve_queue::serve_queue(node);
         host_promises::settle_host_memory(node);
+        driver_limit::update(node);
     }
     copier_use::prove_when_copiers_rest(node);
     // A container that these resume would wait for the next input.
@@ -157,6 +159,7 @@ fn take(node: &mut NodeState, input: Input) {
         Input::Gpus(gpus) => {
             measurements::gpus_read(node, gpus);
             vram_limit::show(node);
+            driver_limit::gpus_read(node);
         }
         Input::Worked(work) => idle::worked(node, &work),
         Input::CopierReport(copier, report) => copier_use::copier_reported(node, copier, report),
@@ -172,6 +175,7 @@ fn take(node: &mut NodeState, input: Input) {
         Input::VramRead { key, epoch, pending, gpus } => {
             vram_limit::read(node, &key, epoch, &pending, gpus);
         }
+        Input::DriverLimited(key, outcome) => driver_limit::reported(node, key, outcome),
         Input::Recalled { key, identity, offloaded, to, restoring, host } => {
             let claim = JournalClaim { offloaded, to, restoring, host, held_bytes: None };
             grants::recall(node, key, identity, claim);

@@ -9,6 +9,7 @@ use super::{
     DeviceBytes, Effect, Key, Millis, Settings,
     container::Container,
     copiers::CopierRegistry,
+    driver_limit::DriverLimits,
     grant::Grant,
     history::Pauses,
     holds::HoldOrder,
@@ -56,6 +57,8 @@ pub(super) struct NodeState {
     /// Requests for VRAM allowances. Only processes of containers with a VRAM limit send such
     /// requests.
     pub(super) vram_requests: VramRequests,
+    /// Limits of VRAM that the driver enforces.
+    pub(super) driver_limits: DriverLimits,
     pub(super) output: NodeOutput,
 }
 

@@ -100,6 +100,7 @@ impl NodeState {
         }
         container.shown.state = to;
         container.shown.since = now;
+        self.driver_limits.changed.insert(key.clone());
         self.output.effects.push(Effect::Changed(Change {
             key: key.clone(),
             container: container.display_name(),

@@ -11,6 +11,7 @@ use affinode_proto::{
 use super::{
     ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal, Offload},
+    driver_limit,
     event::NodeEvent,
     grants, holds,
     input::{Identity, Request, SwapStatus},
@@ -62,6 +63,7 @@ pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> boo
 
 pub(super) fn withdrawn(node: &mut NodeState, key: &Key) {
     vram_limit::forget_container(node, key);
+    driver_limit::forget_container(node, key);
     for process in node.members(key) {
         node.registry.processes.remove(&process);
         holds::forget_holds(node, process);
@@ -128,6 +130,7 @@ pub(super) fn register(
         measurements::bad_page(node, id, NEVER_MOVED.into());
     }
     grants::recall_settled(node, key);
+    driver_limit::retry(node, key);
     welcome(node, key, id);
     if let Some(old) = known {
         holds::forget_holds(node, old);

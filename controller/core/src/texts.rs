@@ -27,6 +27,13 @@ pub(super) fn copy_failed_text(pid: u32) -> String {
     )
 }
 
+/// Text of the warning about a container whose VRAM limit the driver could enforce, but does not.
+pub(super) fn no_driver_limit_text(why: &str) -> String {
+    format!(
+        "only the library enforces the VRAM limit, because the driver's limit cannot be changed: {why}"
+    )
+}
+
 /// Text of the warning about a process that could not export memory as an IPC handle, and what to
 /// do.
 pub(super) fn ipc_refused_text(pid: u32) -> String {

@@ -13,6 +13,7 @@ use super::{
     container::Container,
     copiers::CopierFigures,
     copy_watch::{self, CopyInProgress},
+    driver_limit,
     explain::{self, Value},
     idle,
     input::Identity,
@@ -22,7 +23,7 @@ use super::{
     prewake,
     process::Process,
     registration,
-    texts::{copy_failed_text, damaged_text, ipc_refused_text},
+    texts::{copy_failed_text, damaged_text, ipc_refused_text, no_driver_limit_text},
 };
 
 /// State of a container, with the details that programs in the container can read.
@@ -230,7 +231,18 @@ impl Node {
             .chain(of(is_refused, ipc_refused_text))
             .chain(of(|p| p.failed_moves.copy, copy_failed_text))
             .chain(self.no_progress_text(key))
+            .chain(
+                driver_limit::result(&self.state, key)
+                    .and_then(Result::err)
+                    .map(no_driver_limit_text),
+            )
             .collect()
+    }
+
+    /// Whether the driver enforces the VRAM limit of a container, in addition to the library.
+    #[must_use]
+    pub fn has_driver_limit(&self, key: &Key) -> bool {
+        driver_limit::result(&self.state, key).is_some_and(|result| result.is_ok())
     }
 
     fn no_progress_text(&self, key: &Key) -> Option<String> {

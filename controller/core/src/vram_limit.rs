@@ -239,7 +239,7 @@ fn read_again(node: &mut NodeState, reading: VramReading) {
 /// Returns the limit of a container's VRAM on each GPU, in bytes. 0: there is none, or each GPU of
 /// the node is at most as large as the limit. A limit is a multiple of 1 MiB, so a GPU that is less
 /// than 1 MiB larger counts as equal.
-fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
+pub(super) fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
     let limit = node.registry.containers.get(key).map_or(0, |known| known.policy.vram_limit_bytes);
     let gpus = &node.gpus.samples;
     let holds =

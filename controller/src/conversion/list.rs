@@ -86,6 +86,7 @@ fn list_container(
         idle_timeout_ms: c.policy.idle_timeout_ms,
         priority: c.policy.priority,
         vram_limit_bytes: c.policy.vram_limit_bytes,
+        vram_limit_enforced_by: enforced_by(node, key, c.policy.vram_limit_bytes).to_owned(),
         claim: c.spec.claim().to_owned(),
         warnings: node.warnings(key),
         processes: node.processes(key).map(|p| list_process(node, p)).collect(),
@@ -94,6 +95,15 @@ fn list_container(
         no_progress_ms: node.no_progress_ms(key).unwrap_or(0),
         staying_reasons: words(staying_hazards),
         ..control::Container::default()
+    }
+}
+
+/// Returns what enforces the VRAM limit of a container. Empty: it has no limit.
+fn enforced_by(node: &Node, key: &Key, vram_limit_bytes: u64) -> &'static str {
+    match vram_limit_bytes {
+        0 => "",
+        _ if node.has_driver_limit(key) => "library and driver",
+        _ => "library",
     }
 }
 

@@ -52,6 +52,9 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),
         Effect::RecallVram { epoch, processes } => drop(vram::recall(actor, epoch, &processes)),
+        Effect::LimitInDriver(order) => {
+            actor.inventory.ask(InventoryQuery::LimitInDriver(order));
+        }
         Effect::ShowVram { key, views } => vram::show(&actor.run_dir, &key, &views),
         Effect::Answer(command, answer) => {
             if let Some(waiter) = actor.commands.take(command) {

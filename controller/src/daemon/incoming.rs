@@ -47,6 +47,7 @@ pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
         InventoryResult::Vram { key, epoch, pending, gpus } => {
             Input::VramRead { key, epoch, pending, gpus }
         }
+        InventoryResult::DriverLimited(key, outcome) => Input::DriverLimited(key, outcome),
         InventoryResult::Surveyed(key, survey) => Input::Surveyed(key, survey),
     };
     effects::feed(actor, input);

@@ -123,7 +123,7 @@ fn begin(
     let (found, findings) = mpsc::unbounded_channel();
     let (of_copiers, copiers) = mpsc::unbounded_channel();
     let (utilization, levels, inventory) =
-        start_readers(&config, &found).map_err(DaemonError::Runtime)?;
+        start_readers(run_dir, &config, &found).map_err(DaemonError::Runtime)?;
     let actor = NodeActor {
         node: Node::new(config.settings()),
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
@@ -160,6 +160,7 @@ fn begin(
 /// Starts the threads that read GPUs, processes and host memory. They are separate threads, because
 /// a reading may block.
 fn start_readers(
+    run_dir: &Path,
     config: &Config,
     found: &mpsc::UnboundedSender<InventoryResult>,
 ) -> io::Result<(ProcessUtilization, HostLevels, Inventory)> {
@@ -174,10 +175,10 @@ fn start_readers(
     })?;
     let found = found.clone();
     let nvml = DriverLibrary::nvml(config);
-    let inventory =
-        Inventory::start(nvml, rules, host_pool::cgroup_of(&config.memory), move |finding| {
-            let _ = found.send(finding);
-        })?;
+    let pool_cgroup = host_pool::cgroup_of(&config.memory);
+    let inventory = Inventory::start(nvml, rules, pool_cgroup, run_dir, move |finding| {
+        let _ = found.send(finding);
+    })?;
     Ok((utilization, levels, inventory))
 }
 

@@ -4,11 +4,13 @@
 //! ([`process_utilization`]), and the host memory that is left during copies out ([`host_levels`]).
 //! The command `affinode gpus` reads what does not change ([`gpu_facts`]).
 
+pub mod driver_limits;
 pub mod gpu_facts;
 pub mod host_levels;
 pub mod memory;
 pub mod network;
 pub mod nvml;
+pub mod own_cgroup;
 pub mod process;
 pub mod process_utilization;
 pub mod utilization;
@@ -21,12 +23,14 @@ use std::{
 use affinode_core::{
     GpuSample, Key, ProcessId, Survey,
     copy_watch::Levels,
+    driver_limit::{DriverLimitOrder, DriverLimitOutcome},
     host_memory::{HostNeed, SurveyedMemory},
     input::Work,
 };
 use affinode_proto::reason::Reason;
 
 use crate::driver_library::DriverLibrary;
+use driver_limits::DriverLimits;
 use memory::MemoryRules;
 
 /// A request to the thread that reads GPUs and host memory.
@@ -49,6 +53,8 @@ pub enum InventoryQuery {
         /// recall and may be missing in NVML's reading.
         pending: Vec<(ProcessId, u64)>,
     },
+    /// Sets, lifts or removes the limit of a container's VRAM that the driver enforces.
+    LimitInDriver(DriverLimitOrder),
     /// Requests the GPUs and the host memory, before an offload of a container.
     Survey {
         /// Key of the container that will be offloaded.
@@ -86,6 +92,8 @@ pub enum InventoryResult {
         /// Samples of the GPUs. `Err`: the reason why they cannot be read.
         gpus: Result<Vec<GpuSample>, String>,
     },
+    /// The response to [`InventoryQuery::LimitInDriver`] for a container.
+    DriverLimited(Key, DriverLimitOutcome),
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
     /// Host memory that is left for the offloads that copy now, from [`host_levels`].
@@ -108,13 +116,15 @@ impl Inventory {
         library: DriverLibrary,
         rules: MemoryRules,
         pool_cgroup: PathBuf,
+        run_dir: &Path,
         tell: impl Fn(InventoryResult) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
+        let mut limits = DriverLimits::new(run_dir);
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
             let mut nvml = nvml::NvmlDevices::new(library);
             for question in asked {
-                tell(answer(&mut nvml, rules, &pool_cgroup, question));
+                tell(answer(&mut nvml, &mut limits, rules, &pool_cgroup, question));
             }
         })?;
         Ok(Inventory { questions })
@@ -129,6 +139,7 @@ impl Inventory {
 
 fn answer(
     nvml: &mut nvml::NvmlDevices,
+    limits: &mut DriverLimits,
     rules: MemoryRules,
     pool_cgroup: &Path,
     question: InventoryQuery,
@@ -140,6 +151,10 @@ fn answer(
         }
         InventoryQuery::Vram { key, epoch, pending } => {
             InventoryResult::Vram { key, epoch, pending, gpus: nvml.read(true) }
+        }
+        InventoryQuery::LimitInDriver(order) => {
+            let outcome = limits.execute(nvml, &order);
+            InventoryResult::DriverLimited(order.key, outcome)
         }
         InventoryQuery::Survey { key, processes, host_pool, known } => {
             let gpus = nvml.read(true);

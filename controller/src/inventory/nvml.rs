@@ -1,7 +1,10 @@
 //! Reads GPUs through NVML. The library is opened when it is first needed, and again after a
 //! failure. A driver that is loaded or reloaded later is therefore found.
 
-use std::time::{Duration, Instant};
+use std::{
+    ffi::CStr,
+    time::{Duration, Instant},
+};
 
 use affinode_core::{
     GpuSample, Millis,
@@ -12,7 +15,7 @@ use nvml_wrapper::{
     struct_wrappers::device::ProcessUtilizationSample,
 };
 
-use crate::driver_library::DriverLibrary;
+use crate::{driver_library::DriverLibrary, sys::memory_limits::MemoryLimits};
 
 /// Minimum time between two attempts to open NVML's library.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -21,11 +24,46 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// sample at least once a second.
 const RECENT_US: u64 = 1_200_000;
 
+/// First driver release that enforces VRAM limits of cgroups.
+const MEMORY_LIMITS_DRIVER: u32 = 615;
+
+/// Reason why the driver enforces no VRAM limit of a cgroup.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryLimitError {
+    /// The driver enforces no VRAM limits of cgroups.
+    #[error("the driver enforces no VRAM limits of its own")]
+    TooOld,
+    /// NVML cannot be used.
+    #[error("{0}")]
+    Nvml(String),
+    /// NVML refuses the limit.
+    #[error("NVML refuses it for the cgroup {cgroup} on GPU {uuid}")]
+    Refused {
+        /// Folder of the cgroup.
+        cgroup: String,
+        /// UUID of the GPU.
+        uuid: String,
+        /// Error that NVML returned.
+        #[source]
+        source: NvmlError,
+    },
+}
+
+/// Returns whether a driver of this version enforces VRAM limits of cgroups, such as `615.10`.
+#[must_use]
+pub fn has_memory_limits(driver_version: &str) -> bool {
+    let major = driver_version.split('.').next().and_then(|major| major.parse().ok());
+    major.is_some_and(|major: u32| major >= MEMORY_LIMITS_DRIVER)
+}
+
 /// NVML's library, opened as soon as it is available.
 #[derive(Debug)]
 pub struct NvmlDevices {
     library: DriverLibrary,
     nvml: Option<Nvml>,
+    /// NVML's function that limits the VRAM of a cgroup, found when the library was opened. `None`:
+    /// the driver is too old.
+    memory_limits: Option<MemoryLimits>,
     failed: Option<(Instant, String)>,
 }
 
@@ -33,7 +71,7 @@ impl NvmlDevices {
     /// Creates a reader that knows where the library is. Does not open the library yet.
     #[must_use]
     pub fn new(library: DriverLibrary) -> NvmlDevices {
-        NvmlDevices { library, nvml: None, failed: None }
+        NvmlDevices { library, nvml: None, memory_limits: None, failed: None }
     }
 
     /// Reads every GPU. Includes its processes and utilization if `whole` is true.
@@ -65,6 +103,40 @@ impl NvmlDevices {
         })
     }
 
+    /// Checks whether the driver enforces VRAM limits of cgroups.
+    ///
+    /// # Errors
+    /// [`MemoryLimitError`]: it does not, or NVML cannot be used.
+    pub fn check_memory_limits(&mut self) -> Result<(), MemoryLimitError> {
+        self.attempt(|_| Ok(())).map_err(MemoryLimitError::Nvml)?;
+        if self.memory_limits.is_some() { Ok(()) } else { Err(MemoryLimitError::TooOld) }
+    }
+
+    /// Sets the maximum VRAM of a cgroup on a GPU, in bytes. `None` removes the limit.
+    ///
+    /// # Errors
+    /// [`MemoryLimitError`]: the driver enforces no such limits, or refuses this one.
+    pub fn limit_memory(
+        &mut self,
+        uuid: &str,
+        cgroup: &CStr,
+        bytes: Option<u64>,
+    ) -> Result<(), MemoryLimitError> {
+        self.check_memory_limits()?;
+        // A refused limit must not close NVML for the readings, so this is no part of `attempt`.
+        let (Some(nvml), Some(limits)) = (&self.nvml, &self.memory_limits) else {
+            return Err(MemoryLimitError::TooOld);
+        };
+        let set = nvml.device_by_uuid(uuid).and_then(|gpu| limits.set(&gpu, cgroup, bytes));
+        set.map_err(|source| match source {
+            NvmlError::FunctionNotFound => MemoryLimitError::TooOld,
+            source => {
+                let cgroup = cgroup.to_string_lossy().into_owned();
+                MemoryLimitError::Refused { cgroup, uuid: uuid.to_owned(), source }
+            }
+        })
+    }
+
     fn attempt<T>(&mut self, ask: impl FnOnce(&Nvml) -> Result<T, NvmlError>) -> Result<T, String> {
         if let Some((when, why)) = &self.failed
             && when.elapsed() < AGAIN
@@ -79,7 +151,7 @@ impl NvmlDevices {
             Err(error) => {
                 let why =
                     format!("NVML ({}) cannot be used: {error}", self.library.path().display());
-                self.nvml = None;
+                (self.nvml, self.memory_limits) = (None, None);
                 self.failed = Some((Instant::now(), why.clone()));
                 Err(why)
             }
@@ -87,10 +159,14 @@ impl NvmlDevices {
     }
 
     fn opened(&mut self) -> Result<&Nvml, NvmlError> {
-        Ok(match &mut self.nvml {
-            Some(nvml) => nvml,
-            none => none.insert(Nvml::builder().lib_path(self.library.path().as_os_str()).init()?),
-        })
+        if self.nvml.is_none() {
+            let path = self.library.path();
+            let nvml = Nvml::builder().lib_path(path.as_os_str()).init()?;
+            let is_new = nvml.sys_driver_version().is_ok_and(|version| has_memory_limits(&version));
+            self.memory_limits = if is_new { MemoryLimits::find(&path) } else { None };
+            self.nvml = Some(nvml);
+        }
+        self.nvml.as_ref().ok_or(NvmlError::Uninitialized)
     }
 }
 
@@ -146,6 +222,15 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limits_need_driver_615() {
+        for (version, has_limits) in
+            [("615.10", true), ("620.5.1", true), ("580.159.04", false), ("615", true), ("", false)]
+        {
+            assert_eq!(has_memory_limits(version), has_limits, "{version}");
+        }
+    }
 
     #[test]
     fn only_recent_samples_count_as_work() {

@@ -128,6 +128,8 @@ pub struct ContainerRow {
     pub claim: String,
     /// Limit of the container's VRAM, in bytes. 0 if it has none.
     pub vram_limit_bytes: u64,
+    /// What enforces the limit of the container's VRAM. Empty if it has none.
+    pub vram_limit_enforced_by: String,
 }
 
 impl ContainerRow {

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_sim_protocol::{Packet, Reply, Request};
+use affinode_sim_protocol::{MemoryLimit, Packet, Reply, Request};
 use anyhow::{Context, Result, bail};
 
 use crate::{
@@ -155,6 +155,19 @@ impl Gpu {
             Gpu::Simulated { .. } => simulated_holders(&sim_socket(dir), index),
             Gpu::Real => real_holders(index),
         }
+    }
+}
+
+/// Returns the VRAM limits of cgroups that the simulated driver enforces.
+///
+/// # Errors
+/// When the daemon does not reply.
+pub fn cgroup_limits(dir: &Path) -> Result<Vec<MemoryLimit>> {
+    let packet = Packet::connect(&sim_socket(dir)).context("cannot connect to the driver")?;
+    packet.send(&Request::Limits, None)?;
+    match packet.receive()?.context("the simulated driver did not reply")?.0 {
+        Reply::Limits(limits) => Ok(limits),
+        other => bail!("unexpected reply of the simulated driver: {other:?}"),
     }
 }
 

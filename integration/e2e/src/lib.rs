@@ -45,6 +45,7 @@ mod logs;
 pub mod memory_cgroup;
 pub mod nvidia_hook;
 pub mod oom;
+pub mod own_cgroup;
 pub mod podman;
 pub mod processes;
 pub mod rancher;

@@ -5,6 +5,7 @@ mod connections;
 mod copied_out;
 mod copiers;
 mod domain;
+mod driver_limit;
 mod exits;
 mod figures;
 mod given_up;

@@ -22,6 +22,7 @@ use super::super::{
     container::Container,
     copiers::CopierId,
     copy_watch::TurnBackCause,
+    driver_limit::DriverLimit,
     harness::{
         Bench,
         agent::{Agent, Asking},
@@ -583,6 +584,7 @@ impl Host for World {
                 self.journal.remove(&key);
             }
             Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
+            Effect::LimitInDriver(order) => assert_eq!(order.limit, DriverLimit::Removed),
             Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
                 panic!("no container here has a limit")
             }

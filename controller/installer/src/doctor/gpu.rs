@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use affinode_controller::inventory::nvml::has_memory_limits;
 use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
 use super::{CheckGroup, DoctorCheck, containerd};
@@ -117,6 +118,11 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
             format!("install driver {MIN_DRIVER} or newer"),
         );
     }
+    let limits = match has_memory_limits(&seen.driver) {
+        true => "enforced by the library, and with cgroup v2 by the driver too",
+        false => "enforced by the library",
+    };
+    group.good("VRAM limits", limits);
     if seen.gpus.is_empty() {
         group.bad(
             "devices",
@@ -177,6 +183,15 @@ mod tests {
         let simulated = GpuCheck { name: "Affinode Simulated GPU".into(), ..healthy() };
         let checks = judge(&facts("580.0.0", simulated));
         assert!(checks.iter().any(|check| check.found.contains("no real GPU")), "{checks:?}");
+    }
+
+    #[test]
+    fn driver_615_enforces_vram_limits_too() {
+        for (driver, found) in [("580.1", false), ("615.10", true)] {
+            let checks = judge(&facts(driver, healthy()));
+            let check = checks.iter().find(|check| check.name == "VRAM limits").unwrap();
+            assert_eq!(check.found.contains("driver"), found, "{driver}: {}", check.found);
+        }
     }
 
     #[test]

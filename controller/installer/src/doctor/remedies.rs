@@ -50,6 +50,10 @@ checks! {
         "This check cannot fail: it gives only information. It marks a simulated GPU as \
          simulated.",
         "No action is needed.";
+    "GPU", "VRAM limits":
+        "This check requires nothing. It shows what enforces the VRAM limits of containers, by the version of the driver.",
+        "This check cannot fail: it gives only information. Driver 615 or newer enforces the limits too, if the node has cgroup v2.",
+        "No action is needed. The field `vram_limit_enforced_by` of `affinode ps -o json` shows what enforces the limit of one container.";
     "GPU", "persistence mode":
         "The driver must stay loaded while no process uses the GPU (persistence mode).",
         "Persistence mode is off. When no process uses the GPU any more, the driver is then unloaded. The next process waits until the driver has initialised the GPU again.",

@@ -13,6 +13,7 @@ mod dedup;
 mod docker;
 mod docker_install;
 mod doctor;
+mod driver_limit;
 mod driver_root;
 mod engines;
 mod faults;

@@ -215,6 +215,7 @@ mod tests {
             uuid: gpu_uuid(index),
             vram_bytes: 1,
             mig: false,
+            memory_limits: false,
             multiprocessors: 1,
         };
         let gpus = [gpu(0), gpu(1), gpu(2)];

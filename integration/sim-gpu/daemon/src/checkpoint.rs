@@ -149,7 +149,14 @@ fn restore(
     // As on the real driver, every failure from here on loses the process.
     *stage = Stage::Lost;
     check(Report { code: restore_code, ..Report::default() })?;
-    driver.state().ledger.readmit(process.id, &saved, &gpu_map).map_err(|_| code::OUT_OF_MEMORY)?;
+    {
+        let mut state = driver.state();
+        for gpu in 0..gpu_map.len() {
+            let bytes = state.ledger.saved_bytes(process.id, &saved, &gpu_map, gpu);
+            state.check_limit(process.id, gpu, bytes)?;
+        }
+        state.ledger.readmit(process.id, &saved, &gpu_map).map_err(|_| code::OUT_OF_MEMORY)?;
+    }
     if let Err(error) = refill(driver, process, &saved, gpu_map) {
         let mut state = driver.state();
         for object in state.ledger.evict(process.id).1 {

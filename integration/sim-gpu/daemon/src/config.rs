@@ -20,6 +20,9 @@ pub struct Config {
     /// Index of the GPU that reports MIG mode.
     #[arg(long)]
     pub mig_gpu: Option<u16>,
+    /// Simulates a driver that enforces VRAM limits of cgroups, as driver 615 does.
+    #[arg(long)]
+    pub memory_limits: bool,
     /// Memory of each GPU in MiB.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub vram_mib: u64,
@@ -57,6 +60,7 @@ impl Config {
             uuid: gpu_uuid(index),
             vram_bytes: self.vram_mib * MIB,
             mig: self.mig_gpu.map(usize::from) == Some(index),
+            memory_limits: self.memory_limits,
             multiprocessors: self.multiprocessors(),
         };
         (0..usize::from(self.gpus)).map(gpu).collect()

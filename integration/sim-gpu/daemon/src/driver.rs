@@ -11,14 +11,15 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use affinode_sim_protocol::{
-    GpuSnapshot, ObjectId, Packet, ProcessUse, Reply, STATS_BYTES, THREADS, code,
+    GpuSnapshot, MemoryLimit, ObjectId, Packet, ProcessUse, Reply, STATS_BYTES, THREADS, code,
 };
 
 use crate::checkpoint::Stage;
 use crate::config::Config;
 use crate::ledger::{ClientId, Ledger};
-use crate::memory;
+use crate::limits::Limits;
 use crate::usage::Usage;
+use crate::{memory, node};
 
 /// Maximum number of memory objects. The daemon has an open descriptor for each object, and a
 /// container must not be able to use up the daemon's descriptors.
@@ -49,6 +50,7 @@ pub struct Process {
 #[derive(Debug)]
 pub struct State {
     pub ledger: Ledger,
+    pub limits: Limits,
     /// The memory file of each object.
     pub memories: HashMap<ObjectId, Arc<OwnedFd>>,
     processes: HashMap<ClientId, Arc<Process>>,
@@ -80,6 +82,7 @@ impl Driver {
         );
         let state = State {
             ledger,
+            limits: Limits::default(),
             memories: HashMap::new(),
             processes: HashMap::new(),
             tokens: HashMap::new(),
@@ -98,12 +101,16 @@ impl Driver {
     pub fn attach(&self, pid: u32, uid: u32) -> io::Result<(Arc<Process>, Arc<OwnedFd>)> {
         let page = memory::create("affinode-sim-stats", STATS_BYTES as u64)?;
         let stats = File::from(page.try_clone()?);
+        let cgroup = self.config.memory_limits.then(|| node::cgroup(pid)).flatten();
         let mut state = self.state();
         let id = ClientId(state.next_client);
         state.next_client += 1;
         let (stage, control) = (Mutex::new(Stage::Running), Mutex::new(None));
         let process = Arc::new(Process { id, pid, uid, stats, stage, control });
         state.processes.insert(id, Arc::clone(&process));
+        if let Some(cgroup) = cgroup {
+            state.limits.attach(id, cgroup);
+        }
         Ok((process, Arc::new(page)))
     }
 
@@ -111,6 +118,7 @@ impl Driver {
     pub fn detach(&self, process: &Process) {
         let mut state = self.state();
         state.processes.remove(&process.id);
+        state.limits.detach(process.id);
         for object in state.ledger.remove(process.id) {
             state.bury(object);
         }
@@ -135,7 +143,10 @@ impl Driver {
     /// Creates a context, for `cuCtxCreate` and similar calls.
     pub fn create_context(&self, client: ClientId, gpu: usize) -> Answer {
         self.check_gpu(gpu)?;
-        self.state().ledger.create_context(client, gpu).map_err(|_| code::OUT_OF_MEMORY)?;
+        let mut state = self.state();
+        let bytes = state.ledger.next_context_bytes(client, gpu);
+        state.check_limit(client, gpu, bytes)?;
+        state.ledger.create_context(client, gpu).map_err(|_| code::OUT_OF_MEMORY)?;
         Ok((Reply::Done, None))
     }
 
@@ -156,6 +167,7 @@ impl Driver {
             if state.ledger.object_count() >= MAX_OBJECTS {
                 return Err(code::OUT_OF_MEMORY);
             }
+            state.check_limit(client, gpu, bytes)?;
             state.ledger.allocate(client, gpu, bytes).map_err(|_| code::OUT_OF_MEMORY)?
         };
         let memory = memory::create("affinode-sim-vram", bytes);
@@ -243,14 +255,45 @@ impl Driver {
         state.open(client, object)
     }
 
-    /// Simulates the function `cuMemGetInfo`.
-    pub fn memory(&self, gpu: usize) -> Answer {
+    /// Simulates the function `cuMemGetInfo`. A limit of the client's cgroup reduces both results.
+    pub fn memory(&self, client: Option<ClientId>, gpu: usize) -> Answer {
         self.check_gpu(gpu)?;
-        let free_bytes = self.state().ledger.free_bytes(gpu);
-        Ok((
-            Reply::Memory { free_bytes, total_bytes: self.config.gpu_infos()[gpu].vram_bytes },
-            None,
-        ))
+        let state = self.state();
+        let free_bytes = state.ledger.free_bytes(gpu);
+        let total_bytes = self.config.gpu_infos()[gpu].vram_bytes;
+        let limit = client.and_then(|client| state.limits.of_client(&state.ledger, gpu, client));
+        let (hard_bytes, used_bytes) = limit.unwrap_or((u64::MAX, 0));
+        let memory = Reply::Memory {
+            free_bytes: free_bytes.min(hard_bytes.saturating_sub(used_bytes)),
+            total_bytes: total_bytes.min(hard_bytes),
+        };
+        Ok((memory, None))
+    }
+
+    /// Simulates the function `nvmlDeviceSetMemoryLimits_v1`, which only root may call. Its cgroup
+    /// must be a leaf. MIG is not supported.
+    pub fn limit_memory(&self, uid: u32, limit: MemoryLimit) -> Answer {
+        self.check_gpu(limit.gpu)?;
+        if !self.config.memory_limits || self.config.gpu_infos()[limit.gpu].mig {
+            return Err(code::NOT_SUPPORTED);
+        }
+        if uid != 0 {
+            return Err(code::NOT_PERMITTED);
+        }
+        if !node::is_leaf_cgroup(&limit.cgroup) {
+            return Err(code::INVALID_HANDLE);
+        }
+        self.state().limits.set(limit);
+        Ok((Reply::Done, None))
+    }
+
+    /// Returns the limits that are set. The end of a cgroup removes its limits.
+    pub fn limits(&self) -> Reply {
+        let mut state = self.state();
+        for limit in state.limits.list().iter().filter(|limit| !limit.cgroup.exists()) {
+            state.limits.forget(&limit.cgroup);
+        }
+        Reply::Limits(state.limits.list())
     }
 
     /// Reads the statistics pages of all processes, to compute utilisation.
@@ -261,12 +304,19 @@ impl Driver {
         state.usage.sample(now_ns, usize::from(self.config.gpus), pages);
     }
 
-    pub fn snapshot(&self) -> Reply {
+    /// Returns the data that NVML returns to the process `caller`. A limit of its cgroup reduces
+    /// the size of the GPU, and only the VRAM of this cgroup counts as used.
+    pub fn snapshot(&self, caller: u32) -> Reply {
+        let cgroup = self.config.memory_limits.then(|| node::cgroup(caller)).flatten();
         let infos = self.config.gpu_infos();
         let state = self.state();
         let mut processes: Vec<&Arc<Process>> = state.processes.values().collect();
         processes.sort_by_key(|process| process.id);
-        let gpus = infos.into_iter().enumerate().map(|(gpu, info)| {
+        let gpus = infos.into_iter().enumerate().map(|(gpu, mut info)| {
+            let limit = cgroup.as_deref();
+            let limit = limit.and_then(|it| state.limits.of_cgroup(&state.ledger, gpu, it));
+            let used_bytes = limit.map_or(state.ledger.used_bytes(gpu), |(_, used)| used);
+            info.vram_bytes = limit.map_or(info.vram_bytes, |(hard, _)| info.vram_bytes.min(hard));
             let uses = processes.iter().map(|process| ProcessUse {
                 pid: process.pid,
                 used_bytes: state.ledger.client_bytes(process.id, gpu),
@@ -278,7 +328,7 @@ impl Driver {
                 uses.iter().map(|process| process.busy_percent).sum::<u32>().min(100);
             GpuSnapshot {
                 info,
-                used_bytes: state.ledger.used_bytes(gpu),
+                used_bytes,
                 unnoted_bytes: state.ledger.unnoted_bytes(gpu),
                 busy_percent,
                 processes: uses,
@@ -293,6 +343,13 @@ impl Driver {
 }
 
 impl State {
+    /// Checks whether the limit of a client's cgroup permits that the client takes further bytes of
+    /// a GPU.
+    pub fn check_limit(&self, client: ClientId, gpu: usize, bytes: u64) -> Result<(), i32> {
+        let permitted = self.limits.permit(&self.ledger, gpu, client, bytes);
+        if permitted { Ok(()) } else { Err(code::OUT_OF_MEMORY) }
+    }
+
     /// Frees the memory of an object that the ledger has released, and invalidates the object's IPC
     /// handles.
     pub fn bury(&mut self, object: ObjectId) {

@@ -147,10 +147,24 @@ impl Ledger {
         objects + if context { self.context_bytes(client, gpu) } else { 0 }
     }
 
+    /// Returns the VRAM that a client has taken on a GPU: its contexts, and the existing objects
+    /// that it created. A limit of the client's cgroup counts these bytes.
+    pub fn taken_bytes(&self, client: ClientId, gpu: usize) -> u64 {
+        let made = |object: &&Object| object.gpu == gpu && object.maker == client;
+        let objects: u64 = self.objects.values().filter(made).map(|object| object.bytes).sum();
+        let context = self.contexts.get(&client).is_some_and(|all| all.contains_key(&gpu));
+        objects + if context { self.context_bytes(client, gpu) } else { 0 }
+    }
+
+    /// Returns the VRAM that a further context of a client takes on a GPU.
+    pub fn next_context_bytes(&self, client: ClientId, gpu: usize) -> u64 {
+        let has_one = self.contexts.get(&client).is_some_and(|all| all.contains_key(&gpu));
+        if has_one { 0 } else { self.context_bytes(client, gpu) }
+    }
+
     /// Adds a context of a client on a GPU.
     pub fn create_context(&mut self, client: ClientId, gpu: usize) -> Result<(), NoRoom> {
-        let first = !self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
-        if first && self.free_bytes(gpu) < self.context_bytes(client, gpu) {
+        if self.free_bytes(gpu) < self.next_context_bytes(client, gpu) {
             return Err(NoRoom);
         }
         *self.contexts.entry(client).or_default().entry(gpu).or_insert(0) += 1;
@@ -287,6 +301,21 @@ impl Ledger {
         (saved, gone)
     }
 
+    /// Returns the VRAM that a restore of a client's saved objects and contexts takes on a GPU.
+    pub fn saved_bytes(
+        &self,
+        client: ClientId,
+        saved: &Saved,
+        gpu_map: &[usize],
+        gpu: usize,
+    ) -> u64 {
+        let is_here = |old: &usize| gpu_map.get(*old).copied().unwrap_or(*old) == gpu;
+        let objects = saved.objects.iter().filter(|(_, old, _)| is_here(old));
+        let contexts = saved.contexts.keys().filter(|old| is_here(old));
+        objects.map(|(.., bytes)| bytes).sum::<u64>()
+            + contexts.map(|old| self.context_bytes(client, *old)).sum::<u64>()
+    }
+
     /// Allocates a client's saved objects and contexts on the GPUs again, at a restore. Objects and
     /// contexts of GPU n are allocated on GPU `gpu_map[n]`. If one of the GPUs has too little free
     /// VRAM, nothing is changed.
@@ -298,15 +327,7 @@ impl Ledger {
     ) -> Result<(), NoRoom> {
         let place = |gpu: usize| gpu_map.get(gpu).copied().unwrap_or(gpu);
         for gpu in 0..self.capacities.len() {
-            let objects: u64 = saved
-                .objects
-                .iter()
-                .filter(|(_, old, _)| place(*old) == gpu)
-                .map(|(.., b)| b)
-                .sum();
-            let here = saved.contexts.keys().filter(|old| place(**old) == gpu);
-            let needed = objects + here.map(|old| self.context_bytes(client, *old)).sum::<u64>();
-            if self.free_bytes(gpu) < needed {
+            if self.free_bytes(gpu) < self.saved_bytes(client, saved, gpu_map, gpu) {
                 return Err(NoRoom);
             }
         }

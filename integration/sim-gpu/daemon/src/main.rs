@@ -3,7 +3,7 @@
 //! ```text
 //! affinode-sim-gpud [--socket /run/affinode-sim/gpu.sock] [--gpus 1] [--vram-mib 1024]
 //!     [--name "NVIDIA Simulated H200"] [--context-mib 16] [--checkpoint-extra-mib 16]
-//!     [--checkpoint-fixed-ms 0] [--checkpoint-gib-per-s 0] [--restore-fixed-ms 0] [--restore-gib-per-s 0]
+//!     [--memory-limits] [--checkpoint-fixed-ms 0] [--checkpoint-gib-per-s 0] [--restore-fixed-ms 0] [--restore-gib-per-s 0]
 //! ```
 //!
 //! Prints one line, `ready`, as soon as it listens. It must run as root if processes of several
@@ -14,6 +14,7 @@
 //! | --- | --- |
 //! | [`ledger`] | VRAM by process; pure |
 //! | [`driver`] | the state of the node, and the effect of each request |
+//! | [`limits`] | VRAM limits of cgroups; pure |
 //! | [`checkpoint`] | lock, save, restore, unlock of one process |
 //! | [`server`] | connections |
 //! | [`usage`] | utilisation of each GPU |
@@ -26,6 +27,7 @@ mod checkpoint;
 mod config;
 mod driver;
 mod ledger;
+mod limits;
 mod memory;
 mod node;
 mod server;

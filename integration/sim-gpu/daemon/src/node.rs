@@ -44,6 +44,24 @@ fn inner_pid(pid: u32) -> Option<u32> {
         .ok()
 }
 
+/// Returns the folder of a process's cgroup in the hierarchy of cgroup v2. Returns `None` if that
+/// hierarchy is not mounted, or the process has ended.
+pub fn cgroup(pid: u32) -> Option<PathBuf> {
+    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let path = cgroups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    // With cgroup v1, version 2 may be mounted below it.
+    let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].map(Path::new);
+    let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists())?;
+    Some(root.join(path))
+}
+
+/// Returns whether a folder is a cgroup of version 2 without cgroups below it.
+pub fn is_leaf_cgroup(folder: &Path) -> bool {
+    let below = fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_leaf = !below.into_iter().any(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    is_leaf && folder.join("cgroup.procs").exists()
+}
+
 /// Returns the lowest memory limit of the process's cgroup and the cgroups above it, in bytes.
 /// Returns `None` if none of them has a limit.
 pub fn memory_limit_bytes(pid: u32) -> Option<u64> {

@@ -133,8 +133,10 @@ fn serve(driver: &Arc<Driver>, client: Packet) {
                 checkpoint::perform(driver, pid, peer.uid(), target, &operation)
                     .map(|reply| (reply, None))
             }
-            Request::Snapshot => Ok((driver.snapshot(), None)),
-            Request::Memory { gpu } => driver.memory(gpu),
+            Request::Snapshot => Ok((driver.snapshot(pid), None)),
+            Request::Memory { gpu } => driver.memory(process.as_ref().map(|it| it.id), gpu),
+            Request::LimitMemory(limit) => driver.limit_memory(peer.uid(), limit),
+            Request::Limits => Ok((driver.limits(), None)),
             request => match &process {
                 Some(process) => handle(driver, process, request, fd),
                 None => Err(code::NOT_INITIALIZED),

@@ -3,12 +3,12 @@
 use std::ffi::c_char;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use affinode_sim_protocol::{Out, ProcessUse, Text, uuid_text};
+use affinode_sim_protocol::{In, MemoryLimit, Out, ProcessUse, Text, uuid_text};
 
-use crate::node::{Device, fixed_text, gpu, gpus, index, put, put_text};
+use crate::node::{Device, fixed_text, gpu, gpus, index, limit_memory, put, put_text};
 use crate::{
-    ARGUMENT_VERSION_MISMATCH, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED,
-    Outcome, nvml_api,
+    ARGUMENT_VERSION_MISMATCH, FUNCTION_NOT_FOUND, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND,
+    NOT_SUPPORTED, Outcome, nvml_api,
 };
 
 /// NVML's C type `nvmlMemory_t`.
@@ -81,6 +81,15 @@ pub struct PciInfo {
     text: [c_char; 32],
 }
 
+/// NVML's C type `nvmlSetMemoryLimits_v1_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct SetMemoryLimits {
+    cgroup: Text,
+    soft_bytes: u64,
+    hard_bytes: u64,
+}
+
 const NO_INSTANCE: u32 = u32::MAX;
 
 nvml_api! {
@@ -124,6 +133,18 @@ nvml_api! {
         let gpu = gpu(device)?;
         let total = gpu.info.vram_bytes;
         put(memory, MemoryV2 { version, total, reserved: 0, free: total - gpu.used_bytes.min(total), used: gpu.used_bytes })
+    }
+    fn nvmlDeviceSetMemoryLimits_v1(device: Device, limits: In<SetMemoryLimits>) {
+        if !gpu(device)?.info.memory_limits {
+            return Err(FUNCTION_NOT_FOUND);
+        }
+        let limits = limits.get().ok_or(INVALID_ARGUMENT)?;
+        limit_memory(MemoryLimit {
+            gpu: index(device)?,
+            cgroup: limits.cgroup.get().map_err(|_| INVALID_ARGUMENT)?.into(),
+            soft_bytes: limits.soft_bytes,
+            hard_bytes: limits.hard_bytes,
+        })
     }
     fn nvmlDeviceGetUtilizationRates(device: Device, rates: Out<Utilization>) {
         let busy = gpu(device)?.busy_percent;

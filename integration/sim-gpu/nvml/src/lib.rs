@@ -22,9 +22,11 @@ type Outcome<T = ()> = Result<T, Return>;
 const UNINITIALIZED: Return = 1;
 const INVALID_ARGUMENT: Return = 2;
 const NOT_SUPPORTED: Return = 3;
+const NO_PERMISSION: Return = 4;
 const NOT_FOUND: Return = 6;
 const INSUFFICIENT_SIZE: Return = 7;
 const DRIVER_NOT_LOADED: Return = 9;
+const FUNCTION_NOT_FOUND: Return = 13;
 const ARGUMENT_VERSION_MISMATCH: Return = 25;
 
 macro_rules! nvml_api {

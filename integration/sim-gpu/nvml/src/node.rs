@@ -5,10 +5,14 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use affinode_sim_protocol::{
-    GpuSnapshot, Operation, Out, Packet, ProcessState, Reply, Request, SOCKET, SOCKET_ENV,
+    GpuSnapshot, MemoryLimit, Operation, Out, Packet, ProcessState, Reply, Request, SOCKET,
+    SOCKET_ENV, code,
 };
 
-use crate::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, Outcome, UNINITIALIZED};
+use crate::{
+    DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND,
+    NOT_SUPPORTED, Outcome, UNINITIALIZED,
+};
 
 /// Number of calls of `nvmlInit` minus those of `nvmlShutdown`.
 static USERS: AtomicU32 = AtomicU32::new(0);
@@ -100,6 +104,17 @@ fn ask() -> Outcome<Vec<GpuSnapshot>> {
     match put_question(&Request::Snapshot)? {
         Reply::Snapshot(gpus) => Ok(gpus),
         _ => Err(DRIVER_NOT_LOADED),
+    }
+}
+
+/// Sets or removes the VRAM limit of a cgroup.
+pub fn limit_memory(limit: MemoryLimit) -> Outcome {
+    match put_question(&Request::LimitMemory(limit))? {
+        Reply::Done => Ok(()),
+        Reply::Error(code::NOT_SUPPORTED) => Err(NOT_SUPPORTED),
+        Reply::Error(code::NOT_PERMITTED) => Err(NO_PERMISSION),
+        Reply::Error(code::INVALID_HANDLE) => Err(NOT_FOUND),
+        _ => Err(INVALID_ARGUMENT),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use affinode_sim_protocol::{CUDA_VERSION, DRIVER_VERSION, Out};
+use affinode_sim_protocol::{CUDA_VERSION, DRIVER_VERSION, LIMITS_DRIVER_VERSION, Out};
 
 use crate::node::{gpus, init, put, put_text, shutdown, wait_until_unlocked};
 use crate::{Return, nvml_api};
@@ -12,8 +12,8 @@ nvml_api! {
     fn nvmlInitWithFlags(_flags: u32) { init() }
     fn nvmlShutdown() { shutdown() }
     fn nvmlSystemGetDriverVersion(version: Out<c_char>, room: u32) {
-        gpus()?;
-        put_text(version, room, DRIVER_VERSION)
+        let has_limits = gpus()?.iter().any(|gpu| gpu.info.memory_limits);
+        put_text(version, room, if has_limits { LIMITS_DRIVER_VERSION } else { DRIVER_VERSION })
     }
     fn nvmlSystemGetNVMLVersion(version: Out<c_char>, room: u32) { put_text(version, room, "13.580.0-simulated") }
     fn [nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2] (version: Out<i32>) {
@@ -31,9 +31,11 @@ pub extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
         crate::UNINITIALIZED => c"Uninitialized",
         crate::INVALID_ARGUMENT => c"Invalid Argument",
         crate::NOT_SUPPORTED => c"Not Supported",
+        crate::NO_PERMISSION => c"Insufficient Permissions",
         crate::NOT_FOUND => c"Not Found",
         crate::INSUFFICIENT_SIZE => c"Insufficient Size",
         crate::DRIVER_NOT_LOADED => c"Driver Not Loaded",
+        crate::FUNCTION_NOT_FOUND => c"Function Not Found",
         crate::ARGUMENT_VERSION_MISMATCH => c"Argument version mismatch",
         _ => c"Unknown Error",
     };

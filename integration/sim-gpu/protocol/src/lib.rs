@@ -20,6 +20,8 @@ mod pointers;
 pub use packet::Packet;
 pub use pointers::{In, Out, Text, pointer};
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 /// Socket at which the daemon listens by default.
@@ -30,6 +32,8 @@ pub const SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 pub const MAX_PACKET_BYTES: usize = 128 * 1024;
 /// Driver version that both libraries report.
 pub const DRIVER_VERSION: &str = "580.0-simulated";
+/// Driver version that NVML reports if the daemon simulates VRAM limits of cgroups.
+pub const LIMITS_DRIVER_VERSION: &str = "615.0-simulated";
 /// CUDA version that both libraries report.
 pub const CUDA_VERSION: i32 = 13000;
 /// Maximum number of GPUs that a daemon simulates.
@@ -61,6 +65,8 @@ pub mod code {
     pub const ILLEGAL_STATE: i32 = 401;
     /// A kernel is still running, `CUDA_ERROR_NOT_READY`.
     pub const NOT_READY: i32 = 600;
+    /// The caller may not make this call, `CUDA_ERROR_NOT_PERMITTED`.
+    pub const NOT_PERMITTED: i32 = 800;
     /// The call is not supported, for example with managed or shared memory.
     pub const NOT_SUPPORTED: i32 = 801;
     /// Any other error, `CUDA_ERROR_UNKNOWN`.
@@ -144,6 +150,24 @@ pub enum Request {
     },
     /// Query the data that NVML returns. Reply: [`Reply::Snapshot`].
     Snapshot,
+    /// Set or remove the VRAM limit of a cgroup on a GPU. Only root may do this. Reply:
+    /// [`Reply::Done`].
+    LimitMemory(MemoryLimit),
+    /// Query the VRAM limits of all cgroups. Reply: [`Reply::Limits`].
+    Limits,
+}
+
+/// VRAM limit of a cgroup on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryLimit {
+    /// Index of the GPU.
+    pub gpu: usize,
+    /// Folder of the cgroup.
+    pub cgroup: PathBuf,
+    /// Guaranteed VRAM in bytes. The simulation stores it, and does not guarantee it.
+    pub soft_bytes: u64,
+    /// Maximum VRAM in bytes. The maximum of u64 removes the limit.
+    pub hard_bytes: u64,
 }
 
 /// Checkpoint operation, one for each of the `cuCheckpointProcess*` calls.
@@ -220,6 +244,8 @@ pub enum Reply {
     Thread(i32),
     /// Data of NVML about every GPU. Reply to [`Request::Snapshot`].
     Snapshot(Vec<GpuSnapshot>),
+    /// VRAM limits that are set. Reply to [`Request::Limits`].
+    Limits(Vec<MemoryLimit>),
 }
 
 /// An order of the daemon to a CUDA process. The process replies to each order with a [`Report`].
@@ -273,6 +299,8 @@ pub struct GpuInfo {
     /// Whether the GPU reports that MIG mode is enabled. Even then, the simulated GPU has no
     /// partitions.
     pub mig: bool,
+    /// Whether the driver enforces VRAM limits of cgroups.
+    pub memory_limits: bool,
     /// Number of multiprocessors, each with [`THREADS`] threads.
     pub multiprocessors: u32,
 }
