@@ -141,7 +141,7 @@ checks! {
         "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "DRA":
-        "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
+        "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) runs on this node.",
         "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "offers":
