@@ -23,6 +23,7 @@ mod full_gpus;
 pub mod gpu_conditions;
 mod gpu_load;
 mod gpu_reader;
+mod gpu_sharing;
 pub mod host;
 mod idle_gpus;
 mod idle_label;
@@ -38,7 +39,7 @@ mod watch;
 
 pub use auth_proxy::NO_CONTROLLER;
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
 use clap::{ArgAction, Args};
 use futures_util::StreamExt;
@@ -55,6 +56,7 @@ use self::{
     auth_proxy::AuthProxy,
     device_plugin::{DevicePlugin, DevicePluginOptions, SeatControl},
     dra::{DraControl, DraDriver, DraOptions, publisher::SliceDemand},
+    gpu_sharing::GpuSharing,
     host::{HandlerState, HostError, HostPaths},
     idle_label::IdleLabel,
     node_events::NodeEvents,
@@ -184,6 +186,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         seats,
         slots,
         events,
+        sharing: GpuSharing::new(options.places.host_root.clone()),
         node_labels,
         metrics,
         shown,
@@ -211,6 +214,8 @@ struct NodeAgent<'a> {
     seats: Option<SeatControl>,
     slots: RolloutSlots,
     events: NodeEvents,
+    /// How the GPUs of the node are shared.
+    sharing: GpuSharing,
     node_labels: NodeLabels,
     metrics: Arc<AgentMetrics>,
     /// The certificate of the HTTPS proxy. Its fingerprint is published in an annotation of the
@@ -260,7 +265,11 @@ impl NodeAgent<'_> {
         if let Some(wanted) = requested_removal(&node, ours) {
             return self.retire(&node, wanted, labelled).await;
         }
-        self.keep_installed(&node, labelled).await
+        self.sharing.read().await;
+        self.metrics.gpu_sharing(&self.sharing.kinds());
+        let rest = self.keep_installed(&node, labelled).await?;
+        self.sharing.publish(&node, &self.node_labels, &self.events).await?;
+        Ok(rest)
     }
 
     /// Reports that another installation manages the node. The agent then does not change the node.
@@ -325,7 +334,8 @@ impl NodeAgent<'_> {
     }
 
     /// Returns the text for the state of a node that serves the runtime. The text also names a
-    /// refused configuration and a problem of the DRA driver, if there are any.
+    /// refused configuration, a problem of the DRA driver and GPUs that are offered twice, if there
+    /// are any.
     fn served_state(&self) -> String {
         let mut state = "served".to_owned();
         if let Some(why) = &self.bad_config {
@@ -333,6 +343,9 @@ impl NodeAgent<'_> {
         }
         if let Some(why) = self.dra.as_ref().and_then(DraControl::problem) {
             state += &format!(", without the DRA driver: {why}");
+        }
+        if let Some(twice) = self.sharing.offered_twice() {
+            state += &format!(", but {}", twice.found);
         }
         state
     }
@@ -463,6 +476,8 @@ impl NodeAgent<'_> {
     ) -> kube::Result<Duration> {
         if wanted != READY {
             self.metrics.now(InstallState::Retired);
+            self.metrics.gpu_sharing(&BTreeSet::new());
+            gpu_sharing::clear(node, &self.node_labels).await?;
         }
         self.offer(false);
         if node.annotations().get(STATE).is_some_and(|state| state == wanted) {

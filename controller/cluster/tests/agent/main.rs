@@ -6,6 +6,7 @@
 mod api;
 mod device_plugin;
 mod dra;
+mod gpu_sharing;
 
 use std::{
     fs,
