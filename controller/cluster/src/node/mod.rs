@@ -173,7 +173,8 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         }
     };
     let (plugin, seats) =
-        DevicePlugin::start(&options.device_plugin, &options.dra, places)?.unzip();
+        DevicePlugin::start(&options.device_plugin, &options.dra, places, watch.gpu_conditions())?
+            .unzip();
     let plugin = async {
         match plugin {
             Some(plugin) => plugin.run().await,
