@@ -1,5 +1,7 @@
 //! Tests the node agent as a device plugin. The test acts as the kubelet.
 
+mod full;
+
 use std::{fs, path::Path};
 
 use affinode_cluster::node::{

@@ -16,7 +16,7 @@ use super::{
     api::{ApiServer, NODE, SLICES},
 };
 
-const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
+pub const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
 const KUBELET: &str = "root/var/lib/kubelet";
 const ENDPOINT: &str = "root/var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
 const REGISTRATION: &str = "root/var/lib/kubelet/plugins_registry/gpu.affinode.io-reg.sock";
