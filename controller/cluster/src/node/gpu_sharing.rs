@@ -64,12 +64,18 @@ impl GpuSharing {
         GpuSharing { host_root, last: None, settled: None }
     }
 
-    /// Reads the files and sockets of the node.
-    pub async fn read(&mut self) {
+    /// Reads the files and sockets of the node. `may_offer`: whether Affinode's device plugin and DRA
+    /// driver may offer the GPUs of the node.
+    pub async fn read(&mut self, may_offer: bool) {
         let root = self.host_root.clone();
         let gathered = tokio::task::spawn_blocking(move || SharingFacts::gather(&root)).await;
         match gathered {
-            Ok(facts) => self.add(SharingReading::of(&facts)),
+            Ok(mut facts) => {
+                // Their sockets stay, for the pods that have GPUs.
+                facts.affinode_plugin &= may_offer;
+                facts.affinode_dra &= may_offer;
+                self.add(SharingReading::of(&facts));
+            }
             Err(error) => tracing::warn!("GPU sharing: cannot read the node's files: {error}"),
         }
     }

@@ -8,6 +8,7 @@
 //!    │ retire: label off ──> wait for running containers ──> state "ready to be removed", or the reason
 //!    │ retire now: uninstall ──> state "retired", or the reason
 //!    │ label affinode.io/exclude: label off, uninstall ──> state "excluded", or the reason
+//!    │ label affinode.io/offer-gpus=false: device plugin and DRA driver offer no GPU
 //! ```
 //!
 //! The label is set last and removed first, so that no pod is scheduled to a node while the node is
@@ -61,8 +62,8 @@ use self::{
     idle_label::IdleLabel,
     node_events::NodeEvents,
     node_labels::{
-        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED,
-        RUNTIME, STATE,
+        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, OFFER_GPUS, READY, RETIRE,
+        RETIRED, RUNTIME, STATE,
     },
     rollout::RolloutSlots,
     watch::ControllerWatch,
@@ -191,6 +192,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         node_labels,
         metrics,
         shown,
+        may_offer: true,
         checked: false,
         said: None,
         bad_config: None,
@@ -222,6 +224,9 @@ struct NodeAgent<'a> {
     /// The certificate of the HTTPS proxy. Its fingerprint is published in an annotation of the
     /// node.
     shown: Arc<ServedCertificate>,
+    /// Whether Affinode may offer the GPUs of the node to pods. False if an operator left them to
+    /// another program.
+    may_offer: bool,
     /// Whether the installed files are known to be the files of this image.
     checked: bool,
     said: Option<String>,
@@ -266,7 +271,8 @@ impl NodeAgent<'_> {
         if let Some(wanted) = requested_removal(&node, ours) {
             return self.retire(&node, wanted, labelled).await;
         }
-        self.sharing.read().await;
+        self.may_offer = !leaves_gpus(&node);
+        self.sharing.read(self.may_offer).await;
         self.metrics.gpu_sharing(&self.sharing.kinds());
         let rest = self.keep_installed(&node, labelled).await?;
         self.sharing.publish(&node, &self.node_labels, &self.events).await?;
@@ -526,11 +532,12 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Offers the node's GPUs to pods if `served` is true, and otherwise withdraws them. Pods that
-    /// have GPUs keep them.
+    /// Offers the node's GPUs to pods if `served` is true and the operator permits it, and otherwise
+    /// withdraws them. Pods that have GPUs keep them.
     fn offer(&self, served: bool) {
-        self.demand_slices(if served { SliceDemand::Publish } else { SliceDemand::Withdraw });
-        self.offer_seats(served);
+        let offered = served && self.may_offer;
+        self.demand_slices(if offered { SliceDemand::Publish } else { SliceDemand::Withdraw });
+        self.offer_seats(offered);
     }
 
     fn demand_slices(&self, demand: SliceDemand) {
@@ -605,6 +612,11 @@ fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
     node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
 }
 
+/// Returns whether an operator left the GPUs of the node to another program.
+fn leaves_gpus(node: &PartialObjectMeta<Node>) -> bool {
+    node.labels().get(OFFER_GPUS).is_some_and(|value| value == "false")
+}
+
 impl From<HostError> for NodeTrouble {
     fn from(error: HostError) -> NodeTrouble {
         NodeTrouble::Host(error)
@@ -618,7 +630,7 @@ impl From<kube::Error> for NodeTrouble {
 }
 
 /// Notifies `changed` when a request in the node object changes: the uninstaller's annotation or
-/// the operator's label.
+/// one of the operator's labels.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();
@@ -628,7 +640,11 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
         .for_each(|node| {
             match node {
                 Ok(node) => {
-                    let now = (node.annotations().get(RETIRE).cloned(), is_excluded(&node));
+                    let now = (
+                        node.annotations().get(RETIRE).cloned(),
+                        is_excluded(&node),
+                        leaves_gpus(&node),
+                    );
                     if wish.as_ref() != Some(&now) {
                         wish = Some(now);
                         changed.notify_one();

@@ -14,6 +14,9 @@ pub const RUNTIME: &str = "affinode.io/runtime";
 /// Label by which an operator excludes a node, with the value `true`. Affinode is then not
 /// installed on the node, or is removed from it.
 pub const EXCLUDE: &str = "affinode.io/exclude";
+/// Label by which an operator leaves the GPUs of a node to another program, with the value `false`.
+/// Affinode's device plugin and DRA driver then do not offer them. The runtime is still served.
+pub const OFFER_GPUS: &str = "affinode.io/offer-gpus";
 /// Annotation with the installation that manages the node, as `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation with the state of the node, for operators and for the uninstaller.

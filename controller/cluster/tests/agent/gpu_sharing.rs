@@ -9,7 +9,7 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
-    Agent, EXCLUDE, STATE,
+    Agent, EXCLUDE, OFFER_GPUS, STATE,
     api::{ApiServer, NODE},
     spawn,
 };
@@ -71,6 +71,15 @@ fn sharing_of_gpus_is_shown_in_the_cluster() {
     assert!(note.contains("NVIDIA's device plugin, Affinode's device plugin"), "{note}");
     assert_eq!(events(&agent.api, "AffinodeGPUTimeSlicing").len(), 1, "it is not new");
     agent.until_state("the state", |state| state.starts_with("served, but several programs"));
+
+    let offer = |value: Value| {
+        agent.api.patch(NODE, &json!({ "metadata": { "labels": { OFFER_GPUS: value } } }));
+    };
+    offer("false".into());
+    agent.api.until("the other program", |api| api.label(OFFERED_BY) == "nvidia-plugin");
+    agent.until_state("the state without a problem", |state| state == "served");
+    offer(Value::Null);
+    agent.api.until("both programs again", |api| api.label(OFFERED_BY) == "several");
 
     drop(affinode);
     fs::remove_file(plugins.join("gpu.affinode.io.sock")).unwrap();

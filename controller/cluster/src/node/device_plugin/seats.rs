@@ -26,9 +26,10 @@ const UNHEALTHY: &str = "Unhealthy";
 /// Reason why the seats of a GPU are not offered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuFault {
-    /// The node does not serve the runtime, so containers would run without Affinode.
+    /// The node does not serve the runtime, so containers would run without Affinode. Or an operator
+    /// left the GPUs to another program.
     #[error(
-        "containerd on the node does not serve Affinode's runtime, or Affinode is being removed from the node, so no seat is offered"
+        "containerd on the node does not serve Affinode's runtime, Affinode is being removed from the node, or the node has the label affinode.io/offer-gpus=false, so no seat is offered"
     )]
     NotServed,
     /// The driver no longer reports the GPU, or the GPU is in MIG mode.
