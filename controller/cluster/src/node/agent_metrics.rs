@@ -130,7 +130,7 @@ impl AgentTable {
         let gpu_sharing = Family::<KindLabels, Gauge>::default();
         let help = "How the GPUs of the node are shared, as affinode doctor finds it: 1 for each \
                     kind that was found, 0 for all other kinds";
-        registry.register("node_gpu_sharing", help, gpu_sharing.clone());
+        registry.register("agent_gpu_sharing", help, gpu_sharing.clone());
         let help = "Whether the node uses the cluster's configuration (1: yes, 0: it was refused)";
         let config_accepted = gauge(&mut registry, "agent_config_accepted", help);
         config_accepted.set(1);
@@ -291,7 +291,7 @@ mod tests {
             "affinode_agent_runtime_served 0\n",
             "affinode_agent_config_accepted 1\n",
             "affinode_controller_up 0\n",
-            "affinode_node_gpu_sharing{kind=\"time-slicing\"} 0\n",
+            "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 0\n",
             concat!("affinode_agent_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1\n"),
         ] {
             assert!(text.contains(line), "{line} is not in {text}");
@@ -305,8 +305,8 @@ mod tests {
             "affinode_agent_config_accepted 0\n",
             "affinode_agent_config_refusals_total 1\n",
             "affinode_controller_up 1\n",
-            "affinode_node_gpu_sharing{kind=\"time-slicing\"} 1\n",
-            "affinode_node_gpu_sharing{kind=\"kai\"} 0\n",
+            "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 1\n",
+            "affinode_agent_gpu_sharing{kind=\"kai\"} 0\n",
             "affinode_agent_certificate_not_after_timestamp_seconds 7\n",
         ] {
             assert!(text.contains(line), "{line} is not in {text}");

@@ -143,8 +143,8 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     for line in [
         "affinode_controller_up 1",
         "affinode_agent_install_state{state=\"served\"} 1",
-        "affinode_node_gpu_sharing{kind=\"time-slicing\"} 1",
-        "affinode_node_gpu_sharing{kind=\"offered-twice\"} 0",
+        "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 1",
+        "affinode_agent_gpu_sharing{kind=\"offered-twice\"} 0",
     ] {
         ensure!(
             text.lines().any(|known| known == line),
