@@ -55,7 +55,7 @@ impl NodeEvents {
     pub async fn gpu_sharing(&self, kind: SharingKind, finding: &SharingFinding) {
         let is_problem = !finding.advice.is_empty();
         let advice = if is_problem { format!(". {}", finding.advice) } else { String::new() };
-        let note = format!("See {}: {}{advice}", kind.page(), finding.found);
+        let note = format!("{}{advice}. See {}", finding.found, kind.page());
         let event = Event {
             type_: if is_problem { EventType::Warning } else { EventType::Normal },
             reason: sharing_reason(kind).into(),

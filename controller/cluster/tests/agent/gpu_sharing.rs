@@ -55,7 +55,8 @@ fn sharing_of_gpus_is_shown_in_the_cluster() {
     let slicing = events(&agent.api, "AffinodeGPUTimeSlicing").remove(0);
     let note = slicing["note"].as_str().unwrap();
     assert_eq!(slicing["type"], "Normal");
-    assert_eq!(note, "See docs/gpu-sharing.md#time-slicing: nvidia.com/gpu: 2 for 1 GPUs");
+    assert!(note.starts_with("nvidia.com/gpu: 2 for 1 GPUs, by time-slicing"), "{note}");
+    assert!(note.ends_with("See docs/gpu-sharing.md#time-slicing"), "{note}");
 
     agent.child.kill().unwrap();
     agent.child.wait().unwrap();
@@ -67,7 +68,7 @@ fn sharing_of_gpus_is_shown_in_the_cluster() {
     agent.api.until("the warning", |api| !events(api, "AffinodeGPUOfferedTwice").is_empty());
     let twice = events(&agent.api, "AffinodeGPUOfferedTwice").remove(0);
     let note = twice["note"].as_str().unwrap();
-    assert!(twice["type"] == "Warning" && note.contains("docs/gpu-sharing.md#by-node-pool"));
+    assert!(twice["type"] == "Warning" && note.ends_with("docs/gpu-sharing.md#by-node-pool"));
     assert!(note.contains("NVIDIA's device plugin, Affinode's device plugin"), "{note}");
     assert_eq!(events(&agent.api, "AffinodeGPUTimeSlicing").len(), 1, "it is not new");
     agent.until_state("the state", |state| state.starts_with("served, but several programs"));

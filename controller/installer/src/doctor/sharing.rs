@@ -197,11 +197,10 @@ pub fn find(facts: &SharingFacts) -> Vec<SharingFinding> {
     let mut findings = Vec::new();
     match &facts.devices {
         Some(Ok(devices)) => {
-            let shared_otherwise = facts.kai > 0 || facts.hami || facts.affinode_dra;
             let offered = devices.iter().filter(|(_, ids)| !ids.is_empty());
-            findings.extend(
-                offered.filter_map(|(resource, ids)| of_resource(resource, ids, shared_otherwise)),
-            );
+            findings.extend(offered.filter_map(|(resource, ids)| {
+                of_resource(resource, ids, facts, devices.contains_key(SEAT))
+            }));
         }
         Some(Err(why)) => {
             let unknown = SharingFinding::new(SharingKind::Unknown, "sharing", why.clone());
@@ -245,7 +244,14 @@ fn of_offers(facts: &SharingFacts) -> Option<SharingFinding> {
     Some(twice.advising("Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector. The label affinode.io/offer-gpus=false of a node keeps Affinode's from offering GPUs there (this check does not see the label)"))
 }
 
-fn of_resource(resource: &str, ids: &[String], shared_otherwise: bool) -> Option<SharingFinding> {
+/// Returns the finding about a resource. `has_seats`: the node also has the resource of Affinode's
+/// seats. Without it, Affinode's plugin offers its seats as NVIDIA's resource, which is an option.
+fn of_resource(
+    resource: &str,
+    ids: &[String],
+    facts: &SharingFacts,
+    has_seats: bool,
+) -> Option<SharingFinding> {
     if resource.starts_with(MIG) {
         let advice = "containers on MIG instances are not offloaded: turn MIG off with nvidia-smi -mig \
                       0, and share whole GPUs by time-slicing";
@@ -256,10 +262,14 @@ fn of_resource(resource: &str, ids: &[String], shared_otherwise: bool) -> Option
     let gpus: BTreeSet<&str> = ids.iter().map(|id| id.split("::").next().unwrap_or(id)).collect();
     let found = format!("{resource}: {} for {} GPUs", ids.len(), gpus.len());
     let is_shared = ids.len() > gpus.len();
+    let shared_otherwise = facts.kai > 0 || facts.hami || facts.affinode_dra;
+    let is_own = facts.affinode_plugin && !facts.nvidia_plugin && !has_seats;
     match resource {
         // A GPU with a single seat lacks host memory for more seats, or is full.
         SEAT => Some(SharingFinding::new(SharingKind::Seats, "sharing", found)),
+        GPU if is_own => Some(SharingFinding::new(SharingKind::Seats, "sharing", found)),
         GPU | SHARED_GPU if is_shared => {
+            let found = format!("{found}, by time-slicing or MPS");
             Some(SharingFinding::new(SharingKind::TimeSlicing, "sharing", found))
         }
         GPU | SHARED_GPU if shared_otherwise => Some(SharingFinding::confirms("sharing", found)),
@@ -307,7 +317,7 @@ mod tests {
         let twice = facts(GPU, &["GPU-a::0", "GPU-a::1", "GPU-b::0", "GPU-b::1"]);
         let checks = judge(&twice);
         assert_eq!(checks[0].verdict, CheckVerdict::Good);
-        assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs");
+        assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs, by time-slicing or MPS");
         assert_eq!(
             verdicts(&facts("nvidia.com/gpu.shared", &["GPU-a::0", "GPU-a::1"])),
             [("sharing", CheckVerdict::Good)]
@@ -368,6 +378,8 @@ mod tests {
         let twice = facts(GPU, &["GPU-a::0", "GPU-a::1"]);
         assert_eq!(kinds(&twice), [SharingKind::TimeSlicing]);
         assert_eq!(kinds(&facts(GPU, &["GPU-a"])), [SharingKind::Unshared]);
+        let own = SharingFacts { affinode_plugin: true, ..twice };
+        assert_eq!(kinds(&own), [SharingKind::Seats], "devicePlugin.resourceName");
         let seats = facts(SEAT, &["GPU-a::0"]);
         assert_eq!(kinds(&SharingFacts { affinode_plugin: true, ..seats }), [SharingKind::Seats]);
         let all = SharingFacts {

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! While a GPU is full of VRAM that no offload can free, its free seats are not offered. The seats
-//! that pods have stay offered: a kubelet refuses to start a pod again after a reboot if a device of
-//! the pod is not healthy.
+//! that pods have stay offered: a kubelet that restarts refuses a pod with a device that is not healthy,
+//! if the container of the pod does not run at that moment.
 //!
 //! The module `kubelet` registers the plugin at the kubelet, which then calls `service`.
 //!
