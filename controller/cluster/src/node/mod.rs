@@ -137,6 +137,12 @@ impl NodeOptions {
         let (mine, labels) = (self.pod_name.clone(), node_labels.clone());
         ControllerWatch::new(socket, client.clone(), labels, idle, mine, self.pod_state)
     }
+
+    /// Returns the slots of first installations, of which this node takes one.
+    fn slots(&self, client: &Client) -> RolloutSlots {
+        let namespace = self.installation.split('/').next().unwrap_or_default();
+        RolloutSlots::new(client.clone(), namespace, &self.rollout_leases, &self.node_name)
+    }
 }
 
 /// Runs the node agent until SIGTERM or SIGINT.
@@ -160,22 +166,19 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     };
     let node_labels = NodeLabels::new(client.clone(), &options.node_name);
     let watch = options.watch(&client, &node_labels);
-    let namespace = options.installation.split('/').next().unwrap_or_default();
-    let slots = &options.rollout_leases;
-    let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
     let conditions = watch.gpu_conditions();
-    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, conditions).unzip();
+    let driver = DraDriver::new(&options.dra, places, &client, name, conditions.clone());
+    let (driver, dra) = driver.unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,
             None => std::future::pending().await,
         }
     };
-    let (plugin, seats) =
-        DevicePlugin::start(&options.device_plugin, &options.dra, places, watch.gpu_conditions())?
-            .unzip();
+    let plugin = DevicePlugin::start(&options.device_plugin, &options.dra, places, conditions)?;
+    let (plugin, seats) = plugin.unzip();
     let plugin = async {
         match plugin {
             Some(plugin) => plugin.run().await,
@@ -186,7 +189,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         options,
         dra,
         seats,
-        slots,
+        slots: options.slots(&client),
         events,
         sharing: GpuSharing::new(options.places.host_root.clone()),
         node_labels,
