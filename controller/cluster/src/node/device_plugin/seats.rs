@@ -71,12 +71,6 @@ impl SeatedGpu {
         format!("{}{SEPARATOR}{number}", self.uuid)
     }
 
-    /// Returns whether all seats of the GPU are offered.
-    #[must_use]
-    pub fn is_open(&self) -> bool {
-        self.fault.is_none() && self.kept_seats.is_none()
-    }
-
     /// Returns whether the kubelet may give the seat with this number to a pod, or lets the pod
     /// that has the seat keep it.
     fn is_healthy(&self, number: u32) -> bool {

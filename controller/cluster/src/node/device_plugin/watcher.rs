@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 
 use super::{
     pod_resources::SeatUseError,
@@ -39,7 +39,8 @@ pub enum SeatOffer {
 pub struct ReadPace {
     /// Pause while all GPUs can be used.
     pub usual: Duration,
-    /// Pause after an error, and while a GPU cannot be used or is full.
+    /// Pause after an error, while a GPU cannot be used, and between two questions to the kubelet
+    /// while a GPU is full.
     pub retry: Duration,
 }
 
@@ -77,6 +78,8 @@ struct SeatReadings {
     known: KnownGpus,
     /// Number of failed readings of the GPUs in a row.
     failures: u32,
+    /// Start of the last reading of the GPUs. `None`: they must be read at the next occasion.
+    gpus_read: Option<Instant>,
     /// Identities of the seats that pods have. Empty while no GPU is full.
     taken: BTreeSet<String>,
 }
@@ -104,9 +107,13 @@ where
             let served = offer == SeatOffer::Offered;
             let mut fresh = readings.known.seats(self.factor, served, |gpu| self.lookup.find(gpu));
             fresh.close(&full, &readings.taken);
-            let sound = readings.failures == 0 && fresh.gpus.iter().all(SeatedGpu::is_open);
+            let sound = readings.failures == 0 && fresh.gpus.iter().all(|gpu| gpu.fault.is_none());
+            if !sound {
+                readings.gpus_read = None;
+            }
+            let settled = sound && fresh.gpus.iter().all(|gpu| gpu.kept_seats.is_none());
             self.publish(fresh);
-            let rest = if sound || !served { self.pace.usual } else { self.pace.retry };
+            let rest = if settled || !served { self.pace.usual } else { self.pace.retry };
             tokio::select! {
                 () = tokio::time::sleep(rest) => {}
                 changed = self.offer.changed() => if changed.is_err() { return },
@@ -115,21 +122,10 @@ where
         }
     }
 
-    /// Reads the GPUs and, if a GPU is full, the seats that pods have.
+    /// Reads the GPUs if that is due and, if a GPU is full, the seats that pods have.
     async fn read(&mut self, full: &BTreeSet<String>, readings: &mut SeatReadings) {
-        match (self.read)().await {
-            Ok(reading) => {
-                readings.known.add(reading);
-                readings.failures = 0;
-            }
-            Err(error) => {
-                let why = error_chain::chain(&error);
-                tracing::warn!("device plugin: cannot read the GPUs of the node: {why}");
-                readings.failures += 1;
-                if readings.failures >= FAILURES {
-                    readings.known.lose_all();
-                }
-            }
+        if readings.gpus_read.is_none_or(|at| at.elapsed() >= self.pace.usual) {
+            self.read_gpus(readings).await;
         }
         if full.is_empty() {
             readings.taken.clear();
@@ -142,6 +138,25 @@ where
                 "device plugin: it is unknown which seats of full GPUs are free: {}",
                 error_chain::chain(&error)
             ),
+        }
+    }
+
+    async fn read_gpus(&mut self, readings: &mut SeatReadings) {
+        let began = Instant::now();
+        match (self.read)().await {
+            Ok(reading) => {
+                readings.known.add(reading);
+                readings.failures = 0;
+                readings.gpus_read = Some(began);
+            }
+            Err(error) => {
+                let why = error_chain::chain(&error);
+                tracing::warn!("device plugin: cannot read the GPUs of the node: {why}");
+                readings.failures += 1;
+                if readings.failures >= FAILURES {
+                    readings.known.lose_all();
+                }
+            }
         }
     }
 
