@@ -47,7 +47,7 @@ pub enum SharingKind {
 }
 
 impl SharingKind {
-    /// All kinds.
+    /// All kinds, in their order in the metric.
     pub const ALL: [SharingKind; 9] = [
         SharingKind::TimeSlicing,
         SharingKind::Seats,
@@ -104,11 +104,11 @@ impl SharingKind {
 pub enum GpuOffer {
     /// NVIDIA's device plugin, or a program with its sockets.
     NvidiaPlugin,
-    /// NVIDIA's DRA driver.
+    /// NVIDIA's DRA driver, by ResourceSlices.
     NvidiaDra,
-    /// Affinode's device plugin.
+    /// Affinode's device plugin, as seats.
     AffinodePlugin,
-    /// Affinode's DRA driver.
+    /// Affinode's DRA driver, by ResourceSlices.
     AffinodeDra,
 }
 
