@@ -241,7 +241,7 @@ fn of_offers(facts: &SharingFacts) -> Option<SharingFinding> {
     let names: Vec<&str> = offers.into_iter().map(GpuOffer::name).collect();
     let found = format!("several programs offer the same GPUs: {}", names.join(", "));
     let twice = SharingFinding::new(SharingKind::OfferedTwice, "offers", found);
-    Some(twice.advising("Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector. The label affinode.io/offer-gpus=false of a node keeps Affinode's from offering GPUs there (this check does not see the label)"))
+    Some(twice.advising("Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector, or leave the GPUs to the other program with the label affinode.io/offer-gpus=false of the node"))
 }
 
 /// Returns the finding about a resource. `has_seats`: the node also has the resource of Affinode's
