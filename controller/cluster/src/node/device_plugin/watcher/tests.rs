@@ -132,6 +132,39 @@ async fn full_gpu_is_closed_without_an_answer() {
     .await;
 }
 
+/// A GPU is full. The kubelet is asked again and again, but the GPUs are read only once.
+#[tokio::test]
+async fn full_gpu_is_not_read_more_often() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_offer, offered) = watch::channel(SeatOffer::Offered);
+    let full = BTreeSet::from(["GPU-a".to_owned()]);
+    let (_conditions, conditions) =
+        watch::channel(GpuConditions { full, ..GpuConditions::default() });
+    let (asked, mut questions) = watch::channel(0);
+    let reads = std::cell::Cell::new(0);
+    let watcher = SeatWatcher {
+        read: async || {
+            reads.set(reads.get() + 1);
+            Ok(reading(&["GPU-a"]))
+        },
+        taken: async || {
+            asked.send_modify(|count| *count += 1);
+            Ok(BTreeSet::new())
+        },
+        lookup: cdi(folder.path(), &["GPU-a"]),
+        factor: OversubscriptionFactor::of_seats(2),
+        offer: offered,
+        conditions,
+        seats: watch::Sender::default(),
+        pace: ReadPace { usual: Duration::from_secs(3600), retry: Duration::from_millis(1) },
+    };
+    tokio::select! {
+        () = watcher.run() => panic!("the watcher ended"),
+        reached = questions.wait_for(|count| *count >= 3) => drop(reached.unwrap()),
+    }
+    assert_eq!(reads.get(), 1);
+}
+
 #[tokio::test]
 async fn seats_follow_what_the_node_serves() {
     watched(&["GPU-a", "GPU-b"], async |mut node| {
