@@ -36,7 +36,13 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ),
     (
         "controller/cluster",
-        &["affinode-proto", "affinode-core", "affinode-cli", "affinode-controller"],
+        &[
+            "affinode-proto",
+            "affinode-core",
+            "affinode-cli",
+            "affinode-controller",
+            "affinode-installer",
+        ],
     ),
     (
         "controller",

@@ -2,11 +2,13 @@
 //! metrics are served even if no controller runs on the node.
 
 use std::{
+    collections::BTreeSet,
     fmt,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use affinode_controller::metrics::classic;
+use affinode_installer::doctor::sharing::SharingKind;
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -77,6 +79,11 @@ struct StateLabels {
     state: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct KindLabels {
+    kind: &'static str,
+}
+
 /// The agent's state and its metrics.
 #[derive(Debug)]
 pub struct AgentMetrics(Mutex<AgentTable>);
@@ -87,6 +94,7 @@ struct AgentTable {
     state: InstallState,
     served: Gauge,
     states: Family<StateLabels, Gauge>,
+    gpu_sharing: Family<KindLabels, Gauge>,
     config_accepted: Gauge,
     config_refusals: Counter,
     controller_up: Gauge,
@@ -97,6 +105,7 @@ impl Default for AgentMetrics {
     fn default() -> AgentMetrics {
         let metrics = AgentMetrics(Mutex::new(AgentTable::new()));
         metrics.now(InstallState::Unknown);
+        metrics.gpu_sharing(&BTreeSet::new());
         metrics
     }
 }
@@ -118,6 +127,10 @@ impl AgentTable {
         let help = "State of the installation on the node: 1 for the present state, 0 for all \
                     other states";
         registry.register("agent_install_state", help, states.clone());
+        let gpu_sharing = Family::<KindLabels, Gauge>::default();
+        let help = "How the GPUs of the node are shared, as affinode doctor finds it: 1 for each \
+                    kind that was found, 0 for all other kinds";
+        registry.register("agent_gpu_sharing", help, gpu_sharing.clone());
         let help = "Whether the node uses the cluster's configuration (1: yes, 0: it was refused)";
         let config_accepted = gauge(&mut registry, "agent_config_accepted", help);
         config_accepted.set(1);
@@ -139,6 +152,7 @@ impl AgentTable {
             state: InstallState::Unknown,
             served,
             states,
+            gpu_sharing,
             config_accepted,
             config_refusals,
             controller_up,
@@ -172,6 +186,15 @@ impl AgentMetrics {
         for other in InstallState::ALL {
             let labels = StateLabels { state: other.word() };
             table.states.get_or_create(&labels).set(i64::from(other == state));
+        }
+    }
+
+    /// Records how the GPUs of the node are shared.
+    pub fn gpu_sharing(&self, found: &BTreeSet<SharingKind>) {
+        let table = self.table();
+        for kind in SharingKind::ALL {
+            let labels = KindLabels { kind: kind.as_str() };
+            table.gpu_sharing.get_or_create(&labels).set(i64::from(found.contains(&kind)));
         }
     }
 
@@ -268,18 +291,22 @@ mod tests {
             "affinode_agent_runtime_served 0\n",
             "affinode_agent_config_accepted 1\n",
             "affinode_controller_up 0\n",
+            "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 0\n",
             concat!("affinode_agent_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1\n"),
         ] {
             assert!(text.contains(line), "{line} is not in {text}");
         }
         metrics.serves(true);
         metrics.config_refused();
+        metrics.gpu_sharing(&BTreeSet::from([SharingKind::TimeSlicing]));
         let text = metrics.text(true, Some(7)).unwrap();
         for line in [
             "affinode_agent_runtime_served 1\n",
             "affinode_agent_config_accepted 0\n",
             "affinode_agent_config_refusals_total 1\n",
             "affinode_controller_up 1\n",
+            "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 1\n",
+            "affinode_agent_gpu_sharing{kind=\"kai\"} 0\n",
             "affinode_agent_certificate_not_after_timestamp_seconds 7\n",
         ] {
             assert!(text.contains(line), "{line} is not in {text}");

@@ -8,6 +8,7 @@
 //!    │ retire: label off ──> wait for running containers ──> state "ready to be removed", or the reason
 //!    │ retire now: uninstall ──> state "retired", or the reason
 //!    │ label affinode.io/exclude: label off, uninstall ──> state "excluded", or the reason
+//!    │ label affinode.io/offer-gpus=false: device plugin and DRA driver offer no GPU
 //! ```
 //!
 //! The label is set last and removed first, so that no pod is scheduled to a node while the node is
@@ -23,6 +24,7 @@ mod full_gpus;
 pub mod gpu_conditions;
 mod gpu_load;
 mod gpu_reader;
+mod gpu_sharing;
 pub mod host;
 mod idle_gpus;
 mod idle_label;
@@ -38,7 +40,7 @@ mod watch;
 
 pub use auth_proxy::NO_CONTROLLER;
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
 use clap::{ArgAction, Args};
 use futures_util::StreamExt;
@@ -55,12 +57,13 @@ use self::{
     auth_proxy::AuthProxy,
     device_plugin::{DevicePlugin, DevicePluginOptions, SeatControl},
     dra::{DraControl, DraDriver, DraOptions, publisher::SliceDemand},
+    gpu_sharing::GpuSharing,
     host::{HandlerState, HostError, HostPaths},
     idle_label::IdleLabel,
     node_events::NodeEvents,
     node_labels::{
-        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED,
-        RUNTIME, STATE,
+        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, OFFER_GPUS, READY, RETIRE,
+        RETIRED, RUNTIME, STATE,
     },
     rollout::RolloutSlots,
     watch::ControllerWatch,
@@ -134,6 +137,12 @@ impl NodeOptions {
         let (mine, labels) = (self.pod_name.clone(), node_labels.clone());
         ControllerWatch::new(socket, client.clone(), labels, idle, mine, self.pod_state)
     }
+
+    /// Returns the slots of first installations, of which this node takes one.
+    fn slots(&self, client: &Client) -> RolloutSlots {
+        let namespace = self.installation.split('/').next().unwrap_or_default();
+        RolloutSlots::new(client.clone(), namespace, &self.rollout_leases, &self.node_name)
+    }
 }
 
 /// Runs the node agent until SIGTERM or SIGINT.
@@ -157,21 +166,19 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
     };
     let node_labels = NodeLabels::new(client.clone(), &options.node_name);
     let watch = options.watch(&client, &node_labels);
-    let namespace = options.installation.split('/').next().unwrap_or_default();
-    let slots = &options.rollout_leases;
-    let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
     let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let (places, name) = (&options.places, &options.node_name);
     let conditions = watch.gpu_conditions();
-    let (driver, dra) = DraDriver::new(&options.dra, places, &client, name, conditions).unzip();
+    let driver = DraDriver::new(&options.dra, places, &client, name, conditions.clone());
+    let (driver, dra) = driver.unzip();
     let driver = async {
         match driver {
             Some(driver) => driver.run().await,
             None => std::future::pending().await,
         }
     };
-    let (plugin, seats) =
-        DevicePlugin::start(&options.device_plugin, &options.dra, places)?.unzip();
+    let plugin = DevicePlugin::start(&options.device_plugin, &options.dra, places, conditions)?;
+    let (plugin, seats) = plugin.unzip();
     let plugin = async {
         match plugin {
             Some(plugin) => plugin.run().await,
@@ -182,11 +189,13 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         options,
         dra,
         seats,
-        slots,
+        slots: options.slots(&client),
         events,
+        sharing: GpuSharing::new(options.places.host_root.clone()),
         node_labels,
         metrics,
         shown,
+        may_offer: true,
         checked: false,
         said: None,
         bad_config: None,
@@ -211,11 +220,16 @@ struct NodeAgent<'a> {
     seats: Option<SeatControl>,
     slots: RolloutSlots,
     events: NodeEvents,
+    /// How the GPUs of the node are shared.
+    sharing: GpuSharing,
     node_labels: NodeLabels,
     metrics: Arc<AgentMetrics>,
     /// The certificate of the HTTPS proxy. Its fingerprint is published in an annotation of the
     /// node.
     shown: Arc<ServedCertificate>,
+    /// Whether Affinode may offer the GPUs of the node to pods. False if an operator left them to
+    /// another program.
+    may_offer: bool,
     /// Whether the installed files are known to be the files of this image.
     checked: bool,
     said: Option<String>,
@@ -260,7 +274,12 @@ impl NodeAgent<'_> {
         if let Some(wanted) = requested_removal(&node, ours) {
             return self.retire(&node, wanted, labelled).await;
         }
-        self.keep_installed(&node, labelled).await
+        self.may_offer = !leaves_gpus(&node);
+        self.sharing.read(self.may_offer).await;
+        self.metrics.gpu_sharing(&self.sharing.kinds());
+        let rest = self.keep_installed(&node, labelled).await?;
+        self.sharing.publish(&node, &self.node_labels, &self.events).await?;
+        Ok(rest)
     }
 
     /// Reports that another installation manages the node. The agent then does not change the node.
@@ -325,7 +344,8 @@ impl NodeAgent<'_> {
     }
 
     /// Returns the text for the state of a node that serves the runtime. The text also names a
-    /// refused configuration and a problem of the DRA driver, if there are any.
+    /// refused configuration, a problem of the DRA driver and GPUs that are offered twice, if there
+    /// are any.
     fn served_state(&self) -> String {
         let mut state = "served".to_owned();
         if let Some(why) = &self.bad_config {
@@ -333,6 +353,9 @@ impl NodeAgent<'_> {
         }
         if let Some(why) = self.dra.as_ref().and_then(DraControl::problem) {
             state += &format!(", without the DRA driver: {why}");
+        }
+        if let Some(twice) = self.sharing.offered_twice() {
+            state += &format!(", but {}", twice.found);
         }
         state
     }
@@ -463,6 +486,8 @@ impl NodeAgent<'_> {
     ) -> kube::Result<Duration> {
         if wanted != READY {
             self.metrics.now(InstallState::Retired);
+            self.metrics.gpu_sharing(&BTreeSet::new());
+            gpu_sharing::clear(node, &self.node_labels).await?;
         }
         self.offer(false);
         if node.annotations().get(STATE).is_some_and(|state| state == wanted) {
@@ -510,11 +535,12 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Offers the node's GPUs to pods if `served` is true, and otherwise withdraws them. Pods that
-    /// have GPUs keep them.
+    /// Offers the node's GPUs to pods if `served` is true and the operator permits it, and otherwise
+    /// withdraws them. Pods that have GPUs keep them.
     fn offer(&self, served: bool) {
-        self.demand_slices(if served { SliceDemand::Publish } else { SliceDemand::Withdraw });
-        self.offer_seats(served);
+        let offered = served && self.may_offer;
+        self.demand_slices(if offered { SliceDemand::Publish } else { SliceDemand::Withdraw });
+        self.offer_seats(offered);
     }
 
     fn demand_slices(&self, demand: SliceDemand) {
@@ -589,6 +615,11 @@ fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
     node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
 }
 
+/// Returns whether an operator left the GPUs of the node to another program.
+fn leaves_gpus(node: &PartialObjectMeta<Node>) -> bool {
+    node.labels().get(OFFER_GPUS).is_some_and(|value| value == "false")
+}
+
 impl From<HostError> for NodeTrouble {
     fn from(error: HostError) -> NodeTrouble {
         NodeTrouble::Host(error)
@@ -602,7 +633,7 @@ impl From<kube::Error> for NodeTrouble {
 }
 
 /// Notifies `changed` when a request in the node object changes: the uninstaller's annotation or
-/// the operator's label.
+/// one of the operator's labels.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();
@@ -612,7 +643,11 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
         .for_each(|node| {
             match node {
                 Ok(node) => {
-                    let now = (node.annotations().get(RETIRE).cloned(), is_excluded(&node));
+                    let now = (
+                        node.annotations().get(RETIRE).cloned(),
+                        is_excluded(&node),
+                        leaves_gpus(&node),
+                    );
                     if wish.as_ref() != Some(&now) {
                         wish = Some(now);
                         changed.notify_one();

@@ -14,6 +14,9 @@ pub const RUNTIME: &str = "affinode.io/runtime";
 /// Label by which an operator excludes a node, with the value `true`. Affinode is then not
 /// installed on the node, or is removed from it.
 pub const EXCLUDE: &str = "affinode.io/exclude";
+/// Label by which an operator leaves the GPUs of a node to another program, with the value `false`.
+/// Affinode's device plugin and DRA driver then do not offer them. The runtime is still served.
+pub const OFFER_GPUS: &str = "affinode.io/offer-gpus";
 /// Annotation with the installation that manages the node, as `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation with the state of the node, for operators and for the uninstaller.
@@ -32,9 +35,15 @@ pub const GPUS_IDLE: &str = "affinode.io/gpus-idle";
 /// Annotation with the time since when nothing has used a GPU of a node with the label
 /// [`GPUS_IDLE`], in the format of RFC 3339.
 pub const GPUS_IDLE_SINCE: &str = "affinode.io/gpus-idle-since";
+/// Label with the program that offers the GPUs of the node to Kubernetes: `nvidia-plugin`,
+/// `nvidia-dra`, `affinode-plugin` or `affinode-dra`, or `several` if there is more than one.
+pub const GPUS_OFFERED_BY: &str = "affinode.io/gpus-offered-by";
+/// Annotation with the kinds of GPU sharing that were found on the node, separated by commas.
+pub const GPU_SHARING: &str = "affinode.io/gpu-sharing";
 /// Annotation with the SHA-256 of the agent's certificate, as 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
-/// All annotations that the agent sets, except [`GPUS_IDLE_SINCE`], which belongs to a label.
+/// All annotations that the agent sets, except [`GPUS_IDLE_SINCE`] and [`GPU_SHARING`], which belong
+/// to labels.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// Value of [`STATE`] when Affinode can be removed, because no container of the runtime runs.
@@ -98,6 +107,19 @@ impl NodeLabels {
         let label = since.map(|_| "true");
         let labels = json!({ GPUS_IDLE: label });
         self.merge(json!({ "labels": labels, "annotations": { GPUS_IDLE_SINCE: since } })).await
+    }
+
+    /// Sets the label [`GPUS_OFFERED_BY`] and the annotation [`GPU_SHARING`]. `None` removes one.
+    ///
+    /// # Errors
+    /// If the API server does not reply, or returns an error.
+    pub async fn gpu_sharing(
+        &self,
+        offered_by: Option<&str>,
+        kinds: Option<&str>,
+    ) -> kube::Result<()> {
+        let labels = json!({ GPUS_OFFERED_BY: offered_by });
+        self.merge(json!({ "labels": labels, "annotations": { GPU_SHARING: kinds } })).await
     }
 
     /// Sets annotations of the node object. `None` removes an annotation.

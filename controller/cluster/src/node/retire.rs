@@ -125,6 +125,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     for name in &names {
         let labels = NodeLabels::new(client.clone(), name);
         labels.idle_since(None).await?;
+        labels.gpu_sharing(None, None).await?;
         labels.annotate(&none).await?;
     }
     Ok(())

@@ -1,5 +1,7 @@
 //! Tests the node agent as a device plugin. The test acts as the kubelet.
 
+mod full;
+
 use std::{fs, path::Path};
 
 use affinode_cluster::node::{
@@ -21,7 +23,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use super::{
-    Agent, EXCLUDE,
+    Agent, EXCLUDE, OFFER_GPUS, RUNTIME,
     api::{ApiServer, NODE},
     dra,
 };
@@ -101,6 +103,25 @@ fn seats_are_healthy_while_the_node_serves() {
     let kill = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();
     assert!(kill.success() && agent.child.wait().unwrap().success());
     assert!(!socket.exists());
+}
+
+/// An operator leaves the GPUs of the node to another program. The runtime stays on the node.
+#[test]
+fn node_left_to_another_plugin_offers_no_seat() {
+    let agent = start();
+    let offer = |value: serde_json::Value| {
+        agent.api.patch(NODE, &json!({ "metadata": { "labels": { OFFER_GPUS: value } } }));
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (mut watch, _kubelet) = registered(&agent).await;
+        assert_eq!(next(&mut watch).await, ["Healthy", "Healthy"]);
+        offer("false".into());
+        assert_eq!(next(&mut watch).await, ["Unhealthy", "Unhealthy"]);
+        assert_eq!(agent.api.label(RUNTIME), "true");
+        offer(json!(null));
+        assert_eq!(next(&mut watch).await, ["Healthy", "Healthy"]);
+    });
 }
 
 fn start_without_folder(options: &[&str]) -> Agent {

@@ -12,11 +12,11 @@ use kubelet::Kubelet;
 use serde_json::{Value, json};
 
 use super::{
-    Agent, EXCLUDE, STATE,
+    Agent, EXCLUDE, OFFER_GPUS, STATE,
     api::{ApiServer, NODE, SLICES},
 };
 
-const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
+pub const UUID: &str = "GPU-8b2e6a5c-0000-0000-0000-000000000000";
 const KUBELET: &str = "root/var/lib/kubelet";
 const ENDPOINT: &str = "root/var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
 const REGISTRATION: &str = "root/var/lib/kubelet/plugins_registry/gpu.affinode.io-reg.sock";
@@ -137,6 +137,20 @@ fn node_with_claims_is_not_left() {
     fs::remove_file(&claim).unwrap();
     agent.until_state("the exclusion", |state| state.starts_with("excluded"));
     agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: null } } }));
+    agent.api.until("the slice again", |api| api.slices().len() == 1);
+}
+
+/// An operator leaves the GPUs of the node to another program. The driver stays for the claims of
+/// running pods.
+#[test]
+fn node_left_to_another_driver_has_no_slice() {
+    let agent = start(1);
+    register(&agent);
+    agent.api.until("the slice", |api| api.slices().len() == 1);
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { OFFER_GPUS: "false" } } }));
+    agent.api.until("the slice to be deleted", |api| api.slices().is_empty());
+    assert!(agent.folder.join(ENDPOINT).exists());
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { OFFER_GPUS: null } } }));
     agent.api.until("the slice again", |api| api.slices().len() == 1);
 }
 

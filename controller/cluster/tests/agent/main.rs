@@ -6,6 +6,7 @@
 mod api;
 mod device_plugin;
 mod dra;
+mod gpu_sharing;
 
 use std::{
     fs,
@@ -19,6 +20,7 @@ use serde_json::{Value, json};
 
 const RUNTIME: &str = "affinode.io/runtime";
 const EXCLUDE: &str = "affinode.io/exclude";
+const OFFER_GPUS: &str = "affinode.io/offer-gpus";
 const GPUS_IDLE: &str = "affinode.io/gpus-idle";
 const GPUS_IDLE_SINCE: &str = "affinode.io/gpus-idle-since";
 const STATE: &str = "affinode.io/state";

@@ -145,13 +145,13 @@ checks! {
         "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "DRA":
-        "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
+        "This check requires nothing. It reports that NVIDIA's driver for dynamic resource allocation (DRA) runs on this node.",
         "This check cannot fail: it gives only information.",
         "No action is needed.";
     "Kubernetes", "offers":
         "If Affinode's device plugin or DRA driver offers the GPUs of this node to Kubernetes, no other program may offer them.",
         "NVIDIA's device plugin or DRA driver also runs on this node, or both of Affinode's do. Kubernetes then assigns each GPU once per program.",
-        "Keep one of the programs off this node, for example by its node selector. Different programs may serve different nodes.";
+        "Keep one of the programs off this node, for example by its node selector. Different programs may serve different nodes: docs/gpu-sharing.md#by-node-pool shows the labels. `affinode doctor` does not see these labels, so it still warns on a node whose GPUs the label `affinode.io/offer-gpus=false` leaves to another program.";
     "Kubernetes", "HAMi":
         "The GPU sharing library of HAMi should not be installed, because containers would load it in addition to Affinode's. Affinode was not tested with it, only with a similar library.",
         "HAMi's library is installed, and containers load it before Affinode's. Therefore HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded.",

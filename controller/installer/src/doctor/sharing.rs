@@ -1,209 +1,291 @@
 //! Checks of how Kubernetes assigns the GPUs of this node: whether other pods can use the VRAM that
 //! an offloaded container frees.
+//!
+//! [`find`] derives the findings from the facts. `affinode doctor` shows them as checks. The node
+//! agent of a cluster shows them as a metric and as events of the node.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
-    io::{self, Read},
-    os::unix::net::UnixStream,
-    path::Path,
-};
+mod facts;
 
-use serde::Deserialize;
+use std::collections::BTreeSet;
+
+pub use facts::SharingFacts;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// Path of the file in which the kubelet records device plugins, relative to the root directory.
-const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
-/// Maximum number of bytes that are read from the kubelet's record. On a large node, the record has
-/// a few hundred KiB.
-const CHECKPOINT_BYTES: u64 = 16 << 20;
-/// Folder of the sockets of device plugins.
-const PLUGINS: &str = "var/lib/kubelet/device-plugins";
-/// Name prefix of the sockets of NVIDIA's device plugin.
-const NVIDIA_SOCKET: &str = "nvidia-";
-/// Socket of Affinode's device plugin.
-const AFFINODE_PLUGIN: &str = "var/lib/kubelet/device-plugins/gpu.affinode.io.sock";
-/// Socket of Affinode's DRA driver.
-const AFFINODE_DRA: &str = "var/lib/kubelet/plugins/gpu.affinode.io/dra.sock";
-/// Folder of NVIDIA's DRA driver.
-const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
-/// Path of the file that HAMi mounts over `/etc/ld.so.preload` of containers.
-const HAMI: &str = "usr/local/vgpu/ld.so.preload";
-/// Folder with one subfolder for each pod. A subfolder's name consists of the pod's namespace, name
-/// and uid.
-const PODS: &str = "var/log/pods";
-/// Name prefix of the pods with which KAI reserves the GPUs that it shares.
-const KAI: &str = "kai-resource-reservation_";
 /// Resource name of whole GPUs in Kubernetes.
 const GPU: &str = "nvidia.com/gpu";
+/// Resource name of shared GPUs, if NVIDIA's device plugin renames them.
+const SHARED_GPU: &str = "nvidia.com/gpu.shared";
+/// Resource name of the seats of Affinode's device plugin.
+const SEAT: &str = "affinode.io/gpu";
 /// Prefix of the resource names of MIG instances in Kubernetes.
 const MIG: &str = "nvidia.com/mig-";
 /// Folder of this repository with examples of GPU sharing in Kubernetes.
 const EXAMPLES: &str = "config/kubernetes/sharing";
 
-/// Values that the checks of GPU sharing examine.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SharingFacts {
-    /// Devices by resource, as device plugins registered them. `None`: there is no kubelet.
-    pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
-    /// Number of GPUs that KAI shares.
-    pub kai: usize,
-    /// Whether NVIDIA's device plugin runs.
-    pub nvidia_plugin: bool,
-    /// Whether NVIDIA's DRA driver is installed.
-    pub dra: bool,
-    /// Whether Affinode's device plugin runs.
-    pub affinode_plugin: bool,
-    /// Whether Affinode's DRA driver runs.
-    pub affinode_dra: bool,
-    /// Whether HAMi's library is installed.
-    pub hami: bool,
+/// A way in which the GPUs of a node are shared, or a problem of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SharingKind {
+    /// NVIDIA's device plugin offers each GPU several times, by time-slicing or MPS.
+    TimeSlicing,
+    /// Affinode's device plugin offers seats.
+    Seats,
+    /// KAI assigns fractions of GPUs.
+    Kai,
+    /// NVIDIA's DRA driver assigns GPUs to claims, which several pods can name.
+    NvidiaDra,
+    /// HAMi's library limits the VRAM of containers.
+    Hami,
+    /// The device plugin offers MIG instances.
+    Mig,
+    /// Each GPU is assigned to one pod.
+    Unshared,
+    /// Several programs offer the same GPUs to Kubernetes.
+    OfferedTwice,
+    /// The kubelet's record of devices cannot be read.
+    Unknown,
 }
 
-#[derive(Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct DevicePluginCheckpoint {
-    data: CheckpointData,
-}
+impl SharingKind {
+    /// All kinds, in their order in the metric.
+    pub const ALL: [SharingKind; 9] = [
+        SharingKind::TimeSlicing,
+        SharingKind::Seats,
+        SharingKind::Kai,
+        SharingKind::NvidiaDra,
+        SharingKind::Hami,
+        SharingKind::Mig,
+        SharingKind::Unshared,
+        SharingKind::OfferedTwice,
+        SharingKind::Unknown,
+    ];
 
-#[derive(Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct CheckpointData {
-    registered_devices: Option<BTreeMap<String, Vec<String>>>,
-}
-
-impl SharingFacts {
-    /// Reads the values for the checks of GPU sharing from the files below a root directory.
+    /// Returns the word for this kind, which is a value of a metric label.
     #[must_use]
-    pub fn gather(root: &Path) -> SharingFacts {
-        SharingFacts {
-            devices: devices(&root.join(CHECKPOINT)),
-            kai: count(&root.join(PODS), KAI),
-            nvidia_plugin: count(&root.join(PLUGINS), NVIDIA_SOCKET) > 0,
-            dra: root.join(DRA).is_dir(),
-            affinode_plugin: is_served(&root.join(AFFINODE_PLUGIN)),
-            affinode_dra: is_served(&root.join(AFFINODE_DRA)),
-            hami: root.join(HAMI).is_file(),
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            SharingKind::TimeSlicing => "time-slicing",
+            SharingKind::Seats => "seats",
+            SharingKind::Kai => "kai",
+            SharingKind::NvidiaDra => "nvidia-dra",
+            SharingKind::Hami => "hami",
+            SharingKind::Mig => "mig",
+            SharingKind::Unshared => "unshared",
+            SharingKind::OfferedTwice => "offered-twice",
+            SharingKind::Unknown => "unknown",
+        }
+    }
+
+    /// Returns the kind with this word.
+    #[must_use]
+    pub fn parse(word: &str) -> Option<SharingKind> {
+        SharingKind::ALL.into_iter().find(|kind| kind.as_str() == word)
+    }
+
+    /// Returns the section of the documentation about this kind.
+    #[must_use]
+    pub const fn page(self) -> &'static str {
+        match self {
+            SharingKind::TimeSlicing => "docs/gpu-sharing.md#time-slicing",
+            SharingKind::Seats => "docs/device-plugin.md#seats",
+            SharingKind::Kai => "docs/gpu-sharing.md#kai-scheduler",
+            SharingKind::NvidiaDra => "docs/gpu-sharing.md#nvidias-dra-driver",
+            SharingKind::Hami => "docs/gpu-sharing.md#hami",
+            SharingKind::Mig
+            | SharingKind::Unshared
+            | SharingKind::OfferedTwice
+            | SharingKind::Unknown => "docs/gpu-sharing.md#by-node-pool",
         }
     }
 }
 
-/// Returns whether a program accepts connections at this socket. The file alone is no proof,
-/// because a killed program does not remove its socket.
-fn is_served(path: &Path) -> bool {
-    // Without root's rights the connection is refused, but not with this error.
-    match UnixStream::connect(path) {
-        Ok(_) => true,
-        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
+/// A program that offers the GPUs of a node to Kubernetes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuOffer {
+    /// NVIDIA's device plugin, or a program with its sockets.
+    NvidiaPlugin,
+    /// NVIDIA's DRA driver, by ResourceSlices.
+    NvidiaDra,
+    /// Affinode's device plugin, as seats.
+    AffinodePlugin,
+    /// Affinode's DRA driver, by ResourceSlices.
+    AffinodeDra,
+}
+
+impl GpuOffer {
+    /// Returns the name of the program in messages.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            GpuOffer::NvidiaPlugin => "NVIDIA's device plugin",
+            GpuOffer::NvidiaDra => "NVIDIA's DRA driver",
+            GpuOffer::AffinodePlugin => "Affinode's device plugin",
+            GpuOffer::AffinodeDra => "Affinode's DRA driver",
+        }
+    }
+
+    /// Returns the word for the program in the label of a node.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            GpuOffer::NvidiaPlugin => "nvidia-plugin",
+            GpuOffer::NvidiaDra => "nvidia-dra",
+            GpuOffer::AffinodePlugin => "affinode-plugin",
+            GpuOffer::AffinodeDra => "affinode-dra",
+        }
     }
 }
 
-/// Counts the entries of a folder whose names have this prefix.
-fn count(folder: &Path, prefix: &str) -> usize {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)).count()
+/// A finding about the assignment of a node's GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharingFinding {
+    /// What was found. `None`: the finding only confirms that nothing is wrong.
+    pub kind: Option<SharingKind>,
+    /// Name of the check of `affinode doctor`.
+    check: &'static str,
+    /// Text of the finding.
+    pub found: String,
+    /// What to do about the finding. Empty: it is no problem.
+    pub advice: String,
 }
 
-fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>> {
-    // Without a kubelet, or if this process is not root, the record cannot be read.
-    let file = File::open(path).ok()?;
-    let mut text = Vec::new();
-    let read = file.take(CHECKPOINT_BYTES).read_to_end(&mut text);
-    let parsed = read.map_err(|error| error.to_string()).and_then(|_| {
-        serde_json::from_slice::<DevicePluginCheckpoint>(&text).map_err(|error| error.to_string())
-    });
-    Some(
-        parsed
-            .map(|checkpoint| checkpoint.data.registered_devices.unwrap_or_default())
-            .map_err(|why| format!("{}: {why}", path.display())),
-    )
+impl SharingFinding {
+    fn new(kind: SharingKind, check: &'static str, found: impl Into<String>) -> SharingFinding {
+        SharingFinding { kind: Some(kind), check, found: found.into(), advice: String::new() }
+    }
+
+    fn confirms(check: &'static str, found: impl Into<String>) -> SharingFinding {
+        SharingFinding { kind: None, check, found: found.into(), advice: String::new() }
+    }
+
+    fn advising(self, advice: impl Into<String>) -> SharingFinding {
+        SharingFinding { advice: advice.into(), ..self }
+    }
 }
 
 /// Returns the checks of GPU sharing. On a machine without Kubernetes, the list is empty.
 #[must_use]
 pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");
+    for finding in find(facts) {
+        match finding.advice.is_empty() {
+            true => group.good(finding.check, finding.found),
+            false => group.warning(finding.check, finding.found, finding.advice),
+        }
+    }
+    group.checks
+}
+
+/// Returns the programs that offer the GPUs of this node to Kubernetes.
+#[must_use]
+pub fn offers(facts: &SharingFacts) -> Vec<GpuOffer> {
+    [
+        (facts.nvidia_plugin, GpuOffer::NvidiaPlugin),
+        (facts.dra, GpuOffer::NvidiaDra),
+        (facts.affinode_plugin, GpuOffer::AffinodePlugin),
+        (facts.affinode_dra, GpuOffer::AffinodeDra),
+    ]
+    .into_iter()
+    .filter_map(|(runs, offer)| runs.then_some(offer))
+    .collect()
+}
+
+/// Returns the findings about the assignment of the node's GPUs. On a machine without Kubernetes,
+/// the list is empty.
+#[must_use]
+pub fn find(facts: &SharingFacts) -> Vec<SharingFinding> {
+    let mut findings = Vec::new();
     match &facts.devices {
         Some(Ok(devices)) => {
-            let shared_otherwise = facts.kai > 0 || facts.hami || facts.affinode_dra;
-            for (resource, ids) in devices.iter().filter(|(_, ids)| !ids.is_empty()) {
-                judge_resource(&mut group, resource, ids, shared_otherwise);
-            }
+            let offered = devices.iter().filter(|(_, ids)| !ids.is_empty());
+            findings.extend(offered.filter_map(|(resource, ids)| {
+                of_resource(resource, ids, facts, devices.contains_key(SEAT))
+            }));
         }
         Some(Err(why)) => {
-            let hint = "restart the kubelet, which writes this file again: without the file it is unknown how GPUs are shared";
-            group.warning("sharing", why.clone(), hint);
+            let unknown = SharingFinding::new(SharingKind::Unknown, "sharing", why.clone());
+            findings.push(unknown.advising("restart the kubelet, which writes this file again: without the file it is unknown how GPUs are shared"));
         }
         None => {}
     }
     if facts.kai > 0 {
         let s = if facts.kai == 1 { "" } else { "s" };
-        group.good("KAI", format!("KAI assigns fractions of {} GPU{s}", facts.kai));
+        let found = format!("KAI assigns fractions of {} GPU{s}", facts.kai);
+        findings.push(SharingFinding::new(SharingKind::Kai, "KAI", found));
     }
     if facts.dra {
-        let found = "NVIDIA's DRA driver is installed: pods that name the same claim share its GPU";
-        group.good("DRA", found);
+        let found = "NVIDIA's DRA driver runs: pods that name the same claim share its GPU";
+        findings.push(SharingFinding::new(SharingKind::NvidiaDra, "DRA", found));
     }
-    judge_offers(&mut group, facts);
+    findings.extend(of_offers(facts));
     if facts.hami {
-        let hint = format!(
+        let advice = format!(
             "containers load HAMi's library before Affinode's, so HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded. Affinode was tested with a similar library, not with HAMi itself ({EXAMPLES})"
         );
-        group.warning("HAMi", "HAMi's library is installed", hint);
+        let hami = SharingFinding::new(SharingKind::Hami, "HAMi", "HAMi's library is installed");
+        findings.push(hami.advising(advice));
     }
-    group.checks
+    findings
 }
 
 /// Checks that only one program offers the GPUs of this node to Kubernetes.
-fn judge_offers(group: &mut CheckGroup, facts: &SharingFacts) {
-    let offers: Vec<&str> = [
-        (facts.nvidia_plugin, "NVIDIA's device plugin"),
-        (facts.dra, "NVIDIA's DRA driver"),
-        (facts.affinode_plugin, "Affinode's device plugin"),
-        (facts.affinode_dra, "Affinode's DRA driver"),
-    ]
-    .into_iter()
-    .filter_map(|(runs, name)| runs.then_some(name))
-    .collect();
+fn of_offers(facts: &SharingFacts) -> Option<SharingFinding> {
     if !facts.affinode_plugin && !facts.affinode_dra {
-        return;
+        return None;
     }
+    let offers = offers(facts);
     if let [only] = offers[..] {
-        group.good("offers", format!("only {only} offers the GPUs of this node"));
-    } else {
-        let hint = "Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector";
-        let found = format!("several programs offer the same GPUs: {}", offers.join(", "));
-        group.warning("offers", found, hint);
+        let found = format!("only {} offers the GPUs of this node", only.name());
+        return Some(SharingFinding::confirms("offers", found));
     }
+    let names: Vec<&str> = offers.into_iter().map(GpuOffer::name).collect();
+    let found = format!("several programs offer the same GPUs: {}", names.join(", "));
+    let twice = SharingFinding::new(SharingKind::OfferedTwice, "offers", found);
+    Some(twice.advising("Kubernetes assigns each GPU once per program, so pods may get more GPUs than the node has: keep one of these programs off this node, by its node selector, or leave the GPUs to the other program with the label affinode.io/offer-gpus=false of the node"))
 }
 
-fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
+/// Returns the finding about a resource. `has_seats`: the node also has the resource of Affinode's
+/// seats. Without it, Affinode's plugin offers its seats as NVIDIA's resource, which is an option.
+fn of_resource(
+    resource: &str,
+    ids: &[String],
+    facts: &SharingFacts,
+    has_seats: bool,
+) -> Option<SharingFinding> {
     if resource.starts_with(MIG) {
-        let hint = "containers on MIG instances are not offloaded: turn MIG off with nvidia-smi -mig \
-                    0, and share whole GPUs by time-slicing";
-        group.warning("sharing", format!("{resource}: {} MIG instances", ids.len()), hint);
-        return;
-    }
-    if ![GPU, "nvidia.com/gpu.shared", "affinode.io/gpu"].contains(&resource) {
-        return;
+        let advice = "containers on MIG instances are not offloaded: turn MIG off with nvidia-smi -mig \
+                      0, and share whole GPUs by time-slicing";
+        let found = format!("{resource}: {} MIG instances", ids.len());
+        return Some(SharingFinding::new(SharingKind::Mig, "sharing", found).advising(advice));
     }
     // A shared GPU has several ids, which differ only in the suffix after "::".
     let gpus: BTreeSet<&str> = ids.iter().map(|id| id.split("::").next().unwrap_or(id)).collect();
     let found = format!("{resource}: {} for {} GPUs", ids.len(), gpus.len());
-    if ids.len() > gpus.len() || shared_otherwise {
-        group.good("sharing", found);
-    } else {
-        let hint = format!(
-            "each GPU is assigned to one pod, so no other pod can use the VRAM that an offload frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI, a DRA driver or Affinode's device plugin"
-        );
-        group.warning("sharing", found, hint);
+    let is_shared = ids.len() > gpus.len();
+    let shared_otherwise = facts.kai > 0 || facts.hami || facts.affinode_dra;
+    let is_own = facts.affinode_plugin && !facts.nvidia_plugin && !has_seats;
+    match resource {
+        // A GPU with a single seat lacks host memory for more seats, or is full.
+        SEAT => Some(SharingFinding::new(SharingKind::Seats, "sharing", found)),
+        GPU if is_own => Some(SharingFinding::new(SharingKind::Seats, "sharing", found)),
+        GPU | SHARED_GPU if is_shared => {
+            let found = format!("{found}, by time-slicing or MPS");
+            Some(SharingFinding::new(SharingKind::TimeSlicing, "sharing", found))
+        }
+        GPU | SHARED_GPU if shared_otherwise => Some(SharingFinding::confirms("sharing", found)),
+        GPU | SHARED_GPU => {
+            let unshared = SharingFinding::new(SharingKind::Unshared, "sharing", found);
+            Some(unshared.advising(format!(
+                "each GPU is assigned to one pod, so no other pod can use the VRAM that an offload frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI, a DRA driver or Affinode's device plugin"
+            )))
+        }
+        _ => None,
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixListener;
+    use std::collections::BTreeMap;
 
     use super::{super::CheckVerdict, *};
 
@@ -235,7 +317,7 @@ mod tests {
         let twice = facts(GPU, &["GPU-a::0", "GPU-a::1", "GPU-b::0", "GPU-b::1"]);
         let checks = judge(&twice);
         assert_eq!(checks[0].verdict, CheckVerdict::Good);
-        assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs");
+        assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs, by time-slicing or MPS");
         assert_eq!(
             verdicts(&facts("nvidia.com/gpu.shared", &["GPU-a::0", "GPU-a::1"])),
             [("sharing", CheckVerdict::Good)]
@@ -279,46 +361,41 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_a_node_is_found() {
-        let root = tempfile::tempdir().unwrap();
-        assert_eq!(SharingFacts::gather(root.path()), SharingFacts::default());
-        let write = |path: &str, text: &str| {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        write(
-            CHECKPOINT,
-            r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u","ContainerName":"c","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["GPU-a::1"]},"AllocResp":"Cg=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-a::0","GPU-a::1"]}},"Checksum":3251223}"#,
-        );
-        write(HAMI, "/usr/local/vgpu/libvgpu.so");
-        write("var/lib/kubelet/device-plugins/nvidia-gpu.sock", "");
-        let _plugin = UnixListener::bind(root.path().join(AFFINODE_PLUGIN)).unwrap();
-        fs::create_dir_all(root.path().join(AFFINODE_DRA).parent().unwrap()).unwrap();
-        // The driver has ended, and its socket is left.
-        drop(UnixListener::bind(root.path().join(AFFINODE_DRA)).unwrap());
-        for folder in [
-            DRA,
-            "var/log/pods/kai-resource-reservation_gpu-reservation-1_ab",
-            "var/log/pods/ml_a_b",
-        ] {
-            fs::create_dir_all(root.path().join(folder)).unwrap();
+    fn each_kind_has_a_word_of_its_own() {
+        let words: BTreeSet<&str> = SharingKind::ALL.into_iter().map(SharingKind::as_str).collect();
+        assert_eq!(words.len(), SharingKind::ALL.len());
+        for kind in SharingKind::ALL {
+            assert_eq!(SharingKind::parse(kind.as_str()), Some(kind));
         }
-        let ids = vec!["GPU-a::0".to_owned(), "GPU-a::1".to_owned()];
-        let expected = SharingFacts {
-            devices: Some(Ok(BTreeMap::from([(GPU.to_owned(), ids)]))),
-            kai: 1,
+        assert_eq!(SharingKind::parse("slices"), None);
+    }
+
+    #[test]
+    fn findings_have_the_kinds_of_their_facts() {
+        let kinds = |facts: &SharingFacts| -> Vec<_> {
+            find(facts).into_iter().filter_map(|finding| finding.kind).collect()
+        };
+        let twice = facts(GPU, &["GPU-a::0", "GPU-a::1"]);
+        assert_eq!(kinds(&twice), [SharingKind::TimeSlicing]);
+        assert_eq!(kinds(&facts(GPU, &["GPU-a"])), [SharingKind::Unshared]);
+        let own = SharingFacts { affinode_plugin: true, ..twice };
+        assert_eq!(kinds(&own), [SharingKind::Seats], "devicePlugin.resourceName");
+        let seats = facts(SEAT, &["GPU-a::0"]);
+        assert_eq!(kinds(&SharingFacts { affinode_plugin: true, ..seats }), [SharingKind::Seats]);
+        let all = SharingFacts {
+            devices: Some(Err("no".into())),
+            kai: 2,
             nvidia_plugin: true,
             dra: true,
-            affinode_plugin: true,
-            affinode_dra: false,
+            affinode_dra: true,
             hami: true,
+            ..SharingFacts::default()
         };
-        assert_eq!(SharingFacts::gather(root.path()), expected);
-        write(CHECKPOINT, "half a fi");
+        use SharingKind::{Hami, Kai, NvidiaDra, OfferedTwice, Unknown};
+        assert_eq!(kinds(&all), [Unknown, Kai, NvidiaDra, OfferedTwice, Hami]);
         assert_eq!(
-            verdicts(&SharingFacts::gather(root.path()))[0],
-            ("sharing", CheckVerdict::Warning)
+            offers(&all),
+            [GpuOffer::NvidiaPlugin, GpuOffer::NvidiaDra, GpuOffer::AffinodeDra]
         );
     }
 }

@@ -1,5 +1,5 @@
-// A device plugin for the kubelet. It offers a number of devices of one resource. A container that
-// gets a device also gets the mounts and device files that a file lists. The file lists the parts of
+// A device plugin for the kubelet. It offers each of a number of GPUs several times, as NVIDIA's
+// plugin does with time-slicing. A container that gets a device also gets the mounts and device files that a file lists. The file lists the parts of
 // the simulated GPU. For a real GPU, NVIDIA's plugin and container toolkit add these parts.
 package main
 
@@ -19,7 +19,8 @@ import (
 
 type config struct {
 	Resource string
-	Devices  int
+	GPUs     int
+	Replicas int
 	Response pluginapi.ContainerAllocateResponse
 }
 
@@ -33,9 +34,10 @@ func (p *plugin) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*plu
 }
 
 func (p *plugin) ListAndWatch(_ *pluginapi.Empty, stream pluginapi.DevicePlugin_ListAndWatchServer) error {
-	devices := make([]*pluginapi.Device, p.Devices)
+	devices := make([]*pluginapi.Device, p.GPUs*p.Replicas)
 	for i := range devices {
-		devices[i] = &pluginapi.Device{ID: fmt.Sprint("gpu-", i), Health: pluginapi.Healthy}
+		id := fmt.Sprintf("gpu-%d::%d", i/p.Replicas, i%p.Replicas)
+		devices[i] = &pluginapi.Device{ID: id, Health: pluginapi.Healthy}
 	}
 	if err := stream.Send(&pluginapi.ListAndWatchResponse{Devices: devices}); err != nil {
 		return err
@@ -82,6 +84,6 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	log.Printf("%s: %d devices", p.Resource, p.Devices)
+	log.Printf("%s: %d devices", p.Resource, p.GPUs*p.Replicas)
 	select {}
 }

@@ -16,8 +16,10 @@ use crate::output;
 
 /// Name of the resource by which pods request a GPU.
 pub const RESOURCE: &str = "nvidia.com/gpu";
-/// Number of these resources on each node.
-const DEVICES: u32 = 4;
+/// Number of GPUs that the device plugin of each node names.
+const GPUS: u32 = 2;
+/// Number of times that the plugin offers each of these GPUs, as with time-slicing.
+const REPLICAS: u32 = 2;
 
 /// Path of a node's folder, as processes of the node see it. The path is the same on all nodes,
 /// because each node has private mounts.
@@ -180,7 +182,7 @@ impl<'a> Node<'a> {
             })
             .collect();
         let config = json!({
-            "Resource": RESOURCE, "Devices": DEVICES,
+            "Resource": RESOURCE, "GPUs": GPUS, "Replicas": REPLICAS,
             "Response": {"envs": parts.env, "mounts": mounts},
         });
         let file = world.dir().join("device-plugin.json");
@@ -190,8 +192,8 @@ impl<'a> Node<'a> {
         plane
             .until("the node to have GPUs", || {
                 let node = plane.get(&["node", &self.name])?;
-                Ok((node["status"]["allocatable"][RESOURCE] == DEVICES.to_string().as_str())
-                    .then_some(()))
+                let count = (GPUS * REPLICAS).to_string();
+                Ok((node["status"]["allocatable"][RESOURCE] == count.as_str()).then_some(()))
             })
             .with_context(|| {
                 format!(

@@ -11,6 +11,7 @@ mod nodes;
 mod persona;
 mod plugin;
 mod pods;
+mod sharing;
 mod systemd;
 mod uninstall;
 
@@ -68,6 +69,7 @@ fn of_the_chart(plane: &Plane<'_>, before: &uninstall::Before) -> Result<()> {
     chart::is_sound(plane)?;
     install::all_but_the_broken(plane)?;
     agent::changes_its_own_alone(plane)?;
+    sharing::time_slicing_is_told(plane)?;
     inject::by_policy(plane)?;
     let pod = pods::comes_and_goes(plane, plane.first(), "trainer")?;
     agent::shows_metrics(plane)?;

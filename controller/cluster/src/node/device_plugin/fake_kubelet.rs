@@ -39,6 +39,7 @@ pub fn seat_list(gpus: &[(&str, u32)]) -> SeatList {
         index,
         seats: *seats,
         fault: None,
+        kept_seats: None,
     };
     SeatList { gpus: (0..).zip(gpus).map(gpu).collect() }
 }

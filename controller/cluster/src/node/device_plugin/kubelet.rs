@@ -85,7 +85,7 @@ pub enum LinkError {
     /// The plugin cannot connect to the kubelet's socket.
     #[error("cannot connect to {}; check that the kubelet runs", .0.display())]
     Connect(PathBuf, #[source] TransportError),
-    /// The folder of the kubelet's sockets cannot be opened.
+    /// The folder of the kubelet's socket cannot be opened.
     #[error("cannot open {}; check --device-plugin-dir", .0.display())]
     Folder(PathBuf, #[source] std::io::Error),
     /// The kubelet refused the registration.
@@ -222,7 +222,8 @@ fn socket_file(path: &Path) -> Option<SocketFile> {
     Some((data.dev(), data.ino(), data.mtime(), data.mtime_nsec()))
 }
 
-async fn connect(folder: &Path) -> Result<Channel, LinkError> {
+/// Connects to the kubelet's socket in a folder.
+pub(super) async fn connect(folder: &Path) -> Result<Channel, LinkError> {
     let opened =
         fs::File::open(folder).map_err(|error| LinkError::Folder(folder.to_owned(), error))?;
     let opened = Arc::new(opened);

@@ -5,10 +5,15 @@
 //! VRAM of a container.
 //!
 //! ```text
-//! GPUs ──`watcher`──> list of `seats` ──────────┐
-//!                                               ├──`service`──> kubelet
-//! NVIDIA's CDI specification ──device of a GPU──┘
+//! GPUs, full GPUs ──`watcher`──> list of `seats` ──┐
+//!                      ^                           ├──`service`──> kubelet
+//! NVIDIA's CDI spec ───┼──device of a GPU──────────┘                  │
+//!                      └──────────taken seats──`pod_resources`────────┘
 //! ```
+//!
+//! While a GPU is full of VRAM that no offload can free, its free seats are not offered. The seats
+//! that pods have stay offered: a kubelet that restarts refuses a pod with a device that is not healthy,
+//! if the container of the pod does not run at that moment.
 //!
 //! The module `kubelet` registers the plugin at the kubelet, which then calls `service`.
 //!
@@ -20,6 +25,7 @@ pub mod allocation;
 mod fake_kubelet;
 pub mod kubelet;
 pub mod messages;
+pub mod pod_resources;
 pub mod preference;
 pub mod resource;
 pub mod seats;
@@ -33,12 +39,14 @@ use tokio::sync::watch;
 
 use self::{
     kubelet::{KubeletLink, LinkPace},
+    pod_resources::PodResourcesLister,
     resource::ResourceName,
     seats::SeatList,
     watcher::{ReadPace, SeatOffer, SeatWatcher},
 };
 use super::{
     dra::{DraOptions, capacity::OversubscriptionFactor, cdi_lookup::CdiLookup},
+    gpu_conditions::GpuConditions,
     gpu_reader::GpuReader,
     host::HostPaths,
 };
@@ -99,6 +107,8 @@ pub struct DevicePlugin {
     lookup: CdiLookup,
     factor: OversubscriptionFactor,
     offer: watch::Receiver<SeatOffer>,
+    conditions: watch::Receiver<GpuConditions>,
+    lister: PodResourcesLister,
     link: KubeletLink,
 }
 
@@ -111,6 +121,7 @@ impl DevicePlugin {
         options: &DevicePluginOptions,
         dra: &DraOptions,
         places: &HostPaths,
+        conditions: watch::Receiver<GpuConditions>,
     ) -> Result<Option<(DevicePlugin, SeatControl)>, DevicePluginError> {
         if !options.device_plugin {
             return Ok(None);
@@ -121,6 +132,10 @@ impl DevicePlugin {
         let folder = places.on_host(&options.dir);
         let (control, offer) = watch::channel(SeatOffer::default());
         let lookup = dra.lookup(places);
+        let lister = PodResourcesLister {
+            folder: folder.with_file_name(pod_resources::FOLDER),
+            resource: options.resource.clone(),
+        };
         let link = KubeletLink {
             folder,
             resource: options.resource.clone(),
@@ -132,7 +147,15 @@ impl DevicePlugin {
             0 => dra.factor,
             seats => OversubscriptionFactor::of_seats(seats),
         };
-        let plugin = DevicePlugin { places: places.clone(), lookup, factor, offer, link };
+        let plugin = DevicePlugin {
+            places: places.clone(),
+            lookup,
+            factor,
+            offer,
+            conditions,
+            lister,
+            link,
+        };
         Ok(Some((plugin, SeatControl(control))))
     }
 
@@ -141,9 +164,11 @@ impl DevicePlugin {
         let mut reader = GpuReader::new(self.places);
         let watcher = SeatWatcher {
             read: async || reader.read().await,
+            taken: async || self.lister.taken_seats().await,
             lookup: self.lookup,
             factor: self.factor,
             offer: self.offer,
+            conditions: self.conditions,
             seats: self.link.seats.clone(),
             pace: ReadPace::default(),
         };

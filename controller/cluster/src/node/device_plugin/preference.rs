@@ -53,6 +53,7 @@ mod tests {
             index,
             seats: *seats,
             fault: None,
+            kept_seats: None,
         };
         SeatList { gpus: (0..).zip(seats).map(gpu).collect() }
     }

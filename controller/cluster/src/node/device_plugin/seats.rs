@@ -1,6 +1,8 @@
 //! The seats of a node's GPUs. A seat is the right of a container to use a GPU and to fill its
 //! memory. A GPU has several seats, which the kubelet hands out as devices.
 
+use std::collections::BTreeSet;
+
 use affinode_controller::inventory::gpu_facts::{GpuFacts, NodeGpus};
 
 use super::messages::{Device, ListAndWatchResponse};
@@ -24,9 +26,10 @@ const UNHEALTHY: &str = "Unhealthy";
 /// Reason why the seats of a GPU are not offered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuFault {
-    /// The node does not serve the runtime, so containers would run without Affinode.
+    /// The node does not serve the runtime, so containers would run without Affinode. Or an operator
+    /// left the GPUs to another program.
     #[error(
-        "containerd on the node does not serve Affinode's runtime, or Affinode is being removed from the node, so no seat is offered"
+        "containerd on the node does not serve Affinode's runtime, Affinode is being removed from the node, or the node has the label affinode.io/offer-gpus=false, so no seat is offered"
     )]
     NotServed,
     /// The driver no longer reports the GPU, or the GPU is in MIG mode.
@@ -49,6 +52,9 @@ pub struct SeatedGpu {
     pub seats: u32,
     /// Reason why the seats are not offered. `None`: they are offered.
     pub fault: Option<GpuFault>,
+    /// Numbers of the seats that stay offered although the GPU is full of VRAM that no offload can
+    /// free: the seats that pods have. `None`: the GPU is not full, so all seats are offered.
+    pub kept_seats: Option<BTreeSet<u32>>,
 }
 
 impl SeatedGpu {
@@ -63,6 +69,12 @@ impl SeatedGpu {
     #[must_use]
     pub fn seat_id(&self, number: u32) -> String {
         format!("{}{SEPARATOR}{number}", self.uuid)
+    }
+
+    /// Returns whether the kubelet may give the seat with this number to a pod, or lets the pod
+    /// that has the seat keep it.
+    fn is_healthy(&self, number: u32) -> bool {
+        self.fault.is_none() && self.kept_seats.as_ref().is_none_or(|kept| kept.contains(&number))
     }
 }
 
@@ -85,12 +97,26 @@ impl SeatList {
         (self.gpus[at].seat_id(number) == id).then_some((at, number))
     }
 
+    /// Withdraws the free seats of the GPUs with these UUIDs, which are full. `taken` contains the
+    /// identities of the seats that pods have.
+    pub fn close(&mut self, full: &BTreeSet<String>, taken: &BTreeSet<String>) {
+        let seats = taken.iter().filter_map(|id| self.find(id)).collect::<Vec<_>>();
+        for (at, gpu) in
+            self.gpus.iter_mut().enumerate().filter(|(_, gpu)| full.contains(&gpu.uuid))
+        {
+            let own = seats.iter().filter(|(of, _)| *of == at).map(|(_, number)| *number);
+            gpu.kept_seats = Some(own.collect());
+        }
+    }
+
     /// Returns the message that lists all seats and their health for the kubelet.
     #[must_use]
     pub fn devices(&self) -> ListAndWatchResponse {
         let seats = self.gpus.iter().flat_map(|gpu| {
-            let health = if gpu.fault.is_none() { HEALTHY } else { UNHEALTHY };
-            (0..gpu.seats).map(|number| Device { id: gpu.seat_id(number), health: health.into() })
+            (0..gpu.seats).map(|number| {
+                let health = if gpu.is_healthy(number) { HEALTHY } else { UNHEALTHY };
+                Device { id: gpu.seat_id(number), health: health.into() }
+            })
         });
         ListAndWatchResponse { devices: seats.collect() }
     }
@@ -140,7 +166,7 @@ impl KnownGpus {
         let gpus = self.all.gpus.iter().map(|gpu| {
             let seats = capacity::seats(&self.all, gpu.vram_bytes, factor);
             let (uuid, index) = (gpu.uuid.clone(), gpu.index);
-            let mut gpu = SeatedGpu { uuid, index, seats, fault: None };
+            let mut gpu = SeatedGpu { uuid, index, seats, fault: None, kept_seats: None };
             gpu.fault = match served {
                 false => Some(GpuFault::NotServed),
                 true if !self.seen.contains(&gpu.uuid) => Some(GpuFault::Gone),

@@ -1,15 +1,19 @@
 //! Reads the node's GPUs at intervals, and keeps the list of seats up to date.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use affinode_controller::inventory::gpu_facts::NodeGpus;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 
-use super::seats::{KnownGpus, SeatList};
+use super::{
+    pod_resources::SeatUseError,
+    seats::{KnownGpus, SeatList, SeatedGpu},
+};
 use crate::{
     error_chain,
     node::{
         dra::{capacity::OversubscriptionFactor, cdi_lookup::CdiLookup},
+        gpu_conditions::GpuConditions,
         host::HostError,
     },
 };
@@ -35,7 +39,8 @@ pub enum SeatOffer {
 pub struct ReadPace {
     /// Pause while all GPUs can be used.
     pub usual: Duration,
-    /// Pause after an error, and while a GPU cannot be used.
+    /// Pause after an error, while a GPU cannot be used, and between two questions to the kubelet
+    /// while a GPU is full.
     pub retry: Duration,
 }
 
@@ -46,10 +51,12 @@ impl Default for ReadPace {
 }
 
 /// Reads the GPUs of a node at intervals, and updates the list of seats. `R` is the function that
-/// reads the GPUs.
-pub struct SeatWatcher<R> {
+/// reads the GPUs. `T` is the function that returns the identities of the seats that pods have.
+pub struct SeatWatcher<R, T> {
     /// Reads the GPUs of the node.
     pub read: R,
+    /// Asks the kubelet which seats pods have.
+    pub taken: T,
     /// Finds the CDI devices of the GPUs.
     pub lookup: CdiLookup,
     /// Oversubscription of a GPU, which determines its number of seats. The node's host memory may
@@ -57,49 +64,98 @@ pub struct SeatWatcher<R> {
     pub factor: OversubscriptionFactor,
     /// Whether the seats are offered to the kubelet.
     pub offer: watch::Receiver<SeatOffer>,
+    /// Conditions of the GPUs. Free seats of full GPUs are not offered.
+    pub conditions: watch::Receiver<GpuConditions>,
     /// Channel to which the list of seats is sent after each change.
     pub seats: watch::Sender<SeatList>,
     /// Pauses between two readings.
     pub pace: ReadPace,
 }
 
-impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
+/// What the watcher knows from its readings.
+#[derive(Default)]
+struct SeatReadings {
+    known: KnownGpus,
+    /// Number of failed readings of the GPUs in a row.
+    failures: u32,
+    /// Start of the last reading of the GPUs. `None`: they must be read at the next occasion.
+    gpus_read: Option<Instant>,
+    /// Identities of the seats that pods have. Empty while no GPU is full.
+    taken: BTreeSet<String>,
+}
+
+impl<R, T> SeatWatcher<R, T>
+where
+    R: AsyncFnMut() -> Result<NodeGpus, HostError>,
+    T: AsyncFnMut() -> Result<BTreeSet<String>, SeatUseError>,
+{
     /// Reads the GPUs at intervals. Returns when the node agent drops its `SeatControl`. Dropping
     /// the future also ends the readings.
     pub async fn run(mut self) {
-        let (mut known, mut failures) = (KnownGpus::default(), 0);
+        let mut readings = SeatReadings::default();
         loop {
             let offer = *self.offer.borrow_and_update();
+            let full = self.conditions.borrow().full.clone();
             if offer == SeatOffer::Offered {
                 // A driver that hangs must not delay a withdrawal.
                 let mut changes = self.offer.clone();
-                let reading = tokio::select! {
-                    reading = (self.read)() => reading,
+                tokio::select! {
+                    () = self.read(&full, &mut readings) => {}
                     changed = changes.changed() => if changed.is_err() { return } else { continue },
-                };
-                match reading {
-                    Ok(reading) => {
-                        known.add(reading);
-                        failures = 0;
-                    }
-                    Err(error) => {
-                        let why = error_chain::chain(&error);
-                        tracing::warn!("device plugin: cannot read the GPUs of the node: {why}");
-                        failures += 1;
-                        if failures >= FAILURES {
-                            known.lose_all();
-                        }
-                    }
                 }
             }
             let served = offer == SeatOffer::Offered;
-            let fresh = known.seats(self.factor, served, |gpu| self.lookup.find(gpu));
-            let sound = failures == 0 && fresh.gpus.iter().all(|gpu| gpu.fault.is_none());
+            let mut fresh = readings.known.seats(self.factor, served, |gpu| self.lookup.find(gpu));
+            fresh.close(&full, &readings.taken);
+            let sound = readings.failures == 0 && fresh.gpus.iter().all(|gpu| gpu.fault.is_none());
+            if !sound {
+                readings.gpus_read = None;
+            }
+            let settled = sound && fresh.gpus.iter().all(|gpu| gpu.kept_seats.is_none());
             self.publish(fresh);
-            let rest = if sound || !served { self.pace.usual } else { self.pace.retry };
+            let rest = if settled || !served { self.pace.usual } else { self.pace.retry };
             tokio::select! {
                 () = tokio::time::sleep(rest) => {}
                 changed = self.offer.changed() => if changed.is_err() { return },
+                () = changes_from(&mut self.conditions, &full) => {}
+            }
+        }
+    }
+
+    /// Reads the GPUs if that is due and, if a GPU is full, the seats that pods have.
+    async fn read(&mut self, full: &BTreeSet<String>, readings: &mut SeatReadings) {
+        if readings.gpus_read.is_none_or(|at| at.elapsed() >= self.pace.usual) {
+            self.read_gpus(readings).await;
+        }
+        if full.is_empty() {
+            readings.taken.clear();
+            return;
+        }
+        match (self.taken)().await {
+            Ok(taken) => readings.taken = taken,
+            // The seats of the last answer stay offered.
+            Err(error) => tracing::warn!(
+                "device plugin: it is unknown which seats of full GPUs are free: {}",
+                error_chain::chain(&error)
+            ),
+        }
+    }
+
+    async fn read_gpus(&mut self, readings: &mut SeatReadings) {
+        let began = Instant::now();
+        match (self.read)().await {
+            Ok(reading) => {
+                readings.known.add(reading);
+                readings.failures = 0;
+                readings.gpus_read = Some(began);
+            }
+            Err(error) => {
+                let why = error_chain::chain(&error);
+                tracing::warn!("device plugin: cannot read the GPUs of the node: {why}");
+                readings.failures += 1;
+                if readings.failures >= FAILURES {
+                    readings.known.lose_all();
+                }
             }
         }
     }
@@ -115,26 +171,43 @@ impl<R: AsyncFnMut() -> Result<NodeGpus, HostError>> SeatWatcher<R> {
                 fresh.gpus.len()
             );
             for gpu in &fresh.gpus {
-                let earlier = known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid);
-                match &gpu.fault {
-                    Some(fault) if earlier.is_none_or(|it| it.fault.as_ref() != Some(fault)) => {
-                        tracing::warn!(
-                            "device plugin: the seats of GPU {} are not offered: {fault}",
-                            gpu.uuid
-                        );
-                    }
-                    None if earlier.is_some_and(|it| it.fault.is_some()) => {
-                        tracing::info!(
-                            "device plugin: the seats of GPU {} are offered again",
-                            gpu.uuid
-                        );
-                    }
-                    _ => {}
-                }
+                report(known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid), gpu);
             }
             *known = fresh;
             true
         });
+    }
+}
+
+/// Waits until other GPUs are full than those in `full`.
+async fn changes_from(conditions: &mut watch::Receiver<GpuConditions>, full: &BTreeSet<String>) {
+    if conditions.wait_for(|now| now.full != *full).await.is_err() {
+        // The node agent ends.
+        std::future::pending().await
+    }
+}
+
+/// Logs a change of what is offered of a GPU. `earlier` is the GPU in the list before.
+fn report(earlier: Option<&SeatedGpu>, gpu: &SeatedGpu) {
+    let uuid = &gpu.uuid;
+    match &gpu.fault {
+        Some(fault) if earlier.is_none_or(|it| it.fault.as_ref() != Some(fault)) => {
+            tracing::warn!("device plugin: the seats of GPU {uuid} are not offered: {fault}");
+        }
+        None if earlier.is_some_and(|it| it.fault.is_some()) => {
+            tracing::info!("device plugin: the seats of GPU {uuid} are offered again");
+        }
+        _ => {}
+    }
+    match (earlier.is_some_and(|it| it.kept_seats.is_some()), gpu.kept_seats.is_some()) {
+        (false, true) => tracing::warn!(
+            "device plugin: the free seats of GPU {uuid} are not offered, because the GPU is full of \
+             VRAM that no offload can free"
+        ),
+        (true, false) => {
+            tracing::info!("device plugin: the GPU {uuid} is not full any more");
+        }
+        _ => {}
     }
 }
 

@@ -140,7 +140,12 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         Ok((last.0 == 200).then(|| last.1.clone()))
     });
     let text = text.with_context(|| format!("the last reply has status {}: {}", last.0, last.1))?;
-    for line in ["affinode_controller_up 1", "affinode_agent_install_state{state=\"served\"} 1"] {
+    for line in [
+        "affinode_controller_up 1",
+        "affinode_agent_install_state{state=\"served\"} 1",
+        "affinode_agent_gpu_sharing{kind=\"time-slicing\"} 1",
+        "affinode_agent_gpu_sharing{kind=\"offered-twice\"} 0",
+    ] {
         ensure!(
             text.lines().any(|known| known == line),
             "the metrics do not contain {line}: {text}"

@@ -1,5 +1,7 @@
 //! Checks of the device plugin, by which each pod gets a seat (a right to use a GPU).
 
+mod full;
+
 use std::{
     collections::BTreeSet,
     fs,
@@ -15,7 +17,7 @@ use serde_json::{Value, json};
 use super::{
     agent_log, dra,
     pods::{self, Pod},
-    step, uninstall,
+    sharing, step, uninstall,
 };
 use crate::{
     k8s::{control_plane::Plane, node::Node},
@@ -44,6 +46,7 @@ pub fn pods_take_seats(plane: &Plane<'_>) -> Result<()> {
         offers_seats(plane, node, None)?;
     }
     let node = plane.first();
+    sharing::second_plugin_is_told(plane, node)?;
     let mut seated = all_seats(plane, node)?;
     let waiting = one_finds_no_seat(plane, node)?;
     dra::take_turns(node, &mut seated)?;
@@ -54,6 +57,7 @@ pub fn pods_take_seats(plane: &Plane<'_>) -> Result<()> {
     let first = seated.remove(0);
     seated.push(seat_is_given_back(plane, node, first, &waiting)?);
     seated.into_iter().try_for_each(Pod::delete)?;
+    full::full_gpu_takes_no_pod(plane, node)?;
     uninstall::all(plane)?;
     nothing_is_left(plane)
 }
@@ -69,6 +73,12 @@ fn identity(path: &Path) -> Option<(u64, i64, i64)> {
     Some((data.ino(), data.mtime(), data.mtime_nsec()))
 }
 
+/// Returns the number of seats of the node that pods can have, as the kubelet reports it.
+fn allocatable(plane: &Plane<'_>, node: &Node<'_>) -> Result<String> {
+    let object = plane.get(&["node", &node.name])?;
+    Ok(object["status"]["allocatable"][RESOURCE].as_str().unwrap_or("0").to_owned())
+}
+
 /// Waits until the node offers its seats. `earlier` identifies an earlier socket of the plugin. If
 /// it is given, the wait continues until the plugin has replaced this socket.
 fn offers_seats(
@@ -78,8 +88,7 @@ fn offers_seats(
 ) -> Result<()> {
     let offered = plane.until(&format!("the seats of {}", node.name), || {
         let now = identity(&endpoint(node));
-        let object = plane.get(&["node", &node.name])?;
-        let count = object["status"]["allocatable"][RESOURCE].as_str() == Some(&SEATS.to_string());
+        let count = allocatable(plane, node)? == SEATS.to_string();
         Ok((count && now.is_some() && now != earlier).then_some(()))
     });
     offered.with_context(|| agent_log(plane))?;
@@ -125,15 +134,21 @@ fn all_seats<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Vec<Pod<'a>
 fn one_finds_no_seat<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>) -> Result<Value> {
     let pod = seated(node, "seat-more")?;
     plane.apply(&pod)?;
-    let why = plane.until("one more pod to find no seat", || {
-        let pod = plane.get(&["pod", "seat-more"])?;
+    let why = finds_no_seat(plane, "seat-more")?;
+    output::note(&format!("one more waits: {why}"));
+    Ok(pod)
+}
+
+/// Waits until the scheduler finds no seat for a pod, and returns the scheduler's reason.
+fn finds_no_seat(plane: &Plane<'_>, name: &str) -> Result<String> {
+    let why = plane.until(&format!("{name} to find no seat"), || {
+        let pod = plane.get(&["pod", name])?;
         let condition = &pod["status"]["conditions"][0];
         let waits = condition["reason"] == "Unschedulable";
         Ok(waits.then(|| condition["message"].as_str().unwrap_or_default().to_owned()))
     })?;
     ensure!(why.contains(&format!("Insufficient {RESOURCE}")), "another reason: {why}");
-    output::note(&format!("one more waits: {why}"));
-    Ok(pod)
+    Ok(why)
 }
 
 /// Restarts the kubelet, and checks that pods keep their seats. A kubelet removes the sockets of
@@ -192,9 +207,7 @@ fn nothing_is_left(plane: &Plane<'_>) -> Result<()> {
         plane
             .until("the plugin's socket to be removed", || Ok((!socket.exists()).then_some(())))?;
         plane.until("the node to offer no seats", || {
-            let object = plane.get(&["node", &node.name])?;
-            let left = object["status"]["allocatable"][RESOURCE].as_str().unwrap_or("0");
-            Ok((left == "0").then_some(()))
+            Ok((allocatable(plane, node)? == "0").then_some(()))
         })?;
         fs::remove_file(node.path("/etc/cdi/nvidia.json"))?;
     }
