@@ -59,10 +59,7 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
     let is_incomplete = process.agent.phase == Phase::Checkpointed
         && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
     process.memory.set_copy_out_incomplete(is_incomplete);
-    if page.kept_bytes == 0 {
-        process.activity.kept_asked_at = None;
-    }
-    process.activity.counters = Some(page);
+    process.activity.set_counters(page);
     if !moved && !news {
         return;
     }

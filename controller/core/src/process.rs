@@ -191,6 +191,16 @@ pub struct ProcessActivity {
     pub kept_asked_at: Option<Millis>,
 }
 
+impl ProcessActivity {
+    /// Records a reading of the process's counters.
+    pub fn set_counters(&mut self, counters: CounterSnapshot) {
+        if counters.kept_bytes == 0 {
+            self.kept_asked_at = None;
+        }
+        self.counters = Some(counters);
+    }
+}
+
 impl Process {
     /// Whether the library of the process has all of these capabilities.
     #[must_use]

@@ -60,6 +60,29 @@ fn a_long_pause_frees_vram() {
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
 }
 
+/// A process is called at different times around its copy out, which takes half a second. A call
+/// that comes during the copy must cancel it. No call may wait for the end of the copy and then for
+/// a restore.
+#[test]
+fn call_during_a_copy_out_hardly_waits() {
+    let contender = contender_with("fixed-60s", Engine::Copy);
+    let summaries: Vec<_> = (60_500..63_000)
+        .step_by(100)
+        .map(|at| {
+            let mut called = load("a", 24, &[]);
+            called.arrivals_ms = vec![0, at, 300_000];
+            let trace = WorkloadTrace { loads: vec![called] };
+            engine::run(&trace, machine(24), &contender).unwrap()
+        })
+        .collect();
+    let longest_ms = summaries.iter().map(|summary| summary.delay_p99_ms).max();
+    assert!(longest_ms < Some(520), "{longest_ms:?}");
+    // All three calls waited, but the process was restored only for the first and the last one.
+    let cancelled =
+        summaries.iter().filter(|summary| summary.delayed_share > 0.9 && summary.restores == 2);
+    assert!(cancelled.count() >= 3);
+}
+
 /// A call after a pause must wait as long as the engine's restore of the process (24 GiB) takes.
 #[test]
 fn engine_decides_what_a_wake_costs() {

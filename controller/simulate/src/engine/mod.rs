@@ -55,6 +55,8 @@ enum SimulationEvent {
     Arrival(u32),
     UseEnds(u32),
     Done(u32, Action),
+    /// The process has cancelled its copy out.
+    Cancelled(u32),
     Due(u32),
     Poll,
 }
@@ -288,6 +290,8 @@ impl<'a> SimulatedNode<'a> {
             went: None,
             has_exited: false,
             order: 0,
+            copy_ends: None,
+            cancelled_end: None,
         });
     }
 
@@ -300,6 +304,7 @@ impl<'a> SimulatedNode<'a> {
             SimulationEvent::Arrival(n) => process::called(self, n as usize)?,
             SimulationEvent::UseEnds(n) => process::use_ends(self, n as usize)?,
             SimulationEvent::Done(n, action) => orders::end_order(self, n as usize, action)?,
+            SimulationEvent::Cancelled(n) => orders::copy_is_cancelled(self, n as usize)?,
             SimulationEvent::Due(n) => {
                 let n = n as usize;
                 if self.processes[n].due == Some(self.now) {

@@ -1,7 +1,10 @@
 //! Executes the node's effects. An order takes the time that the calibration states. A reading of a
 //! GPU takes no time.
 
-use affinode_core::{Effect, GpuSample, Input, Millis, Survey, host_memory::SurveyedMemory};
+use affinode_core::{
+    Effect, GpuSample, Input, Millis, Survey, copy_watch::TurnBackCause,
+    host_memory::SurveyedMemory,
+};
 use affinode_proto::{
     event::EventKind,
     state::State,
@@ -18,6 +21,9 @@ use super::{
 };
 use crate::{SimulationError, memory::OffloadLevel, summary::CallDelay};
 
+/// Time from the call that cancels a copy out to the end of the copy. The controller reads the
+/// counters every 20 ms.
+const CANCEL_MS: Millis = 20;
 /// Maximum time between an offload and the following restore for which the restore counts as
 /// thrash.
 const THRASH_MS: Millis = 60_000;
@@ -58,6 +64,9 @@ pub(super) fn simulate_effect(
     match effect {
         Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
             return begin_order(world, process.0 as usize, order, action);
+        }
+        Effect::TurnBack(process, TurnBackCause::NotWanted) => {
+            cancel_copy(world, process.0 as usize);
         }
         Effect::Survey { key: asked, .. } => {
             let n = number(asked.as_str());
@@ -115,9 +124,33 @@ fn begin_order(
         | Action::ReleaseAllocations => return Ok(()),
         _ => {}
     }
-    world.processes[n].order = order;
+    let p = &mut world.processes[n];
+    p.order = order;
+    p.copy_ends = matches!(action, Action::CopyOut { .. }).then_some(world.now + takes_ms);
     world.at(world.now + takes_ms, SimulationEvent::Done(n as u32, action));
     Ok(())
+}
+
+/// Cancels the copy out of a process, whose memory then stays on the GPU.
+fn cancel_copy(world: &mut SimulatedNode<'_>, n: usize) {
+    let p = &mut world.processes[n];
+    if let Some(end) = p.copy_ends.take() {
+        p.cancelled_end = Some(end);
+        world.at(world.now + CANCEL_MS, SimulationEvent::Cancelled(n as u32));
+    }
+}
+
+/// Reports to the node that a process has cancelled its copy out.
+pub(super) fn copy_is_cancelled(
+    world: &mut SimulatedNode<'_>,
+    n: usize,
+) -> Result<(), SimulationError> {
+    let p = &world.processes[n];
+    if p.has_exited {
+        return Ok(());
+    }
+    let report = p.memory.swap().report(p.order, Outcome::GivenUp, p.phase, 0);
+    world.tell(Input::Message(id(n), report))
 }
 
 /// Allocates VRAM at the begin of a restore, because the driver allocates before it copies.
@@ -170,6 +203,13 @@ pub(super) fn end_order(
     let p = &mut world.processes[n];
     if p.has_exited {
         return Ok(());
+    }
+    if matches!(action, Action::CopyOut { .. }) {
+        let now = world.now;
+        if p.cancelled_end.take_if(|end| *end == now).is_some() {
+            return Ok(());
+        }
+        p.copy_ends = None;
     }
     let mut outcome = Outcome::Done;
     match action {

@@ -51,6 +51,10 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) has_exited: bool,
     /// Number of the order that the process executes. It executes one order at a time.
     pub(super) order: u64,
+    /// When the copy out in progress ends. `None`: there is none.
+    pub(super) copy_ends: Option<Millis>,
+    /// End of a copy out that was cancelled. The event planned for this time is ignored.
+    pub(super) cancelled_end: Option<Millis>,
 }
 
 impl SimulatedProcess<'_> {
@@ -115,6 +119,7 @@ pub(super) fn called(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simu
     p.next += 1;
     p.waiting.push(u32::try_from(now).unwrap_or(u32::MAX));
     let first = p.waiting.len() == 1;
+    let copies = p.copy_ends.is_some();
     if starts_now {
         world.register(n);
         world.drain()?;
@@ -124,6 +129,10 @@ pub(super) fn called(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simu
         world.wakes += 1;
         let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
         world.tell(Input::Message(id(n), wake))?;
+        if copies {
+            // The controller reads the counters again and again during a copy out.
+            world.tell(Input::HostLevels(Vec::new()))?;
+        }
     }
     Ok(())
 }
