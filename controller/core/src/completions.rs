@@ -118,9 +118,6 @@ fn act_on_report(
         // The container stays resident already, unless another offload has been requested
         // meanwhile or the process was never told to cancel.
         ReportVerdict::GivenUp => {
-            if node.host_ledger.uses_host_pool(key) {
-                host_pool::renew_connections(node, key);
-            }
             let container = node.registry.containers.get(key);
             if container.is_some_and(|container| !container.goal.is_resident()) {
                 let detail = format!("process {pid} has cancelled its copy");

@@ -7,7 +7,10 @@
 
 use std::collections::BTreeSet;
 
-use affinode_proto::wire::message::Action;
+use affinode_proto::{
+    state::State,
+    wire::{Capabilities, message::Action},
+};
 
 use super::{
     Effect, Key, Millis, ProcessId,
@@ -78,12 +81,18 @@ pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
 }
 
 /// Gives up the offloads of containers that have a waiting CUDA call, and cancels each copy out
-/// whose offload was given up. The counters of all copying processes were read just before. A copy
-/// out that frees VRAM for a waiting container continues: the waiter would find no other VRAM as
-/// soon.
+/// whose offload was given up. The counters of all copying processes were read just before.
+///
+/// A copy out that frees VRAM for a waiting container continues: the waiter would find no other
+/// VRAM as soon. The copies of a container continue also if one of its processes is copied out
+/// already: its gates stay closed until that process is restored, so its VRAM would be kept in
+/// vain. A copy that is cancelled for lack of host memory is cancelled for this reason alone.
 pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
     for copy in copies_in_progress(node) {
-        if frees_vram_for_a_waiter(node, &copy.key) {
+        if node.host_ledger.short_pool(&copy.key).is_some()
+            || is_partly_out(node, &copy.key)
+            || frees_vram_for_a_waiter(node, &copy.key)
+        {
             continue;
         }
         let calls = |id: &ProcessId| {
@@ -99,10 +108,20 @@ pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
         let container = node.registry.containers.get(&copy.key);
         if container.is_some_and(|container| container.goal.is_resident()) {
             // The order is sent again until the copy ends, as in `host_levels_read`.
-            let cancel = |(id, _): (ProcessId, _)| Effect::TurnBack(id, TurnBackCause::NotWanted);
-            node.output.effects.extend(copy.processes.into_iter().map(cancel));
+            let can = |id: &ProcessId| {
+                let process = node.registry.processes.get(id);
+                process.is_some_and(|process| process.can(Capabilities::GIVES_UP_COPIES))
+            };
+            let told = copy.processes.into_iter().map(|(id, _)| id).filter(can);
+            let cancel = |id| Effect::TurnBack(id, TurnBackCause::NotWanted);
+            node.output.effects.extend(told.map(cancel));
         }
     }
+}
+
+/// Whether a process of the container is copied out while others are still copied.
+fn is_partly_out(node: &NodeState, key: &Key) -> bool {
+    node.registry.processes.of(key).any(|(_, process)| process.agent.phase.is_offloaded())
 }
 
 /// Whether another container waits for VRAM of a GPU that the offload of `key` frees.
@@ -112,7 +131,12 @@ fn frees_vram_for_a_waiter(node: &NodeState, key: &Key) -> bool {
         .flat_map(|(_, process)| process.memory.offloaded_vram().unwrap_or_default())
         .map(|on| on.uuid.as_str())
         .collect();
-    node.admission.queue.keys().filter(|waiter| *waiter != key).any(|waiter| {
+    // A container whose last turn failed is not in the queue for a moment, but waits too.
+    let pausing = node.registry.containers.iter();
+    let pausing = pausing.filter(|(_, c)| c.shown.state == State::Queued).map(|(key, _)| key);
+    let waiters = node.admission.queue.keys().chain(pausing);
+    let waits = |waiter: &&Key| *waiter != key && !node.admission.grants.contains_key(*waiter);
+    waiters.filter(waits).any(|waiter| {
         let want = needs::alloc_wait_beside_restore(node, waiter);
         let needs = needs::needs_with(node, waiter, want);
         needs.iter().any(|need| freed.contains(need.uuid.as_str()))

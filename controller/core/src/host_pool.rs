@@ -9,7 +9,7 @@
 //!                          └──> the container prefers its own memory for a while
 //! ```
 
-use affinode_proto::wire::Capabilities;
+use affinode_proto::wire::{Capabilities, ProcessFlags};
 
 use super::{
     Effect, Key, Millis, ProcessId, container::Container, host_memory::HostNeed,
@@ -77,6 +77,12 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) 
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
         let own = allowances.iter().find(|(pid, _)| *pid == process.identity.pid);
         let bytes = own.map_or(0, |(_, bytes)| *bytes);
+        // A library ends its connection if a reply is late, for example during a cancellation.
+        let counters = process.activity.counters.as_ref();
+        if counters.is_some_and(|page| page.notes.intersects(ProcessFlags::HOST_POOL_LOST)) {
+            process.host_pool_bytes = 0;
+            node.output.effects.push(Effect::LeaveHostPool(id));
+        }
         if process.host_pool_bytes < bytes {
             process.host_pool_bytes = bytes;
             node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
@@ -102,23 +108,18 @@ pub(super) fn end_permissions(node: &mut NodeState) {
 }
 
 /// Records that a copy out to the host pool failed. The container prefers its own memory for a
-/// while. The connections of its processes may have failed too.
+/// while. The connections of its processes may have failed too, so they are made anew for their
+/// next use.
 pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
-    renew_connections(node, key);
     let now = node.clock.now;
-    if let Some(container) = node.registry.containers.get_mut(key) {
-        container.offload_failures.host_pool_not_before = now + PAUSE_MS;
-    }
-}
-
-/// Ends the connections of a container's processes to the host pool, so that new ones are made for
-/// their next use. A library ends its connection itself if a reply is late during a cancellation.
-pub(super) fn renew_connections(node: &mut NodeState, key: &Key) {
     let ids: Vec<ProcessId> = node.registry.processes.ids_of(key).collect();
     for id in ids {
         if let Some(process) = node.registry.processes.get_mut(&id) {
             process.host_pool_bytes = 0;
         }
         node.output.effects.push(Effect::LeaveHostPool(id));
+    }
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.offload_failures.host_pool_not_before = now + PAUSE_MS;
     }
 }

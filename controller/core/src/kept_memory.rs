@@ -65,6 +65,10 @@ fn kept_by_others(
     for id in node.registry.processes.ids() {
         let process = node.registry.processes.get(&id).filter(|process| process.key != *key);
         let Some(process) = process else { continue };
+        // A container that is to be offloaded needs its memory itself.
+        if !node.registry.containers.get(&process.key).is_some_and(|c| c.goal.is_resident()) {
+            continue;
+        }
         if process.pending.is_some_and(|order| order.action.is_restore()) {
             coming_bytes = coming_bytes.saturating_add(restoring_bytes(process, place));
             continue;
@@ -87,19 +91,22 @@ fn kept_by_others(
 /// Host memory in this place that a process can free after its restore in progress, in bytes.
 fn restoring_bytes(process: &Process, place: &MemoryPlace) -> u64 {
     let bytes = process.memory.swap.copied_out_bytes.min(process.offloaded_vram_bytes());
-    if is_there(process, place) { bytes } else { 0 }
+    if is_there(process, place) && can_free(process) { bytes } else { 0 }
 }
 
 /// Host memory in this place that a resident process can free, in bytes. The process counts this
 /// memory itself. It cannot keep more than it had in VRAM, which NVML measures.
 fn freeable_bytes(process: &Process, place: &MemoryPlace) -> u64 {
     let is_idle = process.agent.phase == Phase::Open && process.pending.is_none();
-    let can = process.agent.connected && process.can(Capabilities::FREES_HOST_MEMORY);
-    match is_there(process, place) && is_idle && can && !process.prefault.ordered {
+    match is_there(process, place) && is_idle && can_free(process) && !process.prefault.ordered {
         true => process.activity.counters.as_ref().map_or(0, |page| page.kept_bytes),
         false => 0,
     }
     .min(process.vram_bytes())
+}
+
+fn can_free(process: &Process) -> bool {
+    process.agent.connected && process.can(Capabilities::FREES_HOST_MEMORY)
 }
 
 /// Whether host memory that the process keeps is in this place.

@@ -82,6 +82,7 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
         container.usage.last_progress = now;
     }
     container.usage.used(now);
+    container.offload_failures.short_in_a_row = 0;
     container.connections.used(now);
     let ahead = container.prewake.take().map(|prewake| prewake.why);
     if let Some(by) = ahead {

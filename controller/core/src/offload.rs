@@ -234,7 +234,6 @@ pub(super) fn finish_offload(node: &mut NodeState, key: &Key) {
         container.figures.offloaded(elapsed);
     }
     container.offload_failures.clear();
-    container.shown.refused = None;
     container.connections.restart();
     let cause = container.cause;
     node.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
@@ -287,12 +286,11 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
     container.offload_failures.has_stayed(now, reason, forced);
     container.offload_failures.count(now, container.policy.idle_timeout_ms, reason);
     let is_asked = container.commands.iter().any(|(_, request)| *request == Request::Offload);
-    let was_refused = container.shown.refused.replace(reason) == Some(reason);
+    let is_repeated = reason == Reason::HostMemory && container.offload_failures.short_in_a_row > 1;
     prefault::prefault_failed(node, key);
-    match reason {
-        // These attempts follow each other closely, so only the first one is reported.
-        Reason::HostMemory if was_refused && !is_asked => {}
-        _ => node.publish_refusal(key, reason, detail),
+    // Attempts that lack host memory follow each other closely, so only the first is reported.
+    if is_asked || !is_repeated {
+        node.publish_refusal(key, reason, detail);
     }
     node.answer(key, Request::Offload, false, 0, 0);
     node.resume(key);

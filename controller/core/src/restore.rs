@@ -53,6 +53,7 @@ pub(super) fn called(node: &mut NodeState, key: &Key) -> bool {
     if container.wake_began.is_none() {
         container.wake_began = Some(now);
         container.left_early(now);
+        container.offload_failures.short_in_a_row = 0;
         container.usage.hint = None;
         let pause = container.pause_ends(now, &mut node.prediction.pauses);
         container.usage.history.returned(pause);

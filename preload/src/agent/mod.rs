@@ -51,7 +51,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::LEAVES_IN_PART.0
         | Capabilities::LIMITS_VRAM.0
         | Capabilities::USES_HOST_POOL.0
-        | Capabilities::FREES_HOST_MEMORY.0,
+        | Capabilities::FREES_HOST_MEMORY.0
+        | Capabilities::GIVES_UP_COPIES.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.

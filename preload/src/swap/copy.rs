@@ -133,7 +133,9 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
         // Wait also after a failure: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
-        if copied == Err(NO_HOST_MEMORY) {
+        // A call that waits does not need the pages, and others may need them at once.
+        let is_short = || copied == Err(GIVEN_UP) && host_pressure::is_critical(0, place);
+        if copied == Err(NO_HOST_MEMORY) || is_short() {
             pool.give_back_unused();
         }
         if copied.is_err() {

@@ -12,11 +12,13 @@
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
+use affinode_proto::wire::ProcessFlags;
 use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
 use affinode_proto::wire::message::FRAME_BYTES;
 
 use super::prefault::{CHUNK_BYTES, is_turned_back};
 use crate::fds::{self, TrackedFd};
+use crate::process;
 use crate::sys::{self, Descriptor, task};
 
 /// Time limit for the memory file, in milliseconds. The host pool sends the file as soon as the
@@ -47,11 +49,19 @@ const BROKEN: u32 = 2;
 /// earlier connection's file keeps its content.
 pub fn meet(socket: Option<Descriptor>) {
     hang_up();
+    note_lost(false);
     if let Some(socket) = socket
         && let Some(owned) = TrackedFd::note(socket.number())
     {
         socket.take();
         fds::HOST_POOL.set(owned);
+    }
+}
+
+/// Tells the controller whether a new connection is needed for the next offload.
+fn note_lost(is_lost: bool) {
+    if let Some(page) = process::page() {
+        page.note(ProcessFlags::HOST_POOL_LOST, is_lost);
     }
 }
 
@@ -115,6 +125,7 @@ pub fn populate(chunk: usize, bytes: usize) -> Option<(usize, bool)> {
     if reply.is_none() {
         // A late reply must not be taken for that of a later request.
         STATE.store(BROKEN, Ordering::Release);
+        note_lost(true);
         sys::shut_down(socket);
     }
     reply

@@ -492,19 +492,28 @@ impl StagingPool {
         if self.shrink(self.always_kept()) {
             return TrimResult::Part;
         }
+        self.discard_late_pages();
+        TrimResult::All
+    }
+
+    /// Frees pages that the host pool may have allocated after the connection had failed. No chunk
+    /// of the pool may have content.
+    fn discard_late_pages(&mut self) {
         if self.of_host_pool == 1 && !host_pool::has_file() {
-            // Pages may exist that the host pool allocated after the connection had failed.
             self.unregister_all();
             // SAFETY: the pool has mapped this range, and no chunk of it has content.
             unsafe { sys::discard(self.start as *mut u8, self.bytes, true) };
         }
-        TrimResult::All
     }
 
     /// Frees a part of a pool that is not in use, and keeps nothing for the next offload.
     pub fn free_next(&mut self) -> TrimResult {
         self.keeps = 0;
-        if self.unshare_next() || self.shrink(0) { TrimResult::Part } else { TrimResult::All }
+        if self.unshare_next() || self.shrink(0) {
+            return TrimResult::Part;
+        }
+        self.discard_late_pages();
+        TrimResult::All
     }
 
     /// Number of chunks that stay when no content is retained. Memory of the host pool is free for

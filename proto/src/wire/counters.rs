@@ -41,7 +41,7 @@ pub const MAX_CALL_COST_PS: u32 = 1_000_000;
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Bit of the word [`header::TURN_BACK`]: the offload has been given up, for example because a CUDA
-/// call waits. Libraries of release 0.1 do not know the bit and complete their copy out.
+/// call waits. Only a library with [`super::Capabilities::GIVES_UP_COPIES`] knows the bit.
 pub const NOT_WANTED: u64 = 1 << 63;
 
 /// Offsets of the fields in the header of the counters, in bytes.

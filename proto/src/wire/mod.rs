@@ -139,6 +139,8 @@ impl Capabilities {
     pub const USES_HOST_POOL: Capabilities = Capabilities(1 << 9);
     /// The library frees the host memory that it keeps when the controller requests it.
     pub const FREES_HOST_MEMORY: Capabilities = Capabilities(1 << 10);
+    /// The library cancels a copy out when its offload is given up ([`counters::NOT_WANTED`]).
+    pub const GIVES_UP_COPIES: Capabilities = Capabilities(1 << 11);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]
@@ -293,6 +295,9 @@ impl ProcessFlags {
     /// The host memory to which the process copies out is in the node's [`host_pool`]. Cleared when
     /// the library copies out to the process's own memory again.
     pub const HOST_POOL: ProcessFlags = ProcessFlags(1 << 6);
+    /// The library ended its connection to the host pool, because a reply failed or came too late.
+    /// Cleared when the library receives a new connection.
+    pub const HOST_POOL_LOST: ProcessFlags = ProcessFlags(1 << 7);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

@@ -11,8 +11,12 @@ const PUSHES: u32 = 3;
 /// Failed offloads of one container, and the earliest time of its next offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OffloadFailures {
-    /// Number of failed offloads in a row. A completed offload sets it to 0.
+    /// Number of failed offloads in a row, without those that lacked host memory of the node. A
+    /// completed offload sets it to 0.
     pub in_a_row: u32,
+    /// Number of offloads in a row that lacked host memory of the node. A completed offload or a use
+    /// of the container sets it to 0.
+    pub short_in_a_row: u32,
     /// Earliest time of the next offload.
     pub not_before: Millis,
     /// Time until which the container's own memory is preferred to the host pool.
@@ -30,12 +34,12 @@ impl OffloadFailures {
     /// delay, up to an hour. If the node's host memory was short, the delays are 1 s to 30 s: any
     /// restore of another container frees host memory.
     pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis, why: Reason) {
-        self.in_a_row += 1;
-        let (base_ms, most_ms) = match why {
-            Reason::HostMemory => (500, 30_000),
-            _ => (idle_timeout_ms.clamp(1_000, 300_000), 3_600_000),
+        let (in_a_row, base_ms, most_ms) = match why {
+            Reason::HostMemory => (&mut self.short_in_a_row, 500, 30_000),
+            _ => (&mut self.in_a_row, idle_timeout_ms.clamp(1_000, 300_000), 3_600_000),
         };
-        self.not_before = now + (base_ms << self.in_a_row.min(6)).min(most_ms);
+        *in_a_row = in_a_row.saturating_add(1);
+        self.not_before = now + (base_ms << (*in_a_row).min(6)).min(most_ms);
     }
 
     /// Records why an offload failed, and decides whether the container counts as immovable. If
@@ -121,6 +125,10 @@ mod tests {
             let longest_ms = if why == Reason::HostMemory { 30_000 } else { 3_600_000 };
             assert_eq!(failures.not_before, 7 + longest_ms, "{why:?}");
         }
+        let mut failures = OffloadFailures::default();
+        (0..6).for_each(|_| failures.count(7, 300_000, Reason::HostMemory));
+        failures.count(7, 300_000, Reason::Busy);
+        assert_eq!(failures.not_before, 7 + 600_000, "the two kinds are counted separately");
     }
 
     #[test]

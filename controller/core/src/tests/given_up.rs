@@ -1,10 +1,17 @@
 //! Tests of copies out that are cancelled because their offload was given up.
 
-use affinode_proto::{reason::Reason, state::State, wire::message::Outcome};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{
+        Capabilities, Phase,
+        message::{Action, ControllerMessage, Outcome},
+    },
+};
 
 use super::{
     super::{Input, ProcessId, Request, input::CommandId},
-    world::{Host, World, key},
+    world::{ALL_CAPABILITIES, Host, World, key},
 };
 
 /// Begins a copy out of container 2 and returns its process.
@@ -82,7 +89,7 @@ fn forced_offload_is_not_cancelled() {
     assert_eq!(world.given_up, []);
 }
 
-/// A hostile library reports that it has cancelled its copy out, although nobody ordered this. The
+/// A hostile library reports that it has cancelled its copy out, although the controller did not order this. The
 /// offload must count as failed, so that it is not repeated at once, again and again.
 #[test]
 fn cancellation_without_order_is_a_failure() {
@@ -92,4 +99,56 @@ fn cancellation_without_order_is_a_failure() {
     assert_eq!(world.state(2), State::Active);
     assert_eq!(world.refused, [Reason::Busy.to_string()]);
     assert!(world.container(2).offload_failures.not_before > 0);
+}
+
+/// A call comes while host memory is short. The copy must be cancelled for lack of host memory, so
+/// that its pages are freed at once.
+#[test]
+fn short_host_memory_comes_first() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let id = copying(&mut world);
+    world.agents.get_mut(&id).unwrap().wants = true;
+    world.read_levels(2, id, 99, 100);
+    assert_eq!((&world.turned_back[..], &world.given_up[..]), (&[id][..], &[][..]));
+}
+
+/// One of two processes is copied out already. The copy of the other one must be completed: no call
+/// could continue before both are restored.
+#[test]
+fn partly_copied_container_goes_on() {
+    let mut world = World::new(3);
+    let first = world.running(2, 300);
+    world.join(2);
+    let second = *world.agents.keys().next_back().unwrap();
+    world.allocate(second, 100);
+    world.ask_offload(2, first);
+    let copies = |world: &World, id: ProcessId| {
+        let order = world.agents[&id].inbox.front();
+        matches!(order, Some(ControllerMessage::Order { action: Action::CopyOut { .. }, .. }))
+    };
+    for _ in 0..20 {
+        for id in [first, second] {
+            if !copies(&world, id) {
+                world.work(id);
+            }
+        }
+        if !world.questions.is_empty() {
+            world.answer_question();
+        }
+    }
+    assert!(copies(&world, first) && copies(&world, second));
+    world.work(first);
+    assert_eq!(world.agents[&first].phase, Phase::CopiedOut);
+    call_waits(&mut world, second);
+    assert_eq!(world.given_up, []);
+}
+
+#[test]
+fn older_library_is_not_told() {
+    let mut world = World::new(3);
+    world.libraries = vec![Capabilities(ALL_CAPABILITIES.0 & !Capabilities::GIVES_UP_COPIES.0)];
+    let id = copying(&mut world);
+    call_waits(&mut world, id);
+    assert_eq!(world.given_up, []);
 }

@@ -102,9 +102,9 @@ fn memory_of_a_restore_is_awaited() {
     assert_eq!((world.state(2), &world.refused[..]), (State::Offloaded, &[][..]));
 }
 
-/// If the kept memory does not suffice, or a library cannot free it, nobody is asked.
+/// If the kept memory does not suffice, or a library cannot free it, no process is asked.
 #[test]
-fn nobody_is_asked_in_vain() {
+fn no_process_is_asked_in_vain() {
     let incapable = Capabilities(ALL_CAPABILITIES.0 & !Capabilities::FREES_HOST_MEMORY.0);
     for (kept, capabilities) in [(20, ALL_CAPABILITIES), (250, incapable)] {
         let mut world = World::new(3);
