@@ -255,7 +255,7 @@ impl<'a> SimulatedNode<'a> {
                 phase,
                 generation: 1,
                 hazards: Hazards::default(),
-                capabilities: Capabilities::default(),
+                capabilities: Capabilities::GIVES_UP_COPIES,
                 swap: memory.swap(),
             },
         ]);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
-use super::{BY_ORDER, median, report::Rows};
+use super::{BY_ORDER, engines::ENGINE, median, report::Rows};
 use crate::{
     gpu::Gpu,
     testbed::Testbed,
@@ -25,7 +25,8 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
         Gpu::Simulated { .. } => 256,
     };
     let (name, value) = BY_ORDER;
-    let spec = Worker::spec(NAME, USUAL, vram_mib).annotation(name, value);
+    let spec =
+        Worker::spec(NAME, USUAL, vram_mib).annotation(name, value).annotation(ENGINE, "auto");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     worker.call("streamsync")?;
