@@ -82,7 +82,11 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
         if value.is_empty() {
             policy.remove(name);
         } else {
-            policy.insert(name.clone(), typed(value));
+            let is_valid = |value: &toml::Value| {
+                let text = toml::Table::from_iter([(name.clone(), value.clone())]).to_string();
+                Config::load_with(file, Some((&path, &format!("[policy]\n{text}")))).is_ok()
+            };
+            policy.insert(name.clone(), typed(value, is_valid));
         }
     }
     let text = format!("{HEADER}{table}");
@@ -99,10 +103,12 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
 }
 
 /// Converts a value from the command line to a TOML value. The value has no quotes, so its type is
-/// inferred: a whole number, a boolean, or else a string.
-fn typed(value: &str) -> toml::Value {
+/// inferred: a whole number, a boolean, or else a string. A number becomes a string if the setting
+/// is valid only with a string.
+fn typed(value: &str, is_valid: impl Fn(&toml::Value) -> bool) -> toml::Value {
     if let Ok(number) = value.parse::<i64>() {
-        return number.into();
+        let (number, text) = (toml::Value::from(number), toml::Value::from(value));
+        return if !is_valid(&number) && is_valid(&text) { text } else { number };
     }
     value.parse::<bool>().map_or_else(|_| value.into(), Into::into)
 }
@@ -115,6 +121,19 @@ mod tests {
 
     fn change(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
         pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    /// The limit of VRAM is a string in the configuration, also where it looks like a number.
+    #[test]
+    fn number_of_a_text_setting_is_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        fs::write(&file, "[policy]\nvram_limit = \"20Gi\"\n").unwrap();
+        set(&file, &change(&[("vram_limit", "0"), ("priority", "7")])).unwrap();
+        let config = Config::load(&file).unwrap();
+        let node = config.policy.policy();
+        assert_eq!((node.vram_limit_bytes, node.priority), (0, 7));
+        assert!(set(&file, &change(&[("vram_limit", "7")])).is_err());
     }
 
     #[test]
