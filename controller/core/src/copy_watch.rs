@@ -14,6 +14,7 @@ use affinode_proto::{
 
 use super::{
     Effect, Key, Millis, ProcessId,
+    container::Container,
     host_memory::{MemoryPlace, MemoryPool},
     needs,
     node_state::NodeState,
@@ -100,7 +101,7 @@ pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
             let counters = process.and_then(|process| process.activity.counters.as_ref());
             counters.is_some_and(|counters| counters.waiters > 0)
         };
-        let gives_way = |c: &super::container::Container| c.gives_way_to_calls();
+        let gives_way = |container: &Container| container.gives_way_to_calls();
         let container = node.registry.containers.get(&copy.key);
         if container.is_some_and(gives_way) && copy.processes.iter().any(|(id, _)| calls(id)) {
             restore::called(node, &copy.key);

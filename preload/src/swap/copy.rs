@@ -64,8 +64,9 @@ pub fn is_copied_out() -> bool {
 /// memory. Its value is the process's VRAM in bytes.
 ///
 /// # Errors
-/// Returns the driver's code, [`NO_HOST_MEMORY`], [`GIVEN_UP`] or [`LOADER_HELD`]. All memory is on the device as
-/// before, except for memory that was exported to a copier and could not be mapped again.
+/// Returns the driver's code, [`NO_HOST_MEMORY`], [`GIVEN_UP`] or [`LOADER_HELD`]. All memory is on
+/// the device as before, except for memory that was exported to a copier and could not be mapped
+/// again.
 pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -133,7 +134,7 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
         // Wait also after a failure: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
-        // A call that waits does not need the pages, and others may need them at once.
+        // After GIVEN_UP the pages stay for the next offload, unless host memory is short too.
         let is_short = || copied == Err(GIVEN_UP) && host_pressure::is_critical(0, place);
         if copied == Err(NO_HOST_MEMORY) || is_short() {
             pool.give_back_unused();
