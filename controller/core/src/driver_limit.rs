@@ -4,9 +4,10 @@
 //! The driver counts only VRAM that is on the GPU. The content of an offloaded container is not.
 //! Meanwhile, a new process of the container may take VRAM that the container needs for its
 //! restore. The driver would then refuse the restore, and a process could be lost. Therefore the
-//! driver's limit is lifted before each restore, and during each offload, which can be undone. The
-//! effect that lifts it comes before [`Effect::Prove`], or before the last [`Effect::Survey`]. No
-//! restore or offload begins before the result of that effect.
+//! driver's limit is lifted from the beginning of an offload, which can be undone, to the end of the
+//! restore. It stays lifted between the two, because a process restores itself if the controller has
+//! ended. The effect that lifts it comes before the last [`Effect::Survey`], and the offload does not
+//! begin before the result of that effect.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,7 +20,7 @@ use super::{DeviceBytes, Effect, Key, node_state::NodeState, vram_limit};
 pub enum DriverLimit {
     /// Refuse allocations beyond this number of bytes on each GPU.
     Set(u64),
-    /// Refuse none for now, because VRAM of the container is being moved.
+    /// Refuse none for now, because VRAM of the container is off the GPU or is being moved.
     Lifted,
     /// Refuse none, because the container has no limit.
     Removed,
@@ -113,7 +114,7 @@ fn wanted(node: &NodeState, key: &Key) -> Option<DriverLimit> {
     }
     Some(match vram_limit::limit_bytes(node, key) {
         0 => DriverLimit::Removed,
-        _ if is_moving(node, key) => DriverLimit::Lifted,
+        _ if is_moving(node, key) || is_offloaded(node, key) => DriverLimit::Lifted,
         bytes => DriverLimit::Set(bytes),
     })
 }
@@ -124,6 +125,11 @@ fn is_moving(node: &NodeState, key: &Key) -> bool {
     let is_resident = || node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     matches!(state, Some(State::Closing | State::Offloading | State::Restoring))
         || (node.admission.grants.contains_key(key) && !is_resident())
+}
+
+/// Whether a process of the container needs VRAM for its restore.
+fn is_offloaded(node: &NodeState, key: &Key) -> bool {
+    node.registry.processes.of(key).any(|(_, p)| p.agent.phase.is_offloaded())
 }
 
 fn order(node: &mut NodeState, key: Key, limit: DriverLimit) {

@@ -1,5 +1,5 @@
 //! Tests of the orders about the VRAM limit that the driver enforces. Its limit must be lifted before
-//! each restore, and be set again after it.
+//! each offload, stay lifted while the container is offloaded, and be set again after the restore.
 
 use std::ops::{Deref, DerefMut};
 
@@ -137,15 +137,33 @@ fn first_registration_sets_the_drivers_limit() {
 }
 
 #[test]
-fn drivers_limit_is_lifted_before_a_restore() {
+fn drivers_limit_is_lifted_until_the_restore() {
     let mut node = LimitedNode::new(DriverLimitOutcome::Done);
     let set = Step::Limit(DriverLimit::Set(LIMIT));
     let lifted = Step::Limit(DriverLimit::Lifted);
     for _ in 0..2 {
-        assert_eq!(node.moved(Request::Offload, State::Offloaded), [lifted, set]);
-        assert_eq!(node.moved(Request::Restore, State::Active), [lifted, Step::Prove, set]);
+        assert_eq!(node.moved(Request::Offload, State::Offloaded), [lifted]);
+        assert_eq!(node.moved(Request::Restore, State::Active), [Step::Prove, set]);
     }
     assert!(node.node.has_driver_limit(&key(0)));
+}
+
+/// The controller is replaced while the container is offloaded. The next controller must lift the
+/// limit and not set it: the process may restore itself if that controller ends too.
+#[test]
+fn next_controller_sets_no_limit_while_offloaded() {
+    let mut first = LimitedNode::new(DriverLimitOutcome::Done);
+    first.moved(Request::Offload, State::Offloaded);
+    let mut next = LimitedNode::new(DriverLimitOutcome::Done);
+    next.feed(Input::Withdrawn(key(0)));
+    next.steps.clear();
+    let spec = ContainerSpec { cgroups_path: "/pod/c".into(), ..ContainerSpec::default() };
+    next.feed(Input::Announced(Box::new(spec), key(0)));
+    let agent = first.agents.remove(&ID).unwrap();
+    next.agents.insert(ID, agent);
+    next.hello(ID);
+    next.tick();
+    assert_eq!(next.steps, [Step::Limit(DriverLimit::Lifted)]);
 }
 
 #[test]
@@ -172,6 +190,8 @@ fn drivers_limit_follows_the_policy() {
 fn old_driver_gets_no_further_orders() {
     let mut node = LimitedNode::new(DriverLimitOutcome::TooOld);
     assert_eq!(node.moved(Request::Offload, State::Offloaded), []);
+    assert_eq!(node.moved(Request::Restore, State::Active), [Step::Prove]);
+    node.steps.clear();
     assert!(!node.node.has_driver_limit(&key(0)) && node.node.warnings(&key(0)).is_empty());
     // A driver that is replaced cannot be read meanwhile.
     node.feed(Input::Gpus(Err("reloaded".into())));
@@ -193,7 +213,7 @@ fn failed_driver_limit_is_a_warning() {
     let mut node = LimitedNode::new(DriverLimitOutcome::Failed("no permission".into()));
     assert!(node.node.warnings(&key(0))[0].contains("no permission"));
     assert_eq!(node.steps, [Step::Limit(DriverLimit::Set(LIMIT))]);
-    assert_eq!(node.moved(Request::Offload, State::Offloaded).len(), 2, "it is offloaded anyway");
+    assert_eq!(node.moved(Request::Offload, State::Offloaded).len(), 1, "it is offloaded anyway");
     // The order is repeated for a further process, and not before.
     (node.outcome, node.steps) = (DriverLimitOutcome::Done, Vec::new());
     node.tick();

@@ -130,7 +130,7 @@ fn driver_refuses_no_restore_at_the_limit() -> Result<()> {
         worker.call("sync")?;
         assert!(worker.verify()?, "{engine}: alone in its cgroup");
         world.cli().move_out(engine)?;
-        wait_limit(&world, &cgroup, Some(LIMIT_MIB))?;
+        wait_limit(&world, &cgroup, None)?;
         let dodger = Dodger::start(&world, &cgroup, 64)?;
         worker.call("sync")?;
         assert!(worker.verify()?, "{engine}: beside another program");
