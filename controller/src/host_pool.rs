@@ -80,14 +80,15 @@ impl HostPool {
         Ok(theirs)
     }
 
-    /// Sets how much memory the file of a process may contain.
+    /// Sets how much memory the file of a process may contain. `kept_bytes` is the part of it that the
+    /// file should contain already.
     ///
     /// # Errors
     /// The host pool does not run, or does not read its socket.
-    pub fn allow(&mut self, process: ProcessId, bytes: u64) -> io::Result<()> {
+    pub fn allow(&mut self, process: ProcessId, bytes: u64, kept_bytes: u64) -> io::Result<()> {
         let child = self.child.as_ref().filter(|child| child.is_running());
         let child = child.ok_or_else(|| io::Error::other("the host pool does not run"))?;
-        child.tell(HostPoolOrder::Allow { process: process.0, bytes }, None)
+        child.tell(HostPoolOrder::Allow { process: process.0, bytes, kept_bytes }, None)
     }
 
     /// Ends the connection of a process. Its content stays.

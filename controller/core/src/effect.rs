@@ -102,6 +102,8 @@ pub enum Effect {
         process: ProcessId,
         /// Permitted memory in bytes.
         bytes: u64,
+        /// The part of the permitted memory that the process has already, in bytes.
+        kept_bytes: u64,
     },
     /// End the connection of a process to the host pool, and its permission. Its next permission
     /// makes a new connection.

@@ -73,6 +73,9 @@ pub struct HostNeed {
     /// Memory that the library copies if the host pool is used, in bytes, as the process reports it.
     /// The survey limits it to the VRAM that NVML reports for the process.
     pub copied_bytes: u64,
+    /// Memory of the host pool that the process has already and uses again for the copy, in bytes,
+    /// as the process reports it. The host pool permits less if it finds less.
+    pub kept_bytes: u64,
     /// Whether the driver's checkpoint moves a part of the memory. That part is always moved to
     /// memory of the container.
     pub driver_moves: bool,
@@ -85,8 +88,31 @@ pub struct SurveyedMemory {
     pub container: Vec<MemoryPool>,
     /// The pools if the content is copied to the host pool. Empty: it cannot be used.
     pub host_pool: Vec<MemoryPool>,
-    /// The part of the host pool's memory for each process, by its host pid, in bytes.
-    pub allowances: Vec<(u32, u64)>,
+    /// The part of the host pool's memory for each process.
+    pub allowances: Vec<HostPoolAllowance>,
+}
+
+/// Memory of the host pool for one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostPoolAllowance {
+    /// The process's pid on the host.
+    pub pid: u32,
+    /// Memory that the process may use, in bytes.
+    pub bytes: u64,
+    /// The part of this memory that the process has already, in bytes.
+    pub kept_bytes: u64,
+}
+
+/// How much memory of the host pool a process may use for its offload.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostPoolPermission {
+    /// Permitted memory in bytes. 0: none.
+    pub bytes: u64,
+    /// The part of the permitted memory that the process has already, in bytes.
+    pub kept_bytes: u64,
+    /// Whether the last copy out of the process was to the file of its present connection to the host
+    /// pool.
+    pub was_used: bool,
 }
 
 /// Why host memory does not suffice for an offload.

@@ -12,8 +12,13 @@
 use affinode_proto::wire::{Capabilities, ProcessFlags};
 
 use super::{
-    Effect, Key, Millis, ProcessId, container::Container, host_memory::HostNeed,
-    node_state::NodeState, offload_level, plan::OffloadMethod, process::Process,
+    Effect, Key, Millis, ProcessId,
+    container::Container,
+    host_memory::{HostNeed, HostPoolAllowance, HostPoolPermission},
+    node_state::NodeState,
+    offload_level,
+    plan::OffloadMethod,
+    process::Process,
 };
 
 /// Time in milliseconds during which a container prefers its own memory after a copy out to the
@@ -54,13 +59,25 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
         vram_bytes: process.vram_bytes(),
         bytes: process.host_need_bytes(method),
         copied_bytes: if copies { claimed_bytes(process) } else { 0 },
+        kept_bytes: if copies { kept_bytes(process) } else { 0 },
         driver_moves: method != OffloadMethod::Copy,
     }
 }
 
+/// Memory of the host pool that the process still has from its last offload, in bytes, as the process
+/// reports it. 0 after the loss of its connection: the file of the next connection is empty.
+fn kept_bytes(process: &Process) -> u64 {
+    let counters = process.activity.counters.as_ref();
+    let is_lost = |flags: ProcessFlags| flags.intersects(ProcessFlags::HOST_POOL_LOST);
+    let may_use_again = process.uses_host_pool()
+        && process.host_pool.was_used
+        && !process.agent.phase.is_offloaded()
+        && !counters.is_some_and(|page| is_lost(page.notes));
+    counters.filter(|_| may_use_again).map_or(0, |page| page.kept_bytes)
+}
+
 /// Memory that the library will copy to the host pool, in bytes, as the process reports it. It is
-/// not trusted, so the survey limits it to the VRAM that NVML reports. A retained host copy is not
-/// subtracted, because only the process reports its size too.
+/// not trusted, so the survey limits it to the VRAM that NVML reports.
 fn claimed_bytes(process: &Process) -> u64 {
     match process.agent.phase.is_offloaded() {
         true => 0,
@@ -68,41 +85,44 @@ fn claimed_bytes(process: &Process) -> u64 {
     }
 }
 
-/// Permits the processes of a container to use the host pool for an offload. `allowances`: the
-/// promised bytes of each process, by its pid. Sizes that a process reports after the promise do
-/// not change its permission.
-pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[(u32, u64)]) {
+/// Permits the processes of a container to use the host pool for an offload. Sizes that a process
+/// reports after the promise do not change its permission.
+pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[HostPoolAllowance]) {
     let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
     for id in ids {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
-        let own = allowances.iter().find(|(pid, _)| *pid == process.identity.pid);
-        let bytes = own.map_or(0, |(_, bytes)| *bytes);
+        let own = allowances.iter().find(|own| own.pid == process.identity.pid);
+        let HostPoolAllowance { bytes, kept_bytes, .. } = own.copied().unwrap_or_default();
         // A library ends its connection if a reply is late, for example during a cancellation.
         let counters = process.activity.counters.as_ref();
         if counters.is_some_and(|page| page.notes.intersects(ProcessFlags::HOST_POOL_LOST)) {
-            process.host_pool_bytes = 0;
+            process.host_pool = HostPoolPermission::default();
             node.output.effects.push(Effect::LeaveHostPool(id));
         }
-        if process.host_pool_bytes < bytes {
-            process.host_pool_bytes = bytes;
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes });
+        let before = process.host_pool;
+        // The process may have freed a part of its memory since the last permission.
+        if before.bytes < bytes || before.kept_bytes != kept_bytes {
+            let bytes = before.bytes.max(bytes);
+            process.host_pool = HostPoolPermission { bytes, kept_bytes, ..before };
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
         }
     }
 }
 
 /// Ends the permissions of containers whose offload is over.
 pub(super) fn end_permissions(node: &mut NodeState) {
-    if node.registry.processes.values().all(|process| process.host_pool_bytes == 0) {
+    if node.registry.processes.values().all(|process| process.host_pool.bytes == 0) {
         return;
     }
     for id in node.registry.processes.ids() {
         let Some(process) = node.registry.processes.get(&id) else { continue };
         let is_over = !node.host_ledger.uses_host_pool(&process.key);
-        if process.host_pool_bytes > 0 && is_over {
+        if process.host_pool.bytes > 0 && is_over {
             if let Some(process) = node.registry.processes.get_mut(&id) {
-                process.host_pool_bytes = 0;
+                (process.host_pool.bytes, process.host_pool.kept_bytes) = (0, 0);
             }
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes: 0 });
+            let (bytes, kept_bytes) = (0, 0);
+            node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
         }
     }
 }
@@ -115,7 +135,7 @@ pub(super) fn has_failed(node: &mut NodeState, key: &Key) {
     let ids: Vec<ProcessId> = node.registry.processes.ids_of(key).collect();
     for id in ids {
         if let Some(process) = node.registry.processes.get_mut(&id) {
-            process.host_pool_bytes = 0;
+            process.host_pool = HostPoolPermission::default();
         }
         node.output.effects.push(Effect::LeaveHostPool(id));
     }

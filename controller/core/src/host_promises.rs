@@ -7,7 +7,9 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
     Effect, Key, Millis,
-    host_memory::{HostNeed, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory},
+    host_memory::{
+        HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory,
+    },
     host_pool, kept_memory,
     node_state::{JournalClaim, NodeState},
     offload_level,
@@ -90,7 +92,7 @@ fn judge(
     key: &Key,
     pools: Vec<MemoryPool>,
     asked_at: Millis,
-    allowances: &[(u32, u64)],
+    allowances: &[HostPoolAllowance],
     short: &mut Vec<MemoryPool>,
 ) -> HostVerdict {
     match node.host_ledger.judge(key, &pools, asked_at, node.clock.now) {

@@ -153,9 +153,12 @@ impl OrderReport {
         if left && !phase.is_offloaded() {
             process.memory.offloaded = None;
         }
-        // A copy out uses up the prefaulted host memory.
-        if matches!(pending.action, Action::CopyOut { .. }) && phase.is_offloaded() {
+        if let Action::CopyOut { how, .. } = pending.action
+            && phase.is_offloaded()
+        {
+            // A copy out uses up the prefaulted host memory.
             process.prefault.ordered = false;
+            process.host_pool.was_used = how.host_pool;
         }
         if phase != Phase::Checkpointed {
             process.memory.set_copy_out_incomplete(false);

@@ -9,8 +9,8 @@ mod memory;
 pub use self::memory::{OffloadedMemory, ProcessMemory};
 pub(super) use self::memory::{on_gpu, subtract_vram};
 use super::{
-    DeviceBytes, Key, Millis, completions::SLOW_MS, holds::HoldRecord, input::Identity,
-    plan::OffloadMethod,
+    DeviceBytes, Key, Millis, completions::SLOW_MS, holds::HoldRecord,
+    host_memory::HostPoolPermission, input::Identity, plan::OffloadMethod,
 };
 
 /// An order that was sent to an agent and that the agent has not reported on yet.
@@ -107,8 +107,8 @@ pub struct Process {
     pub failed_moves: FailedMoves,
     /// Whether and when the process was ordered to prefault host memory for the next offload.
     pub prefault: PrefaultOrder,
-    /// Memory of the host pool that the process may use for its offload, in bytes. 0: none.
-    pub host_pool_bytes: u64,
+    /// Memory of the host pool that the process may use.
+    pub host_pool: HostPoolPermission,
     /// Orders to the process to pause its allocations, and how the process responded to them.
     pub holds: ProcessHolds,
     /// How the process uses its GPU: counters, running work, and time since its restore.

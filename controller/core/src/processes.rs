@@ -201,6 +201,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::host_memory::HostPoolPermission;
     use crate::input::Identity;
     use crate::process::{
         AgentStatus, FailedMoves, PrefaultOrder, ProcessActivity, ProcessHolds, ProcessMemory,
@@ -226,7 +227,7 @@ mod tests {
             pending: None,
             memory: ProcessMemory::default(),
             failed_moves: FailedMoves::default(),
-            host_pool_bytes: 0,
+            host_pool: HostPoolPermission::default(),
             prefault: PrefaultOrder::default(),
             holds: ProcessHolds::default(),
             activity: ProcessActivity::default(),

@@ -14,6 +14,7 @@ use super::{
     driver_limit,
     event::NodeEvent,
     grants, holds,
+    host_memory::HostPoolPermission,
     input::{Identity, Request, SwapStatus},
     measurements,
     node_state::NodeState,
@@ -299,7 +300,7 @@ fn registered(
         memory: ProcessMemory { vram, swap, offloaded: None },
         failed_moves,
         // The connection of the earlier registration has ended.
-        host_pool_bytes: 0,
+        host_pool: HostPoolPermission::default(),
         prefault: PrefaultOrder { ordered: false, ordered_for_idle: idle },
         holds: ProcessHolds { record: holds, ..ProcessHolds::default() },
         activity,

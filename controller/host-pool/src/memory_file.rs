@@ -110,12 +110,15 @@ impl MemoryFile {
         self.file.as_fd()
     }
 
-    /// Sets how much memory the file may contain. Pages that it already has stay.
+    /// Sets how much memory the file may contain. Pages that it already has stay. `kept_bytes` is
+    /// the part of `bytes` that the file should have already. If it has less, the difference is
+    /// subtracted.
     ///
     /// # Errors
     /// The `errno` of the system call.
-    pub fn allow(&self, bytes: u64) -> io::Result<()> {
+    pub fn allow(&self, bytes: u64, kept_bytes: u64) -> io::Result<()> {
         let mut limit = self.limit();
+        let bytes = bytes.saturating_sub(kept_bytes.saturating_sub(self.used_bytes()?));
         let unit = UNIT_BYTES;
         let rounded = bytes.min(FILE_BYTES).next_multiple_of(unit);
         limit.allowed_bytes = rounded.max(MIN_SIZE_BYTES);

@@ -114,14 +114,14 @@ impl Pool {
         started
     }
 
-    /// Sets how much memory the file of a process may contain. Does nothing if the process is not
-    /// attached.
+    /// Sets how much memory the file of a process may contain, see [`MemoryFile::allow`]. Does
+    /// nothing if the process is not attached.
     ///
     /// # Errors
     /// The limit cannot be set.
-    pub fn allow(&self, process: u64, bytes: u64) -> io::Result<()> {
+    pub fn allow(&self, process: u64, bytes: u64, kept_bytes: u64) -> io::Result<()> {
         let Some(client) = self.find(process) else { return Ok(()) };
-        let set = client.memory.allow(bytes);
+        let set = client.memory.allow(bytes, kept_bytes);
         self.lock().queue.allowed(client.id);
         self.work.notify_all();
         self.let_go(client);

@@ -32,8 +32,8 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
                     tracing::warn!(error, "process {process}: cannot use the host pool");
                 }
             }
-            HostPoolOrder::Allow { process, bytes } => {
-                if let Err(error) = pool.allow(process, bytes) {
+            HostPoolOrder::Allow { process, bytes, kept_bytes } => {
+                if let Err(error) = pool.allow(process, bytes, kept_bytes) {
                     let error: &dyn std::error::Error = &error;
                     tracing::warn!(
                         error,

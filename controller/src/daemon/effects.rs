@@ -47,7 +47,9 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
                 known,
             });
         }
-        Effect::AllowHostPool { process, bytes } => host_pool::allow(actor, process, bytes),
+        Effect::AllowHostPool { process, bytes, kept_bytes } => {
+            host_pool::allow(actor, process, bytes, kept_bytes);
+        }
         Effect::LeaveHostPool(process) => host_pool::leave(actor, process),
         Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),

@@ -10,7 +10,10 @@ use super::actor::NodeActor;
 /// first, if necessary. If a step fails, the process gets no memory of the host pool, and its copy
 /// out fails for lack of host memory. The core then has the content copied to the container's own
 /// memory.
-pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
+///
+/// `kept_bytes` is the part of `bytes` that the process's file should contain already. The file of a
+/// new connection contains nothing.
+pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64, kept_bytes: u64) {
     if !actor.host_pool.is_running() {
         actor.in_host_pool.clear();
     }
@@ -19,8 +22,8 @@ pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
         return;
     }
     let allowed = match is_connected {
-        true => actor.host_pool.allow(process, bytes),
-        false => connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes)),
+        true => actor.host_pool.allow(process, bytes, kept_bytes),
+        false => connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes, 0)),
     };
     if let Err(error) = allowed {
         tracing::warn!(

@@ -51,24 +51,27 @@ async fn orders_pass_the_socket() {
     let child = HostPoolProcess::start(sleeper(pool.cgroup()), ours, own_stdin).unwrap();
     pool.child = Some(child);
     let agent = pool.attach(ProcessId(7)).unwrap();
-    pool.allow(ProcessId(7), 100).unwrap();
+    pool.allow(ProcessId(7), 100, 3).unwrap();
     let (frame, attached) = socket::receive(&theirs).unwrap();
     assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Attach { process: 7 }));
     socket::send(&agent, &frame, None).unwrap();
     assert_eq!(socket::receive(attached.unwrap()).unwrap().0, frame, "both ends are connected");
     let (frame, _) = socket::receive(&theirs).unwrap();
-    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Allow { process: 7, bytes: 100 }));
+    assert_eq!(
+        HostPoolOrder::decode(&frame),
+        Ok(HostPoolOrder::Allow { process: 7, bytes: 100, kept_bytes: 3 })
+    );
 }
 
 #[tokio::test]
 async fn the_first_attach_starts_the_process() {
     let mut pool = host_pool(sleeper);
     assert!(!pool.is_running());
-    assert!(pool.allow(ProcessId(7), 100).is_err());
+    assert!(pool.allow(ProcessId(7), 100, 3).is_err());
     pool.attach(ProcessId(7)).unwrap();
     assert!(pool.is_running());
     pool.attach(ProcessId(8)).unwrap();
-    pool.allow(ProcessId(7), 100).unwrap();
+    pool.allow(ProcessId(7), 100, 3).unwrap();
 }
 
 #[tokio::test]
@@ -76,7 +79,7 @@ async fn ended_host_pool_is_started_after_a_while() {
     let mut pool = host_pool(reader);
     pool.attach(ProcessId(7)).unwrap();
     until(|| !pool.is_running()).await;
-    assert!(pool.allow(ProcessId(7), 100).is_err());
+    assert!(pool.allow(ProcessId(7), 100, 3).is_err());
     assert!(pool.attach(ProcessId(7)).is_err(), "the next start must wait");
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;

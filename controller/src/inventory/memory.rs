@@ -10,7 +10,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_core::host_memory::{HostNeed, MemoryPlace, MemoryPool, SurveyedMemory};
+use affinode_core::host_memory::{
+    HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, SurveyedMemory,
+};
 use affinode_proto::{reason::Reason, wire::copier::CHUNK_BYTES};
 
 use super::process;
@@ -88,14 +90,19 @@ pub fn pools(
     if let Some(used_bytes) = host_pool_used_bytes {
         let beside = |need: &HostNeed| own_need_beside_host_pool(rules, need);
         host_pool = pools(&beside);
-        host_pool.push(node(total(&beside).saturating_add(total(&pooled_bytes))));
+        host_pool.push(node(total(&beside).saturating_add(total(&new_pooled_bytes))));
         host_pool.push(MemoryPool {
             place: MemoryPlace::HostPool,
             free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes),
-            need_bytes: total(&pooled_bytes),
+            need_bytes: total(&new_pooled_bytes),
         });
     }
-    let allowances = processes.iter().map(|need| (need.pid, pooled_bytes(need))).collect();
+    let allowance = |need: &HostNeed| HostPoolAllowance {
+        pid: need.pid,
+        bytes: pooled_bytes(need),
+        kept_bytes: need.kept_bytes.min(pooled_bytes(need)),
+    };
+    let allowances = processes.iter().map(allowance).collect();
     Ok(SurveyedMemory { container, host_pool, allowances })
 }
 
@@ -124,6 +131,12 @@ fn pooled_bytes(need: &HostNeed) -> u64 {
         0 => 0,
         bytes => bytes.saturating_add(CHUNK_BYTES),
     }
+}
+
+/// Returns the memory of the host pool that a process needs in addition to what it has already, in
+/// bytes.
+fn new_pooled_bytes(need: &HostNeed) -> u64 {
+    pooled_bytes(need).saturating_sub(need.kept_bytes)
 }
 
 fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {
@@ -324,7 +337,14 @@ mod tests {
         MemoryRules { overhead_bytes: 0, node_reserve_bytes: Some(0), host_pool_bytes: 0 };
 
     fn need(pid: u32, bytes: u64) -> HostNeed {
-        HostNeed { pid, vram_bytes: bytes, bytes, copied_bytes: 0, driver_moves: true }
+        HostNeed {
+            pid,
+            vram_bytes: bytes,
+            bytes,
+            copied_bytes: 0,
+            kept_bytes: 0,
+            driver_moves: true,
+        }
     }
 
     fn own_pools(rules: MemoryRules, needs: &[HostNeed]) -> Vec<MemoryPool> {
@@ -459,6 +479,7 @@ mod tests {
             vram_bytes: COPIED + REST,
             bytes: COPIED + REST,
             copied_bytes: COPIED,
+            kept_bytes: 0,
             driver_moves,
         };
         let tables = COPIED / 128 + (32 << 20);
@@ -473,5 +494,12 @@ mod tests {
             assert_eq!(pool.unwrap().free_bytes, 17 << 30);
         }
         assert_eq!(pools(rules, &[copied(true)], None).unwrap().host_pool, []);
+        // What the process has of the pool already is neither missing there nor on the node.
+        let kept = HostNeed { kept_bytes: COPIED, ..copied(false) };
+        let memory = pools(rules, &[kept], Some(15 << 30)).unwrap();
+        assert_eq!(need_of(&memory.host_pool, &MemoryPlace::HostPool), CHUNK_BYTES);
+        assert_eq!(need_of(&memory.host_pool, &MemoryPlace::Node), CHUNK_BYTES + tables);
+        let (bytes, kept_bytes) = (COPIED + CHUNK_BYTES, COPIED);
+        assert_eq!(memory.allowances, [HostPoolAllowance { pid: own, bytes, kept_bytes }]);
     }
 }

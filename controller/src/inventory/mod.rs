@@ -208,6 +208,7 @@ fn host_pools(
             // The process reports what its library copies, and is not trusted.
             let vram_bytes = held_bytes.max(need.vram_bytes);
             need.copied_bytes = need.copied_bytes.saturating_add(more_bytes).min(vram_bytes);
+            need.kept_bytes = need.kept_bytes.min(need.copied_bytes);
         }
         need.bytes = need.bytes.saturating_add(more_bytes);
     }
@@ -216,7 +217,7 @@ fn host_pools(
 
 #[cfg(test)]
 mod tests {
-    use affinode_core::host_memory::MemoryPlace;
+    use affinode_core::host_memory::{HostPoolAllowance, MemoryPlace};
     use affinode_proto::wire::copier::CHUNK_BYTES;
 
     use super::*;
@@ -231,19 +232,31 @@ mod tests {
             node_reserve_bytes: Some(0),
             host_pool_bytes: 1 << 40,
         };
-        let need =
-            HostNeed { pid, vram_bytes: 1_000, bytes: 300, copied_bytes: 800, driver_moves: false };
+        let need = HostNeed {
+            pid,
+            vram_bytes: 1_000,
+            bytes: 300,
+            copied_bytes: 800,
+            kept_bytes: 0,
+            driver_moves: false,
+        };
+        let allowance = |bytes| HostPoolAllowance { pid, bytes, kept_bytes: 0 };
         // The core has not seen the process's VRAM yet. The process reports too much.
         let new = HostNeed { vram_bytes: 0, bytes: 0, copied_bytes: 1 << 50, ..need };
         let gpu = GpuSample { processes: vec![(pid, 900)], ..GpuSample::default() };
         let memory = host_pools(rules, vec![new], Some(0), &[], &[gpu]).unwrap();
-        assert_eq!(memory.allowances, [(pid, 900 + CHUNK_BYTES)]);
+        assert_eq!(memory.allowances, [allowance(900 + CHUNK_BYTES)]);
+        let liar = HostNeed { kept_bytes: 1 << 50, ..new };
+        let gpu = GpuSample { processes: vec![(pid, 900)], ..GpuSample::default() };
+        let memory = host_pools(rules, vec![liar], Some(0), &[], &[gpu]).unwrap();
+        let allowed = HostPoolAllowance { kept_bytes: 900, ..allowance(900 + CHUNK_BYTES) };
+        assert_eq!(memory.allowances, [allowed]);
         for (held_bytes, more_bytes) in [(1_000, 0), (900, 0), (1_250, 250)] {
             let gpu = GpuSample { processes: vec![(pid, held_bytes)], ..GpuSample::default() };
             let memory = host_pools(rules, vec![need], Some(0), &[], &[gpu]).unwrap();
             let node = memory.container.iter().find(|pool| pool.place == MemoryPlace::Node);
             assert_eq!(node.unwrap().need_bytes, 300 + more_bytes);
-            assert_eq!(memory.allowances, [(pid, 800 + more_bytes + CHUNK_BYTES)]);
+            assert_eq!(memory.allowances, [allowance(800 + more_bytes + CHUNK_BYTES)]);
         }
     }
 }

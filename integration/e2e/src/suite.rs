@@ -22,6 +22,7 @@
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate`; a separate part |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
 //! | [`host_pool`] | containers whose memory limit is below their VRAM |
+//! | [`exchange`] | two containers take turns on VRAM for one of them: how long a call waits |
 //! | [`given_up`] | a CUDA call during an offload cancels it: how long the call waits |
 //! | [`vram_limit`] | the VRAM limit of a container with a C program, torch, CuPy or JAX; its cost; containers whose limits together are 2.4 times the free VRAM |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine; a separate part |
@@ -37,6 +38,7 @@ mod crashers;
 mod cycle;
 mod dedup;
 mod engines;
+mod exchange;
 mod given_up;
 mod goals;
 mod gpus;
@@ -159,6 +161,16 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         let config = format!("{CONFIG}{}", host_pool::OFF);
         let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
         report.part(&world.world()?, part, host_pool::in_own_memory);
+    }
+    for (part, own) in [("exchange", ""), ("exchange, own memory", host_pool::OFF)] {
+        if !report.wants(part) {
+            continue;
+        }
+        let config = format!("{CONFIG}{own}");
+        let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
+        let world = world.world()?;
+        report.part(&world, part, exchange::in_turn);
+        world.keep_logs();
     }
     let part = "restore policy immediate";
     if report.wants(part) {

@@ -71,6 +71,10 @@ pub enum HostPoolOrder {
         process: u64,
         /// Allowed size of all pages of the file, in bytes. 0: no further page.
         bytes: u64,
+        /// The part of `bytes` that the file contains already, as its process reports it. If the
+        /// file contains less, the process may use less by the difference: that memory may be
+        /// promised to others.
+        kept_bytes: u64,
     },
     /// Ends the connection of a process. Its file stays as long as the process maps it.
     Detach {
@@ -141,7 +145,9 @@ impl HostPoolOrder {
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
             HostPoolOrder::Attach { process } => Writer::new(261).u64(process),
-            HostPoolOrder::Allow { process, bytes } => Writer::new(262).u64(process).u64(bytes),
+            HostPoolOrder::Allow { process, bytes, kept_bytes } => {
+                Writer::new(262).u64(process).u64(bytes).u64(kept_bytes)
+            }
             HostPoolOrder::Detach { process } => Writer::new(263).u64(process),
         }
         .frame
@@ -155,7 +161,9 @@ impl HostPoolOrder {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
             261 => Ok(HostPoolOrder::Attach { process: r.u64() }),
-            262 => Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64() }),
+            262 => {
+                Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64(), kept_bytes: r.u64() })
+            }
             263 => Ok(HostPoolOrder::Detach { process: r.u64() }),
             other => Err(FrameError::Kind(other)),
         }
@@ -175,7 +183,7 @@ mod tests {
         }
         let orders = [
             HostPoolOrder::Attach { process: 1 },
-            HostPoolOrder::Allow { process: 1, bytes: 1 << 40 },
+            HostPoolOrder::Allow { process: 1, bytes: 1 << 40, kept_bytes: 3 },
             HostPoolOrder::Detach { process: 2 },
         ];
         for order in orders {

@@ -10,7 +10,7 @@ use super::{
     super::{
         Effect, Input, ProcessId, Request, Survey,
         harness::agent::Agent,
-        host_memory::{HostNeed, MemoryPlace, MemoryPool, SurveyedMemory},
+        host_memory::{HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, SurveyedMemory},
         input::CommandId,
     },
     world::{Host, World, key},
@@ -31,9 +31,18 @@ impl World {
         let pool = |place, free_bytes| MemoryPool { place, free_bytes, need_bytes };
         let node = pool(MemoryPlace::Node, free_bytes);
         let own = self.limit_bytes.map(|bytes| pool(MemoryPlace::Cgroup("/pod".into()), bytes));
-        let shared = self.host_pool_bytes.map(|bytes| pool(MemoryPlace::HostPool, bytes));
+        let pooled_bytes =
+            processes.iter().map(|need| need.copied_bytes.saturating_sub(need.kept_bytes)).sum();
+        let shared = self.host_pool_bytes.map(|bytes| MemoryPool {
+            need_bytes: pooled_bytes,
+            ..pool(MemoryPlace::HostPool, bytes)
+        });
         let host_pool = shared.map_or_else(Vec::new, |shared| vec![shared, node.clone()]);
-        let allowance = |need: &HostNeed| (need.pid, need.copied_bytes);
+        let allowance = |need: &HostNeed| HostPoolAllowance {
+            pid: need.pid,
+            bytes: need.copied_bytes,
+            kept_bytes: need.kept_bytes,
+        };
         SurveyedMemory {
             container: own.into_iter().chain([node]).collect(),
             host_pool,

@@ -81,6 +81,31 @@ fn retained_copy_in_the_pool_permits_the_next() {
     assert_eq!(world.allowed, [(id, COPIED_BYTES), (id, 0)]);
 }
 
+/// The memory of the pool that a container has from its last offload must suffice for its next one,
+/// although the pool is full. Its next connection has a new file, in which nothing is kept.
+#[test]
+fn own_memory_in_a_full_pool_is_used_again() {
+    let (mut world, mut id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.settle();
+    for is_same_connection in [true, false] {
+        assert_eq!(world.state(AUTO), State::Offloaded);
+        world.host_pool_bytes = Some(0);
+        if !is_same_connection {
+            id = world.reconnect(id, false);
+        }
+        let agent = world.agents.get_mut(&id).unwrap();
+        (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
+        world.call(id);
+        world.settle();
+    }
+    assert_eq!(world.state(AUTO), State::Idle);
+    assert_eq!(
+        copies(&world),
+        [true, true],
+        "to the pool, and after the new connection not at all"
+    );
+}
+
 #[test]
 fn full_pool_leaves_the_containers_memory() {
     let (mut world, _) = world(COPIED_BYTES, Some(COPIED_BYTES - 1));

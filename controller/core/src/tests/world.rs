@@ -456,6 +456,7 @@ impl World {
                     vram_bytes: bytes,
                     bytes,
                     copied_bytes: 0,
+                    kept_bytes: 0,
                     driver_moves: true,
                 };
                 let host = self.host_pools(&[need]).container;
@@ -599,7 +600,7 @@ impl Host for World {
             | Effect::EndCopier { .. } => return self.told_copier(effect),
             Effect::TurnBack(id, TurnBackCause::HostMemory) => self.turned_back.push(id),
             Effect::TurnBack(id, TurnBackCause::NotWanted) => self.given_up.push(id),
-            Effect::AllowHostPool { process, bytes } => self.allowed.push((process, bytes)),
+            Effect::AllowHostPool { process, bytes, .. } => self.allowed.push((process, bytes)),
             Effect::LeaveHostPool(process) => self.left_host_pool.push(process),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
             Effect::Publish(event) if event.kind == EventKind::Refused => {

@@ -21,6 +21,22 @@ fn pages_are_allocated_up_to_the_allowed_amount() {
     pool.end().unwrap();
 }
 
+/// A process that reports more memory of an earlier offload than it has may use less by the
+/// difference.
+#[test]
+fn memory_that_is_not_kept_reduces_the_allowed_amount() {
+    let pool = TestPool::strict();
+    let agent = pool.attach(7);
+    pool.allow_now(7, 4 * MIB);
+    assert!(agent.populate(0, 4 * MIB));
+    pool.allow_with(7, 8 * MIB, 4 * MIB);
+    assert!(agent.populate(4 * MIB, 4 * MIB), "it has what it kept");
+    agent.free(0, 8 * MIB);
+    pool.allow_with(7, 8 * MIB, 6 * MIB);
+    assert!(!agent.populate(0, 4 * MIB), "nothing is kept");
+    assert!(agent.allocated_bytes() <= 2 * MIB);
+}
+
 #[test]
 fn ranges_beyond_the_allowed_amount_are_refused() {
     let pool = TestPool::strict();

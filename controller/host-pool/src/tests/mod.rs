@@ -75,7 +75,11 @@ impl TestPool {
     }
 
     fn allow(&self, process: u64, bytes: u64) {
-        self.order(HostPoolOrder::Allow { process, bytes }, None);
+        self.allow_with(process, bytes, 0);
+    }
+
+    fn allow_with(&self, process: u64, bytes: u64, kept_bytes: u64) {
+        self.order(HostPoolOrder::Allow { process, bytes, kept_bytes }, None);
     }
 
     /// Sends an `Allow` and waits until it has taken effect: the host pool carries out its orders

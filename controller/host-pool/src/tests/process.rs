@@ -28,7 +28,7 @@ fn memory_is_charged_to_the_pools_cgroup() {
         .unwrap();
     let (ours, theirs) = pair();
     let attach = HostPoolOrder::Attach { process: 7 };
-    let allow = HostPoolOrder::Allow { process: 7, bytes: 64 * MIB };
+    let allow = HostPoolOrder::Allow { process: 7, bytes: 64 * MIB, kept_bytes: 0 };
     socket::send(&controller, &attach.encode(), Some(&theirs)).unwrap();
     drop(theirs);
     socket::send(&controller, &allow.encode(), None::<OwnedFd>).unwrap();

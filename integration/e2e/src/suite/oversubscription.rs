@@ -54,7 +54,7 @@ impl Sizes {
 /// Runs all parts of the scenario.
 pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let sizes = Sizes::of(world);
-    let _ballast = ballast(world, &sizes)?;
+    let _ballast = ballast(world, sizes.room_mib)?;
     let mut workers = Vec::new();
     for id in WORKERS {
         let mut worker = Worker::start_as(world, waiting(id, sizes.works_on_mib))?;
@@ -111,15 +111,15 @@ fn waiting(id: &str, mib: u64) -> Spec {
         .annotation("affinode.io/on-oom-timeout", "5m")
 }
 
-/// Starts an unmanaged program that allocates all VRAM that the scenario does not use.
-fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
-    let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
+/// Starts an unmanaged program that allocates all VRAM except for `room_mib`.
+pub(super) fn ballast(world: &Testbed, room_mib: u64) -> Result<Worker> {
+    let ballast = hazards::ballast(world, room_mib * MIB)?;
     until("NVML to show the ballast", || {
         // A controller that has just started has not read the GPU yet.
         let Ok(node) = world.cli().ps_now() else { return Ok(Some(())) };
         let gpus = node.gpus;
         let free = |gpu: &crate::cli::GpuRow| gpu.vram_total_bytes - gpu.vram_used_bytes;
-        Ok(gpus.first().filter(|gpu| free(gpu) / MIB <= sizes.room_mib).map(|_| ()))
+        Ok(gpus.first().filter(|gpu| free(gpu) / MIB <= room_mib).map(|_| ()))
     })?;
     Ok(ballast)
 }
