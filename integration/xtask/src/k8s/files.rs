@@ -1,7 +1,7 @@
 //! Writes the files that the components of a cluster read, and builds the components' arguments.
 //! The files are credentials, kubeconfigs, and the configuration of kubelet and CNI.
 
-use std::{fs, io, os::unix::fs::symlink, path::Path};
+use std::{fs, io, net::Ipv4Addr, os::unix::fs::symlink, path::Path};
 
 use anyhow::{Context, Result};
 use rcgen::{
@@ -95,6 +95,25 @@ fn front_proxy(dir: &Path) -> Result<()> {
     let issuer = Issuer::new(authority, authority_key);
     fs::write(dir.join("front-proxy.crt"), client.signed_by(&key, &issuer)?.pem())?;
     Ok(fs::write(dir.join("front-proxy.key"), key.serialize_pem())?)
+}
+
+/// Writes a certificate for the loopback address, its key, and its authority, into a folder. Programs
+/// that are both servers and clients of each other can use it. The names of the files are those in a
+/// Secret of type `kubernetes.io/tls`.
+pub fn loopback_certificate(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir)?;
+    let mut authority = CertificateParams::new(Vec::new())?;
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let authority_key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+    fs::write(dir.join("ca.crt"), authority.self_signed(&authority_key)?.pem())?;
+    let mut both = CertificateParams::new(vec![Ipv4Addr::LOCALHOST.to_string()])?;
+    both.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+    let issuer = Issuer::new(authority, authority_key);
+    fs::write(dir.join("tls.crt"), both.signed_by(&key, &issuer)?.pem())?;
+    Ok(fs::write(dir.join("tls.key"), key.serialize_pem())?)
 }
 
 /// Writes the CNI configuration of a network in which each pod has its own pair of interfaces.

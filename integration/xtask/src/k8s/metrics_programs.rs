@@ -1,6 +1,5 @@
 //! Provides the programs of a cluster's external metrics: Prometheus of the machine's distribution,
-//! and prometheus-adapter, which is built from the source of Go's module proxy. The resource types
-//! of KEDA come from the same proxy.
+//! and prometheus-adapter and KEDA, which are built from the source of Go's module proxy.
 
 use std::{
     fs,
@@ -14,20 +13,31 @@ use serde::Deserialize;
 
 use crate::{apt, output, sh};
 
-/// Module and version of prometheus-adapter. It has a build of its own, because it needs older
-/// versions of Kubernetes' modules than the cluster.
-const ADAPTER: (&str, &str) = ("sigs.k8s.io/prometheus-adapter", "v0.12.0");
-/// Module and version of KEDA. Only its resource types are used.
-const KEDA: (&str, &str) = ("github.com/kedacore/keda/v2", "v2.21.0");
-/// File of KEDA's module that defines the type ScaledObject.
-const SCALED_OBJECT: &str = "config/crd/bases/keda.sh_scaledobjects.yaml";
+/// A Go module with its version, and the name of a folder for its builds. Each module has builds of
+/// its own, because its versions of Kubernetes' modules differ from those of the cluster.
+struct Module {
+    folder: &'static str,
+    path: &'static str,
+    version: &'static str,
+}
+
+const ADAPTER: Module =
+    Module { folder: "metrics", path: "sigs.k8s.io/prometheus-adapter", version: "v0.12.0" };
+const KEDA: Module =
+    Module { folder: "keda", path: "github.com/kedacore/keda/v2", version: "v2.21.0" };
+/// Folder of KEDA's module that contains the definitions of its resource types.
+const KEDA_TYPES: &str = "config/crd/bases";
 
 /// Paths of the programs and files.
 pub struct MetricsPrograms {
     pub prometheus: PathBuf,
     pub adapter: PathBuf,
-    /// Definition of KEDA's resource type ScaledObject.
-    pub scaled_object: PathBuf,
+    /// KEDA's operator, which makes HorizontalPodAutoscalers and computes metrics.
+    pub keda_operator: PathBuf,
+    /// KEDA's server of external metrics, which asks the operator for them.
+    pub keda_adapter: PathBuf,
+    /// Folder of the definitions of KEDA's resource types.
+    pub keda_types: PathBuf,
 }
 
 impl MetricsPrograms {
@@ -40,52 +50,76 @@ impl MetricsPrograms {
             output::step("Fetching Prometheus");
             apt::unpack_own("prometheus", &unpacked).context("cannot fetch prometheus")?;
         }
-        let folder = cache.join("metrics");
-        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let adapter = folder.join(format!("adapter-{}", ADAPTER.1));
-        if !adapter.is_file() {
-            build_adapter(&folder, &adapter)?;
-        }
-        let scaled_object = folder.join(format!("scaledobjects-{}.yaml", KEDA.1));
-        if !scaled_object.is_file() {
-            output::step(&format!("Fetching the resource types of KEDA {}", KEDA.1));
-            let source = download(&folder, KEDA)?.join(SCALED_OBJECT);
-            let text =
-                fs::read(&source).with_context(|| format!("cannot read {}", source.display()))?;
-            fs::write(&scaled_object, text)?;
-        }
-        Ok(Self { prometheus, adapter, scaled_object })
+        Ok(Self {
+            prometheus,
+            adapter: ADAPTER.build(&cache, "adapter", "some minutes")?,
+            keda_operator: KEDA.build(&cache, "operator", "ten minutes on two cores")?,
+            keda_adapter: KEDA.build(&cache, "adapter", "some minutes")?,
+            keda_types: KEDA.copied(&cache, KEDA_TYPES, "types")?,
+        })
     }
 }
 
-/// Builds prometheus-adapter into the file `program`.
-fn build_adapter(folder: &Path, program: &Path) -> Result<()> {
-    if sh::find("go").is_none() {
-        bail!("go is missing: install Go 1.26 or later to build prometheus-adapter");
+impl Module {
+    /// Builds the program `cmd/name` of the module, unless it is built already. Returns its path.
+    fn build(&self, cache: &Path, name: &str, time: &str) -> Result<PathBuf> {
+        let folder = cache.join(self.folder);
+        let program = folder.join(format!("{name}-{}", self.version));
+        if program.is_file() {
+            return Ok(program);
+        }
+        if sh::find("go").is_none() {
+            bail!("go is missing: install Go 1.26 or later to build {}", self.path);
+        }
+        self.require(&folder)?;
+        output::step(&format!("Building {name} of {} {} (once; {time})", self.path, self.version));
+        let mut go = Command::new("nice");
+        go.args(["go", "build", "-trimpath", "-ldflags", "-s -w", "-o"]).arg(&program);
+        go.arg(format!("{}/cmd/{name}", self.path)).current_dir(&folder);
+        go.env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=mod -buildvcs=false -p=2");
+        sh::run(&mut go)?;
+        Ok(program)
     }
-    let (module, version) = ADAPTER;
-    output::step(&format!("Building prometheus-adapter {version} (once; some minutes)"));
-    let text = format!("module affinode.io/metrics\n\ngo 1.26.0\n\nrequire {module} {version}\n");
-    fs::write(folder.join("go.mod"), text)?;
-    let mut go = Command::new("nice");
-    go.args(["go", "build", "-trimpath", "-ldflags", "-s -w", "-o"]).arg(program);
-    go.arg(format!("{module}/cmd/adapter")).current_dir(folder);
-    go.env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=mod -buildvcs=false -p=2");
-    sh::run(&mut go)
-}
 
-/// Fetches the source of a module, and returns the folder in which Go stores it.
-fn download(folder: &Path, (module, version): (&str, &str)) -> Result<PathBuf> {
-    #[derive(Deserialize)]
-    struct Module {
-        #[serde(rename = "Dir")]
-        dir: PathBuf,
+    /// Copies a folder of the module's source, unless it is copied already. Returns the path of the
+    /// copy.
+    fn copied(&self, cache: &Path, source: &str, name: &str) -> Result<PathBuf> {
+        let folder = cache.join(self.folder);
+        let copy = folder.join(format!("{name}-{}", self.version));
+        if copy.is_dir() {
+            return Ok(copy);
+        }
+        self.require(&folder)?;
+        let source = self.download(&folder)?.join(source);
+        let half = folder.join(format!("{name}.new"));
+        sh::read(Command::new("rm").arg("-rf").arg(&half))?;
+        sh::read(Command::new("cp").args(["-r", "--no-preserve=mode"]).arg(&source).arg(&half))?;
+        fs::rename(&half, &copy)?;
+        Ok(copy)
     }
-    let mut download = Command::new("go");
-    download.args(["mod", "download", "-json", &format!("{module}@{version}")]);
-    download.current_dir(folder).env("GO111MODULE", "on").env("GOFLAGS", "-modcacherw -mod=mod");
-    let told = sh::read(&mut download)?;
-    let found: Module =
-        serde_json::from_str(&told).context("cannot parse what go printed about the module")?;
-    Ok(found.dir)
+
+    /// Writes a go.mod that requires the module.
+    fn require(&self, folder: &Path) -> Result<()> {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let Module { folder: name, path, version } = self;
+        let text = format!("module affinode.io/{name}\n\ngo 1.26.0\n\nrequire {path} {version}\n");
+        Ok(fs::write(folder.join("go.mod"), text)?)
+    }
+
+    /// Fetches the source of the module, and returns the folder in which Go stores it.
+    fn download(&self, folder: &Path) -> Result<PathBuf> {
+        #[derive(Deserialize)]
+        struct Found {
+            #[serde(rename = "Dir")]
+            dir: PathBuf,
+        }
+        let mut download = Command::new("go");
+        download.args(["mod", "download", "-json", &format!("{}@{}", self.path, self.version)]);
+        download.current_dir(folder).env("GO111MODULE", "on");
+        download.env("GOFLAGS", "-modcacherw -mod=mod");
+        let told = sh::read(&mut download)?;
+        let found: Found =
+            serde_json::from_str(&told).context("cannot parse what go printed about the module")?;
+        Ok(found.dir)
+    }
 }

@@ -8,7 +8,10 @@ use std::{
 
 use affinode_e2e::{containerd, image, supervisor::Job, testbed::Testbed};
 use anyhow::{Context, Result};
-use nix::sys::signal::{Signal, kill};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
@@ -105,10 +108,23 @@ impl<'a> Node<'a> {
 
     /// Starts a component of the cluster on this node.
     pub fn spawn(&self, name: &str, program: &Path, arguments: &[String]) -> Result<()> {
+        self.spawn_with(name, program, arguments, &[]).map(|_| ())
+    }
+
+    /// Starts a component with these environment variables, and returns its process id.
+    pub fn spawn_with(
+        &self,
+        name: &str,
+        program: &Path,
+        arguments: &[String],
+        variables: &[(&str, &str)],
+    ) -> Result<Pid> {
         let argv = [program.display().to_string()].into_iter().chain(arguments.iter().cloned());
-        let env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
+        let mut env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
+        env.extend(variables.iter().map(|(name, value)| ((*name).into(), (*value).into())));
         let job = Job { argv: argv.collect(), env, log: self.log(name) };
-        self.world.keeper().spawn(&job).map(|_| ())
+        let pid = self.world.keeper().spawn(&job)?;
+        Ok(Pid::from_raw(pid.try_into().context("the process id is out of range")?))
     }
 
     /// Converts a path on the node to a path that this program can open.

@@ -85,9 +85,9 @@ impl<'a> Server<'a> {
         self.receive("verify")
     }
 
-    /// Deletes the Deployment and its autoscaler, and waits until all replicas have ended.
+    /// Deletes the Deployment, and waits until all replicas have ended.
     pub fn delete(self) -> Result<()> {
-        let delete = ["delete", "hpa,deployment", NAME, "-n", NAMESPACE, "--cascade=foreground"];
+        let delete = ["delete", "deployment", NAME, "-n", NAMESPACE, "--cascade=foreground"];
         containerd::run(self.plane.kubectl().args(delete)).map(|_| ())
     }
 }
