@@ -7,6 +7,7 @@
 mod control_plane;
 mod crds;
 mod files;
+mod go_module;
 mod metrics_programs;
 mod node;
 mod programs;
