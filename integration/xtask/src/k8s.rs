@@ -74,7 +74,11 @@ pub fn run(options: &Options) -> Result<()> {
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
         .context("no containerd 2 was found; Kubernetes needs one")?;
     let world = |number| {
+        // The driver of the last node enforces limits of VRAM, if it is not the first.
+        let has_limits = number > 1 && number == options.nodes;
+        let driver: &[&str] = if has_limits { &["--memory-limits"] } else { &[] };
         TestbedConfig::default()
+            .sim_options(driver)
             .node()
             .named(&node::name(number))
             .artifacts(artifacts.clone())

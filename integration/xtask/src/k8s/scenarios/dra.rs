@@ -2,6 +2,7 @@
 //! memory.
 
 mod full;
+mod hostile;
 mod load;
 mod slices;
 
@@ -46,6 +47,8 @@ const FILLED_MIB: u32 = 540;
 /// VRAM in MiB that a pod requests in addition to `FILLED_MIB`, so that the sum exceeds its claim.
 /// The GPU has this much free VRAM while the other pods are offloaded.
 const EXCESS_MIB: u32 = 200;
+/// Number of times that each pod takes its turn on the GPU.
+const ROUNDS: usize = 3;
 /// Idle timeout in the policy of the claims. It differs from the timeout in the chart's values.
 const IDLE_TIMEOUT_MS: u64 = 3_000;
 
@@ -74,9 +77,13 @@ pub fn pods_share_a_gpu(plane: &Plane<'_>) -> Result<()> {
     sharing.into_iter().try_for_each(|pod| force_delete(plane, node, &pod))?;
     full::full_gpu_takes_no_pod(plane, node)?;
     by_extended_resource(plane, node)?;
+    hostile::hostile_pods_harm_themselves(plane)?;
     // The kubelet ends a claim after its pod, and Affinode stays on a node with prepared claims.
-    plane
-        .until("all claims to be unprepared", || Ok(claim_files(node)?.is_empty().then_some(())))?;
+    for node in plane.nodes() {
+        plane.until("all claims to be unprepared", || {
+            Ok(claim_files(node)?.is_empty().then_some(()))
+        })?;
+    }
     uninstall::all(plane)?;
     slices::nothing_is_left(plane)
 }
@@ -110,16 +117,31 @@ pub fn install_sharing(plane: &Plane<'_>, values: &str) -> Result<()> {
 
 /// Creates two templates of claims: one with a valid policy, and one with an invalid policy.
 fn templates(plane: &Plane<'_>) -> Result<()> {
-    let valid = json!({"offload": "eager", "keep-alive": "fixed", "idle-timeout": "3s"});
-    template(plane, "share", CLAIM_MEMORY, &valid)?;
+    share_template(plane)?;
     template(plane, "bad", "64Mi", &json!({"offload": "sometimes"}))
+}
+
+fn share_template(plane: &Plane<'_>) -> Result<()> {
+    let policy = json!({"offload": "eager", "keep-alive": "fixed", "idle-timeout": "3s"});
+    template(plane, "share", CLAIM_MEMORY, &policy)
 }
 
 /// Creates a template of claims for an amount of a GPU's memory, with a policy for the containers.
 fn template(plane: &Plane<'_>, name: &str, memory: &str, policy: &Value) -> Result<()> {
+    template_in(plane, "default", name, memory, policy)
+}
+
+/// Like [`template`], in a namespace.
+fn template_in(
+    plane: &Plane<'_>,
+    namespace: &str,
+    name: &str,
+    memory: &str,
+    policy: &Value,
+) -> Result<()> {
     plane.apply(&json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
-        "metadata": {"name": name},
+        "metadata": {"name": name, "namespace": namespace},
         "spec": {"spec": {"devices": {
             "requests": [{"name": "gpu", "exactly": {
                 "deviceClassName": DRIVER,
@@ -201,7 +223,7 @@ fn finds_no_gpu(plane: &Plane<'_>, name: &str) -> Result<String> {
 /// the other pods must be offloaded.
 pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
     step("The pods take turns on the GPU");
-    for _ in 0..3 {
+    for _ in 0..ROUNDS {
         for at in 0..pods.len() {
             pods[at].comes_back()?;
             let rows = rows(node)?;
@@ -220,7 +242,8 @@ pub fn take_turns(node: &Node<'_>, pods: &mut [Pod<'_>]) -> Result<()> {
             ensure!(held <= VRAM_BYTES, "{held} bytes are in use");
         }
     }
-    output::note("9 turns: contents as before, two of three always offloaded");
+    let (turns, all) = (ROUNDS * pods.len(), pods.len());
+    output::note(&format!("{turns} turns: contents as before, all but one of {all} offloaded"));
     Ok(())
 }
 
