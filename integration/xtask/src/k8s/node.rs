@@ -24,6 +24,9 @@ const GPUS: u32 = 2;
 /// Number of times that the plugin offers each of these GPUs, as with time-slicing.
 const REPLICAS: u32 = 2;
 
+/// Socket of the device plugin on a node.
+const DEVICE_PLUGIN_SOCKET: &str = "/var/lib/kubelet/device-plugins/affinode-test.sock";
+
 /// Path of a node's folder, as processes of the node see it. The path is the same on all nodes,
 /// because each node has private mounts.
 pub const HOME: &str = "/run/containerd/node";
@@ -189,7 +192,7 @@ impl<'a> Node<'a> {
 
     /// Starts the device plugin and waits until the node offers GPUs. The plugin adds the device
     /// files that NVIDIA's toolkit would add to a container that requests a GPU.
-    fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
+    pub fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
         let world = self.world;
         let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
         let mounts: Vec<Value> = (parts.mounts.iter())
@@ -203,18 +206,26 @@ impl<'a> Node<'a> {
         });
         let file = world.dir().join("device-plugin.json");
         fs::write(&file, config.to_string())?;
+        // An earlier plugin that was ended may have left its socket.
+        let _ = fs::remove_file(self.path(DEVICE_PLUGIN_SOCKET));
         let plugin = plane.programs().built(DEVICE_PLUGIN_NAME);
         self.spawn(DEVICE_PLUGIN_NAME, &plugin, &[file.display().to_string()])?;
+        self.offers(plane, GPUS * REPLICAS, DEVICE_PLUGIN_NAME)
+    }
+
+    /// Waits until the node offers this number of GPUs. `plugin` is the name of the log of the
+    /// device plugin.
+    pub fn offers(&self, plane: &Plane<'_>, count: u32, plugin: &str) -> Result<()> {
         plane
-            .until("the node to have GPUs", || {
+            .until(&format!("the node to have {count} GPUs"), || {
                 let node = plane.get(&["node", &self.name])?;
-                let count = (GPUS * REPLICAS).to_string();
+                let count = count.to_string();
                 Ok((node["status"]["allocatable"][RESOURCE] == count.as_str()).then_some(()))
             })
             .with_context(|| {
                 format!(
-                    "the device plugin offers no GPUs; see its log {}",
-                    self.log(DEVICE_PLUGIN_NAME).display()
+                    "the device plugin does not offer the GPUs; see its log {}",
+                    self.log(plugin).display()
                 )
             })
     }

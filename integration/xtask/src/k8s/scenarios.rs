@@ -74,6 +74,7 @@ fn of_the_chart(plane: &Plane<'_>, before: &uninstall::Before) -> Result<()> {
     let pod = pods::comes_and_goes(plane, plane.first(), "trainer")?;
     agent::shows_metrics(plane)?;
     install::the_broken(plane)?;
+    sharing::nvidia_plugin::is_told(plane)?;
     let mut pods = vec![pod];
     pods.extend(nodes::others_serve(plane)?);
     plugin::shows_and_moves(plane)?;

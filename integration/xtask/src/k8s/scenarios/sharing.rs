@@ -1,5 +1,7 @@
 //! Checks of how the cluster shows that GPUs are shared by other means than Affinode's.
 
+pub mod nvidia_plugin;
+
 use std::{fs, os::unix::net::UnixListener};
 
 use affinode_e2e::containerd;
