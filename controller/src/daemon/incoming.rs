@@ -1,6 +1,6 @@
-//! Converts messages into inputs to the core (the module that decides about moves). The messages
-//! come from agents, from copiers, and from the threads that read the node's GPUs, processes and
-//! memory.
+//! Passes messages and readings to the core (the module that decides about moves), as inputs. The
+//! messages of agents and copiers are converted to inputs. The threads that read the node's GPUs,
+//! processes and memory send inputs.
 
 use affinode_core::{
     Input, Key, ProcessId,
@@ -19,38 +19,33 @@ use crate::{
     conversion,
     copier::CopierMessage,
     error_chain,
-    inventory::{InventoryQuery, InventoryResult},
+    inventory::InventoryQuery,
 };
 
-/// Handles the result of a reading of GPUs, processes or host memory.
-pub(super) fn found(actor: &mut NodeActor, finding: InventoryResult) {
-    if matches!(finding, InventoryResult::HostLevels(_)) {
+/// Passes the result of a reading of GPUs, processes or host memory to the core.
+pub(super) fn found(actor: &mut NodeActor, finding: Input) {
+    match &finding {
         // The need of each copy is read after the levels. If the copy progresses between the two
         // readings, its need is lower than at the first reading: it can be underestimated but not
         // overestimated.
-        let copying = actor.node.copies_in_progress().into_iter();
-        copying.flat_map(|copy| copy.processes).for_each(|(id, _)| read_page(actor, id));
-    }
-    // The reading may not show a change that happened during it, so another reading follows.
-    if matches!(finding, InventoryResult::Gpus(_)) && actor.readings.came() {
-        actor.inventory.ask(InventoryQuery::Gpus);
-    }
-    if let InventoryResult::Gpus(Ok(gpus)) = &finding {
-        actor.busy.note(actor.now(), gpus);
-        actor.copiers.seen(gpus);
-    }
-    let input = match finding {
-        InventoryResult::Gpus(gpus) => Input::Gpus(gpus),
-        InventoryResult::HostLevels(levels) => Input::HostLevels(levels),
-        InventoryResult::Worked(work) => Input::Worked(work),
-        InventoryResult::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
-        InventoryResult::Vram { key, epoch, pending, gpus } => {
-            Input::VramRead { key, epoch, pending, gpus }
+        Input::HostLevels(_) => {
+            let copying = actor.node.copies_in_progress().into_iter();
+            copying.flat_map(|copy| copy.processes).for_each(|(id, _)| read_page(actor, id));
         }
-        InventoryResult::DriverLimited(key, outcome) => Input::DriverLimited(key, outcome),
-        InventoryResult::Surveyed(key, survey) => Input::Surveyed(key, survey),
-    };
-    effects::feed(actor, input);
+        Input::Gpus(gpus) => {
+            // The reading may not show a change that happened during it, so another reading
+            // follows.
+            if actor.readings.came() {
+                actor.inventory.ask(InventoryQuery::Gpus);
+            }
+            if let Ok(gpus) = gpus {
+                actor.busy.note(actor.now(), gpus);
+                actor.copiers.seen(gpus);
+            }
+        }
+        _ => {}
+    }
+    effects::feed(actor, finding);
 }
 
 /// Handles what the connection to an agent reports: its start, a message, its end, the exit of the

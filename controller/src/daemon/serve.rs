@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use affinode_core::Node;
+use affinode_core::{Input, Node};
 use affinode_proto::paths;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
@@ -44,8 +44,8 @@ use crate::{
     handle::{Command, ControllerHandle, EventLog},
     host_pool::{self, HostPool},
     inventory::{
-        Inventory, InventoryResult, host_levels::HostLevels,
-        process_utilization::ProcessUtilization, utilization::GpuUtilization,
+        Inventory, host_levels::HostLevels, process_utilization::ProcessUtilization,
+        utilization::GpuUtilization,
     },
     isolated_runtime::IsolatedRuntime,
     jobs,
@@ -63,7 +63,7 @@ const LINGER: Duration = Duration::from_secs(60);
 
 /// Receivers of all messages that the actor handles.
 struct ActorInbox {
-    findings: mpsc::UnboundedReceiver<InventoryResult>,
+    findings: mpsc::UnboundedReceiver<Input>,
     commands: mpsc::Receiver<Command>,
     copiers: mpsc::UnboundedReceiver<CopierMessage>,
     agents: mpsc::Receiver<AgentMail>,
@@ -162,16 +162,16 @@ fn begin(
 fn start_readers(
     run_dir: &Path,
     config: &Config,
-    found: &mpsc::UnboundedSender<InventoryResult>,
+    found: &mpsc::UnboundedSender<Input>,
 ) -> io::Result<(ProcessUtilization, HostLevels, Inventory)> {
     let rules = memory_rules(config);
     let of_work = found.clone();
     let utilization = ProcessUtilization::start(DriverLibrary::nvml(config), move |work| {
-        let _ = of_work.send(InventoryResult::Worked(work));
+        let _ = of_work.send(Input::Worked(work));
     })?;
     let of_levels = found.clone();
     let levels = HostLevels::start(rules, move |levels| {
-        let _ = of_levels.send(InventoryResult::HostLevels(levels));
+        let _ = of_levels.send(Input::HostLevels(levels));
     })?;
     let found = found.clone();
     let nvml = DriverLibrary::nvml(config);

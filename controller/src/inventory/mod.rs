@@ -2,7 +2,8 @@
 //! ([`memory`]). A thread reads GPUs and host memory ([`Inventory`]), so that a slow driver never
 //! blocks the actor. Two further threads read the utilization of processes
 //! ([`process_utilization`]), and the host memory that is left during copies out ([`host_levels`]).
-//! The command `affinode gpus` reads what does not change ([`gpu_facts`]).
+//! The threads send each result as an input of the core. The command `affinode gpus` reads what does
+//! not change ([`gpu_facts`]).
 
 pub mod driver_limits;
 pub mod gpu_facts;
@@ -21,11 +22,9 @@ use std::{
 };
 
 use affinode_core::{
-    GpuSample, Key, ProcessId, Survey,
-    copy_watch::Levels,
-    driver_limit::{DriverLimitOrder, DriverLimitOutcome},
+    GpuSample, Input, Key, ProcessId, Survey,
+    driver_limit::DriverLimitOrder,
     host_memory::{HostNeed, SurveyedMemory},
-    input::Work,
 };
 use affinode_proto::reason::Reason;
 
@@ -69,37 +68,6 @@ pub enum InventoryQuery {
     },
 }
 
-/// Result of a reading of GPUs, processes or host memory, as a message to the actor.
-#[derive(Debug)]
-pub enum InventoryResult {
-    /// GPUs with their processes and utilization, requested by [`InventoryQuery::Gpus`].
-    Gpus(Result<Vec<GpuSample>, String>),
-    /// Processes that recently used a GPU, from [`process_utilization`].
-    Worked(Vec<Work>),
-    /// Memory of all GPUs, in response to [`InventoryQuery::Prove`]. The key and the number are
-    /// those of the request.
-    Proven(Key, u64, Result<Vec<GpuSample>, String>),
-    /// The response to [`InventoryQuery::Vram`].
-    Vram {
-        /// The container with a VRAM limit.
-        key: Key,
-        /// Number of the recall that preceded this reading. A recall withdraws the VRAM allowances
-        /// of the container's processes.
-        epoch: u64,
-        /// Pending bytes of each process of the container: allocations that were allowed before the
-        /// recall and may be missing in NVML's reading.
-        pending: Vec<(ProcessId, u64)>,
-        /// Samples of the GPUs. `Err`: the reason why they cannot be read.
-        gpus: Result<Vec<GpuSample>, String>,
-    },
-    /// The response to [`InventoryQuery::LimitInDriver`] for a container.
-    DriverLimited(Key, DriverLimitOutcome),
-    /// The response to [`InventoryQuery::Survey`].
-    Surveyed(Key, Survey),
-    /// Host memory that is left for the offloads that copy now, from [`host_levels`].
-    HostLevels(Vec<Levels>),
-}
-
 /// Handle of the thread that reads GPUs and host memory.
 #[derive(Debug)]
 pub struct Inventory {
@@ -117,7 +85,7 @@ impl Inventory {
         rules: MemoryRules,
         pool_cgroup: PathBuf,
         run_dir: &Path,
-        tell: impl Fn(InventoryResult) + Send + 'static,
+        tell: impl Fn(Input) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
         let mut limits = DriverLimits::new(run_dir);
@@ -143,25 +111,23 @@ fn answer(
     rules: MemoryRules,
     pool_cgroup: &Path,
     question: InventoryQuery,
-) -> InventoryResult {
+) -> Input {
     match question {
-        InventoryQuery::Gpus => InventoryResult::Gpus(nvml.read(true)),
-        InventoryQuery::Prove(key, number) => {
-            InventoryResult::Proven(key, number, nvml.read(false))
-        }
+        InventoryQuery::Gpus => Input::Gpus(nvml.read(true)),
+        InventoryQuery::Prove(key, number) => Input::Proven(key, number, nvml.read(false)),
         InventoryQuery::Vram { key, epoch, pending } => {
-            InventoryResult::Vram { key, epoch, pending, gpus: nvml.read(true) }
+            Input::VramRead { key, epoch, pending, gpus: nvml.read(true) }
         }
         InventoryQuery::LimitInDriver(order) => {
             let outcome = limits.execute(nvml, &order);
-            InventoryResult::DriverLimited(order.key, outcome)
+            Input::DriverLimited(order.key, outcome)
         }
         InventoryQuery::Survey { key, processes, host_pool, known } => {
             let gpus = nvml.read(true);
             let on_gpus = gpus.as_deref().unwrap_or_default();
             let used_bytes = host_pool.then(|| host_pool_used_bytes(rules, pool_cgroup)).flatten();
             let host = host_pools(rules, processes, used_bytes, &known, on_gpus);
-            InventoryResult::Surveyed(key, Survey { gpus, host })
+            Input::Surveyed(key, Survey { gpus, host })
         }
     }
 }
