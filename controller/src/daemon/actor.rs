@@ -21,8 +21,7 @@ use tokio::sync::mpsc;
 
 use super::{
     connection_polling::ConnectionPolling, gc::GarbageCollector, gpu_polling::GpuPolling,
-    level_polling::LevelPolling, pending_commands::PendingCommands,
-    utilization_polling::UtilizationPolling,
+    pending_commands::PendingCommands,
 };
 use crate::{
     agents::{AgentHandle, AgentListener, AgentMail},
@@ -34,7 +33,9 @@ use crate::{
     host_pool::HostPool,
     inventory::{
         Inventory, InventoryQuery,
+        host_levels::HostLevels,
         memory::{self, MemoryRules},
+        process_utilization::ProcessUtilization,
         utilization::GpuUtilization,
     },
     journal::{Journal, UnclaimedEntry},
@@ -61,8 +62,8 @@ pub(super) struct NodeActor {
     pub(super) later: VecDeque<Input>,
     pub(super) inventory: Inventory,
     pub(super) readings: GpuPolling,
-    pub(super) utilization: UtilizationPolling,
-    pub(super) levels: LevelPolling,
+    pub(super) utilization: ProcessUtilization,
+    pub(super) levels: HostLevels,
     pub(super) connections: ConnectionPolling,
     pub(super) journal: Journal,
     pub(super) unclaimed: UnclaimedEntry,

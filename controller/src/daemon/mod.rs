@@ -23,7 +23,6 @@ mod host_pool;
 mod incoming;
 mod job_socket;
 mod jobs;
-mod level_polling;
 mod log;
 mod log_file;
 mod moves;
@@ -33,7 +32,6 @@ mod policies;
 mod recall;
 mod serve;
 mod tick;
-mod utilization_polling;
 mod viewers;
 mod vram;
 

@@ -28,11 +28,8 @@ use super::{
     gc::GarbageCollector,
     gpu_polling::GpuPolling,
     incoming, job_socket,
-    level_polling::LevelPolling,
     pending_commands::PendingCommands,
-    recall, tick,
-    utilization_polling::UtilizationPolling,
-    viewers,
+    recall, tick, viewers,
 };
 use crate::{
     agents::AgentMail,
@@ -139,8 +136,8 @@ fn begin(
         later: VecDeque::new(),
         inventory,
         readings: GpuPolling::default(),
-        utilization: UtilizationPolling::new(utilization),
-        levels: LevelPolling::new(levels),
+        utilization,
+        levels,
         connections: ConnectionPolling::default(),
         journal,
         unclaimed: UnclaimedEntry::default(),

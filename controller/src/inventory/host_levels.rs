@@ -1,19 +1,26 @@
-//! Reads how much host memory is left while content is copied out (from VRAM to host memory). It
-//! reads every pool of host memory that is charged for the copies: the cgroups and the node. A
+//! Reads again and again how much host memory is left while content is copied out (from VRAM to host
+//! memory). It reads every pool of host memory that is charged for the copies: the cgroups and the node. A
 //! separate thread does so, because files of cgroups can take milliseconds to read. At most one
 //! request waits for this thread. NVML is read on another thread, because its readings can take
 //! seconds.
 
-use std::sync::mpsc::{self, SyncSender};
+use std::{
+    sync::mpsc::{self, SyncSender},
+    time::Duration,
+};
 
-use affinode_core::copy_watch::{CopyInProgress, Levels};
+use affinode_core::copy_watch::{CopyInProgress, LEVELS_INTERVAL_MS, Levels};
+use tokio::time::Instant;
 
 use super::memory::{self, MemoryRules};
 
-/// Handle of the thread that reads how much host memory is left for the copies out in progress.
+/// Handle of the thread that reads how much host memory is left for the copies out in progress, and
+/// the time of its next reading.
 #[derive(Debug)]
 pub struct HostLevels {
     questions: SyncSender<Vec<CopyInProgress>>,
+    /// Time of the next reading. `None` if no copy out is in progress.
+    due: Option<Instant>,
 }
 
 impl HostLevels {
@@ -32,13 +39,29 @@ impl HostLevels {
                 tell(copies.into_iter().map(|copy| levels_of(rules, copy)).collect());
             }
         })?;
-        Ok(HostLevels { questions })
+        Ok(HostLevels { questions, due: None })
     }
 
-    /// Requests a reading of the host memory that is left for these copies out. Does nothing if
-    /// another request is pending.
-    pub fn ask(&self, copies: Vec<CopyInProgress>) {
-        let _ = self.questions.try_send(copies);
+    /// Records that a copy out begins. If no reading is planned yet, a reading becomes due now.
+    pub fn begin(&mut self) {
+        self.due.get_or_insert_with(Instant::now);
+    }
+
+    /// Returns the time of the next reading, or `None` if no reading is needed.
+    #[must_use]
+    pub fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Requests a reading of the host memory that is left for `copies`, the copies out in progress.
+    /// Requests none if another request is pending. Plans the next reading after
+    /// [`LEVELS_INTERVAL_MS`]. If `copies` is empty, no reading is requested or planned.
+    pub fn read(&mut self, copies: Vec<CopyInProgress>) {
+        let next = Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
+        self.due = (!copies.is_empty()).then_some(next);
+        if !copies.is_empty() {
+            let _ = self.questions.try_send(copies);
+        }
     }
 }
 

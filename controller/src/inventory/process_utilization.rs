@@ -5,7 +5,7 @@
 
 use std::{
     sync::mpsc::{self, SyncSender},
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use affinode_core::input::Work;
@@ -13,10 +13,19 @@ use affinode_core::input::Work;
 use super::nvml::NvmlDevices;
 use crate::driver_library::DriverLibrary;
 
-/// Handle of the thread that reads which processes used a GPU.
+/// Minimum time between two readings of the GPU utilization. It is used if the configured sample
+/// interval is shorter.
+const MIN_INTERVAL: Duration = Duration::from_millis(250);
+/// Maximum time between two readings of the GPU utilization. It is used if the configured sample
+/// interval is longer.
+const MAX_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Handle of the thread that reads which processes used a GPU. It reads at most once per interval.
+/// The interval is the sample interval, but at least `MIN_INTERVAL` and at most `MAX_INTERVAL`.
 #[derive(Debug)]
 pub struct ProcessUtilization {
     questions: SyncSender<()>,
+    asked: Option<Instant>,
 }
 
 impl ProcessUtilization {
@@ -40,12 +49,17 @@ impl ProcessUtilization {
                 }
             }
         })?;
-        Ok(ProcessUtilization { questions })
+        Ok(ProcessUtilization { questions, asked: None })
     }
 
-    /// Requests a reading from NVML. Does nothing if a request is pending.
-    pub fn ask(&self) {
-        let _ = self.questions.try_send(());
+    /// Requests a reading from NVML if one interval has passed since the previous request. Requests
+    /// none if another request is pending.
+    pub fn poll(&mut self, sample_interval: Duration) {
+        let interval = sample_interval.clamp(MIN_INTERVAL, MAX_INTERVAL);
+        if self.asked.is_none_or(|at| at.elapsed() >= interval) {
+            self.asked = Some(Instant::now());
+            let _ = self.questions.try_send(());
+        }
     }
 }
 
