@@ -7,7 +7,6 @@
 mod failures;
 mod figures;
 mod goal;
-mod shown;
 mod usage;
 
 use affinode_proto::{reason::Reason, state::State};
@@ -16,7 +15,6 @@ pub use self::{
     failures::{OffloadFailures, RestoreFailures},
     figures::Figures,
     goal::{Goal, IncompleteRestore, Offload, Restore},
-    shown::ShownState,
     usage::Usage,
 };
 use super::{
@@ -151,5 +149,33 @@ impl Container {
     #[must_use]
     pub fn display_name(&self) -> String {
         self.spec.display_name()
+    }
+}
+
+/// The container's state as users see it, with its reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShownState {
+    /// The state of the container, from a fixed list.
+    pub state: State,
+    /// When the state changed last.
+    pub since: Millis,
+    /// The reason for the state, with a detail: why the container was offloaded, why it stays
+    /// resident, or what it waits for.
+    pub reason: (Reason, String),
+    /// Reason in the last event that reported why the container is not offloaded. The controller
+    /// publishes no second event in a row with the same reason.
+    pub refused: Option<Reason>,
+}
+
+impl ShownState {
+    /// The state of a container that was just announced.
+    #[must_use]
+    pub fn new(now: Millis) -> ShownState {
+        ShownState {
+            state: State::Unregistered,
+            since: now,
+            reason: (Reason::NotRegistered, String::new()),
+            refused: None,
+        }
     }
 }

@@ -97,7 +97,6 @@ mod transitions;
 pub mod victims;
 pub mod view;
 mod vram_limit;
-pub mod wake_latency;
 pub mod window;
 
 pub use container_spec::ContainerSpec;
