@@ -11,7 +11,7 @@
 //!
 //! ```text
 //!  node
-//!  └> completions, transitions, serve_queue
+//!  └> completions, serve_queue
 //!     └> restore, eviction
 //!        └> registration, requests, evaluate, immediate
 //!           └> offload, migration, oom_wait
@@ -93,7 +93,6 @@ mod serve_queue;
 #[cfg(test)]
 mod tests;
 pub mod texts;
-mod transitions;
 pub mod victims;
 pub mod view;
 mod vram_limit;

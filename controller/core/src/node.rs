@@ -3,17 +3,26 @@
 //! The data of the node is in `node_state.rs`. The other files contain functions that decide about
 //! this data and change it. These files call each other in one direction only (a test checks this).
 //! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
-//! requests of operators in `requests.rs`, idle containers in `evaluate.rs`, offload and restore in
-//! `transitions.rs`, the queue in `serve_queue.rs`. What the node sends is in `output.rs`, and the
-//! lists for operators are in `view.rs`.
+//! requests of operators in `requests.rs`, idle containers in `evaluate.rs`, the steps of an offload
+//! in `offload.rs` and those of a restore in `restore.rs`, the reports of agents in `completions.rs`,
+//! the queue in `serve_queue.rs`. What the node sends is in `output.rs`, and the lists for operators
+//! are in `view.rs`.
+//!
+//! A function that changes a container does not send the container's next orders. It calls `resume`
+//! (`output.rs`), and the node then calls `advance`.
 
 use std::collections::BTreeSet;
 
-use affinode_proto::wire::message::{AgentMessage, PROOF_TTL_MS};
+use affinode_proto::{
+    state::State,
+    wire::message::{AgentMessage, PROOF_TTL_MS},
+};
 
 use super::{
-    Effect, Key, Millis, ProcessId, completions, connection_prewake, copier_use, copy_watch,
-    driver_limit, evaluate, grants, hints, holds, host_promises, idle, immediate,
+    Effect, Key, Millis, ProcessId, completions, connection_prewake,
+    container::Goal,
+    copier_use, copy_watch, driver_limit, evaluate, grants, hints, holds, host_promises, idle,
+    immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -23,7 +32,7 @@ use super::{
     policy::Policies,
     prefault, pressure, prewake,
     registration::{self, RegistrationStatus},
-    requests, restore, serve_queue, transitions,
+    requests, restore, serve_queue,
     victims::VictimRule,
     vram_limit,
 };
@@ -271,7 +280,28 @@ fn tick(node: &mut NodeState) {
 /// Decides and sends the next orders of each container in the list `resumed`.
 fn advance_resumed(node: &mut NodeState) {
     while let Some(key) = node.output.resumed.pop_front() {
-        transitions::advance(node, &key);
+        advance(node, &key);
+    }
+}
+
+/// Sends the next orders for a container's offload or restore, if any are due.
+fn advance(node: &mut NodeState, key: &Key) {
+    let Some(container) = node.registry.containers.get(key) else {
+        return;
+    };
+    if container.shown.state == State::Unregistered {
+        return;
+    }
+    restore::end_incomplete_restore(node, key);
+    let positions = node.positions(key);
+    if positions.is_empty() {
+        return;
+    }
+    let Some(container) = node.registry.containers.get(key) else { return };
+    match container.goal {
+        Goal::OffloadRequested(_) => {}
+        Goal::Offloaded(_) => offload::advance_offload(node, key, &positions),
+        Goal::Resident(_) => restore::advance_restore(node, key, &positions),
     }
 }
 
