@@ -298,11 +298,12 @@ impl HostLedger {
 
     /// Releases the promises of containers for which `is_leaving` is false, because their offload
     /// has ended. Then removes released promises, except those that a pending reading still needs.
-    /// `oldest_survey`: when the oldest pending reading was requested.
+    /// `oldest_survey`: returns when the oldest pending reading was requested. It is called only if a
+    /// promise is released.
     pub fn settle(
         &mut self,
         now: Millis,
-        oldest_survey: Option<Millis>,
+        oldest_survey: impl Fn() -> Option<Millis>,
         is_leaving: impl Fn(&Key) -> bool,
     ) {
         for promise in &mut self.promises {
@@ -311,6 +312,10 @@ impl HostLedger {
                 promise.released_at = Some(now);
             }
         }
+        if self.promises.iter().all(|promise| promise.released_at.is_none()) {
+            return;
+        }
+        let oldest_survey = oldest_survey();
         let is_needed = |released: Millis| oldest_survey.is_some_and(|asked| asked <= released);
         self.promises.retain(|promise| promise.released_at.is_none_or(is_needed));
     }

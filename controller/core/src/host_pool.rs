@@ -104,6 +104,7 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[HostPoolAllow
         if before.bytes < bytes || before.kept_bytes != kept_bytes {
             let bytes = before.bytes.max(bytes);
             process.host_pool = HostPoolPermission { bytes, kept_bytes, ..before };
+            node.host_pool_users.insert(id);
             node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
         }
     }
@@ -111,19 +112,21 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[HostPoolAllow
 
 /// Ends the permissions of containers whose offload is over.
 pub(super) fn end_permissions(node: &mut NodeState) {
-    if node.registry.processes.values().all(|process| process.host_pool.bytes == 0) {
-        return;
-    }
-    for id in node.registry.processes.ids() {
+    let users = std::mem::take(&mut node.host_pool_users);
+    for id in users {
         let Some(process) = node.registry.processes.get(&id) else { continue };
-        let is_over = !node.host_ledger.uses_host_pool(&process.key);
-        if process.host_pool.bytes > 0 && is_over {
-            if let Some(process) = node.registry.processes.get_mut(&id) {
-                (process.host_pool.bytes, process.host_pool.kept_bytes) = (0, 0);
-            }
-            let (bytes, kept_bytes) = (0, 0);
-            node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
+        if process.host_pool.bytes == 0 {
+            continue;
         }
+        if node.host_ledger.uses_host_pool(&process.key) {
+            node.host_pool_users.insert(id);
+            continue;
+        }
+        if let Some(process) = node.registry.processes.get_mut(&id) {
+            (process.host_pool.bytes, process.host_pool.kept_bytes) = (0, 0);
+        }
+        let (bytes, kept_bytes) = (0, 0);
+        node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
     }
 }
 

@@ -167,7 +167,7 @@ pub(super) fn settle_host_memory(node: &mut NodeState) {
     if node.host_ledger.is_empty() {
         return;
     }
-    let oldest_survey = node.registry.containers.values().filter_map(|c| c.survey_asked).min();
+    let oldest_survey = || node.registry.containers.values().filter_map(|c| c.survey_asked).min();
     let mut ledger = std::mem::take(&mut node.host_ledger);
     ledger.settle(node.clock.now, oldest_survey, |key| may_touch_host_memory(node, key));
     node.host_ledger = ledger;

@@ -6,7 +6,7 @@ use foldhash::fast::FixedState;
 use indexmap::IndexMap;
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, Settings,
+    DeviceBytes, Effect, Key, Millis, ProcessId, Settings,
     container::Container,
     copiers::CopierRegistry,
     driver_limit::DriverLimits,
@@ -52,6 +52,9 @@ pub(super) struct NodeState {
     pub(super) admission: Admission,
     /// Promises of host memory to offloads.
     pub(super) host_ledger: HostLedger,
+    /// Processes that were permitted to use the host pool. Some of them may have ended, or may have
+    /// lost their permission.
+    pub(super) host_pool_users: BTreeSet<ProcessId>,
     pub(super) copiers: CopierRegistry,
     pub(super) prediction: UsePrediction,
     /// Requests for VRAM allowances. Only processes of containers with a VRAM limit send such

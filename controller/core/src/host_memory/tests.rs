@@ -64,10 +64,10 @@ fn stale_reading_still_counts_a_released_promise() {
     ledger.promise(&key(1), node(10, 6), 0);
     // The pending reading was requested at time 5. The offload of the first container ended at time
     // 7.
-    ledger.settle(7, Some(5), |_| false);
+    ledger.settle(7, || Some(5), |_| false);
     assert_eq!(promised(ledger.judge(&key(2), &node(10, 6), 5, 8)), Some(6));
     assert_eq!(ledger.judge(&key(2), &node(10, 6), 8, 8), Ok(()), "a reading of after");
-    ledger.settle(8, None, |_| false);
+    ledger.settle(8, || None, |_| false);
     assert!(ledger.is_empty());
 }
 
@@ -142,7 +142,7 @@ proptest! {
                 },
             }
             let oldest = model.readings.iter().map(|(_, asked, _)| *asked).min();
-            ledger.settle(now, oldest, |k| model.moving.iter().any(|(n, ..)| key(*n) == *k));
+            ledger.settle(now, || oldest, |k| model.moving.iter().any(|(n, ..)| key(*n) == *k));
             prop_assert!(model.taken <= TOTAL, "the offloads took more memory than there is");
             let owed: u64 = model.moving.iter().map(|(_, all, touched)| all - touched).sum();
             prop_assert!(model.taken + owed <= TOTAL, "the promised memory does not fit");
