@@ -130,7 +130,7 @@ EXPORT CUresult cuFutureCall(void) { return touch(); }
 EXPORT CUresult cuGetExportTable(const void **table, const void *id) { *table = NULL; return touch(); }
 
 // Does next to nothing, for the benchmark.
-EXPORT CUresult cuBench(void *stream) { return 0; }
+EXPORT CUresult cuStreamGetFlags(void *stream, unsigned *flags) { return 0; }
 
 // Blocks inside the driver until stub_release is called.
 EXPORT CUresult cuStubBlock(void)
