@@ -86,7 +86,9 @@ pub(super) fn gpus_read(node: &mut NodeState) {
     if gpus != node.driver_limits.gpus || node.driver_limits.is_unread {
         node.driver_limits = DriverLimits { gpus, ..DriverLimits::default() };
     }
-    node.driver_limits.changed = node.registry.containers.keys().cloned().collect();
+    if !node.driver_limits.is_too_old {
+        node.driver_limits.changed = node.registry.containers.keys().cloned().collect();
+    }
 }
 
 /// Orders the driver's limit of each container that needs another one than before. Called before

@@ -3,7 +3,7 @@
 
 use affinode_core::{
     Effect, GpuSample, Input, Millis, Survey, copy_watch::TurnBackCause,
-    host_memory::SurveyedMemory,
+    driver_limit::DriverLimitOutcome, host_memory::SurveyedMemory,
 };
 use affinode_proto::{
     event::EventKind,
@@ -80,6 +80,10 @@ pub(super) fn simulate_effect(
             let n = number(asked.as_str());
             let gpus = Ok(vec![gpu_sample(world, world.processes[n].gpu, None)]);
             world.inputs.push_back(Input::Proven(asked, proof, gpus));
+        }
+        // The simulated driver enforces no limits.
+        Effect::LimitInDriver(order) => {
+            world.inputs.push_back(Input::DriverLimited(order.key, DriverLimitOutcome::TooOld));
         }
         Effect::Publish(event) => {
             world.figures.refused += u64::from(event.kind == EventKind::Refused);
