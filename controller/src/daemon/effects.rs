@@ -1,7 +1,7 @@
 //! Feeds inputs to the core (the module that decides about moves). Executes the effects (actions)
 //! that the core returns, in their order.
 
-use affinode_core::{Effect, Input, Key, Record};
+use affinode_core::{Effect, Input, Key, ProcessId, Record, copy_watch::TurnBackCause};
 use affinode_proto::wire::{
     copier::CopierOrder,
     message::{Action, ControllerMessage},
@@ -76,17 +76,19 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             copiers::order(actor, copier, CopierOrder::HoldVram { on });
         }
         Effect::EndCopier { copier, why } => copiers::end(actor, copier, why),
-        Effect::TurnBack(id, cause) => {
-            let told = actor.agents.get(&id).map(|agent| agent.turn_back(cause));
-            if let Some(Err(error)) = told {
-                tracing::warn!(process = id.0, %error, "process {}: cannot cancel the copy out", id.0);
-            }
-        }
+        Effect::TurnBack(id, cause) => turn_back(actor, id, cause),
         Effect::End { identity, by_force } => {
             if let Err(error) = process::end(&identity, by_force) {
                 tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
             }
         }
+    }
+}
+
+fn turn_back(actor: &NodeActor, id: ProcessId, cause: TurnBackCause) {
+    let told = actor.agents.get(&id).map(|agent| agent.turn_back(cause));
+    if let Some(Err(error)) = told {
+        tracing::warn!(process = id.0, %error, "process {}: cannot cancel the copy out", id.0);
     }
 }
 
