@@ -24,7 +24,7 @@ fn pages_are_allocated_up_to_the_allowed_amount() {
 /// A process that reports more memory of an earlier offload than it has may use less by the
 /// difference.
 #[test]
-fn memory_that_is_not_kept_reduces_the_allowed_amount() {
+fn memory_not_kept_reduces_the_allowed_amount() {
     let pool = TestPool::strict();
     let agent = pool.attach(7);
     pool.allow_now(7, 4 * MIB);
