@@ -85,8 +85,9 @@ fn claimed_bytes(process: &Process) -> u64 {
     }
 }
 
-/// Permits the processes of a container to use the host pool for an offload. Sizes that a process
-/// reports after the promise do not change its permission.
+/// Permits the processes of a container to use the host pool for an offload: exactly what was
+/// promised to the offload now. Sizes that a process reports after the promise do not change its
+/// permission.
 pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[HostPoolAllowance]) {
     let ids: Vec<ProcessId> = node.registry.processes.of(key).map(|(id, _)| id).collect();
     for id in ids {
@@ -100,9 +101,9 @@ pub(super) fn allow(node: &mut NodeState, key: &Key, allowances: &[HostPoolAllow
             node.output.effects.push(Effect::LeaveHostPool(id));
         }
         let before = process.host_pool;
-        // The process may have freed a part of its memory since the last permission.
-        if before.bytes < bytes || before.kept_bytes != kept_bytes {
-            let bytes = before.bytes.max(bytes);
+        // The permission is exactly what was promised last. The process may have freed a part of
+        // its memory since the last permission.
+        if (before.bytes, before.kept_bytes) != (bytes, kept_bytes) {
             process.host_pool = HostPoolPermission { bytes, kept_bytes, ..before };
             node.host_pool_users.insert(id);
             node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
@@ -127,6 +128,13 @@ pub(super) fn end_permissions(node: &mut NodeState) {
         }
         let (bytes, kept_bytes) = (0, 0);
         node.output.effects.push(Effect::AllowHostPool { process: id, bytes, kept_bytes });
+    }
+}
+
+/// Records that a process got a new connection to the host pool. Its file is empty.
+pub(super) fn connected(node: &mut NodeState, id: ProcessId) {
+    if let Some(process) = node.registry.processes.get_mut(&id) {
+        process.host_pool.was_used = false;
     }
 }
 

@@ -234,6 +234,9 @@ pub enum Input {
     /// A process got no connection to its copier, although [`super::Effect::AttachCopier`]
     /// requested one.
     NotAttached(ProcessId),
+    /// The process got a new connection to the host pool, for example because the host pool was
+    /// started again. The file of the connection is empty.
+    HostPoolConnected(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory of each pool, for copy outs in progress. The copies' progress was read

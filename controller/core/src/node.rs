@@ -21,8 +21,8 @@ use affinode_proto::{
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake,
     container::Goal,
-    copier_use, copy_watch, driver_limit, evaluate, grants, hints, holds, host_promises, idle,
-    immediate,
+    copier_use, copy_watch, driver_limit, evaluate, grants, hints, holds, host_pool, host_promises,
+    idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -175,6 +175,7 @@ fn take(node: &mut NodeState, input: Input) {
         Input::CopierEnded(copier) => copier_use::copier_ended(node, copier),
         Input::CopierExited(copier) => copier_use::copier_exited(node, copier),
         Input::NotAttached(process) => prefault::not_attached(node, process),
+        Input::HostPoolConnected(process) => host_pool::connected(node, process),
         Input::Surveyed(key, survey) => offload::surveyed(node, &key, survey),
         Input::HostLevels(levels) => {
             copy_watch::host_levels_read(node, levels);

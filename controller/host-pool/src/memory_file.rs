@@ -118,7 +118,11 @@ impl MemoryFile {
     /// The `errno` of the system call.
     pub fn allow(&self, bytes: u64, kept_bytes: u64) -> io::Result<()> {
         let mut limit = self.limit();
-        let bytes = bytes.saturating_sub(kept_bytes.saturating_sub(self.used_bytes()?));
+        let missing_bytes = match kept_bytes {
+            0 => 0,
+            kept_bytes => kept_bytes.saturating_sub(self.used_bytes()?),
+        };
+        let bytes = bytes.saturating_sub(missing_bytes);
         let unit = UNIT_BYTES;
         let rounded = bytes.min(FILE_BYTES).next_multiple_of(unit);
         limit.allowed_bytes = rounded.max(MIN_SIZE_BYTES);

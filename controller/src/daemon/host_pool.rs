@@ -2,7 +2,7 @@
 
 use std::io;
 
-use affinode_core::ProcessId;
+use affinode_core::{Input, ProcessId};
 
 use super::actor::NodeActor;
 
@@ -12,7 +12,8 @@ use super::actor::NodeActor;
 /// memory.
 ///
 /// `kept_bytes` is the part of `bytes` that the process's file should contain already. The file of a
-/// new connection contains nothing.
+/// new connection is empty, and only the rest of `bytes` was promised, so the process may use no more
+/// than the rest of it. The core learns of the connection, and permits all at its next survey.
 pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64, kept_bytes: u64) {
     if !actor.host_pool.is_running() {
         actor.in_host_pool.clear();
@@ -23,7 +24,9 @@ pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64, kept_
     }
     let allowed = match is_connected {
         true => actor.host_pool.allow(process, bytes, kept_bytes),
-        false => connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes, 0)),
+        false => {
+            connect(actor, process).and_then(|()| actor.host_pool.allow(process, bytes, kept_bytes))
+        }
     };
     if let Err(error) = allowed {
         tracing::warn!(
@@ -54,5 +57,6 @@ fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
         return Err(io::Error::other("the process does not read the controller's messages"));
     }
     actor.in_host_pool.insert(process);
+    actor.later.push_back(Input::HostPoolConnected(process));
     Ok(())
 }

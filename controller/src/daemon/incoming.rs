@@ -55,7 +55,14 @@ pub(super) fn agent_said(actor: &mut NodeActor, mail: AgentMail) {
         AgentMail::Joined { key, id, identity, hello, agent } => {
             joined(actor, (key, id, identity), hello, agent);
         }
-        AgentMail::Message(id, message) => effects::feed(actor, Input::Message(id, message)),
+        AgentMail::Message(id, message) => {
+            // The library frees kept host memory until its gate is closed. The survey that follows
+            // the report must know how much is left.
+            if matches!(message, AgentMessage::Report { .. }) {
+                read_page(actor, id);
+            }
+            effects::feed(actor, Input::Message(id, message));
+        }
         AgentMail::Detached(id) => effects::feed(actor, Input::Detached(id)),
         AgentMail::Exited(id) => effects::feed(actor, Input::Exited(id)),
         AgentMail::Refused { key, why } => {

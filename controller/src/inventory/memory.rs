@@ -90,17 +90,23 @@ pub fn pools(
     if let Some(used_bytes) = host_pool_used_bytes {
         let beside = |need: &HostNeed| own_need_beside_host_pool(rules, need);
         host_pool = pools(&beside);
-        host_pool.push(node(total(&beside).saturating_add(total(&new_pooled_bytes))));
+        // What the processes have of the host pool already counts as free for them. The whole
+        // content is promised nevertheless: they may free these pages and allocate them again.
+        let kept_bytes = total(&kept_bytes);
+        host_pool.push(MemoryPool {
+            free_bytes: free_bytes.saturating_add(kept_bytes),
+            ..node(total(&beside).saturating_add(total(&pooled_bytes)))
+        });
         host_pool.push(MemoryPool {
             place: MemoryPlace::HostPool,
-            free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes),
-            need_bytes: total(&new_pooled_bytes),
+            free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes.saturating_sub(kept_bytes)),
+            need_bytes: total(&pooled_bytes),
         });
     }
     let allowance = |need: &HostNeed| HostPoolAllowance {
         pid: need.pid,
         bytes: pooled_bytes(need),
-        kept_bytes: need.kept_bytes.min(pooled_bytes(need)),
+        kept_bytes: kept_bytes(need),
     };
     let allowances = processes.iter().map(allowance).collect();
     Ok(SurveyedMemory { container, host_pool, allowances })
@@ -133,10 +139,9 @@ fn pooled_bytes(need: &HostNeed) -> u64 {
     }
 }
 
-/// Returns the memory of the host pool that a process needs in addition to what it has already, in
-/// bytes.
-fn new_pooled_bytes(need: &HostNeed) -> u64 {
-    pooled_bytes(need).saturating_sub(need.kept_bytes)
+/// Returns the part of the memory of the host pool that a process has already, in bytes.
+fn kept_bytes(need: &HostNeed) -> u64 {
+    need.kept_bytes.min(pooled_bytes(need))
 }
 
 fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {
@@ -494,12 +499,21 @@ mod tests {
             assert_eq!(pool.unwrap().free_bytes, 17 << 30);
         }
         assert_eq!(pools(rules, &[copied(true)], None).unwrap().host_pool, []);
-        // What the process has of the pool already is neither missing there nor on the node.
+        // What the process has of the pool already counts as free for it, there and on the node.
         let kept = HostNeed { kept_bytes: COPIED, ..copied(false) };
         let memory = pools(rules, &[kept], Some(15 << 30)).unwrap();
-        assert_eq!(need_of(&memory.host_pool, &MemoryPlace::HostPool), CHUNK_BYTES);
-        assert_eq!(need_of(&memory.host_pool, &MemoryPlace::Node), CHUNK_BYTES + tables);
+        let free_of = |place: &MemoryPlace| {
+            memory.host_pool.iter().find(|pool| pool.place == *place).unwrap().free_bytes
+        };
+        assert_eq!(free_of(&MemoryPlace::HostPool), (5 << 30) + COPIED);
+        let own = memory.container.iter().find(|pool| pool.place == MemoryPlace::Node).unwrap();
+        assert_eq!(free_of(&MemoryPlace::Node), own.free_bytes + COPIED);
+        let pooled = COPIED + CHUNK_BYTES;
+        assert_eq!(need_of(&memory.host_pool, &MemoryPlace::HostPool), pooled);
         let (bytes, kept_bytes) = (COPIED + CHUNK_BYTES, COPIED);
-        assert_eq!(memory.allowances, [HostPoolAllowance { pid: own, bytes, kept_bytes }]);
+        assert_eq!(
+            memory.allowances,
+            [HostPoolAllowance { pid: std::process::id(), bytes, kept_bytes }]
+        );
     }
 }

@@ -31,12 +31,9 @@ impl World {
         let pool = |place, free_bytes| MemoryPool { place, free_bytes, need_bytes };
         let node = pool(MemoryPlace::Node, free_bytes);
         let own = self.limit_bytes.map(|bytes| pool(MemoryPlace::Cgroup("/pod".into()), bytes));
-        let pooled_bytes =
-            processes.iter().map(|need| need.copied_bytes.saturating_sub(need.kept_bytes)).sum();
-        let shared = self.host_pool_bytes.map(|bytes| MemoryPool {
-            need_bytes: pooled_bytes,
-            ..pool(MemoryPlace::HostPool, bytes)
-        });
+        let kept_bytes: u64 = processes.iter().map(|need| need.kept_bytes).sum();
+        let shared =
+            self.host_pool_bytes.map(|bytes| pool(MemoryPlace::HostPool, bytes + kept_bytes));
         let host_pool = shared.map_or_else(Vec::new, |shared| vec![shared, node.clone()]);
         let allowance = |need: &HostNeed| HostPoolAllowance {
             pid: need.pid,

@@ -106,6 +106,21 @@ fn own_memory_in_a_full_pool_is_used_again() {
     );
 }
 
+/// If the host pool was started again, the process has a new file, in which nothing is kept. The
+/// permission must then be for the whole content, although the process reports kept memory.
+#[test]
+fn nothing_is_kept_in_a_new_file() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.settle();
+    let agent = world.agents.get_mut(&id).unwrap();
+    (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
+    world.feed(Input::HostPoolConnected(id));
+    world.host_pool_bytes = Some(COPIED_BYTES - 1);
+    world.call(id);
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Idle, vec![true]));
+}
+
 #[test]
 fn full_pool_leaves_the_containers_memory() {
     let (mut world, _) = world(COPIED_BYTES, Some(COPIED_BYTES - 1));

@@ -29,10 +29,10 @@ fn memory_not_kept_reduces_the_allowed_amount() {
     let agent = pool.attach(7);
     pool.allow_now(7, 4 * MIB);
     assert!(agent.populate(0, 4 * MIB));
-    pool.allow_with(7, 8 * MIB, 4 * MIB);
+    pool.allow_with_now(7, 8 * MIB, 4 * MIB);
     assert!(agent.populate(4 * MIB, 4 * MIB), "it has what it kept");
     agent.free(0, 8 * MIB);
-    pool.allow_with(7, 8 * MIB, 6 * MIB);
+    pool.allow_with_now(7, 8 * MIB, 6 * MIB);
     assert!(!agent.populate(0, 4 * MIB), "nothing is kept");
     assert!(agent.allocated_bytes() <= 2 * MIB);
 }

@@ -82,6 +82,12 @@ impl TestPool {
         self.order(HostPoolOrder::Allow { process, bytes, kept_bytes }, None);
     }
 
+    /// Same as [`TestPool::allow_with`], but waits as [`TestPool::allow_now`] does.
+    fn allow_with_now(&self, process: u64, bytes: u64, kept_bytes: u64) {
+        self.allow_with(process, bytes, kept_bytes);
+        drop(self.attach(u64::MAX));
+    }
+
     /// Sends an `Allow` and waits until it has taken effect: the host pool carries out its orders
     /// one after another, and the last of these orders has a visible effect.
     fn allow_now(&self, process: u64, bytes: u64) {
