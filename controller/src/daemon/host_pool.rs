@@ -11,9 +11,10 @@ use super::actor::NodeActor;
 /// out fails for lack of host memory. The core then has the content copied to the container's own
 /// memory.
 ///
-/// `kept_bytes` is the part of `bytes` that the process's file should contain already. The file of a
-/// new connection is empty, and only the rest of `bytes` was promised, so the process may use no more
-/// than the rest of it. The core learns of the connection, and permits all at its next survey.
+/// `kept_bytes` is the part of `bytes` that the process's file should contain already. It counted as
+/// free for this process alone. The file of a new connection is empty, so that the process may use
+/// only the rest of `bytes`. The core learns of the connection, and permits all after its next survey
+/// if there is room.
 pub(super) fn allow(actor: &mut NodeActor, process: ProcessId, bytes: u64, kept_bytes: u64) {
     if !actor.host_pool.is_running() {
         actor.in_host_pool.clear();

@@ -64,6 +64,12 @@ impl SmallContainer {
         memory_cgroup::used_bytes(&self.pool)
     }
 
+    /// Host memory that the container's process keeps for its next offload, in bytes.
+    fn kept_bytes(&self) -> Result<u64> {
+        let row = self.world.cli().known(NAME)?;
+        Ok(row.processes.first().map_or(0, |process| process.kept_bytes))
+    }
+
     fn offload(&self) -> Result<()> {
         let said = self.world.cli().offload(NAME)?;
         assert!(said.done, "{said:?}");
@@ -168,10 +174,9 @@ fn container_without_room_in_the_pool_stays() -> Result<()> {
     Ok(())
 }
 
-/// A resident container retains its copy in a host pool that has room for one copy. When another
-/// container is to be offloaded, the copy must be freed for it.
-#[test]
-fn retained_copy_gives_way_to_another() -> Result<()> {
+/// Starts a container that will retain its copy in a host pool with room for one copy. Returns its
+/// VRAM in MiB too.
+fn retaining(name: &str) -> Result<(SmallContainer, u64)> {
     let percent_mib = memory_total_mib()? / 100;
     let percent = (VRAM_MIB * 5 / 4).div_ceil(percent_mib);
     let vram_mib = percent * percent_mib * 4 / 5;
@@ -179,8 +184,29 @@ fn retained_copy_gives_way_to_another() -> Result<()> {
         "host_pool_percent = {percent}\n[[policy.namespace]]\nname = \"default\"\n\
          retain_host_copy = true"
     );
-    let name = "affinode-test-pool-way";
-    let mut small = SmallContainer::start_with(vram_mib, "auto", name, &settings)?;
+    Ok((SmallContainer::start_with(vram_mib, "auto", name, &settings)?, vram_mib))
+}
+
+/// A resident container retains its copy, which fills the host pool, and its own limit has no room.
+/// Its next offload must use the memory of this copy.
+#[test]
+fn retained_copy_in_a_full_pool_is_used_again() -> Result<()> {
+    let (mut small, vram_mib) = retaining("affinode-test-pool-again")?;
+    for _ in 0..3 {
+        small.offload()?;
+        assert!(small.worker.verify()?);
+        until("the copy to be retained", || {
+            Ok((small.kept_bytes()? >= vram_mib * MIB).then_some(()))
+        })?;
+    }
+    Ok(())
+}
+
+/// A resident container retains its copy in a host pool that has room for one copy. When another
+/// container is to be offloaded, the copy must be freed for it.
+#[test]
+fn retained_copy_gives_way_to_another() -> Result<()> {
+    let (mut small, vram_mib) = retaining("affinode-test-pool-way")?;
     memory_cgroup::set_limit(&small.limited, None)?;
     let spec = Worker::spec("other", USUAL, vram_mib).annotation("affinode.io/engine", "auto");
     let mut other = Worker::start_as(&small.world, spec)?;
@@ -190,14 +216,10 @@ fn retained_copy_gives_way_to_another() -> Result<()> {
     memory_cgroup::set_limit(&small.limited, Some(limit_bytes))?;
     small.offload()?;
     assert!(small.worker.verify()?);
-    let kept_bytes = || {
-        let row = small.world.cli().known(NAME)?;
-        anyhow::Ok(row.processes.first().map_or(0, |process| process.kept_bytes))
-    };
-    until("the copy to be retained", || Ok((kept_bytes()? >= vram_mib * MIB).then_some(())))?;
+    until("the copy to be retained", || Ok((small.kept_bytes()? >= vram_mib * MIB).then_some(())))?;
     let said = small.world.cli().offload("other")?;
     assert!(said.done, "{said:?}");
-    assert_eq!(kept_bytes()?, 0, "the retained copy is gone");
+    assert_eq!(small.kept_bytes()?, 0, "the retained copy is gone");
     assert!(other.verify()? && small.worker.verify()?);
     Ok(())
 }
