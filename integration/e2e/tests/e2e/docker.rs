@@ -19,10 +19,10 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// A program that exits with 0 if its input and output are a terminal, and with 1 if not. Tests
-/// read its exit status, because Docker can lose the last output of a terminal
-/// (<https://github.com/moby/moby/issues/43121>).
-const HAS_TERMINAL: [&str; 3] = ["/bin/sh", "-c", "test -t 0 && test -t 1"];
+/// A program that exits with 0 if its output is a terminal and its input is one below `/dev/pts`,
+/// and with 1 if not. Tests read its exit status, because Docker can lose the last output of a
+/// terminal (<https://github.com/moby/moby/issues/43121>).
+const HAS_TERMINAL: [&str; 3] = ["/bin/sh", "-c", "test -t 1 && tty | grep -q ^/dev/pts/"];
 
 /// Finds Docker's programs. If this machine has none, records the test as skipped and returns
 /// `None`.
