@@ -150,11 +150,21 @@ reasons! {
     /// The container was restored early (prewoken), because a network connection to it arrived
     /// while it was offloaded.
     Connection = "connection", "a connection arrived on the container's network, so a call is expected soon (wake_on)";
+    /// The container was restored without a call, because another container needed the host memory
+    /// of its content.
+    FreesHostMemory = "frees-host-memory", "the container was restored without a call to free host memory, which another container needed for its offload";
     /// A process of the container made a CUDA call.
     Called = "called", "a CUDA call arrived";
 }
 
 impl Reason {
+    /// Whether host memory did not suffice for an offload: that of the node, of the host pool or of
+    /// a memory cgroup.
+    #[must_use]
+    pub const fn is_host_shortage(self) -> bool {
+        matches!(self, Reason::HostMemory | Reason::CgroupMemory)
+    }
+
     /// Whether this reason keeps a container on its GPU until its program, its configuration or an
     /// operator's decision changes. The container's VRAM is then of no use to other containers.
     #[must_use]

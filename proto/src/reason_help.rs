@@ -333,7 +333,7 @@ impl Reason {
             Reason::NoProgress => (
                 "The container began no CUDA call for `no_progress_timeout` (by default an hour), \
                  although a call is in progress or its work runs on the GPU, or its call waits for \
-                 VRAM that no offload can free. The warning in `affinode ps` states the evidence. \
+                 VRAM that no offload can free, for example because host memory is full. The warning in `affinode ps` states the evidence. \
                  Usual causes are a rank of a job whose peers are gone, and a kernel that never \
                  ends.",
                 "Look at the program's log. If it cannot continue, restart the container. If its \
@@ -370,6 +370,13 @@ impl Reason {
                 "With `policy.wake_on = \"connection\"` the controller restores a container when a \
                  new TCP connection arrives in its network namespace, if enough VRAM is free.",
                 NO_ACTION,
+            ),
+            Reason::FreesHostMemory => (
+                "A call of another container waited for VRAM. The containers that held this VRAM \
+                 could not be offloaded, because host memory was full. The restore of this container \
+                 freed host memory.",
+                "If this happens often, give the node or the shared memory cgroup more memory. See \
+                 Capacity in operations.md.",
             ),
             Reason::Called => (
                 "The container was idle or offloaded, and one of its processes made a CUDA call.",

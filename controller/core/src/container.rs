@@ -19,7 +19,7 @@ pub use self::{
 };
 use super::{
     CommandId, ContainerSpec, Millis, connection_prewake::Connections, history::Pauses,
-    holds::ShortHolds, input::Request, policy::Policy,
+    holds::ShortHolds, host_memory::MemoryPool, input::Request, policy::Policy,
 };
 
 /// A prewake: a restore of a container before an expected CUDA call. It ends with the first call or
@@ -60,6 +60,11 @@ pub struct Container {
     /// The last prewake (a restore before an expected CUDA call). `None`: there was none, or a call
     /// or an offload has followed it.
     pub prewake: Option<Prewake>,
+    /// Time until which the container stays resident, because it was restored to free host memory
+    /// for the offload of another container. 0: it was not.
+    pub resident_until: Millis,
+    /// The pools of host memory that the last refused offload lacked.
+    pub short_of: Vec<MemoryPool>,
     /// Connections that arrived while the container was offloaded.
     pub connections: Connections,
     /// Number of offloads in a row that failed, and when the next one may begin.
@@ -95,6 +100,8 @@ impl Container {
             commands: Vec::new(),
             usage: Usage::new(now),
             prewake: None,
+            resident_until: 0,
+            short_of: Vec::new(),
             connections: Connections::default(),
             offload_failures: OffloadFailures::default(),
             restore_failures: RestoreFailures::default(),

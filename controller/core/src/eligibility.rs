@@ -168,11 +168,14 @@ impl OffloadFacts<'_> {
         if let Some(prewake) = c.prewake.filter(|prewake| self.now < prewake.until) {
             return refuse(prewake.why);
         }
+        if self.now < c.resident_until {
+            return refuse(Reason::FreesHostMemory);
+        }
         let resident_ms = c.figures.restored_at.map(|at| self.now.saturating_sub(at));
         if resident_ms.is_some_and(|ms| ms < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);
         }
-        if self.now < c.offload_failures.not_before {
+        if self.now < c.offload_failures.not_before() {
             return Err(c.shown.reason.clone());
         }
         match c.policy.mode {

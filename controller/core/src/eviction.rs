@@ -17,9 +17,9 @@ use affinode_proto::state::State;
 use super::{
     DeviceBytes, Key, Millis,
     container::{Container, Offload},
-    idle, immediate, needs,
+    host_relief, idle, immediate, needs,
     node_state::NodeState,
-    offload, offload_check, offload_level, overrides,
+    offload, offload_check, offload_level, overrides, passing,
     policy::Mode,
     victims::{self, Candidate},
 };
@@ -58,11 +58,14 @@ pub(super) fn evict_for(
     if missing.iter().all(|need| need.bytes == 0) {
         return;
     }
-    let began = node.alloc_wait_of(key).map(|(_, want)| want.since).or(asker.wake_began);
+    let began = passing::waiting_since(node, key);
     let waited = began.map_or(0, |began| node.clock.now.saturating_sub(began));
     let priority = asker.policy.priority;
     let rule = node.settings.victims;
-    let partly = waited >= GATHER_MS;
+    // While host memory is short, an eviction that does not suffice would take more of it.
+    let uuids = needs.iter().map(|need| need.uuid.clone()).collect();
+    let partly =
+        waited >= GATHER_MS && host_relief::short_holders(node, key, &uuids).next().is_none();
     let choose = |deep, partly| {
         let candidates = candidates(node, key, deep);
         victims::choose(candidates, priority, missing.clone(), rule, node.clock.now, partly)
@@ -140,8 +143,9 @@ pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
             && c.figures
                 .restored_at
                 .is_none_or(|t| node.clock.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
-            && node.clock.now >= c.offload_failures.not_before
+            && node.clock.now >= c.offload_failures.not_before()
             && c.usage.busy_until().is_none_or(|until| node.clock.now >= until)
+            && node.clock.now >= c.resident_until
             && !offload_check::is_too_small(node, key)
             && overrides::permitted(node, key, false).is_ok()
             && offload_check::check_offload(node, key, true).is_ok()

@@ -53,7 +53,16 @@ pub(super) fn promise_host_memory(
                 format!("{detail}. Other containers free memory that they keep"),
             )
         }
-        verdict => verdict,
+        // The next survey is for the copy alone.
+        HostVerdict::Refused(reason, detail) if offload_level::keep_context(node, key) => {
+            HostVerdict::Waits(reason, detail)
+        }
+        verdict => {
+            if let Some(container) = node.registry.containers.get_mut(key) {
+                container.short_of = short;
+            }
+            verdict
+        }
     }
 }
 
@@ -159,6 +168,14 @@ pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, S
 pub(super) fn survey_again(node: &mut NodeState, key: &Key) {
     if node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
         survey(node, key);
+    }
+}
+
+/// Permits offloads that lacked host memory at once, because a restore or the exit of a process has
+/// freed some. Otherwise a waiter for VRAM would wait until their delays have passed.
+pub(super) fn host_memory_was_freed(node: &mut NodeState) {
+    for container in node.registry.containers.values_mut() {
+        container.offload_failures.host_memory_was_freed();
     }
 }
 

@@ -147,7 +147,7 @@ fn can_be_moved(node: &NodeState, key: &Key, since: Millis) -> bool {
         Ok(()) | Err((Reason::CallInProgress, _))
     );
     let blind = |c: &Container| {
-        c.cause == Reason::VramUnknown && node.clock.now < c.offload_failures.not_before
+        c.cause == Reason::VramUnknown && node.clock.now < c.offload_failures.not_before()
     };
     movable
         && !failed_forced_offload(node, key, since)

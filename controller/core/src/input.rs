@@ -107,7 +107,7 @@ pub struct Work {
 }
 
 /// Identity of a process, from the socket's credentials and /proc.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Pid in the controller's namespace.
     pub pid: u32,
@@ -115,6 +115,9 @@ pub struct Identity {
     pub start_ticks: u64,
     /// Command name of the process (`comm` in /proc), for display.
     pub command: String,
+    /// Path of the memory cgroup of the process, in the form of
+    /// [`MemoryPlace::Cgroup`](super::host_memory::MemoryPlace::Cgroup). Empty: unknown.
+    pub memory_cgroup: String,
 }
 
 /// Swappable memory of a process, as its agent reports it.

@@ -13,6 +13,8 @@
 //!                      └─too little is kept, or the time is over──> refused
 //! ```
 
+use std::path::Path;
+
 use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
 
 use super::{
@@ -105,6 +107,12 @@ fn freeable_bytes(process: &Process, place: &MemoryPlace) -> u64 {
     .min(process.vram_bytes())
 }
 
+/// Host memory in this place that the content of an offloaded process uses, in bytes.
+pub(super) fn offloaded_bytes_in(process: &Process, place: &MemoryPlace) -> u64 {
+    let bytes = process.offloaded_vram_bytes().saturating_sub(process.memory.swap.zero_bytes);
+    if is_there(process, place) { bytes } else { 0 }
+}
+
 fn can_free(process: &Process) -> bool {
     process.agent.connected && process.can(Capabilities::FREES_HOST_MEMORY)
 }
@@ -114,8 +122,10 @@ fn is_there(process: &Process, place: &MemoryPlace) -> bool {
     match place {
         MemoryPlace::Node => true,
         MemoryPlace::HostPool => process.uses_host_pool(),
-        // Which cgroups contain the process is not known here.
-        MemoryPlace::Cgroup(_) => false,
+        MemoryPlace::Cgroup(path) => {
+            !process.uses_host_pool()
+                && Path::new(&process.identity.memory_cgroup).starts_with(path)
+        }
     }
 }
 

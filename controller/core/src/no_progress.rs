@@ -7,7 +7,8 @@
 //!  │  time passes without progress (`no_progress_timeout`)
 //!  ├── and a call is in progress, or work runs on the GPU ──> event, warning; with on_no_progress =
 //!  │                                                          "end" also SIGTERM, after 5 s SIGKILL
-//!  ├── and a call waits for VRAM that no offload can free ──> event, warning
+//!  ├── and a call waits for VRAM that no offload can free, or that a container holds whose offload
+//!  │   lacks host memory ──> event, warning
 //!  └── otherwise: the container is idle, offloaded or waits
 //! ```
 //!
@@ -21,7 +22,7 @@ use affinode_proto::{event::EventKind, reason::Reason, wire::Phase};
 use super::{
     Effect, Key, Millis, ProcessId,
     event::NodeEvent,
-    idle, needs,
+    host_relief, idle, needs,
     node_state::NodeState,
     policy::NoProgressAction,
     process::{Process, Termination, TerminationCause},
@@ -43,6 +44,15 @@ pub enum ProgressStop {
         /// Share of the last sample period in which the work ran, in percent.
         percent: u32,
     },
+    /// A call waits for VRAM, and a container that holds VRAM lacks host memory for its offload.
+    NoHostMemory {
+        /// VRAM that the container needs on the GPU, in bytes.
+        needed_bytes: u64,
+        /// Name of the container on the GPU.
+        holder: String,
+        /// The host memory that its offload lacked. Empty while the offload is tried again.
+        detail: String,
+    },
     /// A call waits for VRAM that no offload can free.
     NoRoom {
         /// VRAM that the container needs on the GPU, in bytes.
@@ -58,7 +68,7 @@ impl ProgressStop {
     /// Whether the policy may end the container for this reason.
     #[must_use]
     pub fn permits_end(&self) -> bool {
-        !matches!(self, ProgressStop::NoRoom { .. })
+        !matches!(self, ProgressStop::NoRoom { .. } | ProgressStop::NoHostMemory { .. })
     }
 
     /// Describes the evidence for users. `quiet_ms`: time since the last progress.
@@ -76,6 +86,14 @@ impl ProgressStop {
             ProgressStop::GpuWork { pid, percent } => format!(
                 "work of process {pid} uses {percent} % of the GPU's time, and no CUDA call has begun"
             ),
+            ProgressStop::NoHostMemory { needed_bytes, holder, detail } => {
+                let colon = if detail.is_empty() { "" } else { ": " };
+                format!(
+                    "a CUDA call waits for {} of VRAM, but {holder} cannot be offloaded for lack of \
+                     host memory{colon}{detail}",
+                    size(*needed_bytes)
+                )
+            }
             ProgressStop::NoRoom { needed_bytes, total_bytes, unmovable_bytes } => format!(
                 "a CUDA call waits for {} of VRAM, but no offload can free {} of the GPU's {}",
                 size(*needed_bytes),
@@ -130,7 +148,9 @@ fn find_stop(node: &NodeState, key: &Key) -> Option<ProgressStop> {
         return None;
     }
     if let Some(since) = container.wake_began {
-        return (now.saturating_sub(since) >= timeout_ms).then(|| no_room(node, key)).flatten();
+        let is_long = now.saturating_sub(since) >= timeout_ms;
+        let why = || no_host_memory(node, key).or_else(|| no_room(node, key));
+        return is_long.then(why).flatten();
     }
     if quiet_ms(node, key)? < timeout_ms || node.alloc_wait_of(key).is_some() {
         return None;
@@ -148,6 +168,19 @@ fn find_stop(node: &NodeState, key: &Key) -> Option<ProgressStop> {
     }
     let (pid, percent) = idle::working(node, key)?;
     Some(ProgressStop::GpuWork { pid, percent })
+}
+
+/// Returns a container that holds VRAM which `key` needs and whose offload lacks host memory.
+fn no_host_memory(node: &NodeState, key: &Key) -> Option<ProgressStop> {
+    let needed = needs::container_needs(node, key);
+    let uuids = needed.iter().map(|need| need.uuid.clone()).collect();
+    let (_, holder) = host_relief::short_holders(node, key, &uuids).next()?;
+    let (reason, detail) = &holder.shown.reason;
+    Some(ProgressStop::NoHostMemory {
+        needed_bytes: needed.iter().map(|need| need.bytes).sum(),
+        holder: holder.display_name(),
+        detail: if reason.is_host_shortage() { detail.clone() } else { String::new() },
+    })
 }
 
 /// Returns the first GPU on which no offload can free the VRAM that the container needs.

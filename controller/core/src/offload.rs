@@ -267,7 +267,7 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
 /// Cancels an offload after a failure, counts the failure, and undoes the completed steps.
 ///
 /// If the memory is already copied out and only the checkpoint of the contexts failed, the
-/// container stays copied out. A restore would take VRAM from the waiter that needs the contexts'
+/// container stays copied out: if a waiter needs the contexts' VRAM, or if host memory was short. A restore would take VRAM from the waiter that needs the contexts'
 /// VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
@@ -276,8 +276,9 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
         return;
     };
     let forced = container.goal.is_forced();
-    if is_out && container.goal.evicts_context() && container.wake_began.is_none() {
-        container.goal = Goal::Offloaded(Offload::default());
+    let stays_out = container.goal.evicts_context() || reason.is_host_shortage();
+    if is_out && stays_out && container.wake_began.is_none() {
+        container.goal = Goal::Offloaded(Offload { keeps_context: true, ..Offload::default() });
     } else {
         container.goal.become_resident();
     }
@@ -286,7 +287,7 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
     container.offload_failures.has_stayed(now, reason, forced);
     container.offload_failures.count(now, container.policy.idle_timeout_ms, reason);
     let is_asked = container.commands.iter().any(|(_, request)| *request == Request::Offload);
-    let is_repeated = reason == Reason::HostMemory && container.offload_failures.short_in_a_row > 1;
+    let is_repeated = reason.is_host_shortage() && container.offload_failures.short_in_a_row > 1;
     prefault::prefault_failed(node, key);
     // Attempts that lack host memory follow each other closely, so only the first is reported.
     if is_asked || !is_repeated {

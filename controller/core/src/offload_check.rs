@@ -102,7 +102,7 @@ pub(super) fn may_evict_context(node: &NodeState, key: &Key) -> bool {
         waits(c)
             && c.policy.mode != Mode::Off
             && offload_level::has_second_level(node, key)
-            && node.clock.now >= c.offload_failures.not_before
+            && node.clock.now >= c.offload_failures.not_before()
             && node
                 .registry
                 .processes

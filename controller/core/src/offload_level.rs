@@ -35,9 +35,13 @@ const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000
 
 /// Returns a function that chooses the offload method for a process of this container.
 pub(super) fn moves(node: &NodeState, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
-    let container = node.registry.containers.get(key);
-    let engine = engine_of(node, key);
-    let deep = container.is_some_and(|c| c.goal.evicts_context());
+    let offload = node.registry.containers.get(key).and_then(|c| c.goal.offload());
+    let keeps_context = offload.is_some_and(|offload| offload.keeps_context);
+    let engine = match engine_of(node, key) {
+        Engine::Full if keeps_context => Engine::Auto,
+        engine => engine,
+    };
+    let deep = offload.is_some_and(|offload| offload.evict_context) && !keeps_context;
     move |process| {
         let method = method_of(process, engine);
         let goes = deep && engine == Engine::Auto && !process.keeps_context();
@@ -76,6 +80,35 @@ pub(super) fn has_nothing_to_copy(node: &NodeState, key: &Key) -> bool {
     let moves = moves(node, key);
     let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
     node.registry.processes.of(key).all(|(_, p)| is_void(p))
+}
+
+/// Changes a requested offload that lacks host memory: the CUDA contexts stay on the GPU, so that
+/// less host memory is needed. False: the offload needs as much without the contexts, or would free
+/// nothing.
+pub(super) fn keep_context(node: &mut NodeState, key: &Key) -> bool {
+    let needed = |node: &NodeState| -> u64 {
+        let moves = moves(node, key);
+        node.registry.processes.of(key).map(|(_, p)| p.host_need_bytes(moves(p))).sum()
+    };
+    let set = |node: &mut NodeState, keeps: bool| {
+        let container = node.registry.containers.get_mut(key).filter(|c| c.goal.is_requested());
+        let offload = container.and_then(|c| c.goal.offload_mut());
+        offload.map(|offload| std::mem::replace(&mut offload.keeps_context, keeps))
+    };
+    // The contexts of a copied-out container are to be evicted, or keeping them would end that.
+    if node.registry.processes.of(key).any(|(_, p)| p.agent.phase.is_offloaded()) {
+        return false;
+    }
+    let before_bytes = needed(node);
+    if set(node, true) != Some(false) {
+        return false;
+    }
+    let copied_bytes = needed(node);
+    let is_less = copied_bytes > 0 && copied_bytes < before_bytes;
+    if !is_less {
+        set(node, false);
+    }
+    is_less
 }
 
 /// Time by which an eviction is expected to lengthen the container's next restore, in milliseconds.

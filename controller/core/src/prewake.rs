@@ -79,7 +79,8 @@ pub(super) fn due_at(node: &NodeState, key: &Key) -> Option<Millis> {
             let rested = c.figures.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
             let expected =
                 c.prewake.map(|prewake| prewake.until).or(c.usage.busy_until()).unwrap_or(0);
-            Some(c.idle_at().max(rested).max(expected).max(c.offload_failures.not_before))
+            let earliest = c.resident_until.max(c.offload_failures.not_before());
+            Some(c.idle_at().max(rested).max(expected).max(earliest))
         }
         State::Offloaded => prewake_at(node, key),
         _ => None,

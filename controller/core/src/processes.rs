@@ -216,7 +216,7 @@ mod tests {
     fn process(of: u64) -> Process {
         Process {
             key: key(of),
-            identity: Identity { pid: 1, start_ticks: 1, command: String::new() },
+            identity: Identity { pid: 1, start_ticks: 1, ..Identity::default() },
             agent: AgentStatus {
                 connected: true,
                 phase: Phase::Open,

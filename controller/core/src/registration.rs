@@ -15,6 +15,7 @@ use super::{
     event::NodeEvent,
     grants, holds,
     host_memory::HostPoolPermission,
+    host_promises,
     input::{Identity, Request, SwapStatus},
     measurements,
     node_state::NodeState,
@@ -246,6 +247,7 @@ pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
         return;
     };
     holds::forget_holds(node, id);
+    host_promises::host_memory_was_freed(node);
     node.output.effects.push(Effect::Drop(id));
     let key = process.key;
     if node.members(&key).is_empty() {

@@ -15,7 +15,7 @@ use super::{
     container::{Goal, IncompleteRestore},
     copier_use,
     grant::Grant,
-    grants, holds,
+    grants, holds, host_promises,
     input::Request,
     migration,
     node_state::NodeState,
@@ -164,7 +164,7 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
     let elapsed = since(container.wake_began.take());
     let restore_ms = since(restore_began);
-    if !matches!(container.cause, Reason::Expected | Reason::Connection) {
+    if !matches!(container.cause, Reason::Expected | Reason::Connection | Reason::FreesHostMemory) {
         container.usage.last_use = now;
     }
     container.restore_failures.in_a_row = 0;
@@ -192,6 +192,7 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
         node.admission.queue.leave(key);
         oom_wait::queue_alloc_wait(node, key);
     }
+    host_promises::host_memory_was_freed(node);
     node.clear_journal(key);
     node.set_state(key, State::Active, reason, &detail, bytes, elapsed);
     node.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));

@@ -12,9 +12,9 @@ use affinode_proto::{
 };
 
 use super::{
-    GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds, immediate,
-    ledger::margin_bytes, measurements, migration, needs, node_state::NodeState, oom_wait,
-    process::Process,
+    GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds, host_relief,
+    immediate, ledger::margin_bytes, measurements, migration, needs, node_state::NodeState,
+    oom_wait, passing, process::Process,
 };
 
 /// Time limit for the pause of other processes' allocations during a restore, in addition to the
@@ -44,8 +44,8 @@ impl GpuClaims {
 }
 
 /// Begins grants for waiters in the order of service. A waiter gets a grant if the last sample
-/// shows enough free VRAM, its GPUs are not taken, and no earlier waiter needs them. `may_pass`
-/// describes an exception. If a waiter gets no grant, later waiters for its GPUs wait behind it.
+/// shows enough free VRAM, its GPUs are not taken, and no earlier waiter needs them. `passing`
+/// describes two exceptions. If a waiter gets no grant, later waiters for its GPUs wait behind it.
 pub(super) fn serve_queue(node: &mut NodeState) {
     if node.admission.queue.is_empty() {
         return;
@@ -129,8 +129,10 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
-    let passes = turn && before.all(|(_, head)| may_pass(node, &key, head));
-    if fits && (first || passes) {
+    let passes = turn && before.clone().all(|(_, head)| passing::outranks(node, &key, head));
+    let frees_memory = (fits && turn && !passes)
+        && before.all(|(theirs, head)| passing::frees_host_memory(node, &key, head, theirs));
+    if fits && (first || passes || frees_memory) {
         // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
         // VRAM and prove that it is free.
         claims.taken.extend(grants::promise(node, &key, needs, want));
@@ -151,6 +153,9 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     // waiter can evict the containers that block those earlier waiters.
     if known && (first || passes) {
         eviction::evict_for(node, &key, &needs, margin);
+    }
+    if known && first && !fits {
+        host_relief::relieve(node, &key, &needs);
     }
     show_waiting(node, &key, known);
     // Later waiters must not take these GPUs.
@@ -306,14 +311,4 @@ fn is_unused(node: &NodeState, key: &Key) -> bool {
     let mut waits = node.registry.processes.of(key).filter_map(|(_, p)| p.alloc_wait.as_ref());
     let resumed = waits.any(|want| want.resumed_at.is_some());
     !covers && !resumed
-}
-
-/// Whether an allocation of the resident container `key` may be served before the earlier waiter
-/// `head`. It may if `head` cannot evict `key`, because `key` has a higher priority or may not be
-/// evicted. Without this rule, `head` would wait for the VRAM of `key`, and `key` would wait behind
-/// `head`.
-fn may_pass(node: &NodeState, key: &Key, head: &Key) -> bool {
-    let priority = |key: &Key| node.registry.containers.get(key).map(|c| c.policy.priority);
-    let resident = needs::container_needs(node, key).is_empty();
-    resident && (priority(key) > priority(head) || !eviction::may_be_evicted(node, key))
 }

@@ -189,6 +189,13 @@ pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     groups.iter().filter_map(level).chain(node()).collect()
 }
 
+/// Returns the path of a process's memory cgroup, as in the names of the pools. `None`: it cannot be
+/// read.
+#[must_use]
+pub fn cgroup_of(pid: u32) -> Option<String> {
+    Some(CgroupTree::of(pid).ok()?.memory?.display().to_string())
+}
+
 /// Paths of a process's cgroups. They show the limits of the process's memory, and whether the
 /// process is frozen.
 struct CgroupTree {

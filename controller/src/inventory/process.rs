@@ -14,13 +14,14 @@ use rustix::{
 /// The process has ended, or /proc cannot be read.
 pub fn identity(pid: u32) -> io::Result<Identity> {
     let stat = read_stat(pid)?;
-    Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
+    let memory_cgroup = super::memory::cgroup_of(pid).unwrap_or_default();
+    Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command, memory_cgroup })
 }
 
 /// Returns whether the process with this pid and start time is still running.
 #[must_use]
 pub fn lives(pid: u32, start_ticks: u64) -> bool {
-    identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
+    read_stat(pid).is_ok_and(|now| now.start_ticks == start_ticks)
 }
 
 /// Ends a process: sends it SIGTERM, or SIGKILL if `by_force` is true. Sends no signal if the

@@ -11,14 +11,16 @@ const PUSHES: u32 = 3;
 /// Failed offloads of one container, and the earliest time of its next offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OffloadFailures {
-    /// Number of failed offloads in a row, without those that lacked host memory of the node. A
-    /// completed offload sets it to 0.
+    /// Number of failed offloads in a row, without those that lacked host memory. A completed
+    /// offload sets it to 0.
     pub in_a_row: u32,
-    /// Number of offloads in a row that lacked host memory of the node. A completed offload or a use
-    /// of the container sets it to 0.
+    /// Number of offloads in a row that lacked host memory. A completed offload or a use of the
+    /// container sets it to 0.
     pub short_in_a_row: u32,
-    /// Earliest time of the next offload.
-    pub not_before: Millis,
+    /// Earliest time of the next offload after one that failed for another reason than host memory.
+    failed_not_before: Millis,
+    /// Earliest time of the next offload after one that lacked host memory.
+    short_not_before: Millis,
     /// Time until which the container's own memory is preferred to the host pool.
     pub host_pool_not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
@@ -31,15 +33,28 @@ pub struct OffloadFailures {
 impl OffloadFailures {
     /// Counts an offload that failed for this reason, and delays the next attempt. The first delay
     /// is twice the idle timeout, which is taken as 1 s to 5 min. Each further failure doubles the
-    /// delay, up to an hour. If the node's host memory was short, the delays are 1 s to 30 s: any
-    /// restore of another container frees host memory.
+    /// delay, up to an hour. If host memory was short, the delays are 1 s to 30 s: any restore of
+    /// another container can free host memory.
     pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis, why: Reason) {
-        let (in_a_row, base_ms, most_ms) = match why {
-            Reason::HostMemory => (&mut self.short_in_a_row, 500, 30_000),
-            _ => (&mut self.in_a_row, idle_timeout_ms.clamp(1_000, 300_000), 3_600_000),
+        let (in_a_row, not_before, base_ms, most_ms) = if why.is_host_shortage() {
+            (&mut self.short_in_a_row, &mut self.short_not_before, 500, 30_000)
+        } else {
+            let base_ms = idle_timeout_ms.clamp(1_000, 300_000);
+            (&mut self.in_a_row, &mut self.failed_not_before, base_ms, 3_600_000)
         };
         *in_a_row = in_a_row.saturating_add(1);
-        self.not_before = now + (base_ms << (*in_a_row).min(6)).min(most_ms);
+        *not_before = now + (base_ms << (*in_a_row).min(6)).min(most_ms);
+    }
+
+    /// Earliest time of the next offload.
+    #[must_use]
+    pub fn not_before(&self) -> Millis {
+        self.failed_not_before.max(self.short_not_before)
+    }
+
+    /// Permits an offload that lacked host memory at once, because host memory was freed.
+    pub fn host_memory_was_freed(&mut self) {
+        self.short_not_before = 0;
     }
 
     /// Records why an offload failed, and decides whether the container counts as immovable. If
@@ -63,6 +78,7 @@ impl OffloadFailures {
     /// Sets the counts of failures in a row to 0 after a completed offload.
     pub fn clear(&mut self) {
         self.in_a_row = 0;
+        self.short_in_a_row = 0;
         self.forced_in_a_row = 0;
     }
 }
@@ -113,22 +129,32 @@ mod tests {
 
     #[test]
     fn short_host_memory_delays_only_briefly() {
-        for (why, delays_ms) in
-            [(Reason::HostMemory, [1_000, 2_000]), (Reason::DriverError, [600_000, 1_200_000])]
-        {
+        for (why, delays_ms) in [
+            (Reason::HostMemory, [1_000, 2_000]),
+            (Reason::CgroupMemory, [1_000, 2_000]),
+            (Reason::DriverError, [600_000, 1_200_000]),
+        ] {
             let mut failures = OffloadFailures::default();
             for delay_ms in delays_ms {
                 failures.count(7, 300_000, why);
-                assert_eq!(failures.not_before, 7 + delay_ms, "{why:?}");
+                assert_eq!(failures.not_before(), 7 + delay_ms, "{why:?}");
             }
             (0..20).for_each(|_| failures.count(7, 300_000, why));
-            let longest_ms = if why == Reason::HostMemory { 30_000 } else { 3_600_000 };
-            assert_eq!(failures.not_before, 7 + longest_ms, "{why:?}");
+            let longest_ms = if why.is_host_shortage() { 30_000 } else { 3_600_000 };
+            assert_eq!(failures.not_before(), 7 + longest_ms, "{why:?}");
         }
+    }
+
+    #[test]
+    fn freed_host_memory_ends_only_its_delay() {
         let mut failures = OffloadFailures::default();
         (0..6).for_each(|_| failures.count(7, 300_000, Reason::HostMemory));
+        failures.host_memory_was_freed();
+        assert_eq!(failures.not_before(), 0);
         failures.count(7, 300_000, Reason::Busy);
-        assert_eq!(failures.not_before, 7 + 600_000, "the two kinds are counted separately");
+        failures.count(7, 300_000, Reason::HostMemory);
+        failures.host_memory_was_freed();
+        assert_eq!(failures.not_before(), 7 + 600_000, "the two kinds are counted separately");
     }
 
     #[test]

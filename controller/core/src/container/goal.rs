@@ -35,6 +35,9 @@ pub struct Offload {
     /// Whether the offload also checkpoints the CUDA context, because another container needs the
     /// context's VRAM.
     pub evict_context: bool,
+    /// Whether the CUDA contexts stay on the GPU, because host memory does not suffice for an
+    /// offload with them.
+    pub keeps_context: bool,
     /// Whether the offload is forced, which means that a CUDA call does not cancel it.
     pub forced: bool,
 }
@@ -161,7 +164,8 @@ mod tests {
 
     #[test]
     fn offload_and_restore_end_each_other() {
-        let offload = Offload { began: Some(1), evict_context: true, forced: true };
+        let offload =
+            Offload { began: Some(1), evict_context: true, keeps_context: false, forced: true };
         let mut goal = Goal::OffloadRequested(offload);
         goal.proceed();
         assert_eq!(goal, Goal::Offloaded(offload));

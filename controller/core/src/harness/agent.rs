@@ -173,7 +173,12 @@ impl Agent {
         Input::Joined {
             key: super::key(self.container),
             process: id,
-            identity: Identity { pid: self.pid, start_ticks: 1, command: "test".into() },
+            identity: Identity {
+                pid: self.pid,
+                start_ticks: 1,
+                command: "test".into(),
+                memory_cgroup: format!("/pod/c{}", self.container),
+            },
             phase: self.phase,
             generation: self.generation,
             hazards: if self.keeps_context() { self.hazards() } else { Hazards::default() },

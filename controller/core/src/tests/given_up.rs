@@ -98,7 +98,7 @@ fn cancellation_without_order_is_a_failure() {
     cancels(&mut world, id);
     assert_eq!(world.state(2), State::Active);
     assert_eq!(world.refused, [Reason::Busy.to_string()]);
-    assert!(world.container(2).offload_failures.not_before > 0);
+    assert!(world.container(2).offload_failures.not_before() > 0);
 }
 
 /// A call comes while host memory is short. The copy must be cancelled for lack of host memory, so

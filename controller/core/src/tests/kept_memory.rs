@@ -117,3 +117,19 @@ fn no_process_is_asked_in_vain() {
         assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
     }
 }
+
+/// A memory cgroup is short. Only processes below this cgroup are asked to free memory.
+#[test]
+fn memory_of_the_same_cgroup_is_freed() {
+    for (cgroup, asked) in [("/pod/c1", 1), ("/pod", 1), ("/podium/c1", 0), ("", 0)] {
+        let mut world = World::new(3);
+        let (keeper, id) = short_of_memory(&mut world);
+        world.process_mut(keeper).identity.memory_cgroup = cgroup.into();
+        (world.host_total, world.limit_bytes) = (Some(10_000), Some(200));
+        world.ask_offload(2, id);
+        world.answer_question();
+        assert_eq!(requests(&world, keeper), asked, "{cgroup}");
+        let refused = [Reason::CgroupMemory.to_string()];
+        assert_eq!(world.refused, refused[asked..], "{cgroup}");
+    }
+}

@@ -21,6 +21,7 @@ mod no_progress;
 mod nvml;
 mod offload_level;
 mod orders;
+mod passing;
 mod prefault;
 mod random;
 mod returns;

@@ -327,3 +327,60 @@ fn eviction_given_up_for_a_call_is_forgotten() {
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
 }
+
+/// Host memory suffices for the copy, but not for the contexts. The containers with `full` and with
+/// `auto`, whose contexts a waiter needs, must then be offloaded without their contexts.
+#[test]
+fn contexts_stay_while_host_memory_is_short() {
+    for engine in [Engine::Full, Engine::Auto] {
+        let mut world = auto();
+        world.container_mut(AUTO).policy.engine = engine;
+        let id = world.running(AUTO, 400);
+        world.host_total = Some(350);
+        if engine == Engine::Auto {
+            world.tick();
+            offload::evict(&mut world.bench.node.state, &key(AUTO), Offload::deep(world.bench.now));
+        }
+        world.settle();
+        let found = (world.state(AUTO), world.agents[&id].phase);
+        assert_eq!(found, (State::Offloaded, Phase::CopiedOut), "{engine:?}");
+        assert_eq!(world.refused, [""; 0], "{engine:?}");
+        // Nothing happens until a call.
+        let offloads = world.container(AUTO).figures.offloads;
+        let orders = world.ordered.len();
+        world.settle();
+        assert_eq!(
+            (world.container(AUTO).figures.offloads, world.ordered.len()),
+            (offloads, orders)
+        );
+        assert!(world.questions.is_empty());
+        world.host_total = None;
+        world.call(id);
+        world.settle_all();
+        assert_eq!(world.container(AUTO).figures.restores, 1, "{engine:?}");
+        let phase = if engine == Engine::Full { Phase::Checkpointed } else { Phase::CopiedOut };
+        assert_eq!(world.agents[&id].phase, phase, "the next offload is complete again");
+    }
+}
+
+/// Host memory becomes short after the copy, before the checkpoint. The container must stay copied
+/// out.
+#[test]
+fn copied_out_container_stays_so_without_host_memory() {
+    let mut world = auto();
+    world.container_mut(AUTO).policy.engine = Engine::Full;
+    let id = world.running(AUTO, 400);
+    world.host_total = Some(450);
+    world.ask_offload(AUTO, id);
+    while world.agents[&id].phase != Phase::CopiedOut {
+        world.answer_question();
+        world.work(id);
+    }
+    world.host_total = Some(320);
+    world.settle();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
+    assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
+    let orders = world.ordered.len();
+    world.settle();
+    assert_eq!((world.ordered.len(), world.refused.len()), (orders, 1));
+}

@@ -109,7 +109,7 @@ impl LimitedContainer {
         self.feed(Input::Joined {
             key,
             process: id(n),
-            identity: Identity { pid: pid(n), start_ticks: 1, command: String::new() },
+            identity: Identity { pid: pid(n), start_ticks: 1, ..Identity::default() },
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),

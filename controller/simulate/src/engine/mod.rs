@@ -251,7 +251,12 @@ impl<'a> SimulatedNode<'a> {
             Input::Joined {
                 key: key.clone(),
                 process: id(n),
-                identity: Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() },
+                identity: Identity {
+                    pid: pid(n),
+                    start_ticks: 1,
+                    command: load.name.clone(),
+                    memory_cgroup: String::new(),
+                },
                 phase,
                 generation: 1,
                 hazards: Hazards::default(),

@@ -224,7 +224,12 @@ impl World {
         self.feed(Input::Joined {
             key: key(LIAR),
             process: ProcessId(self.liar),
-            identity: Identity { pid, start_ticks: 1, command: "liar".into() },
+            identity: Identity {
+                pid,
+                start_ticks: 1,
+                command: "liar".into(),
+                memory_cgroup: String::new(),
+            },
             phase,
             generation,
             hazards: Hazards(hazards),

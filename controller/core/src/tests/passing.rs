@@ -1,0 +1,129 @@
+//! Tests of a waiter that is served before an earlier one, because its restore frees host memory.
+
+use std::collections::BTreeSet;
+
+use affinode_proto::{event::EventKind, reason::Reason, state::State};
+
+use super::{
+    super::{Effect, Input, Millis, ProcessId, policy::Mode},
+    world::{Host, World, key},
+};
+
+/// Containers 1 and 0 are offloaded, with 500 and 100 bytes of host memory. Container 2 has 600
+/// bytes of VRAM and needs 450 bytes of host memory for its offload, but 400 are free. Container 1
+/// can therefore not be restored beside it, but container 0 can. Returns the processes of containers
+/// 0 and 1.
+fn blocked() -> (World, [ProcessId; 2]) {
+    let mut world = World::new(3);
+    world.host_total = Some(1_000);
+    let first = world.running(1, 500);
+    let small = world.running(0, 100);
+    world.settle();
+    assert_eq!([world.state(0), world.state(1)], [State::Offloaded; 2]);
+    world.running(2, 600);
+    // Later attempts to offload container 2 are 30 s apart.
+    (0..2_000).for_each(|_| world.pass());
+    assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory);
+    (world, [small, first])
+}
+
+/// Lets time pass until no call of the process waits. Returns this time.
+fn wait_for(world: &mut World, id: ProcessId) -> Millis {
+    let began = world.now;
+    for _ in 0..1_000 {
+        if !world.agents[&id].wants {
+            break;
+        }
+        world.pass();
+    }
+    world.now - began
+}
+
+#[test]
+fn restore_that_frees_host_memory_passes() {
+    let (mut world, [small, first]) = blocked();
+    world.call(first);
+    world.call(small);
+    let small_ms = wait_for(&mut world, small);
+    assert!((5_000..7_000).contains(&small_ms), "{small_ms} ms: the first waiter comes first");
+    // Container 2 is offloaded as soon as the restore has freed host memory.
+    let first_ms = wait_for(&mut world, first);
+    assert!(first_ms < 2_000, "{first_ms} ms");
+}
+
+/// No call waits for container 0. It is restored nevertheless, because its host memory is needed,
+/// and stays resident until container 2 is offloaded.
+#[test]
+fn restore_without_a_call_frees_host_memory() {
+    let (mut world, [_, first]) = blocked();
+    world.call(first);
+    let mut reasons = BTreeSet::new();
+    let began = world.now;
+    while world.agents[&first].wants && world.now - began < 60_000 {
+        world.pass();
+        reasons.insert(world.container(0).shown.reason.0.as_str());
+    }
+    assert!((5_000..8_000).contains(&(world.now - began)), "{} ms", world.now - began);
+    assert!(reasons.contains(Reason::FreesHostMemory.as_str()), "{reasons:?}");
+}
+
+/// The restore of container 0 would not free enough host memory, or an operator has offloaded the
+/// container. It must then stay offloaded.
+#[test]
+fn no_container_is_restored_in_vain() {
+    for asked in [false, true] {
+        let (mut world, [_, first]) = blocked();
+        if asked {
+            world.container_mut(0).cause = Reason::Requested;
+        } else {
+            world.host_total = Some(940);
+        }
+        world.call(first);
+        for _ in 0..500 {
+            world.pass();
+            assert_eq!(world.state(0), State::Offloaded, "{asked}");
+        }
+        assert!(world.agents[&first].wants, "{asked}");
+    }
+}
+
+/// While the first waiter can be served by an offload in progress, no other waiter may take the
+/// VRAM.
+#[test]
+fn no_waiter_passes_an_offload_in_progress() {
+    let (mut world, [small, first]) = blocked();
+    world.call(first);
+    world.call(small);
+    world.tick_after(6_000);
+    world.host_total = Some(2_000);
+    let small_ms = wait_for(&mut world, small);
+    let first_ms = wait_for(&mut world, first);
+    assert!(first_ms < 60 || small_ms < 60, "{small_ms} ms, {first_ms} ms");
+}
+
+#[test]
+fn deadlock_by_host_memory_is_named() {
+    let (mut world, [_, first]) = blocked();
+    world.container_mut(0).policy.mode = Mode::Manual;
+    world.call(first);
+    world.settle();
+    assert!(world.agents[&first].wants, "no restore can free host memory");
+    world.now += 3_600_000;
+    world.feed(Input::Gpus(Ok(world.gpus())));
+    let effects = world.bench.node.handle(world.bench.now, Input::Tick);
+    let text = |effect: Effect| match effect {
+        Effect::Publish(event) if event.kind == EventKind::NoProgress => Some(event.text),
+        _ => None,
+    };
+    let texts: Vec<String> = effects.into_iter().filter_map(text).collect();
+    assert_eq!(texts.len(), 1);
+    let warnings = |world: &World| world.node.warnings(&key(1));
+    assert!(warnings(&world)[0].contains(" of VRAM, but "), "{:?}", warnings(&world));
+    // The warning stays while the offload is tried again.
+    world.settle();
+    assert_eq!(warnings(&world).len(), 1);
+    let expected_detail = ": the node has 0 MiB of free host memory, but the offload needs 0 MiB";
+    assert!(warnings(&world)[0].ends_with(expected_detail), "{:?}", warnings(&world));
+    let expected = "cannot be offloaded for lack of host memory";
+    assert!(texts[0].contains(expected), "{texts:?}");
+}
