@@ -19,7 +19,7 @@ use super::{
     container::{Container, Offload},
     host_relief, idle, immediate, needs,
     node_state::NodeState,
-    offload, offload_check, offload_level, overrides, passing,
+    offload, offload_check, offload_level, overrides,
     policy::Mode,
     victims::{self, Candidate},
 };
@@ -58,7 +58,7 @@ pub(super) fn evict_for(
     if missing.iter().all(|need| need.bytes == 0) {
         return;
     }
-    let began = passing::waiting_since(node, key);
+    let began = node.waiting_since(key);
     let waited = began.map_or(0, |began| node.clock.now.saturating_sub(began));
     let priority = asker.policy.priority;
     let rule = node.settings.victims;

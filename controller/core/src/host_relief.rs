@@ -16,7 +16,7 @@ use affinode_proto::reason::Reason;
 
 use super::{
     DeviceBytes, Key, Millis, container::Container, host_memory::MemoryPool, kept_memory,
-    ledger::margin_bytes, needs, node_state::NodeState, overrides, passing, policy::Mode,
+    ledger::margin_bytes, needs, node_state::NodeState, overrides, policy::Mode,
 };
 
 /// Time for which the first waiter must have waited. Most shortages of host memory end earlier.
@@ -31,7 +31,7 @@ pub(super) fn is_blocked(node: &NodeState, waiter: &Key, uuids: &BTreeSet<String
     let is_leaving = |(key, c): (&Key, &Container)| {
         !c.goal.is_resident() && !c.rests_offloaded() && holds(node, key, uuids)
     };
-    passing::waiting_since(node, waiter).is_some_and(waits_long)
+    node.waiting_since(waiter).is_some_and(waits_long)
         && short_holders(node, waiter, uuids).next().is_some()
         && !node.registry.containers.iter().any(is_leaving)
 }

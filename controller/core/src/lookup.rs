@@ -104,6 +104,12 @@ impl NodeState {
         self.registry.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
+    /// When the container began to wait for VRAM. `None`: neither a call nor an allocation waits.
+    pub(super) fn waiting_since(&self, key: &Key) -> Option<Millis> {
+        let container = self.registry.containers.get(key)?;
+        self.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began)
+    }
+
     /// Whether an offload of the process is in progress and expected to free VRAM soon.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Key, Millis, eviction, host_relief, needs, node_state::NodeState};
+use super::{Key, eviction, host_relief, needs, node_state::NodeState};
 
 /// Whether an allocation of the resident container `key` may be served before the earlier waiter
 /// `head`. It may if `head` cannot evict `key`, because `key` has a higher priority or may not be
@@ -29,10 +29,4 @@ pub(super) fn frees_host_memory(
         && host_relief::is_blocked(node, head, uuids)
         && host_relief::short_holders(node, head, uuids)
             .any(|(_, holder)| host_relief::relieves(node, key, holder))
-}
-
-/// When the container began to wait for VRAM. `None`: it does not wait for a call or an allocation.
-pub(super) fn waiting_since(node: &NodeState, key: &Key) -> Option<Millis> {
-    let container = node.registry.containers.get(key)?;
-    node.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began)
 }

@@ -3,7 +3,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Capabilities, message::ControllerMessage},
+    wire::{Capabilities, ProcessFlags, message::ControllerMessage},
 };
 
 use super::{
@@ -118,18 +118,29 @@ fn no_process_is_asked_in_vain() {
     }
 }
 
-/// A memory cgroup is short. Only processes below this cgroup are asked to free memory.
+/// A memory cgroup is short. Only processes below this cgroup are asked to free memory, and only if
+/// it is not memory of the host pool.
 #[test]
 fn memory_of_the_same_cgroup_is_freed() {
-    for (cgroup, asked) in [("/pod/c1", 1), ("/pod", 1), ("/podium/c1", 0), ("", 0)] {
+    let pool = ProcessFlags::HOST_POOL;
+    let own = ProcessFlags::default();
+    for (cgroup, notes, asked) in [
+        ("/pod/c1", own, 1),
+        ("/pod", own, 1),
+        ("/pod/c1", pool, 0),
+        ("/podium/c1", own, 0),
+        ("", own, 0),
+    ] {
         let mut world = World::new(3);
         let (keeper, id) = short_of_memory(&mut world);
+        world.agents.get_mut(&keeper).unwrap().notes = notes;
         world.process_mut(keeper).identity.memory_cgroup = cgroup.into();
+        keeps(&mut world, keeper, 250);
         (world.host_total, world.limit_bytes) = (Some(10_000), Some(200));
         world.ask_offload(2, id);
         world.answer_question();
-        assert_eq!(requests(&world, keeper), asked, "{cgroup}");
+        assert_eq!(requests(&world, keeper), asked, "{cgroup} {notes:?}");
         let refused = [Reason::CgroupMemory.to_string()];
-        assert_eq!(world.refused, refused[asked..], "{cgroup}");
+        assert_eq!(world.refused, refused[asked..], "{cgroup} {notes:?}");
     }
 }

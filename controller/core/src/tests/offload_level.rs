@@ -366,7 +366,7 @@ fn contexts_stay_while_host_memory_is_short() {
 /// Host memory becomes short after the copy, before the checkpoint. The container must stay copied
 /// out.
 #[test]
-fn copied_out_container_stays_so_without_host_memory() {
+fn copied_out_stays_so_without_host_memory() {
     let mut world = auto();
     world.container_mut(AUTO).policy.engine = Engine::Full;
     let id = world.running(AUTO, 400);

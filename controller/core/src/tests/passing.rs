@@ -127,3 +127,68 @@ fn deadlock_by_host_memory_is_named() {
     let expected = "cannot be offloaded for lack of host memory";
     assert!(texts[0].contains(expected), "{texts:?}");
 }
+
+/// An offload that lacked host memory is tried again as soon as a process with host memory exits.
+#[test]
+fn exit_permits_a_refused_offload() {
+    let (mut world, [_, first]) = blocked();
+    world.exit(first);
+    (0..20).for_each(|_| world.pass());
+    assert_eq!(world.state(2), State::Offloaded);
+}
+
+#[test]
+fn restored_container_stays_for_a_while() {
+    let mut world = World::new(3);
+    let waiter = world.running(1, 800);
+    world.settle();
+    world.running(0, 300);
+    let until = world.now + 10_000;
+    world.container_mut(0).resident_until = until;
+    world.call(waiter);
+    while world.now + 60 < until {
+        assert_ne!(world.state(0), State::Offloaded, "{} ms", until - world.now);
+        world.pass();
+    }
+    world.settle();
+    assert!(!world.agents[&waiter].wants);
+}
+
+/// After 30 s, a waiter evicts also containers that do not free enough together. While host memory
+/// is short, this would take the host memory that another offload lacks.
+#[test]
+fn no_vain_eviction_while_memory_is_short() {
+    let mut world = World::new(3);
+    let first = world.running(1, 500);
+    world.settle();
+    world.container_mut(0).policy.mode = Mode::Pressure;
+    world.running(0, 100);
+    world.host_total = Some(800);
+    world.running(2, 600);
+    world.settle();
+    assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory);
+    world.call(first);
+    for _ in 0..1_000 {
+        world.pass();
+        assert_ne!(world.state(0), State::Offloaded);
+    }
+}
+
+/// The first waiter does not fit even after the restore and the offload.
+#[test]
+fn restore_that_makes_no_room_is_not_ordered() {
+    let mut world = World::new(3);
+    world.host_total = Some(890);
+    let first = world.running(1, 650);
+    world.running(0, 40);
+    world.settle();
+    world.running(2, 300);
+    world.take_unmanaged(300);
+    world.settle();
+    assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory);
+    world.call(first);
+    for _ in 0..500 {
+        world.pass();
+        assert_eq!(world.state(0), State::Offloaded);
+    }
+}
