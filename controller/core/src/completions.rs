@@ -110,6 +110,10 @@ fn act_on_report(
         }
         ReportVerdict::NoHostMemory => {
             let (reason, detail) = host_promises::host_shortage(node, key, pid);
+            let short = node.host_ledger.short_pool(key).cloned();
+            if let Some(container) = node.registry.containers.get_mut(key) {
+                container.short_of = short.into_iter().collect();
+            }
             if node.host_ledger.uses_host_pool(key) {
                 host_pool::has_failed(node, key);
             }

@@ -64,8 +64,8 @@ pub(super) fn evict_for(
     let rule = node.settings.victims;
     // While host memory is short, an eviction that does not suffice would take more of it.
     let uuids = needs.iter().map(|need| need.uuid.clone()).collect();
-    let partly =
-        waited >= GATHER_MS && host_relief::short_holders(node, key, &uuids).next().is_none();
+    let is_short = || host_relief::short_holders(node, key, &uuids).next().is_some();
+    let partly = waited >= GATHER_MS && (waited >= 2 * GATHER_MS || !is_short());
     let choose = |deep, partly| {
         let candidates = candidates(node, key, deep);
         victims::choose(candidates, priority, missing.clone(), rule, node.clock.now, partly)

@@ -59,7 +59,8 @@ pub(super) fn promise_host_memory(
         }
         verdict => {
             if let Some(container) = node.registry.containers.get_mut(key) {
-                container.short_of = short;
+                let is_refused = matches!(verdict, HostVerdict::Refused(..));
+                container.short_of = if is_refused { short } else { Vec::new() };
             }
             verdict
         }
@@ -168,14 +169,6 @@ pub(super) fn host_shortage(node: &NodeState, key: &Key, pid: u32) -> (Reason, S
 pub(super) fn survey_again(node: &mut NodeState, key: &Key) {
     if node.registry.containers.get(key).is_some_and(|c| c.goal.is_requested()) {
         survey(node, key);
-    }
-}
-
-/// Permits offloads that lacked host memory at once, because a restore or the exit of a process has
-/// freed some. Otherwise a waiter for VRAM would wait until their delays have passed.
-pub(super) fn host_memory_was_freed(node: &mut NodeState) {
-    for container in node.registry.containers.values_mut() {
-        container.offload_failures.host_memory_was_freed();
     }
 }
 

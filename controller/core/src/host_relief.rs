@@ -9,44 +9,59 @@
 //!  └── no call waits for it ──────> it is restored, and stays resident for 10 s
 //! then the holder is offloaded for the first waiter
 //! ```
+//!
+//! Only one holder is considered: if two must leave for the waiter and both lack host memory, nothing
+//! is restored.
 
 use std::collections::BTreeSet;
 
-use affinode_proto::reason::Reason;
+use affinode_proto::{reason::Reason, state::State};
 
 use super::{
-    DeviceBytes, Key, Millis, container::Container, host_memory::MemoryPool, kept_memory,
-    ledger::margin_bytes, needs, node_state::NodeState, overrides, policy::Mode,
+    DeviceBytes, Key, Millis, ProcessId,
+    container::{Container, Goal, Offload},
+    host_memory::MemoryPool,
+    kept_memory,
+    ledger::margin_bytes,
+    needs,
+    node_state::NodeState,
+    overrides,
+    policy::Mode,
 };
 
 /// Time for which the first waiter must have waited. Most shortages of host memory end earlier.
 const HEAD_WAIT_MS: Millis = 5_000;
+/// Minimum interval between two searches for the same waiter.
+const SEEK_MS: Millis = 100;
 /// Time for which a container that was restored to free host memory stays resident.
-const STAY_MS: Millis = 10_000;
+pub(super) const STAY_MS: Millis = 10_000;
 
 /// Whether the waiter cannot be served because a container on these GPUs lacks host memory for its
 /// offload, and no offload in progress frees VRAM for the waiter.
 pub(super) fn is_blocked(node: &NodeState, waiter: &Key, uuids: &BTreeSet<String>) -> bool {
     let waits_long = |began: Millis| node.clock.now.saturating_sub(began) >= HEAD_WAIT_MS;
-    let is_leaving = |(key, c): (&Key, &Container)| {
-        !c.goal.is_resident() && !c.rests_offloaded() && holds(node, key, uuids)
+    let is_leaving = |key: &Key| {
+        holds(node, key, uuids) && node.registry.processes.ids_of(key).any(|id| node.is_leaving(id))
     };
     node.waiting_since(waiter).is_some_and(waits_long)
         && short_holders(node, waiter, uuids).next().is_some()
-        && !node.registry.containers.iter().any(is_leaving)
+        && !node.registry.containers.keys().any(is_leaving)
 }
 
 /// Returns the containers with VRAM on these GPUs whose last offload lacked host memory, and which
-/// were not used since. Their offload would free VRAM for `waiter`.
+/// were not used since. Their offload would free VRAM for `waiter`, which may evict them.
 pub(super) fn short_holders<'a>(
     node: &'a NodeState,
     waiter: &'a Key,
     uuids: &'a BTreeSet<String>,
 ) -> impl Iterator<Item = (&'a Key, &'a Container)> {
+    let priority = node.registry.containers.get(waiter).map_or(i32::MIN, |c| c.policy.priority);
     node.registry.containers.iter().filter(move |(key, c)| {
         *key != waiter
-            && (c.goal.is_resident() || c.goal.is_requested())
             && c.offload_failures.short_in_a_row > 0
+            && (c.policy.priority <= priority || c.rests_offloaded())
+            && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+            && overrides::permitted(node, key, false).is_ok()
             && holds(node, key, uuids)
     })
 }
@@ -67,40 +82,110 @@ fn freed_bytes(node: &NodeState, key: &Key, pool: &MemoryPool) -> u64 {
         .fold(0, |sum, (_, p)| sum.saturating_add(kept_memory::offloaded_bytes_in(p, &pool.place)))
 }
 
-/// Restores a container that no call waits for, if this frees enough host memory for the offload of
-/// a container whose VRAM the blocked waiter needs. `needs`: the VRAM that the waiter needs.
-pub(super) fn relieve(node: &mut NodeState, waiter: &Key, needs: &[DeviceBytes]) {
-    let uuids: BTreeSet<String> = needs.iter().map(|need| need.uuid.clone()).collect();
-    if !is_blocked(node, waiter, &uuids) {
-        return;
-    }
-    let Some(key) = find_relief(node, waiter, needs, &uuids) else { return };
-    let until = node.clock.now + STAY_MS;
-    if let Some(container) = node.registry.containers.get_mut(&key) {
-        container.goal.become_resident();
-        container.cause = Reason::FreesHostMemory;
-        // The container's next evaluation requests its restore.
-        container.resident_until = until;
+/// Permits offloads at once that lacked host memory which these processes have used and now free.
+/// Otherwise a waiter for VRAM would wait until the delays have passed. Each such offload begins
+/// with a survey, which takes time. Therefore only the oldest refusals are concerned.
+pub(super) fn host_memory_is_freed(node: &mut NodeState, processes: &[ProcessId]) {
+    const MAX_OFFLOADS: usize = 8;
+    const MIN_AGE_MS: Millis = 500;
+    let frees = |pool: &MemoryPool| {
+        let mut freed = processes.iter().filter_map(|id| node.registry.processes.get(id));
+        freed.any(|p| kept_memory::offloaded_bytes_in(p, &pool.place) > 0)
+    };
+    let is_old = |c: &Container| {
+        c.offload_failures.short_in_a_row > 0
+            && node.clock.now.saturating_sub(c.offload_failures.short_at) >= MIN_AGE_MS
+    };
+    let refused = node.registry.containers.iter().filter(|(_, c)| is_old(c));
+    let mut refused: Vec<(Millis, Key)> = refused
+        .filter(|(_, c)| c.short_of.iter().any(frees))
+        .map(|(key, c)| (c.offload_failures.short_at, key.clone()))
+        .collect();
+    refused.sort();
+    for (_, key) in refused.into_iter().take(MAX_OFFLOADS) {
+        if let Some(container) = node.registry.containers.get_mut(&key) {
+            container.offload_failures.host_memory_was_freed();
+        }
     }
 }
 
-/// Returns the smallest offloaded container whose restore suffices.
+/// Whether the container waits for a restore that was ordered to free host memory, and for nothing
+/// else.
+pub(super) fn is_relief(node: &NodeState, key: &Key) -> bool {
+    let waits = |c: &Container| {
+        c.cause == Reason::FreesHostMemory
+            && c.goal.is_resident()
+            && matches!(c.shown.state, State::Offloaded | State::Queued | State::Restoring)
+            && c.wake_began.is_none()
+            && c.commands.is_empty()
+    };
+    node.registry.containers.get(key).is_some_and(waits) && node.alloc_wait_of(key).is_none()
+}
+
+/// Ends a relief that is not needed any more or has no room. The container stays offloaded.
+pub(super) fn withdraw(node: &mut NodeState, key: &Key) {
+    node.admission.queue.leave(key);
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        // The container's next evaluation shows it as offloaded.
+        container.goal = Goal::Offloaded(Offload { keeps_context: true, ..Offload::default() });
+        container.cause = Reason::Pressure;
+    }
+}
+
+/// Restores a container that no call waits for, if this frees enough host memory for the offload of
+/// a container whose VRAM the blocked waiter needs. `needs`: the VRAM that the waiter needs.
+pub(super) fn relieve(node: &mut NodeState, waiter: &Key, needs: &[DeviceBytes]) {
+    let now = node.clock.now;
+    let Some(container) = node.registry.containers.get_mut(waiter) else { return };
+    let searched_at = container.restore_failures.relief_searched_at;
+    if searched_at.is_some_and(|at| now.saturating_sub(at) < SEEK_MS) {
+        return;
+    }
+    container.restore_failures.relief_searched_at = Some(now);
+    let uuids: BTreeSet<String> = needs.iter().map(|need| need.uuid.clone()).collect();
+    let is_staying = |c: &Container| now < c.resident_until;
+    let mut all = node.registry.containers.iter();
+    if all.any(|(key, c)| is_staying(c) || is_relief(node, key))
+        || !is_blocked(node, waiter, &uuids)
+    {
+        return;
+    }
+    let Some((key, holder)) = find_relief(node, waiter, needs, &uuids) else { return };
+    if let Some(holder) = node.registry.containers.get_mut(&holder) {
+        holder.offload_failures.is_relieved(now);
+    }
+    if let Some(container) = node.registry.containers.get_mut(&key) {
+        // The container's next evaluation requests its restore.
+        container.goal.become_resident();
+        container.cause = Reason::FreesHostMemory;
+    }
+}
+
+/// Returns the smallest offloaded container whose restore suffices, and the container that can be
+/// offloaded after it.
 fn find_relief(
     node: &NodeState,
     waiter: &Key,
     needs: &[DeviceBytes],
     uuids: &BTreeSet<String>,
-) -> Option<Key> {
-    let holders: Vec<(&Key, &Container)> = short_holders(node, waiter, uuids).collect();
-    let suffices = |key: &Key| {
-        holders.iter().any(|(holder, c)| {
-            frees_enough(node, key, c) && makes_room(node, waiter, needs, key, holder)
-        })
+) -> Option<(Key, Key)> {
+    let holders: Vec<(&Key, &Container)> = short_holders(node, waiter, uuids)
+        .filter(|(_, c)| c.offload_failures.may_be_relieved(node.clock.now))
+        .collect();
+    let helped = |key: &Key| {
+        let mut holders = holders.iter();
+        let holder = holders.find(|(holder, c)| {
+            *holder != key
+                && frees_enough(node, key, c)
+                && makes_room(node, waiter, needs, key, holder)
+        });
+        holder.map(|(holder, _)| (*holder).clone())
     };
-    let keys = node.registry.containers.keys();
-    keys.filter(|key| may_return(node, key) && suffices(key))
-        .min_by_key(|key| needs::container_needs(node, key).iter().map(|n| n.bytes).sum::<u64>())
-        .cloned()
+    let keys = node.registry.containers.keys().filter(|key| may_return(node, key));
+    let reliefs = keys.filter_map(|key| Some((key.clone(), helped(key)?)));
+    reliefs.min_by_key(|(key, _)| {
+        needs::container_needs(node, key).iter().map(|need| need.bytes).sum::<u64>()
+    })
 }
 
 /// Whether an offloaded container may be restored without a call, and fits into the free VRAM.

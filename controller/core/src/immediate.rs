@@ -131,6 +131,7 @@ fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator
             && c.policy.priority <= priority
             && overrides::permitted(node, key, false).is_ok()
             && !node.admission.grants.contains_key(key)
+            && node.clock.now >= c.resident_until
             && !offload_check::is_too_small(node, key)
             && c.figures
                 .restored_at

@@ -104,10 +104,12 @@ impl NodeState {
         self.registry.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
-    /// When the container began to wait for VRAM. `None`: neither a call nor an allocation waits.
+    /// When the container began to wait for VRAM: its allocation, its call, or its restore without a
+    /// call. `None`: it does not wait.
     pub(super) fn waiting_since(&self, key: &Key) -> Option<Millis> {
         let container = self.registry.containers.get(key)?;
-        self.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began)
+        let called = self.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began);
+        called.or_else(|| self.admission.queue.waits_since(key))
     }
 
     /// Whether an offload of the process is in progress and expected to free VRAM soon.

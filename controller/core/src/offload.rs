@@ -232,8 +232,8 @@ pub(super) fn finish_offload(node: &mut NodeState, key: &Key) {
     let elapsed = began.map_or(0, |began| now.saturating_sub(began));
     if began.is_some() {
         container.figures.offloaded(elapsed);
+        container.offload_failures.clear();
     }
-    container.offload_failures.clear();
     container.connections.restart();
     let cause = container.cause;
     node.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
@@ -267,7 +267,7 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
 /// Cancels an offload after a failure, counts the failure, and undoes the completed steps.
 ///
 /// If the memory is already copied out and only the checkpoint of the contexts failed, the
-/// container stays copied out: if a waiter needs the contexts' VRAM, or if host memory was short. A restore would take VRAM from the waiter that needs the contexts'
+/// container stays copied out if a waiter needs the contexts' VRAM, or if host memory was short. A restore would take VRAM from the waiter that needs the contexts'
 /// VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
@@ -275,9 +275,18 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
     let Some(container) = node.registry.containers.get_mut(key) else {
         return;
     };
+    // Only the contexts are left to evict: the offload ends without them.
+    if let Goal::Offloaded(offload) = &mut container.goal
+        && is_out
+        && reason.is_host_shortage()
+        && !offload.evict_context
+        && container.wake_began.is_none()
+        && !std::mem::replace(&mut offload.keeps_context, true)
+    {
+        return node.resume(key);
+    }
     let forced = container.goal.is_forced();
-    let stays_out = container.goal.evicts_context() || reason.is_host_shortage();
-    if is_out && stays_out && container.wake_began.is_none() {
+    if is_out && container.goal.evicts_context() && container.wake_began.is_none() {
         container.goal = Goal::Offloaded(Offload { keeps_context: true, ..Offload::default() });
     } else {
         container.goal.become_resident();

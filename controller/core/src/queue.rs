@@ -70,6 +70,12 @@ impl Queue {
         self.places.contains_key(key)
     }
 
+    /// When the container began to wait. `None`: it does not wait.
+    #[must_use]
+    pub fn waits_since(&self, key: &Key) -> Option<Millis> {
+        self.places.get(key).map(|(_, since, _)| *since)
+    }
+
     fn find(&self, key: &Key) -> Option<usize> {
         let place = self.places.get(key)?;
         self.waiters.binary_search_by_key(place, |waiter| waiter.place).ok()

@@ -15,7 +15,7 @@ use super::{
     event::NodeEvent,
     grants, holds,
     host_memory::HostPoolPermission,
-    host_promises,
+    host_relief,
     input::{Identity, Request, SwapStatus},
     measurements,
     node_state::NodeState,
@@ -66,7 +66,9 @@ pub(super) fn is_of_another(node: &NodeState, key: &Key, generation: u64) -> boo
 pub(super) fn withdrawn(node: &mut NodeState, key: &Key) {
     vram_limit::forget_container(node, key);
     driver_limit::forget_container(node, key);
-    for process in node.members(key) {
+    let members = node.members(key);
+    host_relief::host_memory_is_freed(node, &members);
+    for process in members {
         node.registry.processes.remove(&process);
         holds::forget_holds(node, process);
         node.output.effects.push(Effect::Drop(process));
@@ -243,11 +245,11 @@ pub(super) fn detached(node: &mut NodeState, id: ProcessId) {
 pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
     oom_wait::end_alloc_wait(node, id);
     vram_limit::forget(node, id);
+    host_relief::host_memory_is_freed(node, &[id]);
     let Some(process) = node.registry.processes.remove(&id) else {
         return;
     };
     holds::forget_holds(node, id);
-    host_promises::host_memory_was_freed(node);
     node.output.effects.push(Effect::Drop(id));
     let key = process.key;
     if node.members(&key).is_empty() {

@@ -15,7 +15,7 @@ use super::{
     container::{Goal, IncompleteRestore},
     copier_use,
     grant::Grant,
-    grants, holds, host_promises,
+    grants, holds, host_relief,
     input::Request,
     migration,
     node_state::NodeState,
@@ -178,8 +178,14 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
         became_resident = true;
         container.shown.reason = (container.cause, String::new());
     }
+    let is_relief = container.cause == Reason::FreesHostMemory && elapsed == 0;
+    if became_resident && is_relief {
+        container.resident_until = now + host_relief::STAY_MS;
+    }
     let (reason, detail) = container.shown.reason.clone();
-    for id in node.members(key) {
+    let members = node.members(key);
+    host_relief::host_memory_is_freed(node, &members);
+    for id in members {
         if let Some(process) = node.registry.processes.get_mut(&id) {
             process.memory.offloaded = None;
             process.activity.resident_since =
@@ -192,7 +198,6 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
         node.admission.queue.leave(key);
         oom_wait::queue_alloc_wait(node, key);
     }
-    host_promises::host_memory_was_freed(node);
     node.clear_journal(key);
     node.set_state(key, State::Active, reason, &detail, bytes, elapsed);
     node.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));

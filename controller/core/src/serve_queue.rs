@@ -129,9 +129,15 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
-    let passes = turn && before.clone().all(|(_, head)| passing::outranks(node, &key, head));
-    let frees_memory = (fits && turn && !passes)
-        && before.all(|(theirs, head)| passing::frees_host_memory(node, &key, head, theirs));
+    let outranks = |head: &Key| passing::outranks(node, &key, head);
+    let passes = turn && before.clone().all(|(_, head)| outranks(head));
+    let frees = |(theirs, head): &(BTreeSet<String>, Key)| {
+        outranks(head) || passing::frees_host_memory(node, &key, head, theirs)
+    };
+    let frees_memory = fits && turn && !first && before.all(frees);
+    if host_relief::is_relief(node, &key) && !frees_memory {
+        return host_relief::withdraw(node, &key);
+    }
     if fits && (first || passes || frees_memory) {
         // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
         // VRAM and prove that it is free.

@@ -21,6 +21,13 @@ pub struct OffloadFailures {
     failed_not_before: Millis,
     /// Earliest time of the next offload after one that lacked host memory.
     short_not_before: Millis,
+    /// When the last offload lacked host memory.
+    pub short_at: Millis,
+    /// Number of restores of other containers that were ordered to free host memory for this
+    /// container, since its last completed offload.
+    reliefs: u32,
+    /// Earliest time of the next such restore.
+    relief_not_before: Millis,
     /// Time until which the container's own memory is preferred to the host pool.
     pub host_pool_not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
@@ -37,6 +44,7 @@ impl OffloadFailures {
     /// another container can free host memory.
     pub fn count(&mut self, now: Millis, idle_timeout_ms: Millis, why: Reason) {
         let (in_a_row, not_before, base_ms, most_ms) = if why.is_host_shortage() {
+            self.short_at = now;
             (&mut self.short_in_a_row, &mut self.short_not_before, 500, 30_000)
         } else {
             let base_ms = idle_timeout_ms.clamp(1_000, 300_000);
@@ -57,9 +65,27 @@ impl OffloadFailures {
         self.short_not_before = 0;
     }
 
+    /// Whether another container may be restored to free host memory for this container. A
+    /// container that is not offloaded nevertheless must not cause such restores without end.
+    #[must_use]
+    pub fn may_be_relieved(&self, now: Millis) -> bool {
+        const MAX_RELIEFS: u32 = 5;
+        self.reliefs < MAX_RELIEFS && now >= self.relief_not_before
+    }
+
+    /// Records that another container is restored to free host memory for this container. The next
+    /// such restore must wait: 20 s at first, and twice as long after each.
+    pub fn is_relieved(&mut self, now: Millis) {
+        const FIRST_MS: Millis = 20_000;
+        self.relief_not_before = now + (FIRST_MS << self.reliefs.min(6));
+        self.reliefs += 1;
+    }
+
     /// Records why an offload failed, and decides whether the container counts as immovable. If
     /// CUDA calls did not end, the container counts as immovable only after several forced offloads
-    /// in a row. If its VRAM was unknown, it does not count as immovable.
+    /// in a row. If host memory was short, it counts as immovable only after several such offloads
+    /// in a row, because host memory can become free. If its VRAM was unknown, it does not count as
+    /// immovable.
     pub fn has_stayed(&mut self, now: Millis, why: Reason, forced: bool) {
         let immovable = match why {
             Reason::Busy | Reason::Called => {
@@ -67,6 +93,7 @@ impl OffloadFailures {
                 self.forced_in_a_row >= PUSHES
             }
             Reason::VramUnknown => false,
+            why if why.is_host_shortage() => self.short_in_a_row >= PUSHES,
             _ => true,
         };
         if immovable {
@@ -79,6 +106,7 @@ impl OffloadFailures {
     pub fn clear(&mut self) {
         self.in_a_row = 0;
         self.short_in_a_row = 0;
+        (self.reliefs, self.relief_not_before) = (0, 0);
         self.forced_in_a_row = 0;
     }
 }
@@ -94,6 +122,9 @@ pub struct RestoreFailures {
     pub not_before: Millis,
     /// When the controller last searched for containers to evict for this container.
     pub eviction_searched_at: Option<Millis>,
+    /// When the controller last searched for a container whose restore frees host memory for this
+    /// container.
+    pub relief_searched_at: Option<Millis>,
 }
 
 impl RestoreFailures {
@@ -125,6 +156,34 @@ mod tests {
             failures.has_stayed(at, Reason::Called, true);
             assert_eq!(failures.immovable_at, expected);
         }
+    }
+
+    #[test]
+    fn lasting_shortage_shows_it_immovable() {
+        let mut failures = OffloadFailures::default();
+        for at in 0..5 {
+            failures.has_stayed(at, Reason::HostMemory, false);
+            failures.count(at, 1_000, Reason::HostMemory);
+            assert_eq!(failures.immovable_at.is_some(), at >= 3, "{at}");
+        }
+    }
+
+    #[test]
+    fn reliefs_become_rarer_and_end() {
+        let mut failures = OffloadFailures::default();
+        let (mut now, mut waits) = (7, Vec::new());
+        for _ in 0..5 {
+            let began = now;
+            while !failures.may_be_relieved(now) {
+                now += 1_000;
+            }
+            waits.push(now - began);
+            failures.is_relieved(now);
+        }
+        assert_eq!(waits, [0, 20_000, 40_000, 80_000, 160_000]);
+        assert!(!failures.may_be_relieved(Millis::MAX));
+        failures.clear();
+        assert!(failures.may_be_relieved(now));
     }
 
     #[test]

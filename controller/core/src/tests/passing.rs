@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use affinode_proto::{event::EventKind, reason::Reason, state::State};
+use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Phase};
 
 use super::{
-    super::{Effect, Input, Millis, ProcessId, policy::Mode},
+    super::{Effect, Input, Millis, ProcessId, Request, input::CommandId, policy::Mode},
     world::{Host, World, key},
 };
 
@@ -191,4 +191,66 @@ fn restore_that_makes_no_room_is_not_ordered() {
         world.pass();
         assert_eq!(world.state(0), State::Offloaded);
     }
+}
+
+/// Two containers could free the host memory. Only one may be restored.
+#[test]
+fn one_container_is_restored_for_host_memory() {
+    let mut world = World::new(4);
+    world.host_total = Some(1_100);
+    let first = world.running(1, 500);
+    world.running(0, 100);
+    world.running(3, 100);
+    world.settle();
+    world.running(2, 600);
+    (0..2_000).for_each(|_| world.pass());
+    world.call(first);
+    while world.agents[&first].wants {
+        world.pass();
+        let off = [0, 3].map(|n| world.state(n) == State::Offloaded);
+        assert_ne!(off, [false; 2]);
+        assert!(world.now < 500_000, "the first waiter is not served");
+    }
+}
+
+/// No waiter is blocked any more before the relief has begun.
+#[test]
+fn relief_that_is_not_needed_is_withdrawn() {
+    let mut world = World::new(1);
+    world.running(0, 100);
+    world.settle();
+    let container = world.container_mut(0);
+    container.goal.become_resident();
+    container.cause = Reason::FreesHostMemory;
+    world.tick();
+    assert!(world.node.state.admission.queue.is_empty());
+    world.settle();
+    assert_eq!((world.state(0), world.container(0).figures.restores), (State::Offloaded, 0));
+    assert!(world.container(0).goal.is_offloaded());
+}
+
+/// No call waits for the first waiter: an operator has requested its restore.
+#[test]
+fn requested_restore_is_not_blocked_for_ever() {
+    let (mut world, _) = blocked();
+    world.feed(Input::Command(CommandId(7), key(1), Request::Restore));
+    (0..400).for_each(|_| world.pass());
+    assert_eq!(world.answers, [(CommandId(7), true)]);
+}
+
+/// A copied-out container holds VRAM with its context, and lacks host memory for its second level.
+#[test]
+fn context_without_host_memory_is_relieved() {
+    let mut world = World::new(3);
+    let first = world.running(1, 860);
+    world.running(0, 60);
+    world.settle();
+    let held = world.running(2, 400);
+    world.settle();
+    assert_eq!((world.state(2), world.agents[&held].phase), (State::Offloaded, Phase::CopiedOut));
+    // 860, 60 and 300 bytes are in use, and the context needs 100.
+    world.host_total = Some(1_260);
+    world.call(first);
+    world.settle();
+    assert!(!world.agents[&first].wants);
 }

@@ -128,7 +128,7 @@ pub(super) fn settings() -> Settings {
 impl Agent {
     fn takes(&mut self, bytes: u64) {
         self.size += bytes;
-        if ENGINES[self.container] != "checkpoint" {
+        if ENGINES[self.container % ENGINES.len()] != "checkpoint" {
             self.swappable += bytes - bytes / 4;
         }
     }
@@ -194,7 +194,7 @@ impl World {
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
                 (
                     "affinode.io/engine".to_owned(),
-                    if auto { "auto" } else { ENGINES[n] }.to_owned(),
+                    if auto { "auto" } else { ENGINES[n % ENGINES.len()] }.to_owned(),
                 ),
                 ("affinode.io/prefault".to_owned(), self.prepare.to_string()),
                 ("affinode.io/retain-host-copy".to_owned(), self.all_options.to_string()),

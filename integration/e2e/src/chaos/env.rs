@@ -278,9 +278,12 @@ impl ChaosEnv {
         for index in 0..self.gpus {
             let mut here = allowed.clone();
             // The engines `copy` and `auto` may keep a process's context, on the GPU of its
-            // container. Processes of other engines keep no VRAM.
+            // container. So may `full` while host memory is short. Processes of other engines keep
+            // no VRAM.
+            let is_short = self.setup == Setup::Squeezed;
             let keeps = |actor: &&ChaosContainer| {
-                ["copy", "auto"].contains(&actor.way.engine)
+                (["copy", "auto"].contains(&actor.way.engine)
+                    || actor.way.engine == "full" && is_short)
                     && actor.way.gpu.is_none_or(|gpu| gpu == index)
             };
             for actor in self.cast.iter().filter(keeps) {
