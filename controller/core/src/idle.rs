@@ -7,6 +7,8 @@
 //!       └─────────no further samples──────────> the last one is forgotten after 5 s
 //! ```
 //!
+//! A sample covers up to a second, so samples count from a second after a restore.
+//!
 //! Without NVML utilisation (MIG, permissions, an old driver) only calls count.
 
 use std::collections::HashMap;
@@ -20,6 +22,9 @@ use super::{
     process::{DeviceWork, Process},
 };
 
+/// Time that a utilisation sample covers at most, by NVML's documentation (`nvmlUtilization_t`: a
+/// sixth of a second to a second).
+const SAMPLED_MS: Millis = 1_000;
 /// Maximum age of a utilisation sample. A sample without a successor is ignored after this time.
 const TRUST_MS: Millis = 5_000;
 
@@ -31,7 +36,8 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
 
 /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
 /// GPU. Work from before the process registered or was last restored is ignored, because it may
-/// belong to an earlier process with the same pid.
+/// belong to an earlier process with the same pid. So is a sample that began before the end of the
+/// last restore: it can show the work of the restore itself.
 pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
     let now = node.clock.now;
     node.gpus.utilization_sampled_at = Some(now);
@@ -47,9 +53,12 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
         // copier's registration of the process's memory as work of the process (seen on an
         // H200).
         let here = process.agent.phase == Phase::Open && !process.prefault.ordered;
-        process.activity.working = working
-            .filter(|w| here && w.at >= process.activity.resident_since)
-            .max_by_key(|w| w.at);
+        let container = node.registry.containers.get(&process.key);
+        let restored_at = container.and_then(|container| container.figures.restored_at);
+        let since = restored_at
+            .map_or(0, |at| at.saturating_add(SAMPLED_MS))
+            .max(process.activity.resident_since);
+        process.activity.working = working.filter(|w| here && w.at >= since).max_by_key(|w| w.at);
         if let Some(DeviceWork { at, .. }) = process.activity.working
             && let Some(container) = node.registry.containers.get_mut(&process.key)
         {

@@ -130,3 +130,23 @@ fn working_container_without_calls_is_no_victim() {
     pass(&mut world, 300, |_| Vec::new());
     assert_eq!(world.container(0).figures.restores, 1);
 }
+
+/// NVML shows work in the first sample after a restore, which began before the end of the restore.
+/// The next waiter must not wait until this sample is forgotten. Later samples count.
+#[test]
+fn sample_that_began_before_a_restore_is_ignored() {
+    for (age_after_ms, is_ignored) in [(900, true), (1_100, false)] {
+        let mut world = World::new(1);
+        let id = world.running(0, 600);
+        pass(&mut world, 30, |_| Vec::new());
+        assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
+        world.call(id);
+        pass(&mut world, 2, |_| Vec::new());
+        let restored_at = world.container(0).figures.restored_at.unwrap();
+        world.now = restored_at + age_after_ms;
+        let sample = vec![work(&world, id)];
+        world.feed(Input::Worked(sample));
+        let shown = world.node.utilization_percent(world.process(id));
+        assert_eq!(shown, Some(if is_ignored { 0 } else { 70 }), "{age_after_ms} ms");
+    }
+}
