@@ -110,7 +110,7 @@ pub(super) fn host_memory_is_freed(node: &mut NodeState, processes: &[ProcessId]
 }
 
 /// Whether the container waits for a restore that was ordered to free host memory, and for nothing
-/// else.
+/// else. A restore that has begun is completed.
 pub(super) fn is_relief(node: &NodeState, key: &Key) -> bool {
     let waits = |c: &Container| {
         c.cause == Reason::FreesHostMemory
@@ -119,7 +119,9 @@ pub(super) fn is_relief(node: &NodeState, key: &Key) -> bool {
             && c.wake_began.is_none()
             && c.commands.is_empty()
     };
-    node.registry.containers.get(key).is_some_and(waits) && node.alloc_wait_of(key).is_none()
+    node.registry.containers.get(key).is_some_and(waits)
+        && node.alloc_wait_of(key).is_none()
+        && node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded())
 }
 
 /// Ends a relief that is not needed any more or has no room. The container stays offloaded.

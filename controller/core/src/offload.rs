@@ -267,8 +267,8 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
 /// Cancels an offload after a failure, counts the failure, and undoes the completed steps.
 ///
 /// If the memory is already copied out and only the checkpoint of the contexts failed, the
-/// container stays copied out if a waiter needs the contexts' VRAM, or if host memory was short. A restore would take VRAM from the waiter that needs the contexts'
-/// VRAM.
+/// container stays copied out if a waiter needs the contexts' VRAM, or if host memory was short. A
+/// restore would take VRAM from the waiter that needs the contexts' VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
     let is_out = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
