@@ -60,8 +60,8 @@ pub struct Container {
     /// The last prewake (a restore before an expected CUDA call). `None`: there was none, or a call
     /// or an offload has followed it.
     pub prewake: Option<Prewake>,
-    /// Time until which the container stays resident, because it was restored to free host memory
-    /// for the offload of another container. 0: it was not.
+    /// Time until which the container stays resident, because it is restored to free host memory
+    /// for the offload of another container. 0: it is not.
     pub resident_until: Millis,
     /// The pools of host memory that the last refused offload lacked.
     pub short_of: Vec<MemoryPool>,

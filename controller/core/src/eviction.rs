@@ -58,7 +58,7 @@ pub(super) fn evict_for(
     if missing.iter().all(|need| need.bytes == 0) {
         return;
     }
-    let began = node.waiting_since(key);
+    let began = node.called_since(key);
     let waited = began.map_or(0, |began| node.clock.now.saturating_sub(began));
     let priority = asker.policy.priority;
     let rule = node.settings.victims;

@@ -10,7 +10,7 @@
 //! then the holder is offloaded for the first waiter
 //! ```
 //!
-//! Only one holder is considered: if two must leave for the waiter and both lack host memory, nothing
+//! A restore without a call, in the second case, is called a relief. Only one holder is considered: if two must leave for the waiter and both lack host memory, nothing
 //! is restored.
 
 use std::collections::BTreeSet;
@@ -33,7 +33,8 @@ use super::{
 const HEAD_WAIT_MS: Millis = 5_000;
 /// Minimum interval between two searches for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Time for which a container that was restored to free host memory stays resident.
+/// Time for which a container that was restored to free host memory stays resident. A restore that
+/// has not ended after this time does not prevent another one.
 pub(super) const STAY_MS: Millis = 10_000;
 
 /// Whether the waiter cannot be served because a container on these GPUs lacks host memory for its
@@ -85,7 +86,7 @@ fn freed_bytes(node: &NodeState, key: &Key, pool: &MemoryPool) -> u64 {
 /// Permits offloads at once that lacked host memory which these processes have used and now free.
 /// Otherwise a waiter for VRAM would wait until the delays have passed. Each such offload begins
 /// with a survey, which takes time. Therefore only the oldest refusals are concerned.
-pub(super) fn host_memory_is_freed(node: &mut NodeState, processes: &[ProcessId]) {
+pub(super) fn permit_refused_offloads(node: &mut NodeState, processes: &[ProcessId]) {
     const MAX_OFFLOADS: usize = 8;
     const MIN_AGE_MS: Millis = 500;
     let frees = |pool: &MemoryPool| {
@@ -131,6 +132,7 @@ pub(super) fn withdraw(node: &mut NodeState, key: &Key) {
         // The container's next evaluation shows it as offloaded.
         container.goal = Goal::Offloaded(Offload { keeps_context: true, ..Offload::default() });
         container.cause = Reason::Pressure;
+        container.resident_until = 0;
     }
 }
 
@@ -145,21 +147,19 @@ pub(super) fn relieve(node: &mut NodeState, waiter: &Key, needs: &[DeviceBytes])
     }
     container.restore_failures.relief_searched_at = Some(now);
     let uuids: BTreeSet<String> = needs.iter().map(|need| need.uuid.clone()).collect();
-    let is_staying = |c: &Container| now < c.resident_until;
-    let mut all = node.registry.containers.iter();
-    if all.any(|(key, c)| is_staying(c) || is_relief(node, key))
-        || !is_blocked(node, waiter, &uuids)
-    {
+    let mut all = node.registry.containers.values();
+    if all.any(|c| now < c.resident_until) || !is_blocked(node, waiter, &uuids) {
         return;
     }
     let Some((key, holder)) = find_relief(node, waiter, needs, &uuids) else { return };
     if let Some(holder) = node.registry.containers.get_mut(&holder) {
-        holder.offload_failures.is_relieved(now);
+        holder.offload_failures.record_relief(now);
     }
     if let Some(container) = node.registry.containers.get_mut(&key) {
         // The container's next evaluation requests its restore.
         container.goal.become_resident();
         container.cause = Reason::FreesHostMemory;
+        container.resident_until = now + STAY_MS;
     }
 }
 
@@ -201,7 +201,11 @@ fn may_return(node: &NodeState, key: &Key) -> bool {
     };
     let needs = needs::container_needs(node, key);
     node.registry.containers.get(key).is_some_and(permits)
-        && node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded())
+        && node
+            .registry
+            .processes
+            .of(key)
+            .all(|(_, p)| p.agent.connected && p.agent.phase.is_offloaded())
         && needs::fits(node, key, &needs, margin_bytes)
 }
 

@@ -104,12 +104,15 @@ impl NodeState {
         self.registry.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
 
-    /// When the container began to wait for VRAM: its allocation, its call, or its restore without a
-    /// call. `None`: it does not wait.
-    pub(super) fn waiting_since(&self, key: &Key) -> Option<Millis> {
+    /// When an allocation or a call of the container began to wait for VRAM. `None`: none waits.
+    pub(super) fn called_since(&self, key: &Key) -> Option<Millis> {
         let container = self.registry.containers.get(key)?;
-        let called = self.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began);
-        called.or_else(|| self.admission.queue.waits_since(key))
+        self.alloc_wait_of(key).map(|(_, want)| want.since).or(container.wake_began)
+    }
+
+    /// When the container began to wait for VRAM, with or without a call. `None`: it does not wait.
+    pub(super) fn waiting_since(&self, key: &Key) -> Option<Millis> {
+        self.called_since(key).or_else(|| self.admission.queue.waits_since(key))
     }
 
     /// Whether an offload of the process is in progress and expected to free VRAM soon.

@@ -280,9 +280,10 @@ pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, deta
         && is_out
         && reason.is_host_shortage()
         && !offload.evict_context
+        && !offload.keeps_context
         && container.wake_began.is_none()
-        && !std::mem::replace(&mut offload.keeps_context, true)
     {
+        offload.keeps_context = true;
         return node.resume(key);
     }
     let forced = container.goal.is_forced();

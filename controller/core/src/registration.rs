@@ -67,7 +67,7 @@ pub(super) fn withdrawn(node: &mut NodeState, key: &Key) {
     vram_limit::forget_container(node, key);
     driver_limit::forget_container(node, key);
     let members = node.members(key);
-    host_relief::host_memory_is_freed(node, &members);
+    host_relief::permit_refused_offloads(node, &members);
     for process in members {
         node.registry.processes.remove(&process);
         holds::forget_holds(node, process);
@@ -245,7 +245,7 @@ pub(super) fn detached(node: &mut NodeState, id: ProcessId) {
 pub(super) fn exited(node: &mut NodeState, id: ProcessId) {
     oom_wait::end_alloc_wait(node, id);
     vram_limit::forget(node, id);
-    host_relief::host_memory_is_freed(node, &[id]);
+    host_relief::permit_refused_offloads(node, &[id]);
     let Some(process) = node.registry.processes.remove(&id) else {
         return;
     };

@@ -184,7 +184,7 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     }
     let (reason, detail) = container.shown.reason.clone();
     let members = node.members(key);
-    host_relief::host_memory_is_freed(node, &members);
+    host_relief::permit_refused_offloads(node, &members);
     for id in members {
         if let Some(process) = node.registry.processes.get_mut(&id) {
             process.memory.offloaded = None;

@@ -75,7 +75,7 @@ impl OffloadFailures {
 
     /// Records that another container is restored to free host memory for this container. The next
     /// such restore must wait: 20 s at first, and twice as long after each.
-    pub fn is_relieved(&mut self, now: Millis) {
+    pub fn record_relief(&mut self, now: Millis) {
         const FIRST_MS: Millis = 20_000;
         self.relief_not_before = now + (FIRST_MS << self.reliefs.min(6));
         self.reliefs += 1;
@@ -178,7 +178,7 @@ mod tests {
                 now += 1_000;
             }
             waits.push(now - began);
-            failures.is_relieved(now);
+            failures.record_relief(now);
         }
         assert_eq!(waits, [0, 20_000, 40_000, 80_000, 160_000]);
         assert!(!failures.may_be_relieved(Millis::MAX));

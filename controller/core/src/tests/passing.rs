@@ -39,6 +39,14 @@ fn wait_for(world: &mut World, id: ProcessId) -> Millis {
     world.now - began
 }
 
+/// Lets 30 s pass, in which the container must stay offloaded.
+fn stays_offloaded(world: &mut World, n: usize) {
+    for _ in 0..500 {
+        world.pass();
+        assert_eq!(world.state(n), State::Offloaded);
+    }
+}
+
 #[test]
 fn restore_that_frees_host_memory_passes() {
     let (mut world, [small, first]) = blocked();
@@ -64,6 +72,12 @@ fn restore_without_a_call_frees_host_memory() {
         reasons.insert(world.container(0).shown.reason.0.as_str());
     }
     assert!((5_000..8_000).contains(&(world.now - began)), "{} ms", world.now - began);
+    // It must not take the host memory back at once.
+    let restored_at = world.container(0).figures.restored_at.unwrap();
+    while world.now < restored_at + 9_900 {
+        world.pass();
+        assert_ne!(world.state(0), State::Offloaded, "{} ms", world.now - restored_at);
+    }
     assert!(reasons.contains(Reason::FreesHostMemory.as_str()), "{reasons:?}");
 }
 
@@ -79,10 +93,7 @@ fn no_container_is_restored_in_vain() {
             world.host_total = Some(940);
         }
         world.call(first);
-        for _ in 0..500 {
-            world.pass();
-            assert_eq!(world.state(0), State::Offloaded, "{asked}");
-        }
+        stays_offloaded(&mut world, 0);
         assert!(world.agents[&first].wants, "{asked}");
     }
 }
@@ -97,6 +108,7 @@ fn no_waiter_passes_an_offload_in_progress() {
     world.tick_after(6_000);
     world.host_total = Some(2_000);
     let small_ms = wait_for(&mut world, small);
+    assert!(!world.agents[&first].wants, "the small waiter was served first");
     let first_ms = wait_for(&mut world, first);
     assert!(first_ms < 60 || small_ms < 60, "{small_ms} ms, {first_ms} ms");
 }
@@ -187,10 +199,7 @@ fn restore_that_makes_no_room_is_not_ordered() {
     world.settle();
     assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory);
     world.call(first);
-    for _ in 0..500 {
-        world.pass();
-        assert_eq!(world.state(0), State::Offloaded);
-    }
+    stays_offloaded(&mut world, 0);
 }
 
 /// Two containers could free the host memory. Only one may be restored.
@@ -253,4 +262,57 @@ fn context_without_host_memory_is_relieved() {
     world.call(first);
     world.settle();
     assert!(!world.agents[&first].wants);
+}
+
+/// The container whose restore would free host memory has lost its connection, so it cannot be
+/// restored. It must not prevent the restore of another one.
+#[test]
+fn disconnected_container_prevents_no_relief() {
+    let mut world = World::new(4);
+    world.host_total = Some(1_150);
+    let first = world.running(1, 500);
+    let cut = world.running(0, 100);
+    world.running(3, 150);
+    world.settle();
+    world.running(2, 600);
+    (0..2_000).for_each(|_| world.pass());
+    assert_eq!(world.container(2).shown.reason.0, Reason::HostMemory);
+    world.feed(Input::Detached(cut));
+    world.agents.get_mut(&cut).unwrap().known_as = None;
+    let known = world.agents.remove(&cut).unwrap();
+    world.call(first);
+    wait_for(&mut world, first);
+    assert!(!world.agents[&first].wants);
+    assert_eq!(known.container, 0);
+}
+
+/// A container that the waiter may not evict lacks host memory. No other container may be restored
+/// for it, and partial evictions stay possible.
+#[test]
+fn protected_holder_causes_no_relief() {
+    let (mut world, [_, first]) = blocked();
+    world.pin(2, true);
+    world.call(first);
+    stays_offloaded(&mut world, 0);
+}
+
+/// The restores do not help, because the container on the GPU always lacks host memory again.
+#[test]
+fn restores_in_vain_become_rarer() {
+    let (mut world, [_, first]) = blocked();
+    world.call(first);
+    let mut restores = Vec::new();
+    for _ in 0..10_000 {
+        // The restore frees host memory, and another program takes it at once.
+        let is_off = world.state(0) == State::Offloaded;
+        world.host_total = Some(if is_off { 1_000 } else { 900 });
+        world.pass();
+        let count = world.container(0).figures.restores;
+        if count as usize > restores.len() {
+            restores.push(world.now);
+        }
+    }
+    let pauses: Vec<Millis> = restores.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(restores.len() <= 5 && restores.len() > 1, "{pauses:?}");
+    assert!(pauses.iter().all(|pause| *pause >= 20_000) && pauses.is_sorted(), "{pauses:?}");
 }
