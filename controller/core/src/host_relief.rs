@@ -33,9 +33,9 @@ use super::{
 const HEAD_WAIT_MS: Millis = 5_000;
 /// Minimum interval between two searches for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Time for which a container that was restored to free host memory stays resident. A restore that
-/// has not ended after this time does not prevent another one.
-pub(super) const STAY_MS: Millis = 10_000;
+/// Time for which a container that is restored to free host memory stays resident, from the decision.
+/// A restore that has not ended after this time does not prevent another one.
+const STAY_MS: Millis = 10_000;
 
 /// Whether the waiter cannot be served because a container on these GPUs lacks host memory for its
 /// offload, and no offload in progress frees VRAM for the waiter.

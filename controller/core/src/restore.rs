@@ -178,10 +178,6 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
         became_resident = true;
         container.shown.reason = (container.cause, String::new());
     }
-    let is_relief = container.cause == Reason::FreesHostMemory && elapsed == 0;
-    if became_resident && is_relief {
-        container.resident_until = now + host_relief::STAY_MS;
-    }
     let (reason, detail) = container.shown.reason.clone();
     let members = node.members(key);
     host_relief::permit_refused_offloads(node, &members);

@@ -285,6 +285,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     assert!(world.refused.contains(&Reason::CgroupMemory.to_string()), "{:?}", world.refused);
     let container = &world.container(2);
     assert!(container.shown.reason.1.contains("/pod"), "{:?}", container.shown.reason);
+    assert_eq!(container.short_of.len(), 1, "the pool is known for a relief");
     assert!(world.node.copies_in_progress().is_empty());
     // The container is resident, so free memory has no effect. Its next offload succeeds.
     world.read_levels(2, id, 0, 100);

@@ -384,3 +384,39 @@ fn copied_out_stays_so_without_host_memory() {
     world.settle();
     assert_eq!(world.ordered.len(), orders);
 }
+
+/// A copied-out container with `full` is to give up its context too, and the driver refuses this. The
+/// container must stay copied out.
+#[test]
+fn failed_eviction_of_a_kept_context_is_not_repeated() {
+    let mut world = auto();
+    world.container_mut(AUTO).policy.engine = Engine::Full;
+    let id = world.running(AUTO, 400);
+    world.host_total = Some(350);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+    world.host_total = None;
+    world.fail = Some(Outcome::DriverError);
+    offload::evict(&mut world.bench.node.state, &key(AUTO), Offload::deep(world.bench.now));
+    world.settle();
+    assert!(world.fail.is_none(), "the checkpoint was tried");
+    let found = (world.state(AUTO), world.agents[&id].phase);
+    assert_eq!(found, (State::Offloaded, Phase::CopiedOut));
+    assert_eq!(world.container(AUTO).figures.restores, 0);
+}
+
+/// The context of a copied-out container is to be evicted, and host memory is short. The eviction is
+/// refused, although a copy of the rest would need less.
+#[test]
+fn eviction_of_a_context_is_refused_without_memory() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    world.agents.get_mut(&id).unwrap().swappable = 40;
+    world.settle();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
+    world.host_total = Some(100);
+    offload::evict(&mut world.bench.node.state, &key(AUTO), Offload::deep(world.bench.now));
+    world.settle();
+    assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
+}

@@ -5,7 +5,12 @@ use std::collections::BTreeSet;
 use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Phase};
 
 use super::{
-    super::{Effect, Input, Millis, ProcessId, Request, input::CommandId, policy::Mode},
+    super::{
+        Effect, Input, Millis, ProcessId, Request,
+        host_memory::{MemoryPlace, MemoryPool},
+        input::CommandId,
+        policy::Mode,
+    },
     world::{Host, World, key},
 };
 
@@ -74,7 +79,8 @@ fn restore_without_a_call_frees_host_memory() {
     assert!((5_000..8_000).contains(&(world.now - began)), "{} ms", world.now - began);
     // It must not take the host memory back at once.
     let restored_at = world.container(0).figures.restored_at.unwrap();
-    while world.now < restored_at + 9_900 {
+    assert!(world.container(0).usage.last_use < restored_at, "a relief is no use");
+    while world.now < restored_at + 9_000 {
         world.pass();
         assert_ne!(world.state(0), State::Offloaded, "{} ms", world.now - restored_at);
     }
@@ -151,19 +157,25 @@ fn exit_permits_a_refused_offload() {
 
 #[test]
 fn restored_container_stays_for_a_while() {
-    let mut world = World::new(3);
-    let waiter = world.running(1, 800);
-    world.settle();
-    world.running(0, 300);
-    let until = world.now + 10_000;
-    world.container_mut(0).resident_until = until;
-    world.call(waiter);
-    while world.now + 60 < until {
-        assert_ne!(world.state(0), State::Offloaded, "{} ms", until - world.now);
-        world.pass();
+    for immediate in [false, true] {
+        let mut world = World::new(3);
+        if immediate {
+            world.immediate.push(1);
+            world.announce(1);
+        }
+        let waiter = world.running(1, 800);
+        world.settle();
+        world.running(0, 300);
+        let until = world.now + 10_000;
+        world.container_mut(0).resident_until = until;
+        world.call(waiter);
+        while world.now + 60 < until {
+            assert_ne!(world.state(0), State::Offloaded, "{immediate}, {} ms", until - world.now);
+            world.pass();
+        }
+        world.settle();
+        assert!(!world.agents[&waiter].wants, "{immediate}");
     }
-    world.settle();
-    assert!(!world.agents[&waiter].wants);
 }
 
 /// After 30 s, a waiter evicts also containers that do not free enough together. While host memory
@@ -281,19 +293,70 @@ fn disconnected_container_prevents_no_relief() {
     world.agents.get_mut(&cut).unwrap().known_as = None;
     let known = world.agents.remove(&cut).unwrap();
     world.call(first);
-    wait_for(&mut world, first);
-    assert!(!world.agents[&first].wants);
+    let first_ms = wait_for(&mut world, first);
+    assert!(first_ms < 8_000, "{first_ms} ms");
     assert_eq!(known.container, 0);
 }
 
 /// A container that the waiter may not evict lacks host memory. No other container may be restored
-/// for it, and partial evictions stay possible.
+/// for it.
 #[test]
 fn protected_holder_causes_no_relief() {
-    let (mut world, [_, first]) = blocked();
-    world.pin(2, true);
+    let protections: [fn(&mut World); 3] = [
+        |world| world.pin(2, true),
+        |world| world.container_mut(2).policy.priority = 5,
+        |world| world.container_mut(2).policy.mode = Mode::Manual,
+    ];
+    for protect in protections {
+        let (mut world, [_, first]) = blocked();
+        protect(&mut world);
+        world.call(first);
+        stays_offloaded(&mut world, 0);
+    }
+}
+
+/// Zero pages of container 0 were not stored, so its restore frees too little host memory.
+#[test]
+fn pages_that_were_not_stored_are_not_freed() {
+    let (mut world, [small, first]) = blocked();
+    world.process_mut(small).memory.swap.zero_bytes = 60;
     world.call(first);
     stays_offloaded(&mut world, 0);
+}
+
+/// Host memory was freed, but not in the place where the offload lacked it.
+#[test]
+fn memory_elsewhere_permits_no_refused_offload() {
+    let (mut world, [_, first]) = blocked();
+    let place = MemoryPlace::Cgroup("/elsewhere".into());
+    let pool = MemoryPool { place, free_bytes: 0, need_bytes: 1 };
+    world.container_mut(2).short_of = vec![pool];
+    let not_before = world.container(2).offload_failures.not_before();
+    world.exit(first);
+    assert_eq!(world.container(2).offload_failures.not_before(), not_before);
+}
+
+/// Two containers lack host memory, and two others could be restored. One restore suffices.
+#[test]
+fn two_holders_cause_one_relief() {
+    let mut world = World::new(5);
+    let first = world.running(1, 400);
+    world.running(0, 100);
+    world.running(3, 100);
+    world.settle();
+    world.host_total = Some(800);
+    world.running(2, 350);
+    world.running(4, 350);
+    (0..2_000).for_each(|_| world.pass());
+    for n in [2, 4] {
+        assert_eq!(world.container(n).shown.reason.0, Reason::HostMemory, "container {n}");
+    }
+    world.call(first);
+    while world.agents[&first].wants {
+        world.pass();
+        assert_ne!([0, 3].map(|n| world.state(n) == State::Offloaded), [false; 2]);
+        assert!(world.now < 500_000, "the first waiter is not served");
+    }
 }
 
 /// The restores do not help, because the container on the GPU always lacks host memory again.
