@@ -5,8 +5,9 @@
 use affinode_proto::wire::{Capabilities, ProcessFlags, copier::CopierReport};
 
 use super::{
-    DeviceBytes, Effect, ProcessId, copiers::CopierId, dedup_domain, driver_limit, grant::Stage,
-    needs, node_state::NodeState, offload_level, plan::OffloadMethod, process::Process,
+    DeviceBytes, Effect, ProcessId, copiers::CopierId, dedup_domain, driver_limit, early_release,
+    grant::Stage, needs, node_state::NodeState, offload_level, plan::OffloadMethod,
+    process::Process,
 };
 
 /// Connects a process to the copier of its GPU if the offload will copy its memory out and then
@@ -97,10 +98,12 @@ pub(super) fn prove_when_copiers_rest(node: &mut NodeState) {
     }
     // The driver's own limits are lifted before the proof, so that they refuse no restore.
     driver_limit::update(node);
+    let with_processes = early_release::is_in_progress(node);
     for (key, grant) in node.admission.grants.iter_mut().filter(|(_, grant)| waits(&grant.stage)) {
         node.admission.last_proof += 1;
         grant.stage = Stage::Proving(node.admission.last_proof);
-        node.output.effects.push(Effect::Prove(key.clone(), node.admission.last_proof));
+        let (key, number) = (key.clone(), node.admission.last_proof);
+        node.output.effects.push(Effect::Prove { key, number, with_processes });
     }
 }
 

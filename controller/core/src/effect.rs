@@ -109,9 +109,17 @@ pub enum Effect {
     /// makes a new connection.
     LeaveHostPool(ProcessId),
     /// Read the GPUs now to prove that the VRAM of the container's grant is free. The number
-    /// identifies this reading. Report the result with [`super::Input::Proven`] and the same
+    /// identifies this reading. If `with_processes` is true, read the VRAM of each process too, for
+    /// which NVML needs more time. Report the result with [`super::Input::Proven`] and the same
     /// number.
-    Prove(Key, u64),
+    Prove {
+        /// The container with the grant.
+        key: Key,
+        /// Number of the reading.
+        number: u64,
+        /// Whether the VRAM of each process is needed.
+        with_processes: bool,
+    },
     /// Read how much VRAM a container with a limit uses. First recall the VRAM allowances of its
     /// processes: the amounts that they may allocate without a message to the controller. Then read
     /// the pending bytes, which are allocations begun under the recalled allowances. Then read the

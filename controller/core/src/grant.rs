@@ -73,6 +73,9 @@ pub struct Grant {
     /// The waiting allocation that the grant serves: its process and its ticket. `None`: the grant
     /// serves only a restore.
     pub want: Option<(ProcessId, u64)>,
+    /// Whether the proof counted VRAM that other containers are still freeing. The restore then
+    /// waits for it.
+    pub awaits_vram: bool,
 }
 
 impl Grant {
@@ -90,6 +93,7 @@ impl Grant {
             doubted: false,
             restarts: 0,
             want: None,
+            awaits_vram: false,
         }
     }
 

@@ -40,6 +40,7 @@ pub mod copiers;
 pub mod copy_watch;
 mod dedup_domain;
 pub mod driver_limit;
+mod early_release;
 pub mod effect;
 mod eligibility;
 mod evaluate;

@@ -10,7 +10,7 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Key, ProcessId,
+    DeviceBytes, Key, ProcessId, early_release,
     event::NodeEvent,
     host_promises, idle,
     input::GpuSample,
@@ -152,12 +152,7 @@ pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
         let pid = process.identity.pid;
-        process.memory.vram = gpus
-            .iter()
-            .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
-            .filter(|(_, (other, _))| *other == pid)
-            .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
-            .collect();
+        process.memory.vram = early_release::vram_in(gpus, pid);
     }
 }
 

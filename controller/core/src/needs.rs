@@ -3,7 +3,7 @@
 use affinode_proto::wire::Phase;
 
 use super::{
-    DeviceBytes, Key, Millis, ProcessId,
+    DeviceBytes, GpuSample, Key, Millis, ProcessId, early_release,
     ledger::margin_bytes,
     merge_needs,
     node_state::NodeState,
@@ -124,13 +124,30 @@ pub(super) fn fits(
     needs: &[DeviceBytes],
     margin: fn(u64) -> u64,
 ) -> bool {
-    node.admission.ledger.fits(
-        key,
-        needs,
-        |uuid| held_bytes(node, key, uuid),
-        &node.gpus.samples,
-        margin,
-    )
+    fits_in(node, key, needs, &node.gpus.samples, margin)
+}
+
+/// Like [`fits`], but counts VRAM that other containers are freeing, if the container can wait for
+/// it.
+pub(super) fn fits_as_freed(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) -> bool {
+    early_release::is_in_progress(node)
+        && early_release::may_await(node, key)
+        && fits_in(node, key, needs, &early_release::samples_for(node, key), margin)
+}
+
+fn fits_in(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    samples: &[GpuSample],
+    margin: fn(u64) -> u64,
+) -> bool {
+    node.admission.ledger.fits(key, needs, |uuid| held_bytes(node, key, uuid), samples, margin)
 }
 
 /// VRAM that an offload of the container frees. With `deep`, this includes the VRAM of its CUDA

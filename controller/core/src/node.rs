@@ -21,8 +21,8 @@ use affinode_proto::{
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake,
     container::Goal,
-    copier_use, copy_watch, driver_limit, evaluate, grants, hints, holds, host_pool, host_promises,
-    idle, immediate,
+    copier_use, copy_watch, driver_limit, early_release, evaluate, grants, hints, holds, host_pool,
+    host_promises, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -263,6 +263,7 @@ fn agent_message(node: &mut NodeState, id: ProcessId, message: AgentMessage) {
             vram_limit::asked(node, id, ticket, bytes, uuid);
         }
         AgentMessage::VramTaken => vram_limit::taken(node, id),
+        AgentMessage::Releasing => early_release::begins(node, id),
         AgentMessage::AskReadings => nvml_readings::send_readings(node, id),
     }
 }

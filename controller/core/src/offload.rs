@@ -13,7 +13,7 @@ use affinode_proto::{
 use super::{
     JournalStep, Key, ProcessId,
     container::{Goal, Offload},
-    copier_use,
+    copier_use, early_release,
     eligibility::Refusal,
     grants, holds,
     host_promises::{self, HostVerdict},
@@ -199,6 +199,7 @@ fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
         check: container.policy.checksum && process.can(Capabilities::CHECKS),
         host_pool: node.host_ledger.uses_host_pool(key)
             && process.can(Capabilities::USES_HOST_POOL),
+        release_early: early_release::is_useful(node, process),
     }
 }
 

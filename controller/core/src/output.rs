@@ -38,7 +38,8 @@ impl NodeState {
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
             && let Some(process) = self.registry.processes.get_mut(&process)
         {
-            process.pending = Some(PendingOrder { order, action, since: self.clock.now });
+            let since = self.clock.now;
+            process.pending = Some(PendingOrder { order, action, since, releasing_since: None });
         }
         order
     }

@@ -22,6 +22,8 @@ pub struct PendingOrder {
     pub action: Action,
     /// When the order was sent.
     pub since: Millis,
+    /// When the agent reported that a copy out frees VRAM from then on. `None`: it did not.
+    pub releasing_since: Option<Millis>,
 }
 
 impl PendingOrder {

@@ -95,7 +95,8 @@ fn send_restore(node: &mut NodeState, key: &Key, id: ProcessId) {
     if process.is_some_and(|process| process.memory.target_gpu().is_some()) {
         return migration::send_restore(node, key, id);
     }
-    node.order(id, Action::Restore);
+    let awaits_vram = node.admission.grants.get(key).is_some_and(|grant| grant.awaits_vram);
+    node.order(id, if awaits_vram { Action::RestoreAsFreed } else { Action::Restore });
     copier_use::fill_memory(node, id);
 }
 

@@ -12,9 +12,9 @@ use affinode_proto::{
 };
 
 use super::{
-    GpuSample, Key, Millis, ProcessId, eviction, grant::Stage, grants, holds, host_relief,
-    immediate, ledger::margin_bytes, measurements, migration, needs, node_state::NodeState,
-    oom_wait, passing, process::Process,
+    GpuSample, Key, Millis, ProcessId, early_release, eviction, grant::Stage, grants, holds,
+    host_relief, immediate, ledger::margin_bytes, measurements, migration, needs,
+    node_state::NodeState, oom_wait, passing, process::Process,
 };
 
 /// Time limit for the pause of other processes' allocations during a restore, in addition to the
@@ -125,7 +125,9 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let needs = needs::needs_with(node, &key, want);
     let margin = needs::margin_for(node, &key);
     let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-    let fits = known && needs::fits(node, &key, &needs, margin);
+    let fits = known
+        && (needs::fits(node, &key, &needs, margin)
+            || needs::fits_as_freed(node, &key, &needs, margin));
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
@@ -223,10 +225,15 @@ pub(super) fn proven(
     number: u64,
     gpus: Result<Vec<GpuSample>, String>,
 ) {
+    let has_processes =
+        gpus.as_ref().is_ok_and(|gpus| gpus.iter().any(|gpu| !gpu.processes.is_empty()));
     match gpus {
         Ok(gpus) => {
             node.gpus.error = None;
             measurements::take_memory(node, &gpus);
+            if has_processes {
+                early_release::take_vram(node, &gpus);
+            }
         }
         Err(error) => node.gpus.error = Some(error),
     }
@@ -242,13 +249,18 @@ pub(super) fn proven(
     // registers later.
     let covers = node.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
     let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-    let fits = node.gpus.error.is_none() && needs::fits(node, key, &needs, margin);
+    let known = node.gpus.error.is_none();
+    let is_free = known && needs::fits(node, key, &needs, margin);
+    // VRAM that is being freed counts only if the sample shows how much of it is freed already.
+    let awaits_vram =
+        has_processes && known && !is_free && needs::fits_as_freed(node, key, &needs, margin);
+    let fits = is_free || awaits_vram;
     let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let Some(grant) = node.admission.grants.get_mut(key) else { return };
     // A process that registered meanwhile may need another GPU, on which allocations are not
     // paused.
     if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
-        (grant.stage, grant.covers) = (Stage::Granted, covers);
+        (grant.stage, grant.covers, grant.awaits_vram) = (Stage::Granted, covers, awaits_vram);
         node.admission.ledger.promise(key, needs);
         node.admission.queue.leave(key);
         if !resident {

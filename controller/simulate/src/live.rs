@@ -97,7 +97,7 @@ impl Host for Live {
             Effect::Send(id, ControllerMessage::Order { order, action, .. }) => {
                 self.begin_order(id, order, action);
             }
-            Effect::Survey { .. } | Effect::Prove(..) => {
+            Effect::Survey { .. } | Effect::Prove { .. } => {
                 return Some(answer(effect, Ok(self.gpus()), Ok(SurveyedMemory::default())));
             }
             Effect::Changed(change) => {

@@ -51,7 +51,9 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             host_pool::allow(actor, process, bytes, kept_bytes);
         }
         Effect::LeaveHostPool(process) => host_pool::leave(actor, process),
-        Effect::Prove(key, number) => actor.inventory.ask(InventoryQuery::Prove(key, number)),
+        Effect::Prove { key, number, with_processes } => {
+            actor.inventory.ask(InventoryQuery::Prove { key, number, with_processes });
+        }
         Effect::ReadVram { key, epoch, processes } => vram::read(actor, key, epoch, &processes),
         Effect::RecallVram { epoch, processes } => drop(vram::recall(actor, epoch, &processes)),
         Effect::LimitInDriver(order) => {

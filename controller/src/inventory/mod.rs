@@ -38,8 +38,15 @@ pub enum InventoryQuery {
     /// Requests all GPUs with their processes and utilization.
     Gpus,
     /// Requests the memory of all GPUs, to prove that enough VRAM is free for a restore of the
-    /// container with this key. The number identifies the request, and the response repeats it.
-    Prove(Key, u64),
+    /// container with this key. The response repeats the key and the number.
+    Prove {
+        /// The container with the grant.
+        key: Key,
+        /// Number of the request.
+        number: u64,
+        /// Whether the VRAM of each process is needed.
+        with_processes: bool,
+    },
     /// Requests all GPUs with their processes. The core needs them to decide how much a container
     /// with a VRAM limit may allocate. The response repeats the fields of the request.
     Vram {
@@ -114,7 +121,9 @@ fn answer(
 ) -> Input {
     match question {
         InventoryQuery::Gpus => Input::Gpus(nvml.read(true)),
-        InventoryQuery::Prove(key, number) => Input::Proven(key, number, nvml.read(false)),
+        InventoryQuery::Prove { key, number, with_processes } => {
+            Input::Proven(key, number, nvml.read(with_processes))
+        }
         InventoryQuery::Vram { key, epoch, pending } => {
             Input::VramRead { key, epoch, pending, gpus: nvml.read(true) }
         }

@@ -65,6 +65,7 @@ fn messages(uuid: [u8; 16]) -> Vec<AgentMessage> {
     });
     let others = [
         AgentMessage::VramTaken,
+        AgentMessage::Releasing,
         AgentMessage::AllocWait { ticket: 1, bytes: u64::MAX, uuid, attempts: u32::MAX },
         AgentMessage::AllocWaitDone { ticket: u64::MAX, served: true },
         AgentMessage::AskReadings,

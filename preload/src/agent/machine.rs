@@ -21,8 +21,9 @@
 //!
 //! - A CopyOut in the phase Closed first waits for work on the GPU. A CopyOut in the phase Locked
 //!   does not wait, because the lock has already waited. A CopyOut that fails has freed nothing,
-//!   and the phase is Closed. If a restore fails while it copies in, the content stays in the
-//!   staging buffer (CopiedOut), and the restore is repeated.
+//!   and the phase is Closed. If the driver fails after memory was freed early, the phase is
+//!   CopiedOut. If a restore fails while it copies in, the content stays in the staging buffer
+//!   (CopiedOut), and the restore is repeated.
 //! - If the context is lost, as after an uncorrectable memory error, the gate opens (Open) and the
 //!   program's calls return the error.
 //! - A process that ends while it is offloaded (its driver returns DEINITIALIZED) is Open.
@@ -154,10 +155,14 @@ impl OrderMachine {
                 self.checkpoint(host)
             }
             Action::Restore => {
-                let ended = self.restore(host, DriverCall::Restore);
+                let ended = self.restore(host, DriverCall::Restore, false);
                 if ended.0 != Outcome::Done {
                     host.leave_copier();
                 }
+                self.hand_over_if_lost(host, ended)
+            }
+            Action::RestoreAsFreed => {
+                let ended = self.restore(host, DriverCall::Restore, true);
                 self.hand_over_if_lost(host, ended)
             }
             Action::RestoreOnGpu { from, to } => {
@@ -167,7 +172,7 @@ impl OrderMachine {
                 if host.exported_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
                 }
-                let ended = self.restore(host, DriverCall::RestoreOn(from, to));
+                let ended = self.restore(host, DriverCall::RestoreOn(from, to), false);
                 self.hand_over_if_lost(host, ended)
             }
             Action::Unlock => {
@@ -377,7 +382,7 @@ impl OrderMachine {
         ended
     }
 
-    fn restore(&mut self, host: &mut impl Host, call: DriverCall) -> Ended {
+    fn restore(&mut self, host: &mut impl Host, call: DriverCall, awaits_vram: bool) -> Ended {
         if self.phase == Phase::Checkpointed {
             if call == DriverCall::Restore {
                 host.announce_restore();
@@ -392,7 +397,7 @@ impl OrderMachine {
             }
         }
         self.enter(host, Phase::CopyingIn);
-        match host.copy_in() {
+        match host.copy_in(awaits_vram) {
             Ok(()) => {
                 self.enter(host, Phase::Closed);
                 (Outcome::Done, 0)
@@ -492,6 +497,7 @@ fn admits(phase: Phase, action: Action) -> bool {
         Action::CopyOut { .. } => matches!(phase, Phase::Closed | Phase::Locked),
         Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::CopiedOut),
         Action::Restore => phase.is_offloaded(),
+        Action::RestoreAsFreed => phase == Phase::CopiedOut,
         Action::RestoreOnGpu { .. } => phase == Phase::Checkpointed,
     }
 }

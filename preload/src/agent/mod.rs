@@ -52,7 +52,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::LIMITS_VRAM.0
         | Capabilities::USES_HOST_POOL.0
         | Capabilities::FREES_HOST_MEMORY.0
-        | Capabilities::GIVES_UP_COPIES.0,
+        | Capabilities::GIVES_UP_COPIES.0
+        | Capabilities::RELEASES_EARLY.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.

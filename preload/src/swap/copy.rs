@@ -5,6 +5,8 @@
 //! copy out: begin the pool ──> copy pieces that are neither zero nor in the pool ────────> all copied?
 //!                                │                                          └──> unmap, release
 //!                                │ any failure: nothing was unmapped                 each
+//!                                │ if a process waits for the VRAM (`early_release`): all pages present?
+//!                                └──> unmap, release each as soon as it is copied
 //! copy in:  create, map, start to copy each ──> all copied? ──> done
 //!            │ no VRAM                         │ any failure: all is unmapped and released;
 //!            │                                 │ what cannot be unmapped is filled next time
@@ -23,6 +25,7 @@ use super::backing::{back, unback};
 use super::contexts::in_context;
 use super::digest::{self, DigestTable};
 use super::driver::call;
+use super::early_release::EarlyRelease;
 use super::layout::AllocationLayout;
 use super::prefault::{self, StagingPlace};
 use super::staging::{StagingPool, StoredChunk, TrimResult};
@@ -31,7 +34,7 @@ use super::{
     local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
 use crate::counters::CounterPage;
-use crate::process;
+use crate::{process, sys};
 
 /// Maximum number of contexts whose memory is copied. A process with more contexts cannot copy out.
 /// The controller then orders a checkpoint by the driver.
@@ -65,8 +68,9 @@ pub fn is_copied_out() -> bool {
 ///
 /// # Errors
 /// Returns the driver's code, [`NO_HOST_MEMORY`], [`GIVEN_UP`] or [`LOADER_HELD`]. All memory is on
-/// the device as before, except for memory that was exported to a copier and could not be mapped
-/// again.
+/// the device as before, with two exceptions: memory that was exported to a copier and could not be
+/// mapped again, and memory that was freed early before the driver failed. The content of the latter
+/// is in the staging pool.
 pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -127,13 +131,32 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
         if pool.is_tainted() && !pool.begin(bytes, context, place) {
             return Err(no_memory);
         }
-        let mut out =
-            CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };
-        let copied = as_result(each(AllocationPiece::leaves, |_, piece| out.copy(piece)));
-        let CopyOutProgress { pool, copies, found, unchanged_bytes } = out;
+        let mut out = CopyOutProgress {
+            pool,
+            copies: CopyStreams::new(),
+            found,
+            unchanged_bytes: 0,
+            release: EarlyRelease::new(how.release_early, bytes as u64),
+        };
+        let copied = as_result(each(AllocationPiece::leaves, |id, piece| out.copy(id, piece)))
+            .and_then(|()| as_result(out.release.finish()));
+        let CopyOutProgress { pool, copies, found, unchanged_bytes, release } = out;
+        let has_released = release.has_released();
+        drop(release);
         // Wait also after a failure: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
+        if has_released && copied.and(finished).is_err() {
+            // The process is partly copied out. The pool has no content for the other pieces.
+            pool.learn(found.unwrap_or(DigestTable::none()));
+            each(AllocationPiece::leaves, |_, piece| {
+                pool.forget(piece.offset as usize, piece.bytes as usize);
+                result::SUCCESS
+            });
+            update_kept_counter(0);
+            update_counters();
+            return copied.and(finished);
+        }
         // After GIVEN_UP the pages stay for the next offload, unless host memory is short too.
         let is_short = || copied == Err(GIVEN_UP) && host_pressure::is_critical(0, place);
         if copied == Err(NO_HOST_MEMORY) || is_short() {
@@ -237,18 +260,19 @@ fn cancelled() -> u32 {
     if process::page().is_some_and(is_given_up) { GIVEN_UP } else { NO_HOST_MEMORY }
 }
 
-/// State of a copy out in progress: staging pool, streams, and digests.
+/// State of a copy out in progress: staging pool, streams, digests, and released memory.
 struct CopyOutProgress<'a> {
     pool: &'a mut StagingPool,
     copies: CopyStreams,
     found: Option<DigestTable>,
     unchanged_bytes: u64,
+    release: EarlyRelease,
 }
 
 impl CopyOutProgress<'_> {
     /// Starts to copy a piece to the staging pool, without the parts that are zero or that the pool
     /// contains already. Returns the driver's code, [`NO_HOST_MEMORY`] or [`GIVEN_UP`].
-    fn copy(&mut self, piece: &AllocationPiece) -> u32 {
+    fn copy(&mut self, id: AllocationId, piece: &AllocationPiece) -> u32 {
         let mut done = 0;
         while done < piece.bytes {
             let offset = (piece.offset + done) as usize;
@@ -258,7 +282,7 @@ impl CopyOutProgress<'_> {
                 StoredChunk::Nowhere => {}
                 StoredChunk::Already => self.unchanged_bytes += bytes as u64,
                 StoredChunk::Anew => {
-                    if prefault::is_turned_back() {
+                    if prefault::is_turned_back() && !self.release.has_begun() {
                         return cancelled();
                     }
                     self.pool.forget(offset, bytes);
@@ -274,7 +298,8 @@ impl CopyOutProgress<'_> {
             }
             done += bytes as u64;
         }
-        result::SUCCESS
+        let are_pages_present = || prefault::PREFAULT.has_all_pages();
+        self.release.submitted(&mut self.copies, (id, piece), are_pages_present)
     }
 }
 
@@ -335,17 +360,20 @@ pub(super) fn update_counters() {
     }
 }
 
-/// Copies all copied-out content back to device memory, at the same addresses as before.
+/// Copies all copied-out content back to device memory, at the same addresses as before. If
+/// `awaits_vram` is true, waits for VRAM that another process is freeing.
 ///
 /// # Errors
 /// Returns the driver's code, in most cases because VRAM is short. Nothing is lost, and the call
 /// can be repeated.
-pub fn copy_in() -> Result<(), u32> {
+pub fn copy_in(awaits_vram: bool) -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
     }
     relax_captures();
-    let copied = with_pool(|_| local_memory::restore()).and_then(|()| copy_in_content());
+    let mut wait = VramWait::new(awaits_vram);
+    let copied =
+        with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&mut wait));
     if copied.is_err() {
         // The next attempt may be much later. Until then nothing may stay on the device.
         with_pool(|_| local_memory::release());
@@ -356,24 +384,25 @@ pub fn copy_in() -> Result<(), u32> {
     Ok(())
 }
 
-fn copy_in_content() -> Result<(), u32> {
+fn copy_in_content(wait: &mut VramWait) -> Result<(), u32> {
     // First map the exported memory: its content is still on the device.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
         update_counters();
         Ok(())
     } else {
-        copy_to_device()
+        copy_to_device(wait)
     };
     update_kept_counter(with_pool(|pool| pool.kept_bytes()));
     returned
 }
 
-fn copy_to_device() -> Result<(), u32> {
+fn copy_to_device(wait: &mut VramWait) -> Result<(), u32> {
     with_pool(|pool| {
         let mut copies = CopyStreams::new();
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
-        let begun = as_result(each(is_copied, |id, piece| fill(pool, &mut copies, id, piece)));
+        let begun =
+            as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)));
         // Wait also after a failure: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);
@@ -425,7 +454,7 @@ pub fn release_copied_out(vram_bytes: u64) {
 /// Maps new physical memory at a piece's addresses and starts to copy the content into it. Does not
 /// wait for the copy, so that the caller can map the next piece meanwhile.
 fn fill(
-    pool: &mut StagingPool,
+    (pool, wait): (&mut StagingPool, &mut VramWait),
     copies: &mut CopyStreams,
     id: AllocationId,
     piece: &AllocationPiece,
@@ -433,7 +462,7 @@ fn fill(
     if piece.place == MemoryPlace::Mapped {
         return fill_from_host(pool, copies, piece);
     }
-    match back(piece) {
+    match wait.retry(|| back(piece)) {
         Ok(handle) => {
             record_progress(id, handle, MemoryPlace::Mapped);
             tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
@@ -466,6 +495,40 @@ pub fn tidy(all: bool) -> TrimResult {
     tidied
 }
 
+/// The wait of a copy in for VRAM that another process is freeing.
+struct VramWait {
+    is_ordered: bool,
+    /// When VRAM was last allocated, or when the copy in began, in microseconds.
+    progress_us: u64,
+}
+
+impl VramWait {
+    fn new(is_ordered: bool) -> VramWait {
+        VramWait { is_ordered, progress_us: sys::now_us() }
+    }
+
+    /// Repeats an allocation while it fails because VRAM is short, for at most 3 s after the last
+    /// successful one. At 55 GB/s, this is the time for a copy out of 165 GB.
+    fn retry<T>(&mut self, mut allocate: impl FnMut() -> Result<T, u32>) -> Result<T, u32> {
+        const MAX_WAIT_US: u64 = 3_000_000;
+        const PAUSE_US: u64 = 500;
+        loop {
+            match allocate() {
+                Err(result::OUT_OF_MEMORY)
+                    if self.is_ordered && sys::now_us() < self.progress_us + MAX_WAIT_US =>
+                {
+                    sys::sleep_us(PAUSE_US);
+                }
+                Ok(value) => {
+                    self.progress_us = sys::now_us();
+                    return Ok(value);
+                }
+                failed => return failed,
+            }
+        }
+    }
+}
+
 pub(super) fn update_kept_counter(bytes: u64) {
     if let Some(page) = process::page() {
         page.kept_bytes.store(bytes, Ordering::Relaxed);
@@ -483,7 +546,11 @@ impl CopyStreams {
         CopyStreams { streams: [(0, core::ptr::null_mut()); MAX_CONTEXTS], many: 0 }
     }
 
-    fn on_stream(&mut self, context: usize, body: impl FnOnce(*mut c_void) -> u32) -> u32 {
+    pub(super) fn on_stream(
+        &mut self,
+        context: usize,
+        body: impl FnOnce(*mut c_void) -> u32,
+    ) -> u32 {
         in_context(context, || {
             const NON_BLOCKING: u32 = 1;
             let known = self.streams.iter().take(self.many).find(|known| known.0 == context);

@@ -4,7 +4,8 @@
 //! It has the limits that were measured on the real driver. It does not export memory that was
 //! imported, or that was created without a handle type. A copy must be inside one registration of
 //! host memory or outside of all. Registered memory must have pages with the access that the flags
-//! request. A test can make any of its functions fail.
+//! request. A test can make any of its functions fail. Memory must not be unmapped while a copy from
+//! it is in progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -87,6 +88,11 @@ struct Device {
     registered: BTreeMap<usize, usize>,
     streams: usize,
     events: BTreeSet<usize>,
+    /// Addresses of the mappings from which a copy is in progress. It is in progress until the stream
+    /// is synchronised, or until an event that was recorded after it was reached.
+    copying: BTreeSet<u64>,
+    /// For each recorded event, the addresses in `copying` when it was recorded.
+    recorded: BTreeMap<usize, BTreeSet<u64>>,
     /// Handles of the memory pools that exist now.
     pools: BTreeSet<usize>,
     /// All contexts other than [`CONTEXT`] that were made current so far, in order.
@@ -100,6 +106,8 @@ struct Device {
     /// Number of event queries that will still report running work. Each such query reduces the
     /// number by one.
     runs: usize,
+    /// Runs once, at the next query of an event.
+    at_query: Option<fn()>,
     /// Number of allocations in the driver's own pools.
     pooled: usize,
     /// Number of references to the primary context, which is [`CONTEXT`].
@@ -136,6 +144,11 @@ impl Fake {
     /// Makes this many queries of an event return that the work is running.
     pub fn run_for(&self, queries: usize) {
         device(|device| device.runs = queries);
+    }
+
+    /// Runs a function once, at the next query of an event.
+    pub fn at_query(&self, runs: fn()) {
+        device(|device| device.at_query = Some(runs));
     }
 
     /// Contexts for which an event was recorded, in order.
@@ -260,6 +273,14 @@ impl Device {
         last.is_none_or(fits).then_some(())
     }
 
+    /// Ends the copies that were in progress when an event was recorded. `None`: no such event.
+    fn reach(&mut self, event: usize) -> Option<()> {
+        self.events.contains(&event).then_some(())?;
+        let ended = self.recorded.remove(&event).unwrap_or_default();
+        self.copying.retain(|address| !ended.contains(address));
+        Some(())
+    }
+
     fn current_context(&self) -> usize {
         self.current.last().copied().unwrap_or(CONTEXT)
     }
@@ -274,6 +295,11 @@ impl Device {
     }
 
     fn may(&mut self, name: &'static str) -> Result<(), u32> {
+        if name == "cuEventQuery"
+            && let Some(runs) = self.at_query.take()
+        {
+            runs();
+        }
         if name == "cuEventQuery" && self.runs > 0 {
             self.runs -= 1;
             return Err(result::NOT_READY);
@@ -397,7 +423,10 @@ functions! {
         device.mappings.insert(address, object);
         Some(())
     };
-    "cuMemUnmap" mem_unmap(address: u64, _bytes: usize) |device, address, _| device.mappings.remove(&address).map(drop);
+    "cuMemUnmap" mem_unmap(address: u64, _bytes: usize) |device, address, _| {
+        assert!(!device.copying.contains(&address), "memory is unmapped during a copy from it");
+        device.mappings.remove(&address).map(drop)
+    };
     "cuMemSetAccess" mem_set_access(
         address: u64, _bytes: usize, _access: *const MemAccessDesc, _many: usize
     ) |device, address, _, _, _| device.mappings.contains_key(&address).then_some(());
@@ -449,6 +478,7 @@ functions! {
             unsafe { to.cast::<u64>().copy_from_nonoverlapping(words.as_ptr(), many) };
             return Some(());
         }
+        device.copying.extend(device.mappings.range(..=from).next_back().map(|(start, _)| *start));
         for (n, slot) in device.slots(from, bytes)?.into_iter().enumerate() {
             set(to.wrapping_byte_add(n * SLOT_BYTES as usize).cast(), device.content(slot))?;
         }
@@ -505,7 +535,10 @@ functions! {
         device.streams += 1;
         set(stream, core::ptr::null_mut())
     };
-    "cuStreamSynchronize" stream_synchronize(_stream: *mut core::ffi::c_void) |_, _| Some(());
+    "cuStreamSynchronize" stream_synchronize(_stream: *mut core::ffi::c_void) |device, _| {
+        device.copying.clear();
+        Some(())
+    };
     "cuStreamDestroy_v2" stream_destroy(_stream: *mut core::ffi::c_void) |device, _| {
         device.streams -= 1;
         Some(())
@@ -551,9 +584,13 @@ functions! {
         device.awaited.push(context);
         Some(())
     };
-    "cuEventRecord" event_record(event: usize, _stream: *mut core::ffi::c_void) |device, event, _| device.events.contains(&event).then_some(());
-    "cuEventQuery" event_query(event: usize) |device, event| device.events.contains(&event).then_some(());
-    "cuEventSynchronize" event_synchronize(event: usize) |device, event| device.events.contains(&event).then_some(());
+    "cuEventRecord" event_record(event: usize, _stream: *mut core::ffi::c_void) |device, event, _| {
+        device.events.contains(&event).then_some(())?;
+        device.recorded.insert(event, device.copying.clone());
+        Some(())
+    };
+    "cuEventQuery" event_query(event: usize) |device, event| device.reach(event);
+    "cuEventSynchronize" event_synchronize(event: usize) |device, event| device.reach(event);
     "cuMemAllocAsync" mem_alloc_async(address: *mut u64, _bytes: usize, _stream: *mut core::ffi::c_void) |device, address, _, _| {
         device.pooled += 1;
         set(address, device.name() << 40)

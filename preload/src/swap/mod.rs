@@ -51,6 +51,7 @@ pub mod copier_restore;
 mod copy;
 mod digest;
 mod driver;
+mod early_release;
 #[cfg(test)]
 pub mod fake_driver;
 pub mod host_pool;

@@ -24,7 +24,7 @@ use super::{REAL, SWAP, with_pool, wrappers};
 /// events.
 pub(super) const SLOTS: usize = 16;
 /// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
-const WITHOUT_TIMING: u32 = 2;
+pub(super) const WITHOUT_TIMING: u32 = 2;
 
 /// Functions that create a context or begin a capture.
 const BEGINNINGS: [Function; 14] = [

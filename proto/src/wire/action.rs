@@ -18,6 +18,11 @@ pub struct CopyOptions {
     /// Whether the content is copied to memory of the node's host pool. If false, the memory is
     /// that of the process. Requires [`Capabilities::USES_HOST_POOL`].
     pub host_pool: bool,
+    /// Whether the agent frees VRAM piece by piece while it still copies, because a container waits
+    /// for it. Before the agent frees the first piece, it sends
+    /// [`AgentMessage::Releasing`](super::message::AgentMessage::Releasing). Requires
+    /// [`Capabilities::RELEASES_EARLY`].
+    pub release_early: bool,
 }
 
 impl CopyOptions {
@@ -28,37 +33,44 @@ impl CopyOptions {
         let then_checkpoint = if self.then_checkpoint { Capabilities::PREFAULTS.0 } else { 0 };
         let check = if self.check { Capabilities::CHECKS.0 } else { 0 };
         let host_pool = if self.host_pool { Capabilities::USES_HOST_POOL.0 } else { 0 };
-        Capabilities(keep | then_checkpoint | check | host_pool)
+        let release_early = if self.release_early { Capabilities::RELEASES_EARLY.0 } else { 0 };
+        Capabilities(keep | then_checkpoint | check | host_pool | release_early)
     }
 
     fn code(self) -> u32 {
-        let own = CopyOptions { host_pool: false, ..self };
+        let own = (self.keep, self.then_checkpoint, self.check);
         let code = COPY_OUT_CODES.iter().find(|way| way.1 == own).map_or(9, |way| way.0);
-        if self.host_pool { code | TO_HOST_POOL } else { code }
+        let to_host_pool = if self.host_pool { TO_HOST_POOL } else { 0 };
+        let release_early = if self.release_early { RELEASE_EARLY } else { 0 };
+        code | to_host_pool | release_early
     }
 
     fn from_code(code: u32) -> Option<CopyOptions> {
-        let own = code & !TO_HOST_POOL;
-        let (_, how) = *COPY_OUT_CODES.iter().find(|way| way.0 == own)?;
-        Some(CopyOptions { host_pool: code & TO_HOST_POOL != 0, ..how })
+        let own = code & !(TO_HOST_POOL | RELEASE_EARLY);
+        let (_, (keep, then_checkpoint, check)) =
+            *COPY_OUT_CODES.iter().find(|way| way.0 == own)?;
+        let (host_pool, release_early) = (code & TO_HOST_POOL != 0, code & RELEASE_EARLY != 0);
+        Some(CopyOptions { keep, then_checkpoint, check, host_pool, release_early })
     }
 }
 
-/// The code of each combination of options, without the host pool. Codes 9 and 10 were defined
-/// first, later 12 and 13, and last 14 to 17. An older library decodes only the codes that were
-/// defined before its release.
-const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
-    (9, CopyOptions { keep: false, then_checkpoint: false, check: false, host_pool: false }),
-    (10, CopyOptions { keep: true, then_checkpoint: false, check: false, host_pool: false }),
-    (12, CopyOptions { keep: false, then_checkpoint: true, check: false, host_pool: false }),
-    (13, CopyOptions { keep: true, then_checkpoint: true, check: false, host_pool: false }),
-    (14, CopyOptions { keep: false, then_checkpoint: false, check: true, host_pool: false }),
-    (15, CopyOptions { keep: true, then_checkpoint: false, check: true, host_pool: false }),
-    (16, CopyOptions { keep: false, then_checkpoint: true, check: true, host_pool: false }),
-    (17, CopyOptions { keep: true, then_checkpoint: true, check: true, host_pool: false }),
+/// The code of each combination of the options `keep`, `then_checkpoint` and `check`. Codes 9 and 10
+/// were defined first, later 12 and 13, and last 14 to 17. An older library decodes only the codes
+/// that were defined before its release.
+const COPY_OUT_CODES: [(u32, (bool, bool, bool)); 8] = [
+    (9, (false, false, false)),
+    (10, (true, false, false)),
+    (12, (false, true, false)),
+    (13, (true, true, false)),
+    (14, (false, false, true)),
+    (15, (true, false, true)),
+    (16, (false, true, true)),
+    (17, (true, true, true)),
 ];
 /// The bit that a copy out to the host pool adds to its code.
 const TO_HOST_POOL: u32 = 1 << 8;
+/// The bit that a copy out with [`CopyOptions::release_early`] adds to its code.
+const RELEASE_EARLY: u32 = 1 << 9;
 
 /// An order from the controller to an agent about the agent's own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +92,9 @@ pub enum Action {
     /// Copies swappable memory to host memory and frees it on the GPU (phase Closed → CopiedOut).
     /// The agent first waits for the GPU's work, which requires [`Capabilities::AWAITS_WORK`]. If
     /// the phase is Locked, the agent unlocks the process instead of waiting. On an error no memory
-    /// was freed, and the phase is Closed.
+    /// was freed, and the phase is Closed. There is one exception: with
+    /// [`CopyOptions::release_early`], the driver can fail after the agent has freed memory. The
+    /// phase is then CopiedOut, and the other memory is still on the GPU.
     CopyOut {
         /// Largest amount of VRAM that the process holds on any one GPU, in bytes. The agent uses
         /// it if it must restore the process without a controller.
@@ -106,6 +120,11 @@ pub enum Action {
     /// executes it at most [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the decision,
     /// because a driver restore without free VRAM loses the process.
     Restore,
+    /// Copies memory in (phase CopiedOut → Closed) while another process frees the VRAM by a copy
+    /// out with [`CopyOptions::release_early`]. Where [`Action::Restore`] fails because VRAM is
+    /// short, this order waits, as long as the missing VRAM becomes free within a few seconds.
+    /// Requires [`Capabilities::RELEASES_EARLY`].
+    RestoreAsFreed,
     /// Restores a checkpointed process like [`Action::Restore`], but on another GPU of the same
     /// model. The driver exchanges the process's GPU with the new GPU. Both fields are positions in
     /// the list from [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus), which
@@ -133,7 +152,7 @@ impl Action {
     /// Returns whether the order allocates VRAM and therefore needs a grant from the controller.
     #[must_use]
     pub const fn is_restore(self) -> bool {
-        matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
+        matches!(self, Action::Restore | Action::RestoreAsFreed | Action::RestoreOnGpu { .. })
     }
 
     /// Returns the capabilities that the library must have to execute the order.
@@ -141,6 +160,7 @@ impl Action {
     pub const fn requires(self) -> Capabilities {
         match self {
             Action::CopyOut { how, .. } => how.requires(),
+            Action::RestoreAsFreed => Capabilities::RELEASES_EARLY,
             _ => Capabilities(0),
         }
     }
@@ -157,6 +177,7 @@ impl Action {
             Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
             Action::ReleaseAllocations => (8, 0),
             Action::CopyOut { vram_bytes, how } => (how.code(), vram_bytes),
+            Action::RestoreAsFreed => (18, 0),
             Action::RestoreOnGpu { from, to } => (11, u64::from(from) | u64::from(to) << 8),
         }
     }
@@ -174,6 +195,7 @@ impl Action {
             6 => Action::Unlock,
             7 => Action::HoldAllocations { deadline_ms: ms },
             8 => Action::ReleaseAllocations,
+            18 => Action::RestoreAsFreed,
             11 => Action::RestoreOnGpu { from: value as u8, to: (value >> 8) as u8 },
             _ => Action::CopyOut { vram_bytes: value, how: CopyOptions::from_code(code)? },
         })

@@ -16,6 +16,7 @@
 //!   AskVram ───────────────────────────────>   the allowance of a container with a VRAM limit is used up
 //!                    <──────────────────────  VramAllowance
 //!   VramTaken ─────────────────────────────>
+//!   Releasing ─────────────────────────────>   the copy out in progress frees VRAM from now on
 //!                    <──────────────────────  SampleCalls, repeatedly: record calls into the counters
 //!   AskReadings ───────────────────────────>   NVML is called in an offloaded process
 //!                    <──────────────────────  Reading, one per GPU
@@ -235,6 +236,10 @@ pub enum AgentMessage {
     /// the allowance, or the allowance is too small. The controller then serves the next process of
     /// the container.
     VramTaken,
+    /// Reports that the copy out in progress cannot be cancelled any more, and frees VRAM piece by
+    /// piece from now on. The agent sends this message at most once in a copy out, and only if
+    /// [`CopyOptions::release_early`] was ordered.
+    Releasing,
     /// Requests readings of the GPUs, with which the library answers NVML calls itself while the
     /// process is locked or checkpointed. NVML would block such calls. The reply is a
     /// [`ControllerMessage::Reading`] for each GPU.
@@ -412,6 +417,7 @@ impl AgentMessage {
                 Writer::new(10).u32(ticket).u64(bytes).bytes(&uuid)
             }
             Self::VramTaken => Writer::new(11),
+            Self::Releasing => Writer::new(12),
             Self::AskReadings => Writer::new(20),
         }
         .frame
@@ -464,6 +470,7 @@ impl AgentMessage {
             9 => Ok(AgentMessage::AllocWaitDone { ticket: r.u64(), served: r.u32() != 0 }),
             10 => Ok(AgentMessage::AskVram { ticket: r.u32(), bytes: r.u64(), uuid: r.bytes() }),
             11 => Ok(AgentMessage::VramTaken),
+            12 => Ok(AgentMessage::Releasing),
             20 => Ok(AgentMessage::AskReadings),
             other => Err(FrameError::Kind(other)),
         }

@@ -141,6 +141,9 @@ impl Capabilities {
     pub const FREES_HOST_MEMORY: Capabilities = Capabilities(1 << 10);
     /// The library cancels a copy out when its offload is given up ([`counters::NOT_WANTED`]).
     pub const GIVES_UP_COPIES: Capabilities = Capabilities(1 << 11);
+    /// During a copy out, the library can free VRAM piece by piece. During a copy in, it can wait
+    /// for VRAM that another process frees.
+    pub const RELEASES_EARLY: Capabilities = Capabilities(1 << 12);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

@@ -76,6 +76,11 @@ pub struct Agent {
     pub held_here: bool,
     /// Number by which the controller identifies the process. `None`: it has not registered yet.
     pub known_as: Option<ProcessId>,
+    /// VRAM that the copy out in progress has freed so far, in bytes. `None`: no copy out that frees
+    /// VRAM early is in progress.
+    pub released: Option<u64>,
+    /// When the copy in in progress began to wait for VRAM, in milliseconds. `None`: none waits.
+    pub awaits_vram_since: Option<u64>,
     /// How the process reacts to an order to pause its allocations, if it does not follow such
     /// orders. `None`: it follows them.
     pub refuses: Option<Refusal>,
@@ -108,7 +113,7 @@ impl Agent {
         match self.phase {
             Phase::Checkpointed => 0,
             Phase::CopiedOut => self.size - self.swappable - self.local_memory_bytes(),
-            _ => self.size,
+            _ => self.size - self.released.unwrap_or(0),
         }
     }
 
@@ -220,6 +225,7 @@ impl Agent {
                 assert_eq!((usize::from(from), usize::from(to)), (self.gpu, 1 - self.gpu));
                 (was == Phase::Checkpointed, restored)
             }
+            Action::RestoreAsFreed => (was == Phase::CopiedOut, restored),
             Action::Restore if self.copied_out => (was.is_offloaded(), restored),
             Action::Restore => (was == Phase::Checkpointed, restored),
             Action::Unlock if self.copied_out => (was == Phase::Locked, Phase::CopiedOut),
@@ -236,8 +242,10 @@ impl Agent {
         match action {
             Action::Close { .. } => self.generation += 1,
             Action::Open => self.wants = false, // Its caller went through.
-            Action::CopyOut { .. } => (self.copied_out, self.prepared) = (true, false),
-            Action::Restore => self.copied_out = false,
+            Action::CopyOut { .. } => {
+                (self.copied_out, self.prepared, self.released) = (true, false, None);
+            }
+            Action::Restore | Action::RestoreAsFreed => self.copied_out = false,
             Action::RestoreOnGpu { to, .. } => {
                 (self.copied_out, self.gpu) = (false, usize::from(to));
             }

@@ -66,7 +66,7 @@ pub fn key(container: usize) -> Key {
 pub fn answer(question: Effect, gpus: Reading, host: HostReading) -> Input {
     match question {
         Effect::Survey { key, .. } => Input::Surveyed(key, Survey { gpus, host }),
-        Effect::Prove(key, number) => Input::Proven(key, number, gpus),
+        Effect::Prove { key, number, .. } => Input::Proven(key, number, gpus),
         Effect::ReadVram { key, epoch, processes } => {
             let pending = processes.into_iter().map(|id| (id, u64::MAX)).collect();
             Input::VramRead { key, epoch, pending, gpus }
@@ -104,7 +104,7 @@ impl Bench {
                 }
                 agent.inbox.push_back(message);
             }
-            Effect::Survey { .. } | Effect::Prove(..) | Effect::ReadVram { .. } => {
+            Effect::Survey { .. } | Effect::Prove { .. } | Effect::ReadVram { .. } => {
                 self.questions.push_back(effect);
             }
             _ => {}

@@ -102,7 +102,13 @@ impl ProcessMemory {
     /// stays.
     #[must_use]
     pub fn freed_by_copy(&self) -> Vec<DeviceBytes> {
-        proportional_part(&self.vram, self.swap.swappable_bytes)
+        self.freed_by_copy_of(&self.vram)
+    }
+
+    /// VRAM that a copy out of the process frees if the process holds the VRAM `held`.
+    #[must_use]
+    pub fn freed_by_copy_of(&self, held: &[DeviceBytes]) -> Vec<DeviceBytes> {
+        proportional_part(held, self.swap.swappable_bytes)
     }
 
     /// Records that the process was checkpointed while its swappable memory was still on the GPU.

@@ -71,7 +71,13 @@ fn copy_options_are_within_capabilities() {
         (Capabilities::CHECKS, CopyOptions { check: true, ..none }),
         (
             ALL_CAPABILITIES,
-            CopyOptions { keep: true, then_checkpoint: true, check: true, host_pool: false },
+            CopyOptions {
+                keep: true,
+                then_checkpoint: true,
+                check: true,
+                host_pool: false,
+                release_early: false,
+            },
         ),
     ];
     for (capabilities, expected) in cases {

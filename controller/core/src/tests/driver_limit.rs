@@ -61,7 +61,7 @@ impl Host for LimitedNode {
                 self.orders.push(order.clone());
                 return Some(Input::DriverLimited(order.key, self.outcome.clone()));
             }
-            Effect::Prove(..) => self.steps.push(Step::Prove),
+            Effect::Prove { .. } => self.steps.push(Step::Prove),
             _ => {}
         }
         self.deliver(effect);

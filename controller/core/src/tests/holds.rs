@@ -266,7 +266,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     world.call(victim);
     assert_eq!(world.questions.len(), 1, "a reading of NVML is requested");
     let free = world.gpus();
-    let Some(Effect::Prove(owner, number)) = world.questions.pop_front() else {
+    let Some(Effect::Prove { key: owner, number, .. }) = world.questions.pop_front() else {
         panic!("no proof");
     };
     // The process allocated its memory while no controller ran, and registers only now.
@@ -331,7 +331,7 @@ fn stalled_controller_blames_no_process() {
         world.call(victim);
         // The process has reported meanwhile, but the check for overdue reports comes first.
         world.tick_after(2_500);
-        let proof = |question: &Effect| matches!(question, Effect::Prove(..));
+        let proof = |question: &Effect| matches!(question, Effect::Prove { .. });
         assert!(!world.questions.iter().any(proof), "the report is awaited");
         other.act(&mut world);
         serve(&mut world, victim);

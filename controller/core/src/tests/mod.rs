@@ -6,6 +6,7 @@ mod copied_out;
 mod copiers;
 mod domain;
 mod driver_limit;
+mod early_release;
 mod exits;
 mod figures;
 mod given_up;

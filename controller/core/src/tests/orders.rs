@@ -12,6 +12,10 @@ use super::super::{
 };
 use super::world::{Host, TOTAL, World};
 
+/// Time for which a copy in waits for VRAM that another process frees. It is less than
+/// `PROOF_TTL_MS`, because `obey` checks the age of an order when the wait is over.
+const MAX_WAIT_MS: Millis = 2_400;
+
 impl World {
     /// Advances a process whose offload has begun until its gate is closed.
     pub(super) fn work_until_closed(&mut self, id: ProcessId) {
@@ -25,7 +29,15 @@ impl World {
     /// Makes the agent handle its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
-        match agent.inbox.pop_front() {
+        let message = agent.inbox.pop_front();
+        if let Some(ControllerMessage::Order { action, .. }) = message
+            && self.takes_longer(id, action)
+        {
+            let agent = self.agents.get_mut(&id).expect("it was found before");
+            return message.into_iter().for_each(|message| agent.inbox.push_front(message));
+        }
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        match message {
             Some(ControllerMessage::Order { order, action, decided_ms }) => {
                 let Some(outcome) = self.obey(id, action, decided_ms) else { return };
                 if self.agents[&id].orphaned {
@@ -53,6 +65,39 @@ impl World {
         }
     }
 
+    /// Advances a copy that takes several steps. Returns whether it needs another step: a copy out
+    /// has not freed all VRAM, or a copy in waits for VRAM.
+    fn takes_longer(&mut self, id: ProcessId, action: Action) -> bool {
+        let room = self.room_of(id);
+        let (now, slow_copies, fails) = (self.now, self.slow_copies, self.fail.is_some());
+        let Some(agent) = self.bench.agents.get_mut(&id) else { return false };
+        match action {
+            Action::CopyOut { how, .. } if how.release_early && slow_copies && !fails => {
+                let first = agent.released.is_none();
+                let released = agent.released.get_or_insert(0);
+                *released = agent.swappable.min(*released + agent.swappable / 3 + 1);
+                if !first {
+                    return *released < agent.swappable;
+                }
+                *released = 0;
+                if !agent.orphaned {
+                    self.feed(Input::Message(id, AgentMessage::Releasing));
+                }
+                true
+            }
+            Action::RestoreAsFreed => {
+                let since = *agent.awaits_vram_since.get_or_insert(now);
+                let need = agent.swappable + agent.local_memory_bytes();
+                let waits = need > room && now.saturating_sub(since) < MAX_WAIT_MS;
+                if !waits {
+                    agent.awaits_vram_since = None;
+                }
+                waits
+            }
+            _ => false,
+        }
+    }
+
     /// Makes a process execute an order, or fail to execute it. Returns the outcome. `None`: the
     /// process sends no report.
     fn obey(&mut self, id: ProcessId, action: Action, decided_ms: Millis) -> Option<Outcome> {
@@ -69,6 +114,12 @@ impl World {
         if action.is_restore() && decided_ms > 0 && age_ms > PROOF_TTL_MS {
             return Some(Outcome::Late);
         }
+        if action == Action::RestoreAsFreed {
+            self.restored_as_freed += 1;
+            if agent.swappable + agent.local_memory_bytes() > TOTAL - used[agent.gpu] {
+                return Some(Outcome::DriverError);
+            }
+        }
         if was == Phase::Checkpointed && action.is_restore() {
             assert!(used[to_gpu] + agent.size <= TOTAL, "restored without enough VRAM");
         }
@@ -81,6 +132,7 @@ impl World {
             Action::Close { .. } | Action::Lock { .. } | Action::CopyOut { .. } => true,
             Action::Checkpoint { .. } | Action::RestoreOnGpu { .. } => true,
             Action::Restore => agent.copied_out,
+            Action::RestoreAsFreed => true,
             _ => false,
         };
         if let Some(fail) = self.fail.take_if(|_| may_fail) {
@@ -104,7 +156,7 @@ fn fails(agent: &mut Agent, action: Action, fail: Outcome) -> Outcome {
         Action::Checkpoint { .. } if fail == Outcome::NotCopied => {
             agent.phase = Phase::Checkpointed;
         }
-        Action::Restore => agent.phase = Phase::CopiedOut,
+        Action::Restore | Action::RestoreAsFreed => agent.phase = Phase::CopiedOut,
         // The context is restored, but the copy in found no VRAM.
         Action::RestoreOnGpu { .. } if agent.copied_out && fail == Outcome::DriverError => {
             (agent.gpu, agent.phase) = (1 - agent.gpu, Phase::CopiedOut);

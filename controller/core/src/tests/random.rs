@@ -342,12 +342,30 @@ proptest! {
     /// `feed`).
     #[test]
     fn random_libraries_follow_their_orders(
-        libraries in proptest::collection::vec((0_u32..64).prop_map(Capabilities), 1..4),
+        libraries in proptest::collection::vec((0_u32..1 << 13).prop_map(Capabilities), 1..4),
         prepare in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         let mut world = World::new(3);
         (world.libraries, world.all_options, world.prepare) = (libraries, true, prepare);
+        run_in(world, &[], steps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Like `random_steps_lose_no_container`, but copies out free VRAM in several steps, so that a
+    /// waiter is restored while its VRAM is being freed.
+    #[test]
+    fn random_slow_copies_lose_no_container(
+        auto in any::<bool>(),
+        local_memory in any::<bool>(),
+        two_gpus in any::<bool>(),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let mut world = World::new(3).with_auto(auto);
+        (world.slow_copies, world.local_memory, world.two_gpus) = (true, local_memory, two_gpus);
         run_in(world, &[], steps)?;
     }
 }

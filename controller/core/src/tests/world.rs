@@ -44,7 +44,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1111_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -87,6 +87,10 @@ pub(super) struct World {
     /// Pids of processes that the controller ordered to end. `true`: the order was SIGKILL.
     /// `false`: it was SIGTERM.
     pub(super) ended: Vec<(u32, bool)>,
+    /// Whether copies out free VRAM in several steps, if the controller orders it.
+    pub(super) slow_copies: bool,
+    /// Number of restores that were ordered while VRAM was still being freed for them.
+    pub(super) restored_as_freed: usize,
     /// If set, the next checkpoint or close fails with this outcome.
     pub(super) fail: Option<Outcome>,
     /// Host memory of the node in bytes. `None`: it is unlimited.
@@ -172,6 +176,8 @@ impl World {
             was_stopped: false,
             prepared: Vec::new(),
             ended: Vec::new(),
+            slow_copies: false,
+            restored_as_freed: 0,
             fail: None,
             host_total: None,
             limit_bytes: None,
@@ -309,7 +315,7 @@ impl World {
         self.hello(id);
     }
 
-    fn room_of(&self, id: ProcessId) -> u64 {
+    pub(super) fn room_of(&self, id: ProcessId) -> u64 {
         self.agents.get(&id).map_or(0, |agent| TOTAL.saturating_sub(self.used_on(agent.gpu)))
     }
 
@@ -509,8 +515,12 @@ impl World {
                 orders += 1;
                 assert!(orders < 1_000, "messages and reports never end");
                 self.work(id);
+                let is_slow = |a: &Agent| a.released.is_some() || a.awaits_vram_since.is_some();
+                if self.agents.get(&id).is_some_and(is_slow) {
+                    break;
+                }
             }
-            if self.agents[&id].orphaned {
+            if self.agents[&id].orphaned && self.agents[&id].inbox.is_empty() {
                 self.hello(id);
             }
             if self.agents[&id].wants {
@@ -589,7 +599,7 @@ impl Host for World {
             Effect::ReadVram { .. } | Effect::RecallVram { .. } | Effect::ShowVram { .. } => {
                 panic!("no container here has a limit")
             }
-            Effect::Prove(..) => {
+            Effect::Prove { .. } => {
                 self.assert_no_copier_moves();
                 self.deliver(effect);
             }

@@ -76,7 +76,7 @@ pub(super) fn simulate_effect(
             };
             world.inputs.push_back(Input::Surveyed(asked, survey));
         }
-        Effect::Prove(asked, proof) => {
+        Effect::Prove { key: asked, number: proof, .. } => {
             let n = number(asked.as_str());
             let gpus = Ok(vec![gpu_sample(world, world.processes[n].gpu, None)]);
             world.inputs.push_back(Input::Proven(asked, proof, gpus));

@@ -29,7 +29,13 @@ const CLOSE: Action = Action::Close { deadline_ms: 5_000 };
 const LOCK: Action = Action::Lock { timeout_ms: 5_000 };
 const COPY_OUT: Action = Action::CopyOut {
     vram_bytes: VRAM_BYTES,
-    how: CopyOptions { keep: false, then_checkpoint: false, check: true, host_pool: false },
+    how: CopyOptions {
+        keep: false,
+        then_checkpoint: false,
+        check: true,
+        host_pool: false,
+        release_early: false,
+    },
 };
 
 /// A program that runs on the host, and its connection to the test. The test acts as a controller,

@@ -355,8 +355,10 @@ fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
 }
 
 fn vram_request(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
-    if bytes.arbitrary()? {
-        return Ok(AgentMessage::VramTaken);
+    match bytes.int_in_range(0..=3)? {
+        0 => return Ok(AgentMessage::VramTaken),
+        1 => return Ok(AgentMessage::Releasing),
+        _ => {}
     }
     Ok(AgentMessage::AskVram {
         ticket: bytes.arbitrary()?,

@@ -77,7 +77,7 @@ pub trait Host {
     /// Copies swappable memory to host memory and frees the device memory. `vram_bytes` is the VRAM
     /// that the process uses on its device. If a checkpoint follows, a copier may copy the memory
     /// during the checkpoint. On failure, returns the driver's code and leaves the memory as
-    /// before.
+    /// before, except for memory that was freed early.
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
     /// Waits until the copier has copied the exported memory, if there is any. `false`: the copier
     /// has failed, and the content is still on the device.
@@ -85,9 +85,9 @@ pub trait Host {
     /// Number of bytes that were exported to the copier but not copied. They are still on the
     /// device.
     fn exported_bytes(&mut self) -> u64;
-    /// Copies in all copied-out content. On failure, returns the driver's code, and the content
-    /// stays copied out.
-    fn copy_in(&mut self) -> Result<(), u32>;
+    /// Copies in all copied-out content. If `awaits_vram` is true, waits for VRAM that another
+    /// process is freeing. On failure, returns the driver's code, and the content stays copied out.
+    fn copy_in(&mut self, awaits_vram: bool) -> Result<(), u32>;
     /// Whether any content of the process is copied out.
     fn is_parked(&mut self) -> bool;
     /// Unregisters the staging buffer from the driver of this process, so that a copier can

@@ -175,7 +175,7 @@ impl Host for Fake {
         self.exported = if how.then_checkpoint { self.hands } else { 0 };
         Ok(())
     }
-    fn copy_in(&mut self) -> Result<(), u32> {
+    fn copy_in(&mut self, _awaits_vram: bool) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);

@@ -34,6 +34,7 @@ fn messages_come_back_as_sent() {
         AgentMessage::AllocWaitDone { ticket: 3, served: true },
         AgentMessage::AskVram { ticket: 7, bytes: 1 << 40, uuid: [9; 16] },
         AgentMessage::VramTaken,
+        AgentMessage::Releasing,
         AgentMessage::AskReadings,
     ] {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
@@ -44,14 +45,16 @@ fn messages_come_back_as_sent() {
         Action::Lock { timeout_ms: 100 },
         Action::Checkpoint { vram_bytes: u64::MAX },
         Action::Restore,
+        Action::RestoreAsFreed,
         Action::Unlock,
         Action::HoldAllocations { deadline_ms: 1 },
         Action::ReleaseAllocations,
         Action::RestoreOnGpu { from: 7, to: 31 },
     ];
-    let copies_out = (0..16_u8).map(|bits| {
-        let [keep, then_checkpoint, check, host_pool] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
-        let how = CopyOptions { keep, then_checkpoint, check, host_pool };
+    let copies_out = (0..32_u8).map(|bits| {
+        let [keep, then_checkpoint, check, host_pool, release_early] =
+            [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
+        let how = CopyOptions { keep, then_checkpoint, check, host_pool, release_early };
         Action::CopyOut { vram_bytes: 1, how }
     });
     let orders = actions.into_iter().chain(copies_out);

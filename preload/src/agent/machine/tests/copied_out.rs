@@ -4,7 +4,13 @@ use super::*;
 
 const COPY_OUT: Action = Action::CopyOut {
     vram_bytes: 1 << 30,
-    how: CopyOptions { keep: true, then_checkpoint: false, check: false, host_pool: false },
+    how: CopyOptions {
+        keep: true,
+        then_checkpoint: false,
+        check: false,
+        host_pool: false,
+        release_early: false,
+    },
 };
 
 /// Returns a process with swappable memory that has executed these orders, and its machine.

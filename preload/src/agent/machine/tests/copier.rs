@@ -7,7 +7,13 @@ const ALL_BYTES: u64 = 1 << 30;
 const EXPORTED_BYTES: u64 = 3 << 28;
 const COPY_OUT: Action = Action::CopyOut {
     vram_bytes: ALL_BYTES,
-    how: CopyOptions { keep: false, then_checkpoint: true, check: false, host_pool: false },
+    how: CopyOptions {
+        keep: false,
+        then_checkpoint: true,
+        check: false,
+        host_pool: false,
+        release_early: false,
+    },
 };
 
 /// Returns a process that has exported memory to a copier in a CopyOut, and its machine.

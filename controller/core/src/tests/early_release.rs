@@ -1,0 +1,197 @@
+//! Tests of a restore into VRAM that another container's copy out is still freeing.
+
+use affinode_proto::{
+    state::State,
+    wire::{
+        Capabilities, Phase,
+        message::{Action, AgentMessage},
+    },
+};
+
+use super::{
+    super::{Input, ProcessId, early_release},
+    world::{Host, TOTAL, World, key},
+};
+
+/// Two containers with the engine `auto` and the same priority.
+const HERE: usize = 2;
+const THERE: usize = 8;
+const BYTES: u64 = 700;
+
+/// Container `HERE` is offloaded and called. Container `THERE` has its VRAM and is about to be
+/// evicted for it. Returns the processes of both.
+fn called(mut world: World) -> (World, ProcessId, ProcessId) {
+    world.slow_copies = true;
+    let here = world.running(HERE, BYTES);
+    world.settle();
+    assert_eq!(
+        (world.state(HERE), world.agents[&here].phase),
+        (State::Offloaded, Phase::CopiedOut)
+    );
+    let there = world.running(THERE, BYTES);
+    // It is idle from now on, but is not offloaded without a waiter.
+    world.auto_offload(false);
+    world.pass();
+    world.auto_offload(true);
+    world.ordered.clear();
+    world.call(here);
+    (world, here, there)
+}
+
+/// Advances until the process has sent that it frees VRAM. The controller has not acted on it yet.
+fn until_released(world: &mut World, id: ProcessId) {
+    let is_releasing = |world: &World| {
+        world.process(id).pending.is_some_and(|pending| pending.releasing_since.is_some())
+    };
+    for _ in 0..200 {
+        if is_releasing(world) {
+            return;
+        }
+        world.answer_question();
+        world.tick();
+        world.work(id);
+    }
+    panic!("{id:?} does not free VRAM: {:?}", world.process(id).pending);
+}
+
+fn is_restoring(world: &World, id: ProcessId) -> bool {
+    world.process(id).pending.is_some_and(|pending| pending.action.is_restore())
+}
+
+#[test]
+fn waiter_is_restored_while_victim_frees() {
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    let mut both = 0;
+    while world.agents[&there].phase != Phase::CopiedOut {
+        world.pass();
+        both += usize::from(is_restoring(&world, here));
+    }
+    assert!(both > 0, "the restore began after the copy out: {:?}", world.ordered);
+    (0..10).for_each(|_| world.pass());
+    assert!(!world.agents[&here].wants);
+    assert_eq!((world.restored_as_freed, world.state(THERE)), (1, State::Offloaded));
+    assert_eq!(world.container(HERE).figures.restores, 1);
+    world.call(there);
+    world.settle_all();
+    assert!(!world.agents[&there].wants);
+}
+
+/// A copy out that no container waits for frees nothing early, because a failure could then leave it
+/// half done.
+#[test]
+fn nothing_is_freed_early_without_a_waiter() {
+    let mut world = World::new(9);
+    world.slow_copies = true;
+    let id = world.running(HERE, BYTES);
+    world.settle();
+    let copies = world.ordered.iter().filter_map(|action| match action {
+        Action::CopyOut { how, .. } => Some(how.release_early),
+        _ => None,
+    });
+    assert_eq!(copies.collect::<Vec<_>>(), [false]);
+    assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+}
+
+/// VRAM that is being freed must not be counted for the driver's restore, for a library that cannot
+/// wait, or for an allocation.
+#[test]
+fn only_copies_in_await_vram() {
+    let mut old = World::new(9);
+    old.libraries =
+        vec![Capabilities(super::world::ALL_CAPABILITIES.0 & !Capabilities::RELEASES_EARLY.0)];
+    let (mut world, _, there) = called(old);
+    world.settle();
+    assert_eq!(world.agents[&there].phase, Phase::CopiedOut);
+    assert!(!world.ordered.iter().any(|a| matches!(a, Action::RestoreAsFreed)));
+
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    assert!(early_release::may_await(&world.node.state, &key(HERE)));
+    world.process_mut(here).agent.phase = Phase::Checkpointed;
+    assert!(!early_release::may_await(&world.node.state, &key(HERE)));
+    world.process_mut(here).agent.phase = Phase::CopiedOut;
+    world.process_mut(here).agent.capabilities.0 &= !Capabilities::RELEASES_EARLY.0;
+    assert!(!early_release::may_await(&world.node.state, &key(HERE)));
+}
+
+/// VRAM that the sample shows as free already must not be counted a second time.
+#[test]
+fn freed_vram_is_counted_once() {
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    // Both containers keep a quarter of their VRAM, so 525 bytes are freed for 525 bytes. With this
+    // much of other programs, the waiter fits only if a part is counted twice.
+    world.others = TOTAL - 2 * (BYTES - 525) - 525 + 20;
+    while world.agents[&there].phase != Phase::CopiedOut {
+        world.pass();
+        assert!(!is_restoring(&world, here), "restored without room");
+        let free: u64 = early_release::samples_for(&world.node.state, &key(HERE))
+            .iter()
+            .filter(|gpu| gpu.processes.len() == 2)
+            .map(|gpu| gpu.total_bytes.saturating_sub(gpu.used_bytes))
+            .sum();
+        assert!(free <= 525 - 20, "{free} bytes are counted as free");
+    }
+}
+
+/// A proof that does not show the VRAM of each process proves nothing while VRAM is being freed.
+#[test]
+fn proof_without_processes_counts_only_free_vram() {
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    let mut proofs = 0;
+    loop {
+        world.tick();
+        world.work(there);
+        if world.agents[&there].phase == Phase::CopiedOut {
+            break; // All VRAM is free, so the next proof grants it.
+        }
+        let mut gpus = world.gpus();
+        gpus.iter_mut().for_each(|gpu| gpu.processes.clear());
+        let grants = world.node.state.admission.grants.iter();
+        let proving = grants.filter_map(|(key, grant)| match grant.stage {
+            super::super::grant::Stage::Proving(number) => Some((key.clone(), number)),
+            _ => None,
+        });
+        for (key, number) in proving.collect::<Vec<_>>() {
+            proofs += 1;
+            world.feed(Input::Proven(key, number, Ok(gpus.clone())));
+        }
+        assert!(!is_restoring(&world, here));
+    }
+    assert!(proofs > 0);
+}
+
+/// A process reports that it frees VRAM, and does not. The waiter's copy in fails after some seconds,
+/// and nothing is lost.
+#[test]
+fn waiter_survives_a_false_report() {
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    // The agent of the victim handles nothing from now on.
+    let stuck = std::mem::take(&mut world.agents.get_mut(&there).unwrap().inbox);
+    (0..400).for_each(|_| world.pass());
+    assert!(world.restored_as_freed >= 1, "{:?}", world.ordered);
+    assert!(world.restored_as_freed <= 4, "{} attempts", world.restored_as_freed);
+    assert_eq!((world.state(HERE), world.agents[&here].phase), (State::Queued, Phase::CopiedOut));
+    world.agents.get_mut(&there).unwrap().inbox = stuck;
+    world.settle_all();
+    assert!(!world.agents[&here].wants);
+}
+
+/// The message has no effect unless a copy out that frees VRAM early is in progress.
+#[test]
+fn unexpected_report_of_release_is_ignored() {
+    let mut world = World::new(9);
+    let id = world.running(HERE, BYTES);
+    world.feed(Input::Message(id, AgentMessage::Releasing));
+    assert!(!early_release::is_in_progress(&world.node.state));
+    world.work_until_closed(id);
+    while !matches!(world.process(id).pending.map(|p| p.action), Some(Action::CopyOut { .. })) {
+        world.tick();
+        world.answer_question();
+    }
+    world.feed(Input::Message(id, AgentMessage::Releasing));
+    assert!(!early_release::is_in_progress(&world.node.state));
+}

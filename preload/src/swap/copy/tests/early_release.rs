@@ -1,0 +1,173 @@
+//! Copies out that free VRAM piece by piece, and copies in that wait for VRAM.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use affinode_proto::wire::message::{AgentMessage, FRAME_BYTES};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, socketpair};
+
+use super::*;
+use crate::fds::{self, TrackedFd};
+
+/// The controller's end of the agent's connection.
+pub struct Controller(OwnedFd);
+
+impl Controller {
+    pub fn connect() -> Controller {
+        let (theirs, ours) =
+            socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)
+                .unwrap();
+        let ours = std::os::fd::IntoRawFd::into_raw_fd(ours);
+        fds::SOCKET.set(TrackedFd::note(ours).unwrap());
+        Controller(theirs)
+    }
+
+    /// Number of messages that have arrived. All must be `Releasing`.
+    fn count_releasing(&self) -> usize {
+        let mut frame = [0; FRAME_BYTES];
+        let mut next = || recv(self.0.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT);
+        let mut count = 0;
+        while next() == Ok(FRAME_BYTES) {
+            count += 1;
+        }
+        assert!(count == 0 || AgentMessage::decode(&frame) == Ok(AgentMessage::Releasing));
+        count
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        fds::SOCKET.close();
+    }
+}
+
+fn early() -> CopyOptions {
+    CopyOptions { release_early: true, ..options(false, false) }
+}
+
+fn places(world: &World) -> Vec<MemoryPlace> {
+    world.pieces().iter().map(|piece| piece.place).collect()
+}
+
+/// The fake driver panics if a piece is unmapped before its copy has ended.
+#[test]
+fn pieces_are_released_as_they_are_copied() {
+    // With many queries that find the copies running, only the wait for the last copies ends them.
+    for running in [0, 1, 2, 1_000] {
+        let world = World::new();
+        let controller = Controller::connect();
+        world.fake.run_for(running);
+        assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{running}");
+        assert_eq!((controller.count_releasing(), world.fake.events()), (1, 0), "{running}");
+        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{running}");
+    }
+}
+
+#[test]
+fn nothing_is_released_early_unless_ordered() {
+    let world = World::new();
+    let controller = Controller::connect();
+    world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
+    assert_eq!(copy_out(options(false, false), None), Err(result::OUT_OF_MEMORY));
+    assert!(world.is_resident() && controller.count_releasing() == 0);
+}
+
+/// If the driver fails after pieces were released, these pieces are copied out and the others are on
+/// the device. Nothing is lost.
+#[test]
+fn failure_after_a_release_leaves_a_part() {
+    for which in 0..PIECES {
+        let world = World::new();
+        let controller = Controller::connect();
+        // Before the copies, the digests make one call of this function.
+        world.fake.fail("cuMemcpyDtoHAsync_v2", 1 + which);
+        assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
+        let mut expected = vec![MemoryPlace::Pool; which];
+        expected.resize(PIECES, MemoryPlace::Device);
+        assert_eq!((places(&world), is_copied_out()), (expected, which > 0), "{which}");
+        assert_eq!(controller.count_releasing(), usize::from(which > 0));
+        assert_eq!((world.fake.events(), world.fake.held()), (0, held(PIECES - which)));
+        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{which}");
+        assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{which}");
+        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{which}");
+    }
+}
+
+/// Without a controller no process waits for the VRAM, so nothing is released before all is copied.
+#[test]
+fn nothing_is_released_early_without_controller() {
+    let world = World::new();
+    world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
+    assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
+    assert!(world.is_resident() && !is_copied_out());
+    let gone = Controller::connect();
+    let socket = fds::SOCKET.get().unwrap();
+    sys::shut_down(socket);
+    world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
+    assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
+    assert!(world.is_resident() && !is_copied_out());
+    drop(gone);
+}
+
+/// Without events the memory is released at the end.
+#[test]
+fn copy_without_events_is_released_at_the_end() {
+    for call in ["cuEventCreate", "cuEventRecord"] {
+        for which in 0..PIECES {
+            let world = World::new();
+            let _controller = Controller::connect();
+            world.fake.fail(call, which);
+            assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{call}");
+            assert_eq!(world.fake.events(), 0, "{call}");
+            assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{call}");
+        }
+    }
+}
+
+/// Until all pages of the staging pool are present, the copy out can fail for lack of host memory,
+/// so nothing may be released.
+#[test]
+fn nothing_is_released_before_all_pages_are_present() {
+    use super::super::super::host_pressure::tests::TAKEN_BY_OTHERS;
+    let world = World::new();
+    let controller = Controller::connect();
+    TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
+    let ended = copy_out(early(), None);
+    TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+    assert_eq!(ended, Err(NO_HOST_MEMORY));
+    assert!(world.is_resident() && controller.count_releasing() == 0);
+}
+
+/// The controller may cancel a copy out while the message that it frees memory is on its way. The
+/// copy out then continues.
+#[test]
+fn copy_that_releases_is_not_cancelled() {
+    use affinode_proto::wire::{Phase, counters::NOT_WANTED};
+    let world = World::new();
+    let controller = Controller::connect();
+    crate::process::with_page(|page| {
+        assert_eq!((copy_out(early(), None), copy_in(false)), (Ok(()), Ok(())));
+        page.set_phase(Phase::CopyingOut);
+        page.generation.store(3, Ordering::Relaxed);
+        // The first event is queried only after the release has begun.
+        world.fake.at_query(|| process::page().unwrap().turn_back_for_test(3 | NOT_WANTED));
+        assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
+        assert!(page.is_turned_back() && controller.count_releasing() == 2);
+        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+    });
+}
+
+#[test]
+fn copy_in_waits_for_vram_if_ordered() {
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuCtxSetLimit"] {
+        let world = World::new();
+        world.fake.hold_primary();
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
+        world.fake.fail(call, 0);
+        assert_eq!((copy_in(false), world.is_copied_out()), (Err(result::OUT_OF_MEMORY), true));
+        for which in [0, 0] {
+            world.fake.fail(call, which);
+        }
+        assert_eq!((copy_in(true), world.is_resident()), (Ok(()), true), "{call}");
+        assert!(!world.fake.is_still_to_fail(), "{call}");
+    }
+}
