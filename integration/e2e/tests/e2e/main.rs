@@ -16,6 +16,7 @@ mod doctor;
 mod driver_limit;
 mod driver_root;
 mod engines;
+mod exchange;
 mod faults;
 mod given_up;
 mod gpu_migration;

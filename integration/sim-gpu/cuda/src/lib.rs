@@ -14,6 +14,8 @@
 //! - The driver's private tables for the runtime and for tools; see [`tables`].
 //! - A faulty bus: the asynchronous copies of 1 MiB and more to the device are counted from 1. The
 //!   copy with the number in `AFFINODE_SIM_SPOIL_COPY` writes wrong contents, without an error.
+//! - A slow bus: the asynchronous copies of 1 MiB and more to the host are counted from 1. With
+//!   `AFFINODE_SIM_HOLD_COPY=<number>:<path>`, the copy with this number waits until the file exists.
 //! - A process with `AFFINODE_SIM_NO_CHECKPOINT` in its environment is aborted when it calls a
 //!   checkpoint function that locks, checkpoints, restores or unlocks a process.
 //!

@@ -4,8 +4,10 @@
 //! from pageable host memory reads its source during the call, and a copy to pageable host memory
 //! waits until it is complete.
 
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::abi::{CUdeviceptr, Handle, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, Outcome};
 use crate::api::cuda_api;
@@ -39,6 +41,9 @@ cuda_api! {
     }
     Work 3020 fn [cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz] (to: HostAddress, from: CUdeviceptr, bytes: usize, stream: Handle) |d, zero| {
         device_or_managed(d, from, bytes)?;
+        if let Some(file) = held_until(bytes) {
+            d.streams.submit(d.stream(stream, zero)?, Box::new(|| wait_for(file)))?;
+        }
         copy_any_async(d, to as u64, from, bytes, stream, zero)
     }
     Work 3020 fn [cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Handle) |d, zero| {
@@ -146,10 +151,34 @@ fn queue(
 /// Value that a faulty copy writes to the first byte of its destination.
 const WRONG: [u8; 1] = [0xb5];
 
+/// Size from which a copy counts as large.
+const LARGE_BYTES: usize = 1 << 20;
+
+/// The file for which this copy to the host must wait. The environment variable
+/// `AFFINODE_SIM_HOLD_COPY` contains the number of the copy, counted from 1 among the large copies,
+/// and the path of the file.
+fn held_until(bytes: usize) -> Option<&'static Path> {
+    static HELD: LazyLock<Option<(u64, PathBuf)>> = LazyLock::new(|| {
+        let text = std::env::var("AFFINODE_SIM_HOLD_COPY").ok()?;
+        let (which, path) = text.split_once(':')?;
+        Some((which.parse().ok()?, path.into()))
+    });
+    static SEEN: AtomicU64 = AtomicU64::new(0);
+    let (which, path) = HELD.as_ref()?;
+    let is_held = bytes >= LARGE_BYTES && SEEN.fetch_add(1, Ordering::Relaxed) + 1 == *which;
+    is_held.then_some(path.as_path())
+}
+
+fn wait_for(file: &Path) -> Outcome {
+    while !file.exists() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// Whether this copy to the device must write wrong contents. The environment variable
 /// `AFFINODE_SIM_SPOIL_COPY` selects one copy by its number, counted from 1 among the large copies.
 fn is_spoilt(bytes: usize) -> bool {
-    const LARGE_BYTES: usize = 1 << 20;
     static WHICH: LazyLock<u64> = LazyLock::new(|| {
         std::env::var("AFFINODE_SIM_SPOIL_COPY").map_or(0, |which| which.parse().unwrap_or(0))
     });
