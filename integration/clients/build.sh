@@ -21,7 +21,7 @@ build() { # NAME SOURCE... [FLAG...]
 (cd "$src" && $cc $flags -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$stub/libcuda.so.1" stub.c)
 (cd "$src" && $cc $flags -DSTUB -shared -fPIC -Wl,-soname,libnvidia-ml.so.1 -o "$stub/libnvidia-ml.so.1" nvml.c)
 
-build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1" -lpthread
+build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1" -ldl -lpthread
 build dlopen_dlsym main_worker.c worker.c client.c load_dlsym.c -ldl -lpthread
 build ptds main_worker.c worker.c client.c load_dlsym.c -DPTDS -ldl -lpthread
 build proc_address_v1 main_worker.c worker.c client.c load_proc_address.c -DVERSION=1 -ldl -lpthread

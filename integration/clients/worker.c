@@ -1,11 +1,12 @@
 /* A CUDA application that executes commands.
  *
- *   PROGRAM [--mib N] [--seed S] [--device D] [--script "touch;sleep 2000;verify"] [--period-ms P]
+ *   PROGRAM [--mib N] [--seed S] [--piece-mib M] [--device D] [--script "touch;sleep 2000;verify"] [--period-ms P]
  *
  * It allocates N MiB (default 64), fills them by seed (default 1), then executes commands, one per line: first those of
  * --script, then those from stdin. With --script it ends at the end of the script, unless the script ends with "stdin".
  * With --period-ms, it launches a kernel every P ms and waits for it, between the commands from stdin, without end. It
- * replies to every command with one line of JSON on stdout:
+ * replies to every command with one line of JSON on stdout. With --piece-mib, it maps its memory in pieces of M MiB
+ * (cuMemCreate), as some allocators do:
  *
  *   {"command":"touch","result":0,"elapsed_us":12,"at_us":3456, ...}
  *
@@ -46,6 +47,7 @@
  */
 #include "client.h"
 
+#include <dlfcn.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -397,9 +399,36 @@ static void obey_stdin(unsigned period_ms)
     }
 }
 
+/* Maps memory in pieces at consecutive addresses, and fills it as client_fill does. */
+static CUresult fill_in_pieces(size_t mib, size_t piece_bytes, uint32_t seed)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    CUresult (*reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long) =
+        dlsym(library, "cuMemAddressReserve");
+    CUresult (*create)(memory_handle *, size_t, const struct allocation_prop *, unsigned long long) =
+        dlsym(library, "cuMemCreate");
+    CUresult (*map)(CUdeviceptr, size_t, size_t, memory_handle, unsigned long long) = dlsym(library, "cuMemMap");
+    CUresult (*set_access)(CUdeviceptr, size_t, const struct access *, size_t) = dlsym(library, "cuMemSetAccess");
+    size_t bytes = (mib << 20) / piece_bytes * piece_bytes;
+    struct allocation_prop prop;
+    memset(&prop, 0, sizeof prop);
+    prop.kind = prop.location.kind = 1;
+    prop.location.id = client.device;
+    struct access access = {{1, client.device}, 3};
+    TRY(reserve(&client.memory, bytes, 0, 0, 0));
+    for (size_t at = 0; at < bytes; at += piece_bytes) {
+        memory_handle handle;
+        TRY(create(&handle, piece_bytes, &prop, 0));
+        TRY(map(client.memory + at, piece_bytes, 0, handle, 0));
+    }
+    TRY(set_access(client.memory, bytes, &access, 1));
+    client.words = bytes / 4;
+    return client_write(&client, seed);
+}
+
 int worker_main(int argc, char **argv)
 {
-    size_t mib = 64;
+    size_t mib = 64, piece_mib = 0;
     uint32_t seed = 1;
     int device = 0;
     unsigned period_ms = 0;
@@ -409,6 +438,8 @@ int worker_main(int argc, char **argv)
             mib = strtoul(argv[i + 1], NULL, 10);
         else if (strcmp(argv[i], "--seed") == 0)
             seed = (uint32_t)strtoul(argv[i + 1], NULL, 10);
+        else if (strcmp(argv[i], "--piece-mib") == 0)
+            piece_mib = strtoul(argv[i + 1], NULL, 10);
         else if (strcmp(argv[i], "--device") == 0)
             device = atoi(argv[i + 1]);
         else if (strcmp(argv[i], "--period-ms") == 0)
@@ -435,7 +466,7 @@ int worker_main(int argc, char **argv)
     if (result != 0)
         return 4;
     start = now_us();
-    result = client_fill(&client, mib, seed);
+    result = piece_mib > 0 ? fill_in_pieces(mib, piece_mib << 20, seed) : client_fill(&client, mib, seed);
     answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
     if (result != 0)
         return 4;

@@ -162,14 +162,18 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
         report.part(&world.world()?, part, host_pool::in_own_memory);
     }
-    for (part, own) in [("exchange", ""), ("exchange, own memory", host_pool::OFF)] {
+    for (part, own, layout) in [
+        ("exchange", "", exchange::Layout::Pieces),
+        ("exchange, own memory", host_pool::OFF, exchange::Layout::Pieces),
+        ("exchange, one allocation", "", exchange::Layout::OneAllocation),
+    ] {
         if !report.wants(part) {
             continue;
         }
         let config = format!("{CONFIG}{own}");
         let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
         let world = world.world()?;
-        report.part(&world, part, exchange::in_turn);
+        report.part(&world, part, |world, rows| exchange::in_turn(world, layout, rows));
         world.keep_logs();
     }
     let part = "restore policy immediate";
