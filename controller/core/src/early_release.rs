@@ -89,7 +89,7 @@ fn is_releasing(now: Millis, process: &Process) -> bool {
     let since = process.pending.and_then(|pending| pending.releasing_since);
     since.is_some_and(|since| {
         let copy_ms = process.memory.swap.swappable_bytes / SLOWEST_BYTES_PER_MS;
-        process.agent.connected && now.saturating_sub(since) < GRACE_MS + copy_ms
+        now.saturating_sub(since) < GRACE_MS + copy_ms
     })
 }
 

@@ -10,8 +10,8 @@
 //! then the holder is offloaded for the first waiter
 //! ```
 //!
-//! A restore without a call, in the second case, is called a relief. Only one holder is considered: if two must leave for the waiter and both lack host memory, nothing
-//! is restored.
+//! A restore without a call, in the second case, is called a relief. Only one holder is considered: if
+//! two must leave for the waiter and both lack host memory, nothing is restored.
 
 use std::collections::BTreeSet;
 

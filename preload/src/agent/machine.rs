@@ -125,56 +125,22 @@ impl OrderMachine {
                 self.open(host);
                 (Outcome::Done, 0)
             }
-            Action::Lock { timeout_ms } => {
-                if let Some(code) = self.broken {
-                    return (Outcome::DriverError, code);
-                }
-                if !host.is_eligible() {
-                    return (Outcome::Unsupported, 0);
-                }
-                host.note_threads();
-                // The driver takes 0 as "no limit".
-                let call = DriverCall::Lock(timeout_ms.max(1));
-                self.step(host, call, Phase::Locking, Phase::Locked)
-            }
+            Action::Lock { timeout_ms } => self.lock(host, timeout_ms),
+            Action::CopyOut { .. } if !host.is_eligible() => (Outcome::Unsupported, 0),
             Action::CopyOut { vram_bytes, how } => {
-                if !host.is_eligible() {
-                    return (Outcome::Unsupported, 0);
-                }
                 self.vram_bytes = vram_bytes;
                 self.copy_out(host, how)
             }
-            Action::Checkpoint { vram_bytes } => {
-                if !host.is_eligible() || host.keeps_context() {
-                    return (Outcome::Unsupported, 0);
-                }
-                if host.holds_imported() {
-                    return (Outcome::Imported, 0);
-                }
-                self.vram_bytes = vram_bytes;
-                self.checkpoint(host)
-            }
-            Action::Restore => {
-                let ended = self.restore(host, DriverCall::Restore, false);
+            Action::Checkpoint { vram_bytes } => self.checkpoint_if_safe(host, vram_bytes),
+            Action::Restore | Action::RestoreAsFreed => {
+                let awaits_vram = action == Action::RestoreAsFreed;
+                let ended = self.restore(host, DriverCall::Restore, awaits_vram);
                 if ended.0 != Outcome::Done {
                     host.leave_copier();
                 }
                 self.hand_over_if_lost(host, ended)
             }
-            Action::RestoreAsFreed => {
-                let ended = self.restore(host, DriverCall::Restore, true);
-                self.hand_over_if_lost(host, ended)
-            }
-            Action::RestoreOnGpu { from, to } => {
-                // Close the connection to the copier, because it would copy into memory of the GPU
-                // that the process leaves.
-                host.leave_copier();
-                if host.exported_bytes() > 0 || !host.can_move(from, to) {
-                    return (Outcome::Unreachable, 0);
-                }
-                let ended = self.restore(host, DriverCall::RestoreOn(from, to), false);
-                self.hand_over_if_lost(host, ended)
-            }
+            Action::RestoreOnGpu { from, to } => self.restore_on_gpu(host, from, to),
             Action::Unlock => {
                 let ended = self.unlock(host);
                 self.hand_over_if_lost(host, ended)
@@ -185,6 +151,41 @@ impl OrderMachine {
                 (Outcome::Done, 0)
             }
         }
+    }
+
+    fn lock(&mut self, host: &mut impl Host, timeout_ms: u32) -> Ended {
+        if let Some(code) = self.broken {
+            return (Outcome::DriverError, code);
+        }
+        if !host.is_eligible() {
+            return (Outcome::Unsupported, 0);
+        }
+        host.note_threads();
+        // The driver takes 0 as "no limit".
+        let call = DriverCall::Lock(timeout_ms.max(1));
+        self.step(host, call, Phase::Locking, Phase::Locked)
+    }
+
+    fn checkpoint_if_safe(&mut self, host: &mut impl Host, vram_bytes: u64) -> Ended {
+        if !host.is_eligible() || host.keeps_context() {
+            return (Outcome::Unsupported, 0);
+        }
+        if host.holds_imported() {
+            return (Outcome::Imported, 0);
+        }
+        self.vram_bytes = vram_bytes;
+        self.checkpoint(host)
+    }
+
+    fn restore_on_gpu(&mut self, host: &mut impl Host, from: u8, to: u8) -> Ended {
+        // Close the connection to the copier, because it would copy into memory of the GPU that the
+        // process leaves.
+        host.leave_copier();
+        if host.exported_bytes() > 0 || !host.can_move(from, to) {
+            return (Outcome::Unreachable, 0);
+        }
+        let ended = self.restore(host, DriverCall::RestoreOn(from, to), false);
+        self.hand_over_if_lost(host, ended)
     }
 
     /// Ends the pause of allocations. Calls that waited only for the end of the pause continue.

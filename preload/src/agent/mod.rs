@@ -284,40 +284,42 @@ impl Agent {
                     self.own.gpus.take(first, total, &gpus);
                 }
                 ControllerMessage::Order { order, action, decided_ms } => {
-                    // Send new hazards first, so that the controller knows them when it reads the
-                    // report.
-                    self.tell_hazards();
-                    if matches!(action, Action::HoldAllocations { .. }) {
-                        self.hold = AllocationHold::Now;
-                    }
-                    let start_us = sys::now_us();
-                    let (outcome, cuda_error) =
-                        self.machine.obey(&mut self.own, action, decided_ms);
-                    let now_us = sys::now_us();
-                    self.heard = true;
-                    self.tell_hazards();
-                    let report = AgentMessage::Report {
-                        order,
-                        outcome,
-                        phase: self.machine.phase(),
-                        cuda_error,
-                        elapsed_us: now_us.saturating_sub(start_us),
-                        swappable_bytes: self.page.swappable_bytes.load(Ordering::Relaxed),
-                        copied_out_bytes: self.page.copied_out_bytes.load(Ordering::Relaxed),
-                        unchanged_bytes: swap::unchanged_bytes(),
-                        zero_bytes: swap::zero_bytes(),
-                        local_memory_bytes: swap::local_memory::released_bytes(),
-                    };
-                    self.link.send(now_us, &report);
-                    // Query the GPUs only after the report was sent, because the controller waits
-                    // for the report.
-                    if matches!(action, Action::HoldAllocations { .. })
-                        && self.machine.phase() == Phase::Open
-                    {
-                        self.page.note(ProcessFlags::ONE_GPU, host::sees_one_gpu());
-                    }
+                    self.execute(order, action, decided_ms);
                 }
             }
+        }
+    }
+
+    /// Executes an order, and reports its outcome.
+    fn execute(&mut self, order: u64, action: Action, decided_ms: u64) {
+        // Send new hazards first, so that the controller knows them when it reads the report.
+        self.tell_hazards();
+        let is_hold = matches!(action, Action::HoldAllocations { .. });
+        if is_hold {
+            self.hold = AllocationHold::Now;
+        }
+        let start_us = sys::now_us();
+        let (outcome, cuda_error) = self.machine.obey(&mut self.own, action, decided_ms);
+        let now_us = sys::now_us();
+        self.heard = true;
+        self.tell_hazards();
+        let report = AgentMessage::Report {
+            order,
+            outcome,
+            phase: self.machine.phase(),
+            cuda_error,
+            elapsed_us: now_us.saturating_sub(start_us),
+            swappable_bytes: self.page.swappable_bytes.load(Ordering::Relaxed),
+            copied_out_bytes: self.page.copied_out_bytes.load(Ordering::Relaxed),
+            unchanged_bytes: swap::unchanged_bytes(),
+            zero_bytes: swap::zero_bytes(),
+            local_memory_bytes: swap::local_memory::released_bytes(),
+        };
+        self.link.send(now_us, &report);
+        // Query the GPUs only after the report was sent, because the controller waits for the
+        // report.
+        if is_hold && self.machine.phase() == Phase::Open {
+            self.page.note(ProcessFlags::ONE_GPU, host::sees_one_gpu());
         }
     }
 

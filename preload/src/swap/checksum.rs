@@ -20,7 +20,8 @@ use core::sync::atomic::Ordering;
 use affinode_proto::wire::Hazards;
 
 use super::allocations::{AllocationPiece, MemoryPlace};
-use super::copy::{CopyStreams, each, fill_from_host};
+use super::copy::{CopyStreams, each};
+use super::copy_in::fill_from_host;
 use super::digest::{self, Digest, DigestTable, SLOT_BYTES};
 use super::staging::StagingPool;
 use super::{SWAP, with_pool};

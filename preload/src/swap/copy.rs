@@ -1,5 +1,5 @@
-//! Copies device memory to host memory (copy out) and back (copy in). The agent does this while the
-//! gate is closed and the GPU has no work of the process.
+//! Copies device memory to host memory. The agent does this while the gate is closed and the GPU has
+//! no work of the process. `copy_in` copies it back.
 //!
 //! ```text
 //! copy out: begin the pool ──> copy pieces that are neither zero nor in the pool ────────> all copied?
@@ -7,10 +7,6 @@
 //!                                │ any failure: nothing was unmapped                 each
 //!                                │ if a process waits for the VRAM (`early_release`): all pages present?
 //!                                └──> unmap, release each as soon as it is copied
-//! copy in:  create, map, start to copy each ──> all copied? ──> done
-//!            │ no VRAM                         │ any failure: all is unmapped and released;
-//!            │                                 │ what cannot be unmapped is filled next time
-//!            └─────────────────────────────────┴─> again; the content is in the pool
 //! ```
 
 use core::ffi::c_void;
@@ -21,7 +17,7 @@ use affinode_proto::wire::ProcessFlags;
 use affinode_proto::wire::message::CopyOptions;
 
 use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
-use super::backing::{back, unback};
+use super::backing::unback;
 use super::contexts::in_context;
 use super::digest::{self, DigestTable};
 use super::driver::call;
@@ -34,7 +30,7 @@ use super::{
     local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
 use crate::counters::CounterPage;
-use crate::{process, sys};
+use crate::process;
 
 /// Maximum number of contexts whose memory is copied. A process with more contexts cannot copy out.
 /// The controller then orders a checkpoint by the driver.
@@ -84,99 +80,70 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     // device.
     stream_pools::clear();
     checksum::set(how.check);
-    with_pool(|pool| {
-        // The copy-out assigns new offsets and begins the pool itself.
-        prefault_ahead::stop(pool);
-        let Some((bytes, context)) = assign() else {
-            return Err(result::OUT_OF_MEMORY);
-        };
-        SWAP.unchanged_bytes.store(0, Ordering::Relaxed);
-        SWAP.zero_bytes.store(0, Ordering::Relaxed);
-        if bytes == 0 {
-            return Ok(());
-        }
-        if !loader_lock::load_ahead(context) {
-            return Err(LOADER_HELD);
-        }
-        let place = if how.host_pool { StagingPlace::HostPool } else { StagingPlace::Own };
-        let no_memory = match place {
-            StagingPlace::HostPool => NO_HOST_MEMORY,
-            StagingPlace::Own => result::OUT_OF_MEMORY,
-        };
-        if !pool.begin(bytes, context, place) {
-            return Err(no_memory);
-        }
-        pool.set_keeps(how.keep);
-        // Compute the digests before the first copy, because they decide which content is copied
-        // and which zero pages are skipped.
-        let mut found = digest::of(bytes, AllocationPiece::leaves);
-        let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
-        // The copier copies all content. So it is used only if most of the content is new and no
-        // zero page is skipped.
-        let handed = handed.filter(|_| {
-            let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
-            all_new && prefault_ahead::is_ready(bytes as u64)
-        });
-        if let Some(vram_bytes) = handed
-            && copier_offload::export_to_copier(pool, vram_bytes)?
-        {
-            // If the copier fails to copy the content, the pool is marked and not used again.
-            pool.learn(found.unwrap_or(DigestTable::none()));
-            update_kept_counter(0);
-            local_memory::release();
-            update_counters();
-            return Ok(());
-        }
-        // The copier was tried and failed. It may still write to the pool, so begin a new one.
-        if pool.is_tainted() && !pool.begin(bytes, context, place) {
-            return Err(no_memory);
-        }
-        let mut out = CopyOutProgress {
-            pool,
-            copies: CopyStreams::new(),
-            found,
-            unchanged_bytes: 0,
-            release: EarlyRelease::new(how.release_early, bytes as u64),
-        };
-        let copied = as_result(each(AllocationPiece::leaves, |id, piece| out.copy(id, piece)))
-            .and_then(|()| as_result(out.release.finish()));
-        let CopyOutProgress { pool, copies, found, unchanged_bytes, release } = out;
-        let has_released = release.has_released();
-        drop(release);
-        // Wait also after a failure: no copy may still run when the pool or the memory is freed.
-        let finished = copies.finish();
-        pool.end();
-        if has_released && copied.and(finished).is_err() {
-            // The process is partly copied out. The pool has no content for the other pieces.
-            pool.learn(found.unwrap_or(DigestTable::none()));
-            each(AllocationPiece::leaves, |_, piece| {
-                pool.forget(piece.offset as usize, piece.bytes as usize);
-                result::SUCCESS
-            });
-            update_kept_counter(0);
-            update_counters();
-            return copied.and(finished);
-        }
-        // After GIVEN_UP the pages stay for the next offload, unless host memory is short too.
-        let is_short = || copied == Err(GIVEN_UP) && host_pressure::is_critical(0, place);
-        if copied == Err(NO_HOST_MEMORY) || is_short() {
-            pool.give_back_unused();
-        }
-        if copied.is_err() {
-            update_kept_counter(pool.kept_bytes());
-        }
-        copied.and(finished)?;
-        // Without digests, nothing is known of the pool's content from now on, even of parts that
-        // were not copied.
+    with_pool(|pool| copy_to_host(pool, how, handed))
+}
+
+fn copy_to_host(pool: &mut StagingPool, how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
+    // The copy-out assigns new offsets and begins the pool itself.
+    prefault_ahead::stop(pool);
+    let Some((bytes, context)) = assign() else {
+        return Err(result::OUT_OF_MEMORY);
+    };
+    SWAP.unchanged_bytes.store(0, Ordering::Relaxed);
+    SWAP.zero_bytes.store(0, Ordering::Relaxed);
+    if bytes == 0 {
+        return Ok(());
+    }
+    if !loader_lock::load_ahead(context) {
+        return Err(LOADER_HELD);
+    }
+    let place = if how.host_pool { StagingPlace::HostPool } else { StagingPlace::Own };
+    let no_memory = match place {
+        StagingPlace::HostPool => NO_HOST_MEMORY,
+        StagingPlace::Own => result::OUT_OF_MEMORY,
+    };
+    if !pool.begin(bytes, context, place) {
+        return Err(no_memory);
+    }
+    pool.set_keeps(how.keep);
+    // Compute the digests before the first copy, because they decide which content is copied and
+    // which zero pages are skipped.
+    let mut found = digest::of(bytes, AllocationPiece::leaves);
+    let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
+    // The copier copies all content. So it is used only if most of the content is new and no zero
+    // page is skipped.
+    let handed = handed.filter(|_| {
+        let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
+        all_new && prefault_ahead::is_ready(bytes as u64)
+    });
+    if let Some(vram_bytes) = handed
+        && copier_offload::export_to_copier(pool, vram_bytes)?
+    {
+        // If the copier fails to copy the content, the pool is marked and not used again.
         pool.learn(found.unwrap_or(DigestTable::none()));
-        SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
-        SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
-        // The pool is in use now, so no part of it counts as retained.
         update_kept_counter(0);
-        give_back();
         local_memory::release();
-        Ok(())
-    })
+        update_counters();
+        return Ok(());
+    }
+    // The copier was tried and failed. It may still write to the pool, so begin a new one.
+    if pool.is_tainted() && !pool.begin(bytes, context, place) {
+        return Err(no_memory);
+    }
+    let out = CopyOutProgress {
+        pool,
+        copies: CopyStreams::new(),
+        found,
+        unchanged_bytes: 0,
+        release: EarlyRelease::new(how.release_early, bytes as u64),
+    };
+    out.copy_all(place)?;
+    SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
+    // The pool is in use now, so no part of it counts as retained.
+    update_kept_counter(0);
+    give_back();
+    local_memory::release();
+    Ok(())
 }
 
 /// Whether less than half of the content is in the staging pool already. Content without a known
@@ -270,6 +237,48 @@ struct CopyOutProgress<'a> {
 }
 
 impl CopyOutProgress<'_> {
+    /// Copies all pieces, and waits until the copies have ended.
+    fn copy_all(mut self, place: StagingPlace) -> Result<(), u32> {
+        let copied = as_result(each(AllocationPiece::leaves, |id, piece| self.copy(id, piece)))
+            .and_then(|()| as_result(self.release.finish()));
+        let CopyOutProgress { pool, copies, found, unchanged_bytes, release } = self;
+        let has_released = release.has_released();
+        drop(release);
+        // Wait also after a failure: no copy may still run when the pool or the memory is freed.
+        let finished = copies.finish();
+        pool.end();
+        let ended = copied.and(finished);
+        // Without digests, nothing is known of the pool's content from now on, even of parts that
+        // were not copied.
+        let found = found.unwrap_or(DigestTable::none());
+        match ended {
+            Ok(()) => {
+                pool.learn(found);
+                SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
+            }
+            Err(_) if has_released => {
+                // The process is partly copied out. The pool has no content for the other pieces.
+                pool.learn(found);
+                each(AllocationPiece::leaves, |_, piece| {
+                    pool.forget(piece.offset as usize, piece.bytes as usize);
+                    result::SUCCESS
+                });
+                update_kept_counter(0);
+                update_counters();
+            }
+            Err(code) => {
+                // After GIVEN_UP the pages stay for the next offload, unless host memory is short
+                // too.
+                let is_short = || code == GIVEN_UP && host_pressure::is_critical(0, place);
+                if code == NO_HOST_MEMORY || is_short() {
+                    pool.give_back_unused();
+                }
+                update_kept_counter(pool.kept_bytes());
+            }
+        }
+        ended
+    }
+
     /// Starts to copy a piece to the staging pool, without the parts that are zero or that the pool
     /// contains already. Returns the driver's code, [`NO_HOST_MEMORY`] or [`GIVEN_UP`].
     fn copy(&mut self, id: AllocationId, piece: &AllocationPiece) -> u32 {
@@ -303,33 +312,6 @@ impl CopyOutProgress<'_> {
     }
 }
 
-/// Starts to fill a piece of device memory with its content from the staging pool, which is in host
-/// memory. Parts that were skipped as zero are cleared on the device.
-pub(super) fn fill_from_host(
-    pool: &mut StagingPool,
-    copies: &mut CopyStreams,
-    piece: &AllocationPiece,
-) -> u32 {
-    let mut done = 0;
-    while done < piece.bytes {
-        let offset = (piece.offset + done) as usize;
-        let left = (piece.bytes - done) as usize;
-        // The driver refuses a copy that crosses the end of a registration, so a copy ends with its
-        // chunk.
-        let (is_zero, bytes) = pool.left_out(offset, left);
-        let device = piece.address + done;
-        let code = copies.on_stream(piece.context, |stream| match is_zero {
-            true => call!(clear(device, 0, bytes, stream)),
-            false => call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream)),
-        });
-        if code != result::SUCCESS {
-            return code;
-        }
-        done += bytes as u64;
-    }
-    result::SUCCESS
-}
-
 pub(super) fn as_result(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
@@ -358,68 +340,6 @@ pub(super) fn update_counters() {
         page.note(ProcessFlags::IMPORTED, imported);
         page.note(ProcessFlags::EXPORTED_TO_COPIER, copier_offload::bytes() > 0);
     }
-}
-
-/// Copies all copied-out content back to device memory, at the same addresses as before. If
-/// `awaits_vram` is true, waits for VRAM that another process is freeing.
-///
-/// # Errors
-/// Returns the driver's code, in most cases because VRAM is short. Nothing is lost, and the call
-/// can be repeated.
-pub fn copy_in(awaits_vram: bool) -> Result<(), u32> {
-    if !is_copied_out() {
-        return Ok(());
-    }
-    relax_captures();
-    let mut wait = VramWait::new(awaits_vram);
-    let copied =
-        with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&mut wait));
-    if copied.is_err() {
-        // The next attempt may be much later. Until then nothing may stay on the device.
-        with_pool(|_| local_memory::release());
-    }
-    copied?;
-    // Compare only after all content is copied in, because the device computes the digests.
-    checksum::look();
-    Ok(())
-}
-
-fn copy_in_content(wait: &mut VramWait) -> Result<(), u32> {
-    // First map the exported memory: its content is still on the device.
-    copier_offload::restore_from_copier()?;
-    let returned = if copier_restore::import_from_copier() {
-        update_counters();
-        Ok(())
-    } else {
-        copy_to_device(wait)
-    };
-    update_kept_counter(with_pool(|pool| pool.kept_bytes()));
-    returned
-}
-
-fn copy_to_device(wait: &mut VramWait) -> Result<(), u32> {
-    with_pool(|pool| {
-        let mut copies = CopyStreams::new();
-        let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
-        let begun =
-            as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)));
-        // Wait also after a failure: no copy may still run when the memory is unmapped again.
-        let finished = copies.finish();
-        let copied = begun.and(finished);
-        each(
-            |piece| piece.place == MemoryPlace::Mapped,
-            |id, piece| {
-                if copied.is_ok() {
-                    record_progress(id, piece.handle, MemoryPlace::Device);
-                } else if unback(piece) {
-                    record_progress(id, 0, MemoryPlace::Pool);
-                }
-                result::SUCCESS
-            },
-        );
-        update_counters();
-        copied
-    })
 }
 
 /// Whether the context of the copied-out memory is broken: whether a synchronisation of this
@@ -451,27 +371,6 @@ pub fn release_copied_out(vram_bytes: u64) {
     }
 }
 
-/// Maps new physical memory at a piece's addresses and starts to copy the content into it. Does not
-/// wait for the copy, so that the caller can map the next piece meanwhile.
-fn fill(
-    (pool, wait): (&mut StagingPool, &mut VramWait),
-    copies: &mut CopyStreams,
-    id: AllocationId,
-    piece: &AllocationPiece,
-) -> u32 {
-    if piece.place == MemoryPlace::Mapped {
-        return fill_from_host(pool, copies, piece);
-    }
-    match wait.retry(|| back(piece)) {
-        Ok(handle) => {
-            record_progress(id, handle, MemoryPlace::Mapped);
-            tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
-            fill_from_host(pool, copies, piece)
-        }
-        Err(code) => code,
-    }
-}
-
 /// Frees a part of the staging pool, if the application runs and the pool is not in use. Frees no
 /// memory if the pool is retained and host memory is sufficient.
 ///
@@ -493,40 +392,6 @@ pub fn tidy(all: bool) -> TrimResult {
     };
     update_kept_counter(kept_bytes);
     tidied
-}
-
-/// The wait of a copy in for VRAM that another process is freeing.
-struct VramWait {
-    is_ordered: bool,
-    /// When VRAM was last allocated, or when the copy in began, in microseconds.
-    progress_us: u64,
-}
-
-impl VramWait {
-    fn new(is_ordered: bool) -> VramWait {
-        VramWait { is_ordered, progress_us: sys::now_us() }
-    }
-
-    /// Repeats an allocation while it fails because VRAM is short, for at most 3 s after the last
-    /// successful one. At 55 GB/s, this is the time for a copy out of 165 GB.
-    fn retry<T>(&mut self, mut allocate: impl FnMut() -> Result<T, u32>) -> Result<T, u32> {
-        const MAX_WAIT_US: u64 = 3_000_000;
-        const PAUSE_US: u64 = 500;
-        loop {
-            match allocate() {
-                Err(result::OUT_OF_MEMORY)
-                    if self.is_ordered && sys::now_us() < self.progress_us + MAX_WAIT_US =>
-                {
-                    sys::sleep_us(PAUSE_US);
-                }
-                Ok(value) => {
-                    self.progress_us = sys::now_us();
-                    return Ok(value);
-                }
-                failed => return failed,
-            }
-        }
-    }
 }
 
 pub(super) fn update_kept_counter(bytes: u64) {

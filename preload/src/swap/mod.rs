@@ -49,6 +49,7 @@ mod contexts;
 mod copier_offload;
 pub mod copier_restore;
 mod copy;
+mod copy_in;
 mod digest;
 mod driver;
 mod early_release;
@@ -84,9 +85,10 @@ use affinode_proto::wire::{Engine, Hazards};
 use self::allocations::{AllocationTables, Allocations};
 pub use self::copier_offload::{bytes as exported_bytes, settle};
 pub use self::copy::{
-    GIVEN_UP, LOADER_HELD, NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken,
-    is_copied_out, release_copied_out, tidy,
+    GIVEN_UP, LOADER_HELD, NO_HOST_MEMORY, copy_out, holds_imported, is_broken, is_copied_out,
+    release_copied_out, tidy,
 };
+pub use self::copy_in::copy_in;
 pub use self::ipc::answer;
 use self::local_memory::ReleasedLimits;
 pub use self::peer_devices::is_reached;

@@ -372,17 +372,11 @@ impl AgentMessage {
                 swappable_bytes,
                 copied_out_bytes,
                 local_memory_bytes,
-            } => Writer::new(1)
-                .u32(version)
-                .u32(pid_in_namespace)
-                .u32(phase as u32)
-                .u64(generation)
-                .u32(driver_version)
-                .u32(hazards.0)
-                .u32(abilities.0)
-                .u64(swappable_bytes)
-                .u64(copied_out_bytes)
-                .u64(local_memory_bytes),
+            } => {
+                let w = Writer::new(1).u32(version).u32(pid_in_namespace).u32(phase as u32);
+                let w = w.u64(generation).u32(driver_version).u32(hazards.0).u32(abilities.0);
+                w.u64(swappable_bytes).u64(copied_out_bytes).u64(local_memory_bytes)
+            }
             Self::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }

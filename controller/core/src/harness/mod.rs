@@ -66,7 +66,13 @@ pub fn key(container: usize) -> Key {
 pub fn answer(question: Effect, gpus: Reading, host: HostReading) -> Input {
     match question {
         Effect::Survey { key, .. } => Input::Surveyed(key, Survey { gpus, host }),
-        Effect::Prove { key, number, .. } => Input::Proven(key, number, gpus),
+        Effect::Prove { key, number, with_processes } => {
+            let mut gpus = gpus;
+            if !with_processes {
+                gpus.iter_mut().flatten().for_each(|gpu| gpu.processes.clear());
+            }
+            Input::Proven(key, number, gpus)
+        }
         Effect::ReadVram { key, epoch, processes } => {
             let pending = processes.into_iter().map(|id| (id, u64::MAX)).collect();
             Input::VramRead { key, epoch, pending, gpus }

@@ -9,8 +9,8 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Input, ProcessId, early_release},
-    world::{Host, TOTAL, World, key},
+    super::{DeviceBytes, Input, ProcessId, early_release, process::PendingAlloc},
+    world::{GPU, Host, TOTAL, World, key},
 };
 
 /// Two containers with the engine `auto` and the same priority.
@@ -80,7 +80,7 @@ fn waiter_is_restored_while_victim_frees() {
 /// A copy out that no container waits for frees nothing early, because a failure could then leave it
 /// half done.
 #[test]
-fn nothing_is_freed_early_without_a_waiter() {
+fn nothing_is_freed_early_without_waiter() {
     let mut world = World::new(9);
     world.slow_copies = true;
     let id = world.running(HERE, BYTES);
@@ -113,6 +113,18 @@ fn only_copies_in_await_vram() {
     world.process_mut(here).agent.phase = Phase::CopiedOut;
     world.process_mut(here).agent.capabilities.0 &= !Capabilities::RELEASES_EARLY.0;
     assert!(!early_release::may_await(&world.node.state, &key(HERE)));
+    world.process_mut(here).agent.capabilities.0 |= Capabilities::RELEASES_EARLY.0;
+
+    // The VRAM that a container itself is freeing is not counted for it.
+    let free_for = |n: usize| {
+        let samples = early_release::samples_for(&world.node.state, &key(n));
+        TOTAL - samples[0].used_bytes
+    };
+    assert_eq!((free_for(THERE), free_for(HERE)), (125, 650));
+    let need = DeviceBytes { uuid: GPU.into(), bytes: 1 };
+    let wait = PendingAlloc { ticket: 1, need, attempts: 0, since: 0, resumed_at: None };
+    world.process_mut(here).alloc_wait = Some(wait);
+    assert!(!early_release::may_await(&world.node.state, &key(HERE)), "an allocation cannot wait");
 }
 
 /// VRAM that the sample shows as free already must not be counted a second time.
@@ -137,7 +149,7 @@ fn freed_vram_is_counted_once() {
 
 /// A proof that does not show the VRAM of each process proves nothing while VRAM is being freed.
 #[test]
-fn proof_without_processes_counts_only_free_vram() {
+fn proof_without_processes_needs_free_vram() {
     let (mut world, here, there) = called(World::new(9));
     until_released(&mut world, there);
     let mut proofs = 0;

@@ -388,7 +388,7 @@ fn copied_out_stays_so_without_host_memory() {
 /// A copied-out container with `full` is to give up its context too, and the driver refuses this. The
 /// container must stay copied out.
 #[test]
-fn failed_eviction_of_a_kept_context_is_not_repeated() {
+fn failed_eviction_of_context_is_not_repeated() {
     let mut world = auto();
     world.container_mut(AUTO).policy.engine = Engine::Full;
     let id = world.running(AUTO, 400);
@@ -408,7 +408,7 @@ fn failed_eviction_of_a_kept_context_is_not_repeated() {
 /// The context of a copied-out container is to be evicted, and host memory is short. The eviction is
 /// refused, although a copy of the rest would need less.
 #[test]
-fn eviction_of_a_context_is_refused_without_memory() {
+fn context_eviction_is_refused_without_memory() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
     world.agents.get_mut(&id).unwrap().swappable = 40;

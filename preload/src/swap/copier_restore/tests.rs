@@ -7,7 +7,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
 use super::super::allocations::Allocation;
 use super::super::backing::{back, property_on};
-use super::super::copy::{copy_in, copy_out, holds_imported};
+use super::super::copy::{copy_out, holds_imported};
+use super::super::copy_in::copy_in;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
 use super::super::prefault::tests::{SHARED, forget_all, options};
 use super::super::{SWAP, locked};

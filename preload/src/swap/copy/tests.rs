@@ -1,7 +1,8 @@
 use std::sync::MutexGuard;
 
 use super::super::allocations::Allocation;
-use super::super::backing::property_on;
+use super::super::backing::{back, property_on};
+use super::super::copy_in::copy_in;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held, STACK_LIMIT};
 use super::super::prefault::tests::{SHARED, forget_all, options};
 use super::super::{addresses, locked};

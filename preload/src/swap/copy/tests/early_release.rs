@@ -94,14 +94,14 @@ fn failure_after_a_release_leaves_a_part() {
 
 /// Without a controller no process waits for the VRAM, so nothing is released before all is copied.
 #[test]
-fn nothing_is_released_early_without_controller() {
+fn nothing_is_released_without_a_controller() {
     let world = World::new();
     world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
     assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
     assert!(world.is_resident() && !is_copied_out());
     let gone = Controller::connect();
     let socket = fds::SOCKET.get().unwrap();
-    sys::shut_down(socket);
+    crate::sys::shut_down(socket);
     world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
     assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
     assert!(world.is_resident() && !is_copied_out());
@@ -110,7 +110,7 @@ fn nothing_is_released_early_without_controller() {
 
 /// Without events the memory is released at the end.
 #[test]
-fn copy_without_events_is_released_at_the_end() {
+fn copy_without_events_releases_at_the_end() {
     for call in ["cuEventCreate", "cuEventRecord"] {
         for which in 0..PIECES {
             let world = World::new();
@@ -126,7 +126,7 @@ fn copy_without_events_is_released_at_the_end() {
 /// Until all pages of the staging pool are present, the copy out can fail for lack of host memory,
 /// so nothing may be released.
 #[test]
-fn nothing_is_released_before_all_pages_are_present() {
+fn nothing_is_released_before_pages_are_there() {
     use super::super::super::host_pressure::tests::TAKEN_BY_OTHERS;
     let world = World::new();
     let controller = Controller::connect();

@@ -7,7 +7,8 @@ use std::sync::atomic::Ordering;
 
 use super::super::super::allocations::{AllocationPiece, MemoryPlace};
 use super::super::super::backing::{back, property_on};
-use super::super::super::copy::{copy_in, copy_out};
+use super::super::super::copy::copy_out;
+use super::super::super::copy_in::copy_in;
 use super::super::super::fake_driver::{CONTEXT, DEVICE, Fake};
 use super::super::super::prefault::tests::{SHARED, forget_all, options};
 use super::*;

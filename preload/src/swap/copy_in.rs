@@ -1,0 +1,165 @@
+//! Copies content from the staging pool back to device memory.
+//!
+//! ```text
+//! create, map, start to copy each ──> all copied? ──> done
+//!  │ no VRAM                           │ any failure: all is unmapped and released;
+//!  │ (waits for it if ordered)         │ what cannot be unmapped is filled next time
+//!  └───────────────────────────────────┴─> again; the content is in the pool
+//! ```
+
+use affinode_cuda_sys::result;
+
+use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
+use super::backing::{back, unback};
+use super::copy::{
+    CopyStreams, as_result, each, is_copied_out, record_progress, relax_captures, update_counters,
+    update_kept_counter,
+};
+use super::driver::call;
+use super::staging::StagingPool;
+use super::{checksum, copier_offload, copier_restore, local_memory, tables, with_pool};
+use crate::sys;
+
+/// Copies all copied-out content back to device memory, at the same addresses as before. If
+/// `awaits_vram` is true, waits for VRAM that another process is freeing.
+///
+/// # Errors
+/// Returns the driver's code, in most cases because VRAM is short. Nothing is lost, and the call
+/// can be repeated.
+pub fn copy_in(awaits_vram: bool) -> Result<(), u32> {
+    if !is_copied_out() {
+        return Ok(());
+    }
+    relax_captures();
+    let mut wait = VramWait::new(awaits_vram);
+    let copied =
+        with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&mut wait));
+    if copied.is_err() {
+        // The next attempt may be much later. Until then nothing may stay on the device.
+        with_pool(|_| local_memory::release());
+    }
+    copied?;
+    // Compare only after all content is copied in, because the device computes the digests.
+    checksum::look();
+    Ok(())
+}
+
+fn copy_in_content(wait: &mut VramWait) -> Result<(), u32> {
+    // First map the exported memory: its content is still on the device.
+    copier_offload::restore_from_copier()?;
+    let returned = if copier_restore::import_from_copier() {
+        update_counters();
+        Ok(())
+    } else {
+        copy_to_device(wait)
+    };
+    update_kept_counter(with_pool(|pool| pool.kept_bytes()));
+    returned
+}
+
+fn copy_to_device(wait: &mut VramWait) -> Result<(), u32> {
+    with_pool(|pool| {
+        let mut copies = CopyStreams::new();
+        let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
+        let begun =
+            as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)));
+        // Wait also after a failure: no copy may still run when the memory is unmapped again.
+        let finished = copies.finish();
+        let copied = begun.and(finished);
+        each(
+            |piece| piece.place == MemoryPlace::Mapped,
+            |id, piece| {
+                if copied.is_ok() {
+                    record_progress(id, piece.handle, MemoryPlace::Device);
+                } else if unback(piece) {
+                    record_progress(id, 0, MemoryPlace::Pool);
+                }
+                result::SUCCESS
+            },
+        );
+        update_counters();
+        copied
+    })
+}
+
+/// Maps new physical memory at a piece's addresses and starts to copy the content into it. Does not
+/// wait for the copy, so that the caller can map the next piece meanwhile.
+fn fill(
+    (pool, wait): (&mut StagingPool, &mut VramWait),
+    copies: &mut CopyStreams,
+    id: AllocationId,
+    piece: &AllocationPiece,
+) -> u32 {
+    if piece.place == MemoryPlace::Mapped {
+        return fill_from_host(pool, copies, piece);
+    }
+    match wait.retry(|| back(piece)) {
+        Ok(handle) => {
+            record_progress(id, handle, MemoryPlace::Mapped);
+            tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
+            fill_from_host(pool, copies, piece)
+        }
+        Err(code) => code,
+    }
+}
+
+/// Starts to fill a piece of device memory with its content from the staging pool, which is in host
+/// memory. Parts that were skipped as zero are cleared on the device.
+pub(super) fn fill_from_host(
+    pool: &mut StagingPool,
+    copies: &mut CopyStreams,
+    piece: &AllocationPiece,
+) -> u32 {
+    let mut done = 0;
+    while done < piece.bytes {
+        let offset = (piece.offset + done) as usize;
+        let left = (piece.bytes - done) as usize;
+        // The driver refuses a copy that crosses the end of a registration, so a copy ends with its
+        // chunk.
+        let (is_zero, bytes) = pool.left_out(offset, left);
+        let device = piece.address + done;
+        let code = copies.on_stream(piece.context, |stream| match is_zero {
+            true => call!(clear(device, 0, bytes, stream)),
+            false => call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream)),
+        });
+        if code != result::SUCCESS {
+            return code;
+        }
+        done += bytes as u64;
+    }
+    result::SUCCESS
+}
+
+/// The wait of a copy in for VRAM that another process is freeing.
+struct VramWait {
+    is_ordered: bool,
+    /// When VRAM was last allocated, or when the copy in began, in microseconds.
+    progress_us: u64,
+}
+
+impl VramWait {
+    fn new(is_ordered: bool) -> VramWait {
+        VramWait { is_ordered, progress_us: sys::now_us() }
+    }
+
+    /// Repeats an allocation while it fails because VRAM is short, for at most 3 s after the last
+    /// successful one. At 55 GB/s, this is the time for a copy out of 165 GB.
+    fn retry<T>(&mut self, mut allocate: impl FnMut() -> Result<T, u32>) -> Result<T, u32> {
+        const MAX_WAIT_US: u64 = 3_000_000;
+        const PAUSE_US: u64 = 500;
+        loop {
+            match allocate() {
+                Err(result::OUT_OF_MEMORY)
+                    if self.is_ordered && sys::now_us() < self.progress_us + MAX_WAIT_US =>
+                {
+                    sys::sleep_us(PAUSE_US);
+                }
+                Ok(value) => {
+                    self.progress_us = sys::now_us();
+                    return Ok(value);
+                }
+                failed => return failed,
+            }
+        }
+    }
+}
