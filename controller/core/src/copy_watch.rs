@@ -5,18 +5,13 @@
 //! would wait until everything is copied, and then for VRAM, behind other containers. If another
 //! container waits for the VRAM, the copy out is completed.
 
-use std::collections::BTreeSet;
-
-use affinode_proto::{
-    state::State,
-    wire::{Capabilities, message::Action},
-};
+use affinode_proto::wire::{Capabilities, message::Action};
 
 use super::{
     Effect, Key, Millis, ProcessId,
     container::Container,
+    early_release,
     host_memory::{MemoryPlace, MemoryPool},
-    needs,
     node_state::NodeState,
     process::Process,
     restore,
@@ -87,12 +82,13 @@ pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
 /// A copy out that frees VRAM for a waiting container continues: the waiter would find no other
 /// VRAM as soon. The copies of a container continue also if one of its processes is copied out
 /// already: its gates stay closed until that process is restored, so its VRAM would be kept in
-/// vain. A copy that is cancelled for lack of host memory is cancelled for this reason alone.
+/// vain. A copy out that has begun to free VRAM cannot be cancelled. A copy that is cancelled for lack of host memory is cancelled for this reason alone.
 pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
     for copy in copies_in_progress(node) {
         if node.host_ledger.short_pool(&copy.key).is_some()
             || is_partly_out(node, &copy.key)
-            || frees_vram_for_a_waiter(node, &copy.key)
+            || early_release::frees_vram_for_a_waiter(node, &copy.key)
+            || early_release::is_releasing(node, &copy.key)
         {
             continue;
         }
@@ -123,25 +119,6 @@ pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
 /// Whether a process of the container is copied out while others are still copied.
 fn is_partly_out(node: &NodeState, key: &Key) -> bool {
     node.registry.processes.of(key).any(|(_, process)| process.agent.phase.is_offloaded())
-}
-
-/// Whether another container waits for VRAM of a GPU that the offload of `key` frees.
-fn frees_vram_for_a_waiter(node: &NodeState, key: &Key) -> bool {
-    let processes = node.registry.processes.of(key);
-    let freed: BTreeSet<&str> = processes
-        .flat_map(|(_, process)| process.memory.offloaded_vram().unwrap_or_default())
-        .map(|on| on.uuid.as_str())
-        .collect();
-    // A container whose last turn failed is not in the queue for a moment, but waits too.
-    let pausing = node.registry.containers.iter();
-    let pausing = pausing.filter(|(_, c)| c.shown.state == State::Queued).map(|(key, _)| key);
-    let waiters = node.admission.queue.keys().chain(pausing);
-    let waits = |waiter: &&Key| *waiter != key && !node.admission.grants.contains_key(*waiter);
-    waiters.filter(waits).any(|waiter| {
-        let want = needs::alloc_wait_beside_restore(node, waiter);
-        let needs = needs::needs_with(node, waiter, want);
-        needs.iter().any(|need| freed.contains(need.uuid.as_str()))
-    })
 }
 
 fn is_copying(process: &Process) -> bool {

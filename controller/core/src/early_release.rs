@@ -11,12 +11,17 @@
 //! become free, such a restore fails and nothing is lost: the container waits in the queue again. The
 //! driver's restore of a checkpointed process, or an allocation, needs VRAM that is free already.
 
-use affinode_proto::wire::{Capabilities, Phase, message::Action};
+use std::collections::BTreeSet;
+
+use affinode_proto::{
+    state::State,
+    wire::{Capabilities, Phase, message::Action},
+};
 
 use super::{
-    DeviceBytes, GpuSample, Key, Millis, ProcessId,
+    DeviceBytes, GpuSample, Key, Millis, ProcessId, needs,
     node_state::NodeState,
-    process::{Process, subtract_vram},
+    process::{PendingOrder, Process, VramRelease, subtract_vram},
 };
 
 /// Handles the report of an agent that its copy out cannot be cancelled any more and frees VRAM from
@@ -26,19 +31,67 @@ pub(super) fn begins(node: &mut NodeState, id: ProcessId) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     if let Some(pending) = &mut process.pending
         && matches!(pending.action, Action::CopyOut { how, .. } if how.release_early)
+        && pending.release == VramRelease::NotReported
     {
-        pending.releasing_since.get_or_insert(now);
+        pending.release = VramRelease::Since(now);
     }
 }
 
-/// Whether the copy out of a process should free VRAM early: a container waits for VRAM.
-pub(super) fn is_useful(node: &NodeState, process: &Process) -> bool {
-    !node.admission.queue.is_empty() && process.can(Capabilities::RELEASES_EARLY)
+/// Ignores the present reports that VRAM is being freed, after a restore into this VRAM has failed.
+pub(super) fn has_failed(node: &mut NodeState) {
+    let now = node.clock.now;
+    for process in node.registry.processes.values_mut().filter(|p| frees_vram(now, p)) {
+        if let Some(pending) = &mut process.pending {
+            pending.release = VramRelease::NotBelieved;
+        }
+    }
+}
+
+/// Whether the copy out of a process should free VRAM early: a container waits for VRAM of its GPUs.
+pub(super) fn is_useful(node: &NodeState, key: &Key, process: &Process) -> bool {
+    process.can(Capabilities::RELEASES_EARLY) && frees_vram_for_a_waiter(node, key)
+}
+
+/// Whether another container waits for VRAM of a GPU that the offload of `key` frees.
+pub(super) fn frees_vram_for_a_waiter(node: &NodeState, key: &Key) -> bool {
+    let processes = node.registry.processes.of(key);
+    let freed: BTreeSet<&str> = processes
+        .flat_map(|(_, process)| process.memory.offloaded_vram().unwrap_or_default())
+        .map(|on| on.uuid.as_str())
+        .collect();
+    // A container whose last turn failed is not in the queue for a moment, but waits too.
+    let pausing = node.registry.containers.iter();
+    let pausing = pausing.filter(|(_, c)| c.shown.state == State::Queued).map(|(key, _)| key);
+    let waiters = node.admission.queue.keys().chain(pausing);
+    let waits = |waiter: &&Key| *waiter != key && !node.admission.grants.contains_key(*waiter);
+    waiters.filter(waits).any(|waiter| {
+        let want = needs::alloc_wait_beside_restore(node, waiter);
+        let needs = needs::needs_with(node, waiter, want);
+        needs.iter().any(|need| freed.contains(need.uuid.as_str()))
+    })
 }
 
 /// Whether any process is freeing VRAM by a copy out.
 pub(super) fn is_in_progress(node: &NodeState) -> bool {
-    node.registry.processes.values().any(|process| is_releasing(node.clock.now, process))
+    node.registry.processes.values().any(|process| frees_vram(node.clock.now, process))
+}
+
+/// Whether a process of the container is freeing VRAM by a copy out.
+pub(super) fn is_releasing(node: &NodeState, key: &Key) -> bool {
+    node.registry.processes.of(key).any(|(_, process)| frees_vram(node.clock.now, process))
+}
+
+/// Whether a container fits if VRAM that other containers are freeing counts as free, and the
+/// container can wait for it. Otherwise as [`needs::fits`].
+pub(super) fn fits(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) -> bool {
+    is_in_progress(node)
+        && may_await(node, key)
+        && needs::fits_in(node, key, needs, &samples_for(node, key), margin)
 }
 
 /// Whether the restore of a container may count VRAM that is being freed: it only copies memory in,
@@ -55,7 +108,7 @@ pub(super) fn may_await(node: &NodeState, key: &Key) -> bool {
 pub(super) fn samples_for(node: &NodeState, key: &Key) -> Vec<GpuSample> {
     let mut samples = node.gpus.samples.clone();
     let others = node.registry.processes.values().filter(|p| p.key != *key);
-    let releasing = others.filter(|p| is_releasing(node.clock.now, p));
+    let releasing = others.filter(|p| frees_vram(node.clock.now, p));
     for freed in releasing.flat_map(left_to_free) {
         if let Some(gpu) = samples.iter_mut().find(|gpu| gpu.uuid == freed.uuid) {
             gpu.used_bytes = gpu.used_bytes.saturating_sub(freed.bytes);
@@ -68,7 +121,7 @@ pub(super) fn samples_for(node: &NodeState, key: &Key) -> Vec<GpuSample> {
 /// Without this, VRAM that was freed since the last sample would count twice.
 pub(super) fn take_vram(node: &mut NodeState, gpus: &[GpuSample]) {
     let now = node.clock.now;
-    for process in node.registry.processes.values_mut().filter(|p| is_releasing(now, p)) {
+    for process in node.registry.processes.values_mut().filter(|p| frees_vram(now, p)) {
         process.memory.vram = vram_in(gpus, process.identity.pid);
     }
 }
@@ -83,14 +136,15 @@ pub(super) fn vram_in(gpus: &[GpuSample], pid: u32) -> Vec<DeviceBytes> {
 
 /// Whether a process is freeing VRAM. A process that takes far longer than expected does not count,
 /// because its report may be false.
-fn is_releasing(now: Millis, process: &Process) -> bool {
+fn frees_vram(now: Millis, process: &Process) -> bool {
     const SLOWEST_BYTES_PER_MS: u64 = 1 << 20;
     const GRACE_MS: Millis = 5_000;
-    let since = process.pending.and_then(|pending| pending.releasing_since);
-    since.is_some_and(|since| {
-        let copy_ms = process.memory.swap.swappable_bytes / SLOWEST_BYTES_PER_MS;
-        now.saturating_sub(since) < GRACE_MS + copy_ms
-    })
+    let Some(PendingOrder { release: VramRelease::Since(since), .. }) = process.pending else {
+        return false;
+    };
+    let offloaded = process.memory.offloaded_vram().unwrap_or_default();
+    let copy_ms = offloaded.iter().map(|on| on.bytes).sum::<u64>() / SLOWEST_BYTES_PER_MS;
+    now.saturating_sub(since) < GRACE_MS + copy_ms
 }
 
 /// VRAM that the copy out of a process has still to free: what the process holds now, without what

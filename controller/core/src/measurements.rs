@@ -149,6 +149,7 @@ pub(super) fn take_memory(node: &mut NodeState, gpus: &[GpuSample]) {
 pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
     node.gpus.error = None;
     take_memory(node, gpus);
+    early_release::take_vram(node, gpus);
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
         let pid = process.identity.pid;

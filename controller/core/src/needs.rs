@@ -3,7 +3,7 @@
 use affinode_proto::wire::Phase;
 
 use super::{
-    DeviceBytes, GpuSample, Key, Millis, ProcessId, early_release,
+    DeviceBytes, GpuSample, Key, Millis, ProcessId,
     ledger::margin_bytes,
     merge_needs,
     node_state::NodeState,
@@ -127,20 +127,8 @@ pub(super) fn fits(
     fits_in(node, key, needs, &node.gpus.samples, margin)
 }
 
-/// Like [`fits`], but counts VRAM that other containers are freeing, if the container can wait for
-/// it.
-pub(super) fn fits_as_freed(
-    node: &NodeState,
-    key: &Key,
-    needs: &[DeviceBytes],
-    margin: fn(u64) -> u64,
-) -> bool {
-    early_release::is_in_progress(node)
-        && early_release::may_await(node, key)
-        && fits_in(node, key, needs, &early_release::samples_for(node, key), margin)
-}
-
-fn fits_in(
+/// Like [`fits`], with these samples of the GPUs.
+pub(super) fn fits_in(
     node: &NodeState,
     key: &Key,
     needs: &[DeviceBytes],

@@ -199,7 +199,7 @@ fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
         check: container.policy.checksum && process.can(Capabilities::CHECKS),
         host_pool: node.host_ledger.uses_host_pool(key)
             && process.can(Capabilities::USES_HOST_POOL),
-        release_early: early_release::is_useful(node, process),
+        release_early: early_release::is_useful(node, key, process),
     }
 }
 
@@ -272,7 +272,11 @@ pub(super) fn turn_back(node: &mut NodeState, key: &Key) {
 /// restore would take VRAM from the waiter that needs the contexts' VRAM.
 pub(super) fn fail_offload(node: &mut NodeState, key: &Key, reason: Reason, detail: &str) {
     let now = node.clock.now;
-    let is_out = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
+    let is_out = node
+        .registry
+        .processes
+        .of(key)
+        .all(|(_, p)| p.agent.phase.is_offloaded() && !p.is_partly_out());
     let Some(container) = node.registry.containers.get_mut(key) else {
         return;
     };

@@ -13,7 +13,7 @@ use super::{
     event::NodeEvent,
     input::{ActionResult, CommandId, Request},
     node_state::NodeState,
-    process::PendingOrder,
+    process::{PendingOrder, VramRelease},
     texts::text_of,
 };
 
@@ -39,7 +39,8 @@ impl NodeState {
             && let Some(process) = self.registry.processes.get_mut(&process)
         {
             let since = self.clock.now;
-            process.pending = Some(PendingOrder { order, action, since, releasing_since: None });
+            let release = VramRelease::NotReported;
+            process.pending = Some(PendingOrder { order, action, since, release });
         }
         order
     }

@@ -22,8 +22,20 @@ pub struct PendingOrder {
     pub action: Action,
     /// When the order was sent.
     pub since: Millis,
-    /// When the agent reported that a copy out frees VRAM from then on. `None`: it did not.
-    pub releasing_since: Option<Millis>,
+    /// Whether the order is a copy out that frees VRAM already, as the agent reported.
+    pub release: VramRelease,
+}
+
+/// Progress of a copy out that frees VRAM before it ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum VramRelease {
+    /// The agent has not reported that it frees VRAM.
+    #[default]
+    NotReported,
+    /// The agent reported at this time that it frees VRAM from then on.
+    Since(Millis),
+    /// A restore into this VRAM has failed, so the report is not believed.
+    NotBelieved,
 }
 
 impl PendingOrder {
@@ -228,6 +240,15 @@ impl Process {
         let known = self.can(Capabilities::LEAVES_IN_PART);
         let refused = if known { Hazards::default() } else { Hazards::KEEPS_MEMORY };
         Hazards::KEEPS_CONTEXT.without(refused)
+    }
+
+    /// Whether only a part of the memory that the library can copy is copied out, because the driver
+    /// failed in the middle of a copy out. The other part is on the GPU.
+    #[must_use]
+    pub fn is_partly_out(&self) -> bool {
+        let swap = &self.memory.swap;
+        self.agent.phase == Phase::CopiedOut
+            && (1..swap.swappable_bytes).contains(&swap.copied_out_bytes)
     }
 
     /// Whether the context of the process stays on the GPU because its checkpoint would be unsafe.

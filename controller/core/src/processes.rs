@@ -47,12 +47,14 @@ impl Siblings {
         self.list.iter().flat_map(|(_, process)| wants(process))
     }
 
-    /// Whether the container is partly restored. Then not all of its gates are open, and at least
-    /// one of its processes is locked by the driver, or is not offloaded and holds VRAM.
+    /// Whether the container is partly restored or partly offloaded. Then not all of its gates are
+    /// open, and at least one of its processes is locked by the driver, or is not offloaded and holds
+    /// VRAM, or is copied out in part.
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
             half_way |= p.agent.phase == Phase::Locked
+                || p.is_partly_out()
                 || !p.agent.phase.is_offloaded() && p.vram_bytes() > 0;
             // If the gates of all its processes are open, the container is resident. Even if it
             // waits for an allocation, it can be evicted again and needs no precedence.
@@ -155,8 +157,9 @@ impl Processes {
         self.wanted.get(uuid).copied().unwrap_or(0)
     }
 
-    /// Partly restored containers. In such a container, not all gates are open, and at least one
-    /// process is locked by the driver, or is not offloaded and holds VRAM.
+    /// Partly restored or offloaded containers. In such a container, not all gates are open, and at
+    /// least one process is locked by the driver, or is not offloaded and holds VRAM, or is copied
+    /// out in part.
     pub fn half_way(&mut self) -> &BTreeSet<Key> {
         self.count();
         &self.half_way

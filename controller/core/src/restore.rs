@@ -13,7 +13,7 @@ use affinode_proto::{
 use super::{
     Effect, JournalStep, Key, Millis, ProcessId,
     container::{Goal, IncompleteRestore},
-    copier_use,
+    copier_use, early_release,
     grant::Grant,
     grants, holds, host_relief,
     input::Request,
@@ -116,10 +116,16 @@ pub(super) fn advance_restore(node: &mut NodeState, key: &Key, positions: &[Proc
         let grant = node.admission.grants.get(key);
         let granted = grant.is_some_and(Grant::is_granted);
         let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
-        let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
+        // Only a process that is copied out can wait for VRAM.
+        let is_copied_out = |id: &ProcessId| {
+            let process = node.registry.processes.get(id);
+            process.is_some_and(|process| process.agent.phase == Phase::CopiedOut)
+        };
+        let can_wait = |g: &Grant| !g.awaits_vram || plan.restore.iter().all(is_copied_out);
+        let proven = grant.is_some_and(|g| covered(g) && can_wait(g) && !g.doubted);
         if granted && !proven {
-            // Either the proof is in doubt, or a process registered after the proof, which
-            // therefore does not cover the VRAM of that process.
+            // The proof is in doubt or does not cover a process, which registered later or is not in
+            // the phase in which it was then.
             grants::abort_grant(node, key);
             grants::enqueue(node, key);
         } else if granted {
@@ -229,6 +235,9 @@ pub(super) fn end_incomplete_restore(node: &mut NodeState, key: &Key) {
 /// so the container waits in the queue again.
 fn copy_in_failed(node: &mut NodeState, key: &Key, detail: &str) {
     const AGAIN_MS: Millis = 500;
+    if node.admission.grants.get(key).is_some_and(|grant| grant.awaits_vram) {
+        early_release::has_failed(node);
+    }
     grants::end_grant(node, key);
     node.admission.ledger.release(key);
     node.admission.queue.leave(key);

@@ -127,7 +127,7 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
     let fits = known
         && (needs::fits(node, &key, &needs, margin)
-            || needs::fits_as_freed(node, &key, &needs, margin));
+            || early_release::fits(node, &key, &needs, margin));
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
@@ -253,7 +253,7 @@ pub(super) fn proven(
     let is_free = known && needs::fits(node, key, &needs, margin);
     // VRAM that is being freed counts only if the sample shows how much of it is freed already.
     let awaits_vram =
-        has_processes && known && !is_free && needs::fits_as_freed(node, key, &needs, margin);
+        has_processes && known && !is_free && early_release::fits(node, key, &needs, margin);
     let fits = is_free || awaits_vram;
     let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let Some(grant) = node.admission.grants.get_mut(key) else { return };
@@ -311,8 +311,8 @@ pub(super) fn check_grants(node: &mut NodeState) {
             }
             grants::abort_grant(node, &key);
         } else if late && let Some(mut grant) = node.admission.grants.remove(&key) {
-            // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
-            // the other processes may allocate again while it copies.
+            // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), or has
+            // stopped waiting for it, so the other processes may allocate again while it copies.
             holds::release_holds(node, &mut grant);
             grant.uuids.clear();
             grant.doubted = true;

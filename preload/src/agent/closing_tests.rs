@@ -272,7 +272,7 @@ impl Host for World<'_> {
     fn exported_bytes(&mut self) -> u64 {
         0
     }
-    fn copy_in(&mut self, _awaits_vram: bool) -> Result<(), u32> {
+    fn copy_in(&mut self, _: Option<u64>) -> Result<(), u32> {
         Err(0)
     }
     fn is_parked(&mut self) -> bool {

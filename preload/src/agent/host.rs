@@ -280,8 +280,8 @@ impl Host for DriverHost {
         swap::exported_bytes()
     }
 
-    fn copy_in(&mut self, awaits_vram: bool) -> Result<(), u32> {
-        swap::copy_in(awaits_vram)
+    fn copy_in(&mut self, awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
+        swap::copy_in(awaits_vram_until_us)
     }
 
     fn is_parked(&mut self) -> bool {

@@ -36,7 +36,9 @@ mod host;
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::counters::Gate;
-use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PROOF_TTL_MS};
+use affinode_proto::wire::message::{
+    AWAIT_VRAM_MS, Action, BUSY_NVML, CopyOptions, Outcome, PROOF_TTL_MS,
+};
 
 pub use self::host::{CallAdmission, DriverCall, Host};
 use crate::swap::pending_work::GpuWork;
@@ -52,6 +54,8 @@ pub struct OrderMachine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
+    /// Time until which a copy in may wait for VRAM, in milliseconds. Set by each order.
+    await_vram_until_ms: u64,
     /// Number of consecutive restores that failed with a code which means that the context is lost.
     lost_returns: u32,
     /// The code that the driver returns for every call since the context is lost; `None`: not lost.
@@ -75,6 +79,7 @@ impl OrderMachine {
             phase: Phase::Open,
             allocations_held: true,
             vram_bytes: 0,
+            await_vram_until_ms: 0,
             lost_returns: 0,
             broken: None,
         }
@@ -95,7 +100,11 @@ impl OrderMachine {
     /// restore is refused, and a late copy out is executed without the copier, which would need
     /// VRAM.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
-        let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
+        let now_ms = host.now_us() / 1_000;
+        let age_ms = now_ms.saturating_sub(decided_ms);
+        // If the time of the decision is unknown, it may have been `PROOF_TTL_MS` ago.
+        let decided = if decided_ms > 0 { decided_ms } else { now_ms.saturating_sub(PROOF_TTL_MS) };
+        self.await_vram_until_ms = decided + AWAIT_VRAM_MS;
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
         match action {
             _ if late && action.is_restore() => (Outcome::Late, 0),
@@ -133,8 +142,9 @@ impl OrderMachine {
             }
             Action::Checkpoint { vram_bytes } => self.checkpoint_if_safe(host, vram_bytes),
             Action::Restore | Action::RestoreAsFreed => {
-                let awaits_vram = action == Action::RestoreAsFreed;
-                let ended = self.restore(host, DriverCall::Restore, awaits_vram);
+                let awaits = action == Action::RestoreAsFreed;
+                let until_us = self.await_vram_until_ms.saturating_mul(1_000);
+                let ended = self.restore(host, DriverCall::Restore, awaits.then_some(until_us));
                 if ended.0 != Outcome::Done {
                     host.leave_copier();
                 }
@@ -184,7 +194,7 @@ impl OrderMachine {
         if host.exported_bytes() > 0 || !host.can_move(from, to) {
             return (Outcome::Unreachable, 0);
         }
-        let ended = self.restore(host, DriverCall::RestoreOn(from, to), false);
+        let ended = self.restore(host, DriverCall::RestoreOn(from, to), None);
         self.hand_over_if_lost(host, ended)
     }
 
@@ -383,7 +393,12 @@ impl OrderMachine {
         ended
     }
 
-    fn restore(&mut self, host: &mut impl Host, call: DriverCall, awaits_vram: bool) -> Ended {
+    fn restore(
+        &mut self,
+        host: &mut impl Host,
+        call: DriverCall,
+        awaits_vram_until_us: Option<u64>,
+    ) -> Ended {
         if self.phase == Phase::Checkpointed {
             if call == DriverCall::Restore {
                 host.announce_restore();
@@ -398,7 +413,7 @@ impl OrderMachine {
             }
         }
         self.enter(host, Phase::CopyingIn);
-        match host.copy_in(awaits_vram) {
+        match host.copy_in(awaits_vram_until_us) {
             Ok(()) => {
                 self.enter(host, Phase::Closed);
                 (Outcome::Done, 0)

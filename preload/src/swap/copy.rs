@@ -239,7 +239,15 @@ struct CopyOutProgress<'a> {
 impl CopyOutProgress<'_> {
     /// Copies all pieces, and waits until the copies have ended.
     fn copy_all(mut self, place: StagingPlace) -> Result<(), u32> {
-        let copied = as_result(each(AllocationPiece::leaves, |id, piece| self.copy(id, piece)))
+        // Create all streams first: after memory was released, the creation of a stream must not
+        // fail any more.
+        let created = each(AllocationPiece::leaves, |_, piece| {
+            self.copies.on_stream(piece.context, |_| result::SUCCESS)
+        });
+        let copied = as_result(created)
+            .and_then(|()| {
+                as_result(each(AllocationPiece::leaves, |id, piece| self.copy(id, piece)))
+            })
             .and_then(|()| as_result(self.release.finish()));
         let CopyOutProgress { pool, copies, found, unchanged_bytes, release } = self;
         let has_released = release.has_released();

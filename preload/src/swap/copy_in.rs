@@ -20,20 +20,21 @@ use super::staging::StagingPool;
 use super::{checksum, copier_offload, copier_restore, local_memory, tables, with_pool};
 use crate::sys;
 
-/// Copies all copied-out content back to device memory, at the same addresses as before. If
-/// `awaits_vram` is true, waits for VRAM that another process is freeing.
+/// Copies all copied-out content back to device memory, at the same addresses as before. If VRAM is
+/// short, waits until the time `awaits_vram_until_us`, because another process is freeing it. `None`:
+/// does not wait.
 ///
 /// # Errors
 /// Returns the driver's code, in most cases because VRAM is short. Nothing is lost, and the call
 /// can be repeated.
-pub fn copy_in(awaits_vram: bool) -> Result<(), u32> {
+pub fn copy_in(awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
     }
     relax_captures();
-    let mut wait = VramWait::new(awaits_vram);
+    let wait = VramWait { until_us: awaits_vram_until_us };
     let copied =
-        with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&mut wait));
+        with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&wait));
     if copied.is_err() {
         // The next attempt may be much later. Until then nothing may stay on the device.
         with_pool(|_| local_memory::release());
@@ -44,7 +45,7 @@ pub fn copy_in(awaits_vram: bool) -> Result<(), u32> {
     Ok(())
 }
 
-fn copy_in_content(wait: &mut VramWait) -> Result<(), u32> {
+fn copy_in_content(wait: &VramWait) -> Result<(), u32> {
     // First map the exported memory: its content is still on the device.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
@@ -57,7 +58,7 @@ fn copy_in_content(wait: &mut VramWait) -> Result<(), u32> {
     returned
 }
 
-fn copy_to_device(wait: &mut VramWait) -> Result<(), u32> {
+fn copy_to_device(wait: &VramWait) -> Result<(), u32> {
     with_pool(|pool| {
         let mut copies = CopyStreams::new();
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
@@ -85,7 +86,7 @@ fn copy_to_device(wait: &mut VramWait) -> Result<(), u32> {
 /// Maps new physical memory at a piece's addresses and starts to copy the content into it. Does not
 /// wait for the copy, so that the caller can map the next piece meanwhile.
 fn fill(
-    (pool, wait): (&mut StagingPool, &mut VramWait),
+    (pool, wait): (&mut StagingPool, &VramWait),
     copies: &mut CopyStreams,
     id: AllocationId,
     piece: &AllocationPiece,
@@ -132,34 +133,22 @@ pub(super) fn fill_from_host(
 
 /// The wait of a copy in for VRAM that another process is freeing.
 struct VramWait {
-    is_ordered: bool,
-    /// When VRAM was last allocated, or when the copy in began, in microseconds.
-    progress_us: u64,
+    /// Time of the last allocation, in microseconds. `None`: an allocation is tried once.
+    until_us: Option<u64>,
 }
 
 impl VramWait {
-    fn new(is_ordered: bool) -> VramWait {
-        VramWait { is_ordered, progress_us: sys::now_us() }
-    }
-
-    /// Repeats an allocation while it fails because VRAM is short, for at most 3 s after the last
-    /// successful one. At 55 GB/s, this is the time for a copy out of 165 GB.
-    fn retry<T>(&mut self, mut allocate: impl FnMut() -> Result<T, u32>) -> Result<T, u32> {
-        const MAX_WAIT_US: u64 = 3_000_000;
+    /// Repeats an allocation while it fails because VRAM is short.
+    fn retry<T>(&self, mut allocate: impl FnMut() -> Result<T, u32>) -> Result<T, u32> {
         const PAUSE_US: u64 = 500;
-        loop {
+        let Some(until_us) = self.until_us else { return allocate() };
+        // The time is checked before each attempt: this process may have been stopped before.
+        while sys::now_us() < until_us {
             match allocate() {
-                Err(result::OUT_OF_MEMORY)
-                    if self.is_ordered && sys::now_us() < self.progress_us + MAX_WAIT_US =>
-                {
-                    sys::sleep_us(PAUSE_US);
-                }
-                Ok(value) => {
-                    self.progress_us = sys::now_us();
-                    return Ok(value);
-                }
-                failed => return failed,
+                Err(result::OUT_OF_MEMORY) => sys::sleep_us(PAUSE_US),
+                ended => return ended,
             }
         }
+        Err(result::OUT_OF_MEMORY)
     }
 }

@@ -121,14 +121,20 @@ impl EarlyRelease {
         if !self.has_stopped && self.bytes >= self.group_bytes {
             self.complete_group(copies);
         }
-        self.begin_if(are_pages_present);
+        // The first release decides that the copy out cannot be cancelled any more.
+        if !self.has_begun() && !(self.count > 1 && are_pages_present()) {
+            return result::SUCCESS;
+        }
         self.release_copied(self.count == GROUPS)
     }
 
     /// Releases all pieces of complete groups, each as soon as its copies have ended. The copies of
     /// all pieces were submitted before.
     pub(super) fn finish(&mut self) -> u32 {
-        self.begin_if(|| true);
+        // The rest is released when all copies have ended, which is soon.
+        if self.count < 2 && !self.has_begun() {
+            return result::SUCCESS;
+        }
         while self.count > 0 {
             match self.release_copied(true) {
                 result::SUCCESS if self.has_begun() => {}
@@ -138,10 +144,10 @@ impl EarlyRelease {
         result::SUCCESS
     }
 
-    fn begin_if(&mut self, are_pages_present: impl FnOnce() -> bool) {
-        if self.state == ReleaseState::Awaited && self.count > 0 && are_pages_present() {
-            self.state = if tell_controller() { ReleaseState::Begun } else { ReleaseState::Off };
-        }
+    /// Reports to the controller that VRAM is being freed, as soon as the copies of the first group
+    /// have ended.
+    fn begin(&mut self) {
+        self.state = if tell_controller() { ReleaseState::Begun } else { ReleaseState::Off };
     }
 
     /// Completes the present group by an event. If that fails, or if too many groups are in progress,
@@ -169,7 +175,7 @@ impl EarlyRelease {
     /// Releases the pieces whose copies have ended. If `waits` is true, first waits for the copies
     /// of the first group.
     fn release_copied(&mut self, mut waits: bool) -> u32 {
-        while self.has_begun() && self.count > 0 {
+        while self.state != ReleaseState::Off && self.count > 0 {
             let Some(group) = self.groups.get(self.first).copied() else { break };
             let code = in_context(group.context, || match core::mem::take(&mut waits) {
                 true => call!(event_synchronize(group.event)),
@@ -179,6 +185,12 @@ impl EarlyRelease {
                 result::SUCCESS => {}
                 result::NOT_READY => break,
                 code => return code,
+            }
+            if !self.has_begun() {
+                self.begin();
+            }
+            if !self.has_begun() {
+                break;
             }
             destroy(group.context, group.event);
             (self.first, self.count) = ((self.first + 1) % GROUPS, self.count - 1);

@@ -122,7 +122,7 @@ pub enum Action {
     Restore,
     /// Copies memory in (phase CopiedOut → Closed) while another process frees the VRAM by a copy
     /// out with [`CopyOptions::release_early`]. Where [`Action::Restore`] fails because VRAM is
-    /// short, this order waits, as long as the missing VRAM becomes free within a few seconds.
+    /// short, this order waits until [`AWAIT_VRAM_MS`](super::message::AWAIT_VRAM_MS) after the decision.
     /// Requires [`Capabilities::RELEASES_EARLY`].
     RestoreAsFreed,
     /// Restores a checkpointed process like [`Action::Restore`], but on another GPU of the same

@@ -39,6 +39,13 @@ pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// time between two Wakes ([`WAKE_REPEAT_MS`]) is less than [`RESCUE_AFTER_MS`].
 pub const PROOF_TTL_MS: u64 = 3_000;
 
+/// Time after the controller's decision until which a copy in waits for VRAM that another process
+/// frees ([`Action::RestoreAsFreed`]), in milliseconds. It is less than [`RESCUE_AFTER_MS`]: if the
+/// controller ends, other processes restore themselves into VRAM that they find free, and no copy in
+/// may take it from them meanwhile.
+pub const AWAIT_VRAM_MS: u64 = 4_500;
+const _: () = assert!(PROOF_TTL_MS < AWAIT_VRAM_MS && AWAIT_VRAM_MS < RESCUE_AFTER_MS);
+
 wire_enum! {
     /// Outcome of an order, which the agent reports to the controller.
     pub enum Outcome {

@@ -79,6 +79,9 @@ pub struct Agent {
     /// VRAM that the copy out in progress has freed so far, in bytes. `None`: no copy out that frees
     /// VRAM early is in progress.
     pub released: Option<u64>,
+    /// Whether only half of the memory that the agent can copy is in host memory, because a copy out
+    /// failed after it had freed VRAM.
+    pub partly_out: bool,
     /// When the copy in in progress began to wait for VRAM, in milliseconds. `None`: none waits.
     pub awaits_vram_since: Option<u64>,
     /// How the process reacts to an order to pause its allocations, if it does not follow such
@@ -112,7 +115,7 @@ impl Agent {
     pub fn on_device(&self) -> u64 {
         match self.phase {
             Phase::Checkpointed => 0,
-            Phase::CopiedOut => self.size - self.swappable - self.local_memory_bytes(),
+            Phase::CopiedOut => self.size - self.copied_out_bytes() - self.local_memory_bytes(),
             _ => self.size - self.released.unwrap_or(0),
         }
     }
@@ -135,8 +138,18 @@ impl Agent {
     /// Local memory (stacks of GPU threads) that the process's contexts released, in bytes.
     #[must_use]
     pub fn local_memory_bytes(&self) -> u64 {
-        let has_left = self.has_local_memory && self.copied_out;
+        let has_left = self.has_local_memory && self.copied_out && !self.partly_out;
         if has_left { (self.size - self.swappable) / 2 } else { 0 }
+    }
+
+    /// Memory that is in host memory now, in bytes.
+    #[must_use]
+    pub fn copied_out_bytes(&self) -> u64 {
+        match (self.copied_out, self.partly_out) {
+            (false, _) => 0,
+            (true, true) => self.swappable / 2,
+            (true, false) => self.swappable,
+        }
     }
 
     /// The process's memory, as its agent reports it.
@@ -144,7 +157,7 @@ impl Agent {
     pub fn swap(&self) -> SwapStatus {
         SwapStatus {
             swappable_bytes: self.swappable,
-            copied_out_bytes: if self.copied_out { self.swappable } else { 0 },
+            copied_out_bytes: self.copied_out_bytes(),
             local_memory_bytes: self.local_memory_bytes(),
             ..SwapStatus::default()
         }
@@ -245,9 +258,12 @@ impl Agent {
             Action::CopyOut { .. } => {
                 (self.copied_out, self.prepared, self.released) = (true, false, None);
             }
-            Action::Restore | Action::RestoreAsFreed => self.copied_out = false,
+            Action::Restore | Action::RestoreAsFreed => {
+                (self.copied_out, self.partly_out) = (false, false);
+            }
             Action::RestoreOnGpu { to, .. } => {
-                (self.copied_out, self.gpu) = (false, usize::from(to));
+                (self.copied_out, self.partly_out) = (false, false);
+                self.gpu = usize::from(to);
             }
             Action::HoldAllocations { .. } => (self.held, self.held_here) = (true, true),
             Action::ReleaseAllocations => (self.held, self.held_here) = (false, false),

@@ -72,12 +72,14 @@ impl World {
         let (now, slow_copies, fails) = (self.now, self.slow_copies, self.fail.is_some());
         let Some(agent) = self.bench.agents.get_mut(&id) else { return false };
         match action {
-            Action::CopyOut { how, .. } if how.release_early && slow_copies && !fails => {
+            Action::CopyOut { how, .. } if how.release_early && slow_copies => {
                 let first = agent.released.is_none();
                 let released = agent.released.get_or_insert(0);
                 *released = agent.swappable.min(*released + agent.swappable / 3 + 1);
                 if !first {
-                    return *released < agent.swappable;
+                    // A failure comes after half of the memory was freed.
+                    let end = if fails { agent.swappable / 2 } else { agent.swappable };
+                    return *released < end;
                 }
                 *released = 0;
                 if !agent.orphaned {
@@ -87,7 +89,7 @@ impl World {
             }
             Action::RestoreAsFreed => {
                 let since = *agent.awaits_vram_since.get_or_insert(now);
-                let need = agent.swappable + agent.local_memory_bytes();
+                let need = agent.copied_out_bytes() + agent.local_memory_bytes();
                 let waits = need > room && now.saturating_sub(since) < MAX_WAIT_MS;
                 if !waits {
                     agent.awaits_vram_since = None;
@@ -116,7 +118,7 @@ impl World {
         }
         if action == Action::RestoreAsFreed {
             self.restored_as_freed += 1;
-            if agent.swappable + agent.local_memory_bytes() > TOTAL - used[agent.gpu] {
+            if agent.copied_out_bytes() + agent.local_memory_bytes() > TOTAL - used[agent.gpu] {
                 return Some(Outcome::DriverError);
             }
         }
@@ -151,6 +153,11 @@ impl World {
 /// Changes a process as an order does that fails in this way. Returns the outcome to report.
 fn fails(agent: &mut Agent, action: Action, fail: Outcome) -> Outcome {
     match action {
+        // The agent has freed a part of the memory. Only the driver can still fail.
+        Action::CopyOut { .. } if agent.released.take().is_some_and(|bytes| bytes > 0) => {
+            (agent.phase, agent.copied_out, agent.partly_out) = (Phase::CopiedOut, true, true);
+            return Outcome::DriverError;
+        }
         // The agent has unlocked the process before.
         Action::CopyOut { .. } => agent.phase = Phase::Closed,
         Action::Checkpoint { .. } if fail == Outcome::NotCopied => {

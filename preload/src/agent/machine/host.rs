@@ -85,9 +85,9 @@ pub trait Host {
     /// Number of bytes that were exported to the copier but not copied. They are still on the
     /// device.
     fn exported_bytes(&mut self) -> u64;
-    /// Copies in all copied-out content. If `awaits_vram` is true, waits for VRAM that another
-    /// process is freeing. On failure, returns the driver's code, and the content stays copied out.
-    fn copy_in(&mut self, awaits_vram: bool) -> Result<(), u32>;
+    /// Copies in all copied-out content. If VRAM is short, waits for it until this time, in
+    /// microseconds. `None`: does not wait. On failure, returns the driver's code, and the content stays copied out.
+    fn copy_in(&mut self, awaits_vram_until_us: Option<u64>) -> Result<(), u32>;
     /// Whether any content of the process is copied out.
     fn is_parked(&mut self) -> bool;
     /// Unregisters the staging buffer from the driver of this process, so that a copier can

@@ -41,6 +41,10 @@ struct Fake {
     announced: bool,
     /// VRAM in bytes that had to be free for the last restore without a controller.
     asked_room: u64,
+    /// Time until which the last copy in had to wait for VRAM, in microseconds.
+    awaits_vram_until_us: Option<u64>,
+    /// True if the next failed copy out leaves a part of the memory copied out.
+    fails_in_part: bool,
     /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,
     /// Code that the driver returns for every call; `None`: calls succeed.
@@ -82,6 +86,8 @@ impl Fake {
             exported: 0,
             announced: false,
             asked_room: 0,
+            awaits_vram_until_us: None,
+            fails_in_part: false,
             copy_fails: None,
             broken: None,
             damaged: false,
@@ -169,14 +175,16 @@ impl Host for Fake {
     fn copy_out(&mut self, how: CopyOptions, _vram_bytes: u64) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
+            self.copied_out = self.fails_in_part;
             return Err(code);
         }
         self.copied_out = self.can_copy;
         self.exported = if how.then_checkpoint { self.hands } else { 0 };
         Ok(())
     }
-    fn copy_in(&mut self, _awaits_vram: bool) -> Result<(), u32> {
+    fn copy_in(&mut self, awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        self.awaits_vram_until_us = awaits_vram_until_us;
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }

@@ -109,7 +109,7 @@ fn filled_memory_is_imported_without_a_copy() {
     (0..PIECES).for_each(|index| world.fills(index));
     world.says(FromCopier::Filled, None);
     world.fake.fail("cuMemcpyHtoDAsync_v2", 0);
-    assert_eq!((copy_in(false), world.is_resident(), holds_imported()), (Ok(()), true, true));
+    assert_eq!((copy_in(None), world.is_resident(), holds_imported()), (Ok(()), true, true));
     assert!(world.fake.is_still_to_fail(), "nothing was copied");
 }
 
@@ -127,7 +127,7 @@ fn failed_import_is_copied_from_the_pool() {
             if !unmaps {
                 world.fake.fail("cuMemUnmap", 0);
             }
-            assert_eq!(copy_in(false), Ok(()), "{call}, {which}, {unmaps}");
+            assert_eq!(copy_in(None), Ok(()), "{call}, {which}, {unmaps}");
             assert!(world.is_resident(), "{call}, {which}, {unmaps}: {:?}", world.fake.held());
         }
     }
@@ -144,7 +144,7 @@ fn stopped_copier_is_not_needed() {
             (0..filled).for_each(|index| world.fills(index));
             odd.into_iter().for_each(|odd| world.says(odd, None));
             sys::shut_down(world.copier.as_raw_fd());
-            assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{filled}, {odd:?}");
+            assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{filled}, {odd:?}");
             assert!(!holds_imported());
         }
     }

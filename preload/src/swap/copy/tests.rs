@@ -83,7 +83,7 @@ fn held(many: usize) -> Held {
 fn copied_out_content_is_restored() {
     let world = World::new();
     assert_eq!((copy_out(options(false, false), None), world.is_copied_out()), (Ok(()), true));
-    assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
 /// An allocation must stay on the device if a driver call has created another reference to its
@@ -121,7 +121,7 @@ fn allocation_with_other_holders_stays() {
                 "memory with another reference must stay on the device"
             );
             assert_eq!(world.fake.held().mappings, 1);
-            assert_eq!(copy_in(false), Ok(()));
+            assert_eq!(copy_in(None), Ok(()));
             let contents = [first, shared, last].map(|piece| world.fake.read(piece.address));
             assert_eq!(contents, [Some(1), Some(2), Some(3)]);
         }
@@ -172,7 +172,7 @@ fn exported_block_stays() {
         assert_eq!(copy_out(options(true, false), None), Ok(()));
         assert_eq!(world.fake.read(kept), Some(kept), "the allocation never left the device");
         assert_eq!((world.fake.read(other), world.fake.held().mappings), (None, 1));
-        assert_eq!(copy_in(false), Ok(()));
+        assert_eq!(copy_in(None), Ok(()));
         assert_eq!((world.fake.read(kept), world.fake.read(other)), (Some(kept), Some(other)));
     }
     crate::sys::close(descriptor);
@@ -194,7 +194,7 @@ fn context_is_broken_where_driver_confirms_code() {
     assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
     world.fake.fail("cuCtxSynchronize", 0);
     assert!(is_broken(result::OUT_OF_MEMORY));
-    assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
 /// If other processes use up host memory during a copy out, no memory may have left the device, the
@@ -209,7 +209,7 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!(ended, Err(NO_HOST_MEMORY));
     assert!(world.is_resident() && !is_copied_out());
     assert_eq!((copy_out(options(true, false), None), world.is_copied_out()), (Ok(()), true));
-    assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
 /// If the controller cancels a copy out, because host memory is short at the limit of the pod, all
@@ -227,7 +227,7 @@ fn copy_turned_back_by_controller_leaves_all() {
         assert!(world.is_resident() && !is_copied_out());
         page.generation.fetch_add(1, Ordering::Relaxed);
         assert_eq!((copy_out(options(true, false), None), world.is_copied_out()), (Ok(()), true));
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
     });
 }
 
@@ -238,7 +238,7 @@ fn copy_that_is_not_wanted_is_cancelled() {
     use affinode_proto::wire::{Phase, counters::NOT_WANTED};
     let world = World::new();
     crate::process::with_page(|page| {
-        assert_eq!((copy_out(options(false, false), None), copy_in(false)), (Ok(()), Ok(())));
+        assert_eq!((copy_out(options(false, false), None), copy_in(None)), (Ok(()), Ok(())));
         let kept_bytes = with_pool(|pool| pool.kept_bytes());
         page.set_phase(Phase::CopyingOut);
         page.generation.store(2, Ordering::Relaxed);
@@ -248,7 +248,7 @@ fn copy_that_is_not_wanted_is_cancelled() {
         assert_eq!(with_pool(|pool| pool.kept_bytes()), kept_bytes);
         page.generation.fetch_add(1, Ordering::Relaxed);
         assert_eq!((copy_out(options(false, false), None), world.is_copied_out()), (Ok(()), true));
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
     });
 }
 
@@ -271,7 +271,7 @@ fn failed_copy_out_leaves_all_on_the_device() {
                 (copy_out(options(true, false), None), world.is_copied_out()),
                 (Ok(()), true)
             );
-            assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{call}, {which}");
+            assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{call}, {which}");
         }
     }
 }
@@ -285,9 +285,9 @@ fn failed_copy_in_is_repeated_from_the_pool() {
         let world = World::new();
         assert_eq!(copy_out(options(false, false), None), Ok(()));
         world.fake.fail(call, which);
-        assert_eq!(copy_in(false), Err(result::OUT_OF_MEMORY), "{call}, {which}");
+        assert_eq!(copy_in(None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
         assert!(!world.fake.is_still_to_fail() && world.is_copied_out(), "{call}, {which}");
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{call}, {which}");
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{call}, {which}");
     }
 }
 
@@ -301,10 +301,10 @@ fn local_memory_leaves_with_the_copy() {
     assert_eq!(world.fake.stack_limit(CONTEXT), 0);
     for call in ["cuMemCreate", "cuCtxSetLimit"] {
         world.fake.fail(call, 0);
-        assert_eq!(copy_in(false), Err(result::OUT_OF_MEMORY), "{call}");
+        assert_eq!(copy_in(None), Err(result::OUT_OF_MEMORY), "{call}");
         assert_eq!((world.fake.stack_limit(CONTEXT), world.is_copied_out()), (0, true), "{call}");
     }
-    assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
     assert_eq!(
         (world.fake.stack_limit(CONTEXT), local_memory::is_released()),
         (STACK_LIMIT, false)
@@ -321,8 +321,8 @@ fn piece_that_stays_mapped_is_filled_next_time() {
             assert_eq!(copy_out(options(false, false), None), Ok(()));
             world.fake.fail(call, if call == "cuStreamSynchronize" { 0 } else { which });
             world.fake.fail("cuMemUnmap", unmap);
-            assert_eq!(copy_in(false), Err(result::OUT_OF_MEMORY), "{call}, {which}, {unmap}");
-            let again = (copy_in(false), world.is_resident());
+            assert_eq!(copy_in(None), Err(result::OUT_OF_MEMORY), "{call}, {which}, {unmap}");
+            let again = (copy_in(None), world.is_resident());
             assert_eq!(again, (Ok(()), true), "{call}, {which}, {unmap}: {:?}", world.fake.held());
         }
     }
@@ -474,7 +474,7 @@ fn restore_with_stale_copy_preserves_contents() {
                 if is_copied_out() {
                     assert!(release_early);
                     partly += 1;
-                    assert_eq!(copy_in(false), Ok(()));
+                    assert_eq!(copy_in(None), Ok(()));
                 }
                 assert!(model.is_right() && !is_copied_out());
                 model.go_back_to(&before);
@@ -483,7 +483,7 @@ fn restore_with_stale_copy_preserves_contents() {
                 (unchanged + super::super::unchanged_bytes(), zero + super::super::zero_bytes());
             model.world.fake.fail_no_more();
             model.may_fail(&HOME);
-            while copy_in(false).is_err() {
+            while copy_in(None).is_err() {
                 failed += 1;
             }
             model.world.fake.fail_no_more();

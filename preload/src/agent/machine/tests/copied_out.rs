@@ -318,3 +318,40 @@ fn tool_in_process_bars_checkpoint_and_no_copy() {
     }
     assert!(!host.calls.contains(&DriverCall::Checkpoint));
 }
+
+/// A copy in waits for VRAM only if the order says so, and not longer than the controller counts on.
+#[test]
+fn copy_in_awaits_vram_as_ordered() {
+    use affinode_proto::wire::message::AWAIT_VRAM_MS;
+    let decided_ms = 60_000;
+    for (action, now_ms, decided, until_ms) in [
+        (Action::Restore, decided_ms + 10, decided_ms, None),
+        (Action::RestoreAsFreed, decided_ms + 10, decided_ms, Some(decided_ms + AWAIT_VRAM_MS)),
+        (Action::RestoreAsFreed, decided_ms, 0, Some(decided_ms + AWAIT_VRAM_MS - PROOF_TTL_MS)),
+    ] {
+        let (mut host, mut machine) = copying(&[CLOSE, COPY_OUT]);
+        host.now_us = now_ms * 1_000;
+        assert_eq!(machine.obey(&mut host, action, decided), (Outcome::Done, 0));
+        assert_eq!(host.awaits_vram_until_us, until_ms.map(|ms| ms * 1_000), "{action:?}");
+        assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
+    }
+    // The driver's restore cannot wait for VRAM.
+    let (mut host, mut machine) = copying(&[CLOSE, COPY_OUT, CHECKPOINT]);
+    assert_eq!(machine.obey(&mut host, Action::RestoreAsFreed, 0).0, Outcome::WrongPhase);
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Checkpointed, true));
+}
+
+/// If the driver fails after memory was freed early, the process must be restored, not opened.
+#[test]
+fn partly_failed_copy_out_stays_copied_out() {
+    let (mut host, mut machine) = copying(&[CLOSE]);
+    (host.copy_fails, host.fails_in_part) = (Some(result::OUT_OF_MEMORY), true);
+    let ended = machine.execute_order(&mut host, COPY_OUT);
+    assert_eq!(ended, (Outcome::DriverError, result::OUT_OF_MEMORY));
+    assert_eq!((machine.phase(), host.gate), (Phase::CopiedOut, Gate::Closed));
+    assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::WrongPhase);
+    for action in [Action::Restore, Action::Open] {
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.copied_out, host.gate), (Phase::Open, false, Gate::Open));
+}

@@ -6,7 +6,10 @@ use affinode_proto::wire::message::{AgentMessage, FRAME_BYTES};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, socketpair};
 
 use super::*;
-use crate::fds::{self, TrackedFd};
+use crate::{
+    fds::{self, TrackedFd},
+    sys,
+};
 
 /// The controller's end of the agent's connection.
 pub struct Controller(OwnedFd);
@@ -58,7 +61,7 @@ fn pieces_are_released_as_they_are_copied() {
         world.fake.run_for(running);
         assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{running}");
         assert_eq!((controller.count_releasing(), world.fake.events()), (1, 0), "{running}");
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{running}");
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{running}");
     }
 }
 
@@ -81,14 +84,16 @@ fn failure_after_a_release_leaves_a_part() {
         // Before the copies, the digests make one call of this function.
         world.fake.fail("cuMemcpyDtoHAsync_v2", 1 + which);
         assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
-        let mut expected = vec![MemoryPlace::Pool; which];
+        // Pieces are released from the second one on.
+        let released = if which < 2 { 0 } else { which };
+        let mut expected = vec![MemoryPlace::Pool; released];
         expected.resize(PIECES, MemoryPlace::Device);
-        assert_eq!((places(&world), is_copied_out()), (expected, which > 0), "{which}");
-        assert_eq!(controller.count_releasing(), usize::from(which > 0));
-        assert_eq!((world.fake.events(), world.fake.held()), (0, held(PIECES - which)));
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{which}");
+        assert_eq!((places(&world), is_copied_out()), (expected, released > 0), "{which}");
+        assert_eq!(controller.count_releasing(), usize::from(released > 0));
+        assert_eq!((world.fake.events(), world.fake.held()), (0, held(PIECES - released)));
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{which}");
         assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{which}");
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{which}");
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{which}");
     }
 }
 
@@ -101,7 +106,7 @@ fn nothing_is_released_without_a_controller() {
     assert!(world.is_resident() && !is_copied_out());
     let gone = Controller::connect();
     let socket = fds::SOCKET.get().unwrap();
-    crate::sys::shut_down(socket);
+    sys::shut_down(socket);
     world.fake.fail("cuMemcpyDtoHAsync_v2", PIECES);
     assert_eq!(copy_out(early(), None), Err(result::OUT_OF_MEMORY));
     assert!(world.is_resident() && !is_copied_out());
@@ -118,7 +123,7 @@ fn copy_without_events_releases_at_the_end() {
             world.fake.fail(call, which);
             assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true), "{call}");
             assert_eq!(world.fake.events(), 0, "{call}");
-            assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true), "{call}");
+            assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{call}");
         }
     }
 }
@@ -145,14 +150,14 @@ fn copy_that_releases_is_not_cancelled() {
     let world = World::new();
     let controller = Controller::connect();
     crate::process::with_page(|page| {
-        assert_eq!((copy_out(early(), None), copy_in(false)), (Ok(()), Ok(())));
+        assert_eq!((copy_out(early(), None), copy_in(None)), (Ok(()), Ok(())));
         page.set_phase(Phase::CopyingOut);
         page.generation.store(3, Ordering::Relaxed);
         // The first event is queried only after the release has begun.
         world.fake.at_query(|| process::page().unwrap().turn_back_for_test(3 | NOT_WANTED));
         assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
         assert!(page.is_turned_back() && controller.count_releasing() == 2);
-        assert_eq!((copy_in(false), world.is_resident()), (Ok(()), true));
+        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
     });
 }
 
@@ -163,11 +168,57 @@ fn copy_in_waits_for_vram_if_ordered() {
         world.fake.hold_primary();
         assert_eq!(copy_out(options(false, false), None), Ok(()));
         world.fake.fail(call, 0);
-        assert_eq!((copy_in(false), world.is_copied_out()), (Err(result::OUT_OF_MEMORY), true));
+        assert_eq!((copy_in(None), world.is_copied_out()), (Err(result::OUT_OF_MEMORY), true));
         for which in [0, 0] {
             world.fake.fail(call, which);
         }
-        assert_eq!((copy_in(true), world.is_resident()), (Ok(()), true), "{call}");
+        assert_eq!(
+            (copy_in(Some(sys::now_us() + 10_000_000)), world.is_resident()),
+            (Ok(()), true),
+            "{call}"
+        );
         assert!(!world.fake.is_still_to_fail(), "{call}");
     }
+}
+
+/// The copy in stops to wait in time, and allocates nothing afterwards.
+#[test]
+fn copy_in_does_not_wait_beyond_its_time() {
+    let world = World::new();
+    assert_eq!(copy_out(options(false, false), None), Ok(()));
+    assert_eq!(copy_in(Some(sys::now_us())), Err(result::OUT_OF_MEMORY));
+    assert!(world.is_copied_out());
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// The pieces of a process are in several contexts. Whether a stream of one of them can be created
+/// must be known before any memory is released.
+#[test]
+fn pieces_of_several_contexts_are_released() {
+    const OTHER: usize = 0x78;
+    let in_two_contexts = || {
+        let world = World::new();
+        let [_, second, _] = world.pieces()[..] else { panic!("three pieces") };
+        tables(|tables| {
+            let piece = tables.piece(AllocationId::Allocation(second.address)).unwrap();
+            piece.context = OTHER;
+        });
+        world
+    };
+    let world = in_two_contexts();
+    let controller = Controller::connect();
+    assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((controller.count_releasing(), world.fake.events()), (1, 0));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+    drop(world);
+    let mut failed = 0;
+    for which in 0..6 {
+        let world = in_two_contexts();
+        world.fake.fail("cuStreamCreate", which);
+        if copy_out(early(), None).is_err() {
+            failed += 1;
+            assert!(world.is_resident() && controller.count_releasing() == 0, "{which}");
+        }
+    }
+    assert!(failed >= 2, "{failed}");
 }

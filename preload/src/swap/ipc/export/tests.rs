@@ -232,7 +232,7 @@ fn copied_out_exporter_still_serves_its_handle() {
             (None, true),
             "the allocation was never marked"
         );
-        assert_eq!(copy_in(false), Ok(()));
+        assert_eq!(copy_in(None), Ok(()));
         assert_eq!(exporter.fake.read(other), Some(other));
     }
 }
