@@ -122,10 +122,8 @@ impl EarlyRelease {
             self.complete_group(copies);
         }
         // The first release decides that the copy out cannot be cancelled any more.
-        if !self.has_begun() && !(self.count > 1 && are_pages_present()) {
-            return result::SUCCESS;
-        }
-        self.release_copied(self.count == GROUPS)
+        let may_release = self.has_begun() || self.count > 1 && are_pages_present();
+        if may_release { self.release_copied(self.count == GROUPS) } else { result::SUCCESS }
     }
 
     /// Releases all pieces of complete groups, each as soon as its copies have ended. The copies of

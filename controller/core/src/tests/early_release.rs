@@ -214,10 +214,12 @@ fn unexpected_report_of_release_is_ignored() {
 /// VRAM for which the victim waits, because the victim could not be evicted.
 #[test]
 fn partly_failed_victim_returns() {
-    // Also with a library that cannot wait for VRAM, so that no restore is tried before.
-    for is_called in [true, false] {
+    // Also with a library that cannot wait for VRAM, so that no restore is tried before, and with so
+    // little VRAM that the victim's context must leave too.
+    for (can_wait, others) in [(true, 0), (false, 0), (true, 120), (false, 120)] {
         let (mut world, here, there) = called(World::new(9));
-        if !is_called {
+        world.others = others;
+        if !can_wait {
             world.agents.get_mut(&here).unwrap().capabilities.0 &= !Capabilities::RELEASES_EARLY.0;
             world.hello(here);
         }
@@ -229,7 +231,7 @@ fn partly_failed_victim_returns() {
         assert!(world.agents[&there].partly_out && world.process(there).is_partly_out());
         world.settle_all();
         let served = !world.agents[&here].wants && !world.agents[&there].partly_out;
-        assert!(served, "{is_called}: {:?} {:?}", world.state(HERE), world.state(THERE));
+        assert!(served, "{can_wait} {others}: {:?} {:?}", world.state(HERE), world.state(THERE));
     }
 }
 
