@@ -239,9 +239,9 @@ struct CopyOutProgress<'a> {
 impl CopyOutProgress<'_> {
     /// Copies all pieces, and waits until the copies have ended.
     fn copy_all(mut self, place: StagingPlace) -> Result<(), u32> {
-        // Create all streams first: after memory was released, the creation of a stream must not
-        // fail any more.
-        let created = each(AllocationPiece::leaves, |_, piece| {
+        // Before memory may be released, create all streams: later this must not fail any more.
+        let needs_stream = |piece: &AllocationPiece| self.release.is_on() && piece.leaves();
+        let created = each(needs_stream, |_, piece| {
             self.copies.on_stream(piece.context, |_| result::SUCCESS)
         });
         let copied = as_result(created)

@@ -90,6 +90,11 @@ impl EarlyRelease {
         }
     }
 
+    /// Whether memory is or may be released before all of it is copied.
+    pub(super) fn is_on(&self) -> bool {
+        self.state != ReleaseState::Off
+    }
+
     /// Whether the copy out cannot be cancelled any more.
     pub(super) fn has_begun(&self) -> bool {
         self.state == ReleaseState::Begun
@@ -108,7 +113,7 @@ impl EarlyRelease {
         (id, piece): (AllocationId, &AllocationPiece),
         are_pages_present: impl FnOnce() -> bool,
     ) -> u32 {
-        if self.state == ReleaseState::Off {
+        if !self.is_on() {
             return result::SUCCESS;
         }
         if self.bytes > 0 && self.context != piece.context {
@@ -173,7 +178,7 @@ impl EarlyRelease {
     /// Releases the pieces whose copies have ended. If `waits` is true, first waits for the copies
     /// of the first group.
     fn release_copied(&mut self, mut waits: bool) -> u32 {
-        while self.state != ReleaseState::Off && self.count > 0 {
+        while self.is_on() && self.count > 0 {
             let Some(group) = self.groups.get(self.first).copied() else { break };
             let code = in_context(group.context, || match core::mem::take(&mut waits) {
                 true => call!(event_synchronize(group.event)),
