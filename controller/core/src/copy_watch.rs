@@ -82,7 +82,8 @@ pub(super) fn host_levels_read(node: &mut NodeState, levels: Vec<Levels>) {
 /// A copy out that frees VRAM for a waiting container continues: the waiter would find no other
 /// VRAM as soon. The copies of a container continue also if one of its processes is copied out
 /// already: its gates stay closed until that process is restored, so its VRAM would be kept in
-/// vain. A copy out that has begun to free VRAM cannot be cancelled. A copy that is cancelled for lack of host memory is cancelled for this reason alone.
+/// vain. A copy out that has begun to free VRAM cannot be cancelled. A copy that is cancelled for
+/// lack of host memory is cancelled for this reason alone.
 pub(super) fn cancel_unwanted_copies(node: &mut NodeState) {
     for copy in copies_in_progress(node) {
         if node.host_ledger.short_pool(&copy.key).is_some()

@@ -81,8 +81,9 @@ pub(super) fn is_releasing(node: &NodeState, key: &Key) -> bool {
     node.registry.processes.of(key).any(|(_, process)| frees_vram(node.clock.now, process))
 }
 
-/// Whether a container fits if VRAM that other containers are freeing counts as free, and the
-/// container can wait for it. Otherwise as [`needs::fits`].
+/// Whether a container fits if VRAM that other containers are freeing counts as free. Always false if
+/// none is being freed, or if the container cannot wait for it. The other parameters and rules are
+/// those of [`needs::fits`].
 pub(super) fn fits(
     node: &NodeState,
     key: &Key,

@@ -14,7 +14,8 @@
 //!
 //! Not simulated: failures, processes whose memory grows, pauses of allocations for a proof (a
 //! simulated process never allocates), processes on several GPUs, and lack of host memory. Copiers
-//! are not simulated as processes. The options of a copy (`CopyOptions`) have no effect.
+//! are not simulated as processes. The options of a copy (`CopyOptions`) have no effect, so
+//! a container is restored only after the copy out of another one, not during it.
 
 pub mod baselines;
 pub mod calibration;

@@ -133,7 +133,8 @@ pub(super) fn fill_from_host(
 
 /// The wait of a copy in for VRAM that another process is freeing.
 struct VramWait {
-    /// Time of the last allocation, in microseconds. `None`: an allocation is tried once.
+    /// Time from which no allocation is tried any more, in microseconds. `None`: each allocation is
+    /// tried once, at any time.
     until_us: Option<u64>,
 }
 

@@ -10,7 +10,7 @@ use affinode_proto::{
 
 use super::{
     super::{
-        DeviceBytes, Input, ProcessId, early_release,
+        DeviceBytes, GpuSample, Input, ProcessId, early_release, measurements,
         process::{OffloadedMemory, PendingAlloc},
     },
     world::{GPU, Host, OTHER_GPU, TOTAL, World, key},
@@ -138,16 +138,37 @@ fn freed_vram_is_counted_once() {
     // Both containers keep a quarter of their VRAM, so 525 bytes are freed for 525 bytes. With this
     // much of other programs, the waiter fits only if a part is counted twice.
     world.others = TOTAL - 2 * (BYTES - 525) - 525 + 20;
+    let mut shown = 0;
     while world.agents[&there].phase != Phase::CopiedOut {
         world.pass();
         assert!(!is_restoring(&world, here), "restored without room");
-        let free: u64 = early_release::samples_for(&world.node.state, &key(HERE))
-            .iter()
-            .filter(|gpu| gpu.processes.len() == 2)
-            .map(|gpu| gpu.total_bytes.saturating_sub(gpu.used_bytes))
-            .sum();
-        assert!(free <= 525 - 20, "{free} bytes are counted as free");
+        let samples = early_release::samples_for(&world.node.state, &key(HERE));
+        let shows_both = |gpu: &&GpuSample| gpu.processes.len() == 2;
+        for gpu in samples.iter().filter(shows_both) {
+            shown += 1;
+            let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
+            assert!(free <= 525 - 20, "{free} bytes are counted as free");
+        }
     }
+    assert!(shown > 0 && world.restored_as_freed == 0, "{shown}");
+}
+
+/// The survey for another container shows how much VRAM is free. It must also show how much the
+/// victim still holds.
+#[test]
+fn survey_counts_freed_vram_once() {
+    let (mut world, _, there) = called(World::new(9));
+    until_released(&mut world, there);
+    let free = |world: &World| {
+        let samples = early_release::samples_for(&world.node.state, &key(HERE));
+        TOTAL - samples[0].used_bytes
+    };
+    assert_eq!(free(&world), 650);
+    world.work(there);
+    let gpus = world.gpus();
+    assert!(TOTAL - gpus[0].used_bytes > 125, "no VRAM was freed");
+    measurements::take_survey(&mut world.node.state, &key(HERE), &gpus);
+    assert_eq!(free(&world), 650);
 }
 
 /// A proof that does not show the VRAM of each process proves nothing while VRAM is being freed.
@@ -251,4 +272,26 @@ fn waiter_of_another_gpu_frees_nothing_early() {
     let mut world = world;
     assert!(useful(&mut world, GPU));
     assert!(!useful(&mut world, OTHER_GPU));
+}
+
+/// Another program checkpoints the waiter after its restore into freed VRAM was decided. The driver's
+/// restore cannot wait for VRAM, so the grant must end.
+#[test]
+fn checkpointed_waiter_gets_a_new_grant() {
+    let (mut world, here, there) = called(World::new(9));
+    until_released(&mut world, there);
+    while !is_restoring(&world, here) {
+        world.answer_question();
+        world.tick();
+    }
+    let order = world.process(here).pending.unwrap();
+    assert_eq!(order.action, Action::RestoreAsFreed);
+    let agent = world.agents.get_mut(&here).unwrap();
+    agent.inbox.clear();
+    agent.phase = Phase::Checkpointed;
+    world.report(here, order.order, Outcome::WrongPhase, 0);
+    // The model panics if the order is sent again, because it does not fit the phase.
+    world.settle_all();
+    assert!(!world.agents[&here].wants);
+    assert_eq!(world.restored_as_freed, 0);
 }

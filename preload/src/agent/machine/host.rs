@@ -86,7 +86,8 @@ pub trait Host {
     /// device.
     fn exported_bytes(&mut self) -> u64;
     /// Copies in all copied-out content. If VRAM is short, waits for it until this time, in
-    /// microseconds. `None`: does not wait. On failure, returns the driver's code, and the content stays copied out.
+    /// microseconds. `None`: does not wait. On failure, returns the driver's code, and the content
+    /// stays copied out.
     fn copy_in(&mut self, awaits_vram_until_us: Option<u64>) -> Result<(), u32>;
     /// Whether any content of the process is copied out.
     fn is_parked(&mut self) -> bool;
