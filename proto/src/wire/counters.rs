@@ -39,6 +39,10 @@ pub const MAX_CALL_COST_PS: u32 = 1_000_000;
 /// accepts, in bytes (1 pebibyte). A container writes the values, so the controller reduces a
 /// higher value to this maximum. Sums over thousands of processes then do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
+/// Highest value of [`header::DISK_CHUNKS`] that the controller accepts: the number of chunks of the
+/// largest staging buffer. A container writes the value, so the controller reduces a higher value to
+/// this maximum.
+pub const MAX_DISK_CHUNKS: u32 = 16_384;
 
 /// Bit of the word [`header::TURN_BACK`]: the offload has been given up, for example because a CUDA
 /// call waits. Only a library with [`super::Capabilities::GIVES_UP_COPIES`] knows the bit.
@@ -54,6 +58,9 @@ pub mod header {
     pub const SLOT_COUNT: usize = 12;
     /// Offset of a u32: the current [`crate::wire::Phase`] of the process.
     pub const PHASE: usize = 16;
+    /// Offset of a u32: number of chunks of offloaded content that are in a disk file and not in host
+    /// memory. A chunk has [`crate::wire::copier::CHUNK_BYTES`] bytes; the last one may have less.
+    pub const DISK_CHUNKS: usize = 20;
     /// Offset of a u64: host memory retained for the next copy out, in bytes. 0 while memory is
     /// copied out.
     pub const KEPT_BYTES: usize = 24;
@@ -165,6 +172,9 @@ pub struct CounterSnapshot {
     /// Host memory that the copy out in progress will still touch, in bytes. The container can
     /// write any value. A value above [`MAX_KEPT_BYTES`] is reduced to it.
     pub filling_bytes: u64,
+    /// Number of chunks of offloaded content that are in a disk file. The container can write any
+    /// value. A value above [`MAX_DISK_CHUNKS`] is reduced to it.
+    pub disk_chunks: u32,
     /// Number of CUDA calls of the process, without polls. It is the sum over the slots, which
     /// wraps at 2^64.
     pub calls: u64,
@@ -263,6 +273,7 @@ impl CounterSnapshot {
             held_us: u64_at(bytes, header::HELD_US),
             kept_bytes: u64_at(bytes, header::KEPT_BYTES).min(MAX_KEPT_BYTES),
             filling_bytes: u64_at(bytes, header::FILLING_BYTES).min(MAX_KEPT_BYTES),
+            disk_chunks: u32_at(bytes, header::DISK_CHUNKS).min(MAX_DISK_CHUNKS),
             ..CounterSnapshot::default()
         };
         for slot_bytes in bytes[SLOTS_OFFSET..].chunks_exact(SLOT_BYTES) {
@@ -312,8 +323,10 @@ mod tests {
         bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
         bytes[header::KEPT_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
         bytes[header::FILLING_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
+        bytes[header::DISK_CHUNKS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
         let got = CounterSnapshot::decode(&bytes).unwrap();
         assert_eq!((got.call_cost_ps, got.held_us), (MAX_CALL_COST_PS, 7));
+        assert_eq!(got.disk_chunks, MAX_DISK_CHUNKS);
         assert_eq!((got.kept_bytes, got.filling_bytes), (MAX_KEPT_BYTES, MAX_KEPT_BYTES));
     }
 

@@ -94,10 +94,10 @@ impl<'a> Reader<'a> {
         u64::from_le_bytes(word)
     }
 
-    pub(super) fn bytes(&mut self) -> [u8; 16] {
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&self.frame[self.at..self.at + 16]);
-        self.at += 16;
+    pub(super) fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(&self.frame[self.at..self.at + N]);
+        self.at += N;
         bytes
     }
 

@@ -326,6 +326,12 @@ pub enum ControllerMessage {
     /// because an offload of another container needs it. Sent only to a library with
     /// [`Capabilities::FREES_HOST_MEMORY`].
     FreeHostMemory,
+    /// Requests the agent of an offloaded process to move its content from the host pool to a disk
+    /// file, chunk by chunk. The agent stops at a restore order, after a failure, or when all content
+    /// is in the file. It shows its progress in the counters ([`super::counters::header::DISK_CHUNKS`],
+    /// [`super::ProcessFlags::STORING_ON_DISK`], [`super::ProcessFlags::DISK_FAILED`]). Sent only to a
+    /// library with [`Capabilities::STORES_ON_DISK`].
+    StoreOnDisk,
     /// Starts or ends a prefault. At the start, the agent touches as much host memory as there is
     /// swappable memory, and lets the copier register it. At the end, or when the connection ends,
     /// the agent releases this host memory. Sent only to a library with
@@ -509,6 +515,7 @@ impl ControllerMessage {
             ControllerMessage::Copier => Writer::new(110),
             ControllerMessage::HostPool => Writer::new(114),
             ControllerMessage::FreeHostMemory => Writer::new(115),
+            ControllerMessage::StoreOnDisk => Writer::new(116),
             ControllerMessage::Reading(reading) => Writer::new(120)
                 .bytes(&reading.uuid)
                 .u64(reading.total_bytes)
@@ -564,6 +571,7 @@ impl ControllerMessage {
             110 => Ok(ControllerMessage::Copier),
             114 => Ok(ControllerMessage::HostPool),
             115 => Ok(ControllerMessage::FreeHostMemory),
+            116 => Ok(ControllerMessage::StoreOnDisk),
             112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
             113 => Ok(ControllerMessage::VramAllowance {
                 ticket: r.u32(),

@@ -144,6 +144,9 @@ impl Capabilities {
     /// During a copy out, the library can free VRAM piece by piece. During a copy in, it can wait
     /// for VRAM that another process frees.
     pub const RELEASES_EARLY: Capabilities = Capabilities(1 << 12);
+    /// While the process is offloaded, the library can move its content from the [`host_pool`] to a
+    /// disk file, and restore it from there.
+    pub const STORES_ON_DISK: Capabilities = Capabilities(1 << 13);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]
@@ -301,6 +304,11 @@ impl ProcessFlags {
     /// The library ended its connection to the host pool, because a reply failed or came too late.
     /// Cleared when the library receives a new connection.
     pub const HOST_POOL_LOST: ProcessFlags = ProcessFlags(1 << 7);
+    /// The library is moving content of the process to a disk file. Cleared when it has ended.
+    pub const STORING_ON_DISK: ProcessFlags = ProcessFlags(1 << 8);
+    /// The library could not move all content to the disk file. The rest is still in host memory.
+    /// Cleared when the library begins again, and at a restore.
+    pub const DISK_FAILED: ProcessFlags = ProcessFlags(1 << 9);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

@@ -81,6 +81,7 @@ fn messages_come_back_as_sent() {
         ControllerMessage::Copier,
         ControllerMessage::HostPool,
         ControllerMessage::FreeHostMemory,
+        ControllerMessage::StoreOnDisk,
         ControllerMessage::Prefault { on: true },
         ControllerMessage::Reading(GpuReading {
             uuid: [7; 16],
