@@ -1,6 +1,11 @@
 //! The connection of one process, and how one request is carried out.
 
-use std::{io, os::fd::OwnedFd, sync::Condvar};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::{Condvar, Mutex, PoisonError},
+    time::Duration,
+};
 
 use affinode_proto::wire::message::FrameError;
 use rustix::thread::CpuSet;
@@ -24,6 +29,36 @@ pub struct Client {
     /// Notified when the number of the process's unanswered requests falls, so that its next
     /// request may be accepted.
     pub room: Condvar,
+    /// How much of its content the process may store on disk.
+    pub disk_allowance: DiskAllowance,
+}
+
+/// How much of its content a process may store on disk.
+#[derive(Debug, Default)]
+pub struct DiskAllowance {
+    bytes: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl DiskAllowance {
+    /// Sets the maximum size of the process's disk file in bytes.
+    pub fn set(&self, bytes: u64) {
+        *self.bytes.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
+        self.changed.notify_all();
+    }
+
+    /// Returns the maximum size of the process's disk file in bytes.
+    pub fn bytes(&self) -> u64 {
+        *self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the process may store anything, at most `patience`. The controller's permission
+    /// and the request of the process come from different sockets, so the request can be first.
+    pub fn is_given(&self, patience: Duration) -> bool {
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(bytes, patience, |bytes| *bytes == 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 > 0
+    }
 }
 
 /// Reason why a connection of a process has ended.

@@ -9,12 +9,15 @@
 //! | `client` | the connection of one process |
 //! | `queue` | the order in which requests are carried out |
 //! | `memory_file` | the memory file of one process, and its limit |
+//! | `disk_folder` | the folder for disk files, and their maximum size |
+//! | `disk_file`, `disk_writers` | the disk file of one process, and the threads that write it |
 //! | `cgroup` | the memory cgroup of the host pool |
 //! | `socket` | frames on packet sockets |
 //! | `sys` | the system calls that need `unsafe` |
 //!
 //! The host pool owns nothing that a process needs. Each process maps its own memory file, and its
-//! content lives as long as this mapping. The host pool may therefore end at any moment.
+//! content lives as long as this mapping. Of content on disk, the process has the file and the key.
+//! The host pool may therefore end at any moment.
 //!
 //! Input from agents is untrusted. Each memory file is on a file system of its own, whose size is
 //! the allowed amount. The kernel enforces this limit. Each process has a thread that reads its
@@ -25,6 +28,9 @@
 
 mod cgroup;
 mod client;
+mod disk_file;
+mod disk_folder;
+mod disk_writers;
 mod memory_file;
 mod pool;
 mod queue;
@@ -35,6 +41,7 @@ mod sys;
 mod tests;
 
 pub use cgroup::{cgroup_path, cgroup_path_in, used_bytes};
+pub use disk_folder::DiskError;
 pub use memory_file::CreateError;
 
 use std::{ffi::OsString, io, os::fd::AsFd, path::PathBuf};
@@ -45,7 +52,10 @@ use affinode_proto::wire::message::FrameError;
 #[derive(Debug, thiserror::Error)]
 pub enum HostPoolError {
     /// The command line does not name a cgroup.
-    #[error("the command host-pool needs the absolute path of a memory cgroup")]
+    #[error(
+        "the command host-pool needs the absolute path of a memory cgroup, and optionally the \
+         absolute path of a folder on disk and the maximum size of its files in bytes"
+    )]
     Usage,
     /// The host pool cannot move itself to its cgroup.
     #[error("cannot {step} {}", path.display())]
@@ -82,8 +92,9 @@ pub enum HostPoolError {
     Frame(#[from] FrameError),
 }
 
-/// Runs the command `host-pool CGROUP`, with the controller's socket on standard input, until the
-/// controller closes that socket. `CGROUP` is the folder of the memory cgroup.
+/// Runs the command `host-pool CGROUP [FOLDER MAX_BYTES]`, with the controller's socket on standard
+/// input, until the controller closes that socket. `CGROUP` is the folder of the memory cgroup.
+/// `FOLDER` is the folder for disk files, which have at most `MAX_BYTES` in all.
 ///
 /// # Errors
 /// [`HostPoolError`]: the cgroup, the controller's socket or one of its frames cannot be used.
@@ -96,11 +107,30 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> Result<(), HostPoolErro
         .try_init();
     // Without its controller the host pool is useless. The kernel ends it even while it allocates.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
-    let cgroup = args.next().map(PathBuf::from).filter(|path| path.is_absolute());
-    let cgroup = cgroup.ok_or(HostPoolError::Usage)?;
+    let mut folder = || match args.next().map(PathBuf::from) {
+        Some(path) if path.is_absolute() => Ok(Some(path)),
+        Some(_) => Err(HostPoolError::Usage),
+        None => Ok(None),
+    };
+    let cgroup = folder()?.ok_or(HostPoolError::Usage)?;
+    let disk = match folder()? {
+        Some(path) => {
+            let max_bytes = args.next().and_then(|bytes| bytes.to_str()?.parse().ok());
+            Some((path, max_bytes.ok_or(HostPoolError::Usage)?))
+        }
+        None => None,
+    };
     cgroup::enter(&cgroup)?;
     // If this node does not permit memory files, the controller must know it before an offload.
     drop(memory_file::MemoryFile::create()?);
+    let disk = disk.and_then(|(path, max_bytes)| {
+        // Without the disk, content stays in host memory.
+        let failed = |error: &DiskError| {
+            let error: &dyn std::error::Error = error;
+            tracing::warn!(error, "no content is stored on disk");
+        };
+        disk_folder::DiskFolder::open(&path, max_bytes).inspect_err(failed).ok()
+    });
     let controller = io::stdin().as_fd().try_clone_to_owned()?;
-    serve::run(controller, &pool::Pool::start(pool::LATE_ALLOW)?)
+    serve::run(controller, &pool::Pool::start(pool::LATE_ALLOW, disk)?)
 }

@@ -15,7 +15,10 @@ use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
 use rustix::net::Shutdown;
 
 use crate::{
-    client::{Client, ReadError},
+    client::{Client, DiskAllowance, ReadError},
+    disk_file::{DiskFile, Piece},
+    disk_folder::DiskFolder,
+    disk_writers::DiskWriters,
     memory_file::{CreateError, MemoryFile, Populated},
     queue::{ClientId, Job, Queue, Request},
     socket,
@@ -51,6 +54,8 @@ pub struct Pool {
     /// Notified if a thread no longer uses a connection.
     unused: Condvar,
     late_allow: Duration,
+    /// The folder for disk files. `None`: no content is stored on disk.
+    disk: Option<Arc<DiskFolder>>,
 }
 
 #[derive(Debug, Default)]
@@ -63,16 +68,17 @@ struct State {
 
 impl Pool {
     /// Starts the workers. A request that finds too little memory waits `late_allow` for an
-    /// `Allow`.
+    /// `Allow`. Content is stored in files in the folder `disk`.
     ///
     /// # Errors
     /// No worker can be started.
-    pub fn start(late_allow: Duration) -> io::Result<Arc<Pool>> {
+    pub fn start(late_allow: Duration, disk: Option<DiskFolder>) -> io::Result<Arc<Pool>> {
         let pool = Arc::new(Pool {
             state: Mutex::default(),
             work: Condvar::new(),
             unused: Condvar::new(),
             late_allow,
+            disk: disk.map(Arc::new),
         });
         let processors = thread::available_parallelism().map_or(1, usize::from);
         for number in 0..processors.min(MAX_WORKERS) {
@@ -101,7 +107,14 @@ impl Pool {
         let mut state = self.lock();
         let id = ClientId(state.next_id);
         state.next_id += 1;
-        let client = Arc::new(Client { id, process, socket, memory, room: Condvar::new() });
+        let client = Arc::new(Client {
+            id,
+            process,
+            socket,
+            memory,
+            room: Condvar::new(),
+            disk_allowance: DiskAllowance::default(),
+        });
         state.queue.add(id);
         state.clients.insert(id, Arc::clone(&client));
         drop(state);
@@ -126,6 +139,15 @@ impl Pool {
         self.work.notify_all();
         self.let_go(client);
         set
+    }
+
+    /// Sets the maximum size of the disk file of a process, in bytes. Does nothing if the process is
+    /// not attached.
+    pub fn allow_disk(&self, process: u64, bytes: u64) {
+        if let Some(client) = self.find(process) {
+            client.disk_allowance.set(bytes);
+            self.let_go(client);
+        }
     }
 
     /// Ends the connection of a process. Does nothing if the process is not attached.
@@ -156,12 +178,18 @@ impl Pool {
         self.lock().queue.parked()
     }
 
+    /// Returns the size of the pieces of all disk files, in bytes.
+    #[cfg(test)]
+    pub fn disk_used_bytes(&self) -> u64 {
+        self.disk.as_ref().map_or(0, |disk| disk.used_bytes())
+    }
+
     fn find(&self, process: u64) -> Option<Arc<Client>> {
         self.lock().clients.values().find(|client| client.process == process).cloned()
     }
 
     /// Ends a connection. Its thread then closes its socket and its file.
-    fn end(&self, client: &Client) {
+    pub(crate) fn end(&self, client: &Client) {
         let mut state = self.lock();
         state.queue.remove(client.id);
         let removed = state.clients.remove(&client.id);
@@ -174,8 +202,14 @@ impl Pool {
 
     /// Drops a reference to a connection in a thread that does not own it.
     fn let_go(&self, client: Arc<Client>) {
+        self.let_go_all(client);
+    }
+
+    /// Drops a value that has a reference to a connection, in a thread that does not own the
+    /// connection.
+    pub(crate) fn let_go_all(&self, value: impl Sized) {
         let state = self.lock();
-        drop(client);
+        drop(value);
         drop(state);
         self.unused.notify_all();
     }
@@ -193,7 +227,7 @@ impl Pool {
     }
 
     /// Body of the thread of a connection.
-    fn read(&self, client: Arc<Client>) {
+    fn read(self: &Arc<Self>, client: Arc<Client>) {
         let process = client.process;
         match catch_unwind(AssertUnwindSafe(|| self.hear(&client))) {
             Ok(Err(error)) if !error.is_hang_up() => {
@@ -208,23 +242,69 @@ impl Pool {
     }
 
     /// Sends the memory file, then reads requests until the connection ends.
-    fn hear(&self, client: &Client) -> Result<(), ReadError> {
+    fn hear(self: &Arc<Self>, client: &Arc<Client>) -> Result<(), ReadError> {
         let file = Some(client.memory.file());
         socket::send(&client.socket, &FromHostPool::File.encode(), file)?;
+        let mut writers = None;
         while let Some(frame) = socket::receive(&client.socket)? {
-            let ToHostPool::Populate { offset, bytes, processor } = ToHostPool::decode(&frame)?;
-            let deadline = Instant::now() + self.late_allow;
-            let mut state = self.lock();
-            while state.queue.is_full(client.id) {
-                state = client.room.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            if !state.queue.push(client.id, Request { offset, bytes, processor, deadline }) {
+            let goes_on = match ToHostPool::decode(&frame)? {
+                ToHostPool::Populate { offset, bytes, processor } => {
+                    let deadline = Instant::now() + self.late_allow;
+                    self.push(client, Request { offset, bytes, processor, deadline })
+                }
+                ToHostPool::OpenDisk => {
+                    if writers.is_none() {
+                        writers = self.open_disk(client);
+                    }
+                    let file = writers.as_ref().map(|writers: &DiskWriters| &writers.file);
+                    let reply = FromHostPool::DiskFile { done: file.is_some() };
+                    let file = file.map(|file| file.readable());
+                    socket::send(&client.socket, &reply.encode(), file)?;
+                    true
+                }
+                ToHostPool::Store { offset, bytes, key } => {
+                    let piece = Piece { offset, bytes, key };
+                    // A process that has no disk file does not keep to the protocol.
+                    writers.as_ref().is_some_and(|writers| writers.push(piece))
+                }
+                ToHostPool::CloseDisk => {
+                    writers = None;
+                    true
+                }
+            };
+            if !goes_on {
                 break;
             }
-            drop(state);
-            self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// Adds a request to the queue, when there is space. False: the connection has ended.
+    fn push(&self, client: &Client, request: Request) -> bool {
+        let mut state = self.lock();
+        while state.queue.is_full(client.id) {
+            state = client.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let pushed = state.queue.push(client.id, request);
+        drop(state);
+        self.work.notify_one();
+        pushed
+    }
+
+    /// Creates the disk file of a process, if the process may have one.
+    fn open_disk(self: &Arc<Self>, client: &Arc<Client>) -> Option<DiskWriters> {
+        let folder = self.disk.as_ref()?;
+        if !client.disk_allowance.is_given(self.late_allow) {
+            return None;
+        }
+        let process = client.process;
+        let file = DiskFile::create(folder).inspect_err(|error| {
+            let error: &dyn std::error::Error = error;
+            tracing::warn!(error, "process {process}: its content stays in host memory");
+        });
+        let started = DiskWriters::start(self, client, file.ok()?);
+        let failed = |error: &io::Error| tracing::warn!(%error, "cannot start a disk thread");
+        started.inspect_err(failed).ok()
     }
 
     /// Body of a worker.
@@ -283,6 +363,10 @@ impl Pool {
     }
 }
 
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+/// Starts a thread.
+///
+/// # Errors
+/// The kernel permits no further thread.
+pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(body).map(drop)
 }

@@ -42,6 +42,7 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
                     );
                 }
             }
+            HostPoolOrder::AllowDisk { process, bytes } => pool.allow_disk(process, bytes),
             HostPoolOrder::Detach { process } => pool.detach(process),
         }
     }

@@ -1,6 +1,7 @@
 //! Tests of the host pool over sockets, most of them without its process and its cgroup. They
 //! create file systems, so they need root.
 
+mod disk;
 mod hostile;
 mod memory;
 mod process;
@@ -21,7 +22,7 @@ use rustix::{
     net::{AddressFamily, SocketFlags, SocketType, sockopt},
 };
 
-use crate::{HostPoolError, pool::Pool, serve, socket, sys::Mapping};
+use crate::{HostPoolError, disk_folder::DiskFolder, pool::Pool, serve, socket, sys::Mapping};
 
 const MIB: u64 = 1 << 20;
 
@@ -54,8 +55,12 @@ impl TestPool {
     }
 
     fn start(late_allow: Duration) -> TestPool {
+        TestPool::start_with(late_allow, None)
+    }
+
+    fn start_with(late_allow: Duration, disk: Option<DiskFolder>) -> TestPool {
         let (controller, theirs) = pair();
-        let pool = Pool::start(late_allow).unwrap();
+        let pool = Pool::start(late_allow, disk).unwrap();
         let own = Arc::clone(&pool);
         let server = std::thread::spawn(move || serve::run(theirs, &own));
         TestPool { controller, pool, server }
