@@ -74,7 +74,8 @@ pub struct CounterPage {
     version: AtomicU32,
     slot_count: AtomicU32,
     pub phase: AtomicU32,
-    free0: [u8; 4],
+    /// Number of chunks of offloaded content that are in a disk file.
+    pub disk_chunks: AtomicU32,
     pub kept_bytes: AtomicU64,
     /// Cancels a copy out. The controller writes the gate's generation (the number of times that
     /// the gate was closed) to this field. The copy out of that generation then stops. With the bit
@@ -121,6 +122,7 @@ const _: () = {
     assert!(offset_of!(CounterPage, version) == header::VERSION);
     assert!(offset_of!(CounterPage, slot_count) == header::SLOT_COUNT);
     assert!(offset_of!(CounterPage, phase) == header::PHASE);
+    assert!(offset_of!(CounterPage, disk_chunks) == header::DISK_CHUNKS);
     assert!(offset_of!(CounterPage, kept_bytes) == header::KEPT_BYTES);
     assert!(offset_of!(CounterPage, turn_back) == header::TURN_BACK);
     assert!(offset_of!(CounterPage, filling_bytes) == header::FILLING_BYTES);

@@ -48,6 +48,8 @@ pub static POOL: InheritedFd = InheritedFd::none();
 pub static HOST_POOL: InheritedFd = InheritedFd::none();
 /// Memory file that the host pool has created for this process.
 pub static HOST_POOL_FILE: InheritedFd = InheritedFd::none();
+/// Disk file to which content of this process was moved. The process can only read it.
+pub static DISK: InheritedFd = InheritedFd::none();
 /// Socket on which this process receives requests from processes that open its shared GPU memory.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
@@ -100,7 +102,7 @@ impl InheritedFd {
 /// parent's connection would stay open after the parent's end, and the controller would not notice
 /// the end.
 pub fn close_inherited() {
-    [&SOCKET, &PAGE, &COPIER, &POOL, &HOST_POOL, &HOST_POOL_FILE, &SHARING]
+    [&SOCKET, &PAGE, &COPIER, &POOL, &HOST_POOL, &HOST_POOL_FILE, &DISK, &SHARING]
         .into_iter()
         .for_each(InheritedFd::close);
 }

@@ -16,9 +16,9 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    MappedRegion, PagePlacement, SealedFile, discard, keep_page_sizes, make_resident, map_aligned,
-    map_over, map_private, memory_file, prefer_huge_pages, punch, seal_size, unmap_private,
-    wipe_on_fork, with_scratch,
+    MappedRegion, PagePlacement, SealedFile, are_same, copy_own_memory, discard, keep_page_sizes,
+    make_resident, map_aligned, map_over, map_private, map_to_read, memory_file, prefer_huge_pages,
+    punch, read_at, seal_size, unmap_private, wipe_on_fork, with_scratch,
 };
 
 mod number {
@@ -30,6 +30,7 @@ mod number {
     pub const MMAP: usize = 9;
     pub const MUNMAP: usize = 11;
     pub const RT_SIGPROCMASK: usize = 14;
+    pub const PREAD64: usize = 17;
     pub const ACCESS: usize = 21;
     pub const MREMAP: usize = 25;
     pub const MADVISE: usize = 28;
@@ -353,6 +354,12 @@ pub fn lift(fd: i32) -> i32 {
         }
     }
     fd
+}
+
+/// Returns a new descriptor, with a high number, of the file that a descriptor refers to.
+pub fn duplicate(fd: i32) -> Option<Descriptor> {
+    const F_DUPFD_CLOEXEC: usize = 1030;
+    fcntl(fd, F_DUPFD_CLOEXEC, 0).ok().map(|new| Descriptor(lift(new as i32)))
 }
 
 /// Closes a descriptor that is known to belong to this library.

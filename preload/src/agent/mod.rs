@@ -53,7 +53,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::USES_HOST_POOL.0
         | Capabilities::FREES_HOST_MEMORY.0
         | Capabilities::GIVES_UP_COPIES.0
-        | Capabilities::RELEASES_EARLY.0,
+        | Capabilities::RELEASES_EARLY.0
+        | Capabilities::STORES_ON_DISK.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.
@@ -204,6 +205,9 @@ impl Agent {
             self.look_after();
             self.tidy();
             self.take_note();
+            if matches!(self.machine.phase(), Phase::CopiedOut | Phase::Checkpointed) {
+                swap::go_on_storing();
+            }
             // The driver may be called only while it neither locks nor checkpoints the process.
             // Memory that is shared stays on the GPU, so requests for it are also answered while
             // the process is copied out.
@@ -267,6 +271,11 @@ impl Agent {
                     if self.machine.phase() == Phase::Open {
                         self.frees_all = true;
                         self.tidy_us = Some(sys::now_us());
+                    }
+                }
+                ControllerMessage::StoreOnDisk => {
+                    if matches!(self.machine.phase(), Phase::CopiedOut | Phase::Checkpointed) {
+                        swap::store_on_disk();
                     }
                 }
                 ControllerMessage::Prefault { on } => {

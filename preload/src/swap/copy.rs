@@ -444,6 +444,13 @@ impl CopyStreams {
         })
     }
 
+    /// Waits until all copies have ended. Returns the first error.
+    pub(super) fn synchronize(&self) -> Result<(), u32> {
+        self.streams.iter().take(self.many).try_for_each(|(context, stream)| {
+            as_result(in_context(*context, || call!(stream_synchronize(*stream))))
+        })
+    }
+
     /// Waits until all copies have ended, and destroys their streams. Returns the first error.
     pub(super) fn finish(self) -> Result<(), u32> {
         let mut ended = Ok(());

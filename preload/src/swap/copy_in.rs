@@ -16,8 +16,11 @@ use super::copy::{
     update_kept_counter,
 };
 use super::driver::call;
+use super::prefault::CHUNK_BYTES;
 use super::staging::StagingPool;
-use super::{checksum, copier_offload, copier_restore, local_memory, tables, with_pool};
+use super::{
+    checksum, copier_offload, copier_restore, disk, disk_restore, local_memory, tables, with_pool,
+};
 use crate::sys;
 
 /// Copies all copied-out content back to device memory, at the same addresses as before. If VRAM is
@@ -32,6 +35,8 @@ pub fn copy_in(awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
         return Ok(());
     }
     relax_captures();
+    // A chunk that is being stored is still in memory.
+    disk::cancel();
     let wait = VramWait { until_us: awaits_vram_until_us };
     let copied =
         with_pool(|_| wait.retry(local_memory::restore)).and_then(|()| copy_in_content(&wait));
@@ -63,7 +68,11 @@ fn copy_to_device(wait: &VramWait) -> Result<(), u32> {
         let mut copies = CopyStreams::new();
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
         let begun =
-            as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)));
+            as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)))
+                .and_then(|()| match disk::is_used() {
+                    true => disk_restore::fill(pool, &mut copies),
+                    false => Ok(()),
+                });
         // Wait also after a failure: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);
@@ -79,6 +88,9 @@ fn copy_to_device(wait: &VramWait) -> Result<(), u32> {
             },
         );
         update_counters();
+        if copied.is_ok() {
+            disk::finish(pool);
+        }
         copied
     })
 }
@@ -119,8 +131,11 @@ pub(super) fn fill_from_host(
         // chunk.
         let (is_zero, bytes) = pool.left_out(offset, left);
         let device = piece.address + done;
+        let is_on_disk = disk::has(offset / CHUNK_BYTES);
         let code = copies.on_stream(piece.context, |stream| match is_zero {
             true => call!(clear(device, 0, bytes, stream)),
+            // `disk_restore` copies it when all device memory is mapped.
+            false if is_on_disk => result::SUCCESS,
             false => call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream)),
         });
         if code != result::SUCCESS {

@@ -16,6 +16,7 @@ use affinode_proto::wire::ProcessFlags;
 use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
 use affinode_proto::wire::message::FRAME_BYTES;
 
+use super::disk;
 use super::prefault::{CHUNK_BYTES, is_turned_back};
 use crate::fds::{self, TrackedFd};
 use crate::process;
@@ -48,6 +49,8 @@ const BROKEN: u32 = 2;
 /// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the
 /// earlier connection's file keeps its content.
 pub fn meet(socket: Option<Descriptor>) {
+    // The storing thread uses the earlier connection.
+    disk::cancel();
     hang_up();
     note_lost(false);
     if let Some(socket) = socket
@@ -110,6 +113,44 @@ pub fn file() -> Option<i32> {
     fds::HOST_POOL_FILE.get()
 }
 
+/// Ends the use of the disk file. Without a connection, the host pool has closed it already.
+pub fn close_disk() {
+    ask(&ToHostPool::CloseDisk);
+}
+
+/// Sends a request on the present connection. False: there is none.
+pub fn ask(request: &ToHostPool) -> bool {
+    let socket = fds::HOST_POOL.get().filter(|_| has_file());
+    socket.is_some_and(|socket| sys::send(socket, &request.encode(), None).is_ok())
+}
+
+/// Receives a message that has arrived, and its descriptor if it has one. `Ok(None)`: none has
+/// arrived.
+///
+/// # Errors
+/// The connection has ended.
+pub fn receive() -> Result<Option<(FromHostPool, Option<Descriptor>)>, ()> {
+    let socket = fds::HOST_POOL.get().filter(|_| has_file()).ok_or(())?;
+    let mut frame = [0; FRAME_BYTES];
+    match sys::receive(socket, &mut frame) {
+        Ok((FRAME_BYTES, file)) => {
+            FromHostPool::decode(&frame).map(|message| Some((message, file))).map_err(|_| ())
+        }
+        Err(sys::EAGAIN | sys::EINTR) => Ok(None),
+        _ => Err(()),
+    }
+}
+
+/// Waits until a message may have arrived, for at most `within_ms` milliseconds.
+pub fn wait(within_ms: u64) {
+    match fds::HOST_POOL.get() {
+        Some(socket) => {
+            task::wait_readable(socket, within_ms);
+        }
+        None => sys::sleep_us(within_ms * 1_000),
+    }
+}
+
 /// Requests the pages of a chunk, and waits for one reply. Returns the chunk that the reply names,
 /// which another thread may have requested, and whether its pages exist. `None`: the connection has
 /// ended.
@@ -150,6 +191,8 @@ fn reply(socket: i32) -> Option<(usize, bool)> {
                 Ok(FromHostPool::Populated { offset, done }) => {
                     return Some((usize::try_from(offset).ok()? / CHUNK_BYTES, done));
                 }
+                // Late replies to a storing that a restore has cancelled.
+                Ok(FromHostPool::Stored { .. } | FromHostPool::DiskFile { .. }) => {}
                 _ => return None,
             },
             // Another thread has received the reply that had arrived.

@@ -28,6 +28,7 @@
 //! | `layout` | the order of the content in the staging pool |
 //! | `copy` | copy out and copy in |
 //! | `staging`, `prefault` | the staging pool, which is the host memory for the copy; its pages |
+//! | `disk`, `disk_store`, `disk_restore`, `disk_cipher` | content of an offloaded process in a disk file |
 //! | `host_pool` | the connection to the node's host pool, which may give the staging pool's pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
 //! | `numa` | the processors nearest to the GPU, which touch the staging pool's pages |
@@ -51,6 +52,10 @@ pub mod copier_restore;
 mod copy;
 mod copy_in;
 mod digest;
+mod disk;
+mod disk_cipher;
+mod disk_restore;
+mod disk_store;
 mod driver;
 mod early_release;
 #[cfg(test)]
@@ -89,6 +94,8 @@ pub use self::copy::{
     release_copied_out, tidy,
 };
 pub use self::copy_in::copy_in;
+use self::disk::DiskJob;
+pub use self::disk::{begin as store_on_disk, go_on as go_on_storing};
 pub use self::ipc::answer;
 use self::local_memory::ReleasedLimits;
 pub use self::peer_devices::is_reached;
@@ -151,6 +158,8 @@ struct SwapState {
     checks: AtomicU32,
     /// State and size of the prefault, which prepares host memory before an offload.
     ahead: PrefaultJob,
+    /// Content that was moved from the staging pool to a disk file.
+    disk: DiskJob,
     /// Contexts in which the library keeps one small allocation, so that the driver keeps its block
     /// for small allocations.
     anchored: [AtomicUsize; 16],
@@ -183,6 +192,7 @@ static SWAP: SwapState = SwapState {
     zero_bytes: AtomicU64::new(0),
     checks: AtomicU32::new(0),
     ahead: PrefaultJob::none(),
+    disk: DiskJob::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
     contexts: ValueList::new(),
     captures: ValueList::new(),

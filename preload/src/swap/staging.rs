@@ -35,7 +35,7 @@ use super::prefault::{
     CHUNK_BYTES, ChunkQueue, MAX_CHUNKS, PREFAULT, StagingMemory, StagingPlace, chunk_bytes,
 };
 use super::prefault_ahead;
-use super::{host_pool, numa, zeros};
+use super::{disk_restore, host_pool, numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::{process, sys};
 
@@ -297,6 +297,34 @@ impl StagingPool {
 
     fn chunks(&self) -> usize {
         self.bytes.div_ceil(CHUNK_BYTES)
+    }
+
+    /// Address and size of the pool's memory, if it is in the host pool. `None`: the process's own
+    /// memory is not moved to a disk file.
+    pub fn host_pool_memory(&self) -> Option<(usize, usize)> {
+        (self.of_host_pool == 1 && self.start != 0).then_some((self.start, self.bytes))
+    }
+
+    /// Size of the pool's address range in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns the next chunk whose content can be moved to a disk file, and ends its registration
+    /// with the driver. `None`: there is none.
+    pub fn next_to_store(&mut self) -> Option<usize> {
+        let mut chunks = (0..self.chunks()).rev().filter(|chunk| PREFAULT.resident.has(*chunk));
+        chunks.find(|chunk| self.unregister(*chunk))
+    }
+
+    /// Registers the buffers of a restore from disk with the driver. False: the copies are slower.
+    pub fn register_buffers(&self, start: usize, bytes: usize) -> bool {
+        disk_restore::register(self.context, start, bytes)
+    }
+
+    /// Ends the registration of the buffers.
+    pub fn unregister_buffers(&self, start: usize) {
+        disk_restore::unregister(self.context, start);
     }
 
     /// Waits until the pages at an offset are present, and returns the host address to which

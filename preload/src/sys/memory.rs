@@ -265,9 +265,46 @@ impl Drop for SealedFile {
     }
 }
 
+/// Maps a file that can only be read, at an address that the kernel chooses. The mapping does not
+/// exist in a forked child. The file exists as long as the mapping, even if its descriptor is closed.
+pub fn map_to_read(fd: i32, bytes: usize) -> Option<usize> {
+    const PROT_READ: usize = 1;
+    const MAP_SHARED_NORESERVE: usize = 1 | 0x4000;
+    let at =
+        plain(number::MMAP, [0, bytes, PROT_READ, MAP_SHARED_NORESERVE, fd as usize, 0]).ok()?;
+    if !is_kept_from_children(at, bytes) {
+        unmap(at, bytes);
+        return None;
+    }
+    Some(at)
+}
+
+/// Reads a part of a file to memory. Returns the number of bytes that were read.
+///
+/// # Safety
+/// The memory must be mapped, and nothing else may use it.
+pub unsafe fn read_at(fd: i32, to: *mut u8, bytes: usize, offset: u64) -> Result<usize, Errno> {
+    let args = [fd as usize, to as usize, bytes, offset as usize, 0, 0];
+    // SAFETY: the caller is responsible for the memory.
+    unsafe { call(number::PREAD64, args) }
+}
+
+/// Copies memory of this process that may be unmapped, or mapped from a file that cannot be read.
+/// Returns false if a part of it could not be read. No signal is raised.
+///
+/// # Safety
+/// The memory `to` must be mapped, and nothing else may use it.
+pub unsafe fn copy_own_memory(to: *mut u8, from: usize, bytes: usize) -> bool {
+    let (to, from) = ([to as usize, bytes], [from, bytes]);
+    let args = [super::getpid() as usize, to.as_ptr() as usize, 1, from.as_ptr() as usize, 1, 0];
+    // SAFETY: the caller is responsible for the memory.
+    let copied = unsafe { call(number::PROCESS_VM_READV, args) };
+    copied == Ok(bytes)
+}
+
 /// Compares two lists of words without `memcmp`. There is no libc, and the compiler's own `memcmp`
 /// compares byte by byte.
-fn are_same(one: &[u64], other: &[u64]) -> bool {
+pub fn are_same(one: &[u64], other: &[u64]) -> bool {
     const WORDS_PER_STEP: usize = 512;
     let mut pairs = one.chunks(WORDS_PER_STEP).zip(other.chunks(WORDS_PER_STEP));
     pairs.all(|(one, other)| one.iter().zip(other).fold(0, |all, (a, b)| all | (a ^ b)) == 0)

@@ -77,7 +77,8 @@ fn serve(socket: &OwnedFd, pages: &File, mut chunks: usize, swaps: bool) -> usiz
     let (mut requests, mut held) = (0, Vec::new());
     let mut frame = [0; FRAME_BYTES];
     while let Ok(FRAME_BYTES) = recv(socket.as_raw_fd(), &mut frame, MsgFlags::empty()) {
-        let ToHostPool::Populate { offset, bytes, .. } = ToHostPool::decode(&frame).unwrap();
+        let request = ToHostPool::decode(&frame).unwrap();
+        let ToHostPool::Populate { offset, bytes, .. } = request else { panic!("{request:?}") };
         requests += 1;
         let done = chunks > 0;
         if done {
