@@ -48,6 +48,10 @@ kinds! {
     NoProgress = "no-progress";
     /// A process called the driver on a path that Affinode's hooks do not intercept.
     HiddenWay = "hidden-way";
+    /// The content of an offloaded container was moved from host memory to disk.
+    StoredOnDisk = "stored-on-disk";
+    /// The content of an offloaded container could not be moved from host memory to disk.
+    DiskFailed = "disk-failed";
 }
 
 impl EventKind {

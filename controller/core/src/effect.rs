@@ -108,6 +108,16 @@ pub enum Effect {
     /// End the connection of a process to the host pool, and its permission. Its next permission
     /// makes a new connection.
     LeaveHostPool(ProcessId),
+    /// Permit a disk file of this size to an offloaded process in the host pool, and then order the
+    /// process to move its content to the file. If the host pool does not run, send no order.
+    StoreOnDisk {
+        /// The offloaded process whose content moves to the file.
+        process: ProcessId,
+        /// Maximum size of the disk file, in bytes.
+        bytes: u64,
+    },
+    /// Permit no further content in the disk file of a process, because its disk step took too long.
+    StopDisk(ProcessId),
     /// Read the GPUs now to prove that the VRAM of the container's grant is free. The number
     /// identifies this reading. If `with_processes` is true, read the VRAM of each process too, for
     /// which NVML needs more time. Report the result with [`super::Input::Proven`] and the same

@@ -109,7 +109,8 @@ fn freeable_bytes(process: &Process, place: &MemoryPlace) -> u64 {
 
 /// Host memory in this place that the content of an offloaded process uses, in bytes.
 pub(super) fn offloaded_bytes_in(process: &Process, place: &MemoryPlace) -> u64 {
-    let bytes = process.offloaded_vram_bytes().saturating_sub(process.memory.swap.zero_bytes);
+    let elsewhere_bytes = process.memory.swap.zero_bytes.saturating_add(process.disk_bytes());
+    let bytes = process.offloaded_vram_bytes().saturating_sub(elsewhere_bytes);
     if is_there(process, place) { bytes } else { 0 }
 }
 

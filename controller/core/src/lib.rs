@@ -39,6 +39,7 @@ mod copier_use;
 pub mod copiers;
 pub mod copy_watch;
 mod dedup_domain;
+mod disk_step;
 pub mod driver_limit;
 mod early_release;
 pub mod effect;

@@ -21,7 +21,7 @@ use affinode_proto::{
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake,
     container::Goal,
-    copier_use, copy_watch, driver_limit, early_release, evaluate, grants, hints, holds, host_pool,
+    copier_use, copy_watch, disk_step, driver_limit, early_release, evaluate, grants, hints, holds, host_pool,
     host_promises, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
@@ -50,6 +50,9 @@ pub struct Settings {
     pub max_processes: usize,
     /// Whether copiers (processes that copy GPU memory for other processes) are used on this node.
     pub copiers: bool,
+    /// Whether the node has a folder for disk files, so that content of offloaded containers may move
+    /// from the host pool to disk.
+    pub disk: bool,
     /// Minimum amount of memory, in bytes, that an agent must be able to copy for its process to be
     /// prefaulted (host memory prepared before an offload).
     pub prefault_min_bytes: u64,
@@ -68,6 +71,7 @@ impl Default for Settings {
             hold_ms: 500,
             max_processes: 256,
             copiers: true,
+            disk: false,
             prefault_min_bytes: 16 << 20,
             victims: VictimRule::Expected,
             hold: true,
@@ -277,6 +281,7 @@ fn tick(node: &mut NodeState) {
     immediate::check_terminations(node);
     pressure::look_at_pressure(node);
     copier_use::keep_copiers(node);
+    disk_step::update(node);
 }
 
 /// Decides and sends the next orders of each container in the list `resumed`.

@@ -9,6 +9,7 @@ use super::{
     DeviceBytes, Effect, Key, Millis, ProcessId, Settings,
     container::Container,
     copiers::CopierRegistry,
+    disk_step::DiskSteps,
     driver_limit::DriverLimits,
     grant::Grant,
     history::Pauses,
@@ -55,6 +56,8 @@ pub(super) struct NodeState {
     /// Processes that were permitted to use the host pool. Some of them may have ended, or may have
     /// lost their permission.
     pub(super) host_pool_users: BTreeSet<ProcessId>,
+    /// The disk step in progress, and the results of the earlier ones.
+    pub(super) disk: DiskSteps,
     pub(super) copiers: CopierRegistry,
     pub(super) prediction: UsePrediction,
     /// Requests for VRAM allowances. Only processes of containers with a VRAM limit send such

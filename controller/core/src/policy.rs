@@ -15,7 +15,7 @@ pub use self::{
     settings::{NamespaceRule, Policy, PolicySection},
     words::{KeepAlive, Mode, NoProgressAction, OnOom, Restore, WakeOn},
 };
-use super::history::KeepAliveTarget;
+use super::{Millis, history::KeepAliveTarget};
 use affinode_proto::annotations::{CLAIM, CLAIMED_VRAM, LATENCY_SENSITIVE};
 pub use affinode_proto::wire::Engine;
 
@@ -181,6 +181,15 @@ fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> 
     }
 }
 
+/// Refuses an annotation that would move the container's content to disk earlier than the operator
+/// permits. Each move writes to the node's disk and wears it.
+fn annotated_disk_after(operators: &Millis, chosen: &Millis) -> Result<(), InvalidValue> {
+    match *chosen != 0 && (*operators == 0 || chosen < operators) {
+        true => Err(InvalidValue::NotPermitted("0, or a duration of at least policy.disk_after")),
+        false => Ok(()),
+    }
+}
+
 /// Refuses an annotation that would raise or remove the operator's VRAM limit.
 fn annotated_vram_limit(operators: &u64, chosen: &u64) -> Result<(), InvalidValue> {
     match *operators != 0 && (*chosen == 0 || chosen > operators) {
@@ -258,6 +267,28 @@ mod tests {
             assert_eq!(policy.vram_limit_bytes, effective, "{annotated}");
             assert_eq!(warnings.len(), usize::from(is_refused), "{warnings:?}");
         }
+    }
+
+    #[test]
+    fn annotation_only_delays_the_disk_step() {
+        const HOUR: Millis = 3_600_000;
+        for (operators, annotated, effective, is_refused) in [
+            (HOUR, "2h", 2 * HOUR, false),
+            (HOUR, "0", 0, false),
+            (HOUR, "59m", HOUR, true),
+            (0, "2h", 0, true),
+            (0, "0", 0, false),
+            (HOUR, "soon", HOUR, true),
+        ] {
+            let node = Policy { disk_after_ms: operators, ..Policy::default() };
+            let policies = Policies { node, ..Policies::default() };
+            let (policy, warnings) =
+                policies.resolve("", &annotations(&[("disk-after", annotated)]));
+            assert_eq!(policy.disk_after_ms, effective, "{operators} {annotated}");
+            assert_eq!(warnings.len(), usize::from(is_refused), "{warnings:?}");
+        }
+        assert_eq!(format::DurationOrNever::shown(&0), "0");
+        assert_eq!(format::DurationOrNever::shown(&HOUR), "1h");
     }
 
     fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {

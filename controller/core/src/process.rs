@@ -1,7 +1,8 @@
 //! State of one CUDA process that Affinode manages.
 
 use affinode_proto::wire::{
-    Capabilities, Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::Action,
+    Capabilities, Hazards, Phase, ProcessFlags, copier::CHUNK_BYTES, counters::CounterSnapshot,
+    message::Action,
 };
 
 mod memory;
@@ -296,6 +297,26 @@ impl Process {
     pub fn uses_host_pool(&self) -> bool {
         let counters = self.activity.counters.as_ref();
         counters.is_some_and(|page| page.notes.intersects(ProcessFlags::HOST_POOL))
+    }
+
+    /// Content of the offloaded process that the library copied out, in bytes. Zeros are not
+    /// included, because they are not stored. 0: the process is not offloaded. The process counts the
+    /// content itself, so the result is limited to the VRAM that NVML reported.
+    #[must_use]
+    pub fn content_bytes(&self) -> u64 {
+        if !self.agent.phase.is_offloaded() {
+            return 0;
+        }
+        let swap = &self.memory.swap;
+        swap.copied_out_bytes.saturating_sub(swap.zero_bytes).min(self.offloaded_vram_bytes())
+    }
+
+    /// Content of the offloaded process that is in its disk file and not in host memory, in bytes.
+    /// The process counts it itself, so the result is limited to [`Process::content_bytes`].
+    #[must_use]
+    pub fn disk_bytes(&self) -> u64 {
+        let chunks = self.activity.counters.as_ref().map_or(0, |page| page.disk_chunks);
+        u64::from(chunks).saturating_mul(CHUNK_BYTES).min(self.content_bytes())
     }
 
     /// Host memory that an offload by the method `moves` needs, in bytes. Memory that the driver

@@ -184,6 +184,13 @@ impl Node {
         self.state.offloaded_bytes(key)
     }
 
+    /// Content of the offloaded processes of a container that is on disk and not in host memory, in
+    /// bytes.
+    #[must_use]
+    pub fn disk_bytes(&self, key: &Key) -> u64 {
+        self.offloaded(key).map(Process::disk_bytes).fold(0, u64::saturating_add)
+    }
+
     /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards that
     /// keep this VRAM on the GPU.
     #[must_use]
@@ -304,6 +311,13 @@ impl Node {
     #[must_use]
     pub fn prewakes(&self) -> (u64, u64) {
         (self.state.prediction.prewakes, self.state.prediction.prewake_hits)
+    }
+
+    /// Number of disk steps (moves of a container's content from host memory to disk) that stored all
+    /// content, and number of those that failed.
+    #[must_use]
+    pub fn disk_steps(&self) -> (u64, u64) {
+        (self.state.disk.stored, self.state.disk.failed)
     }
 
     /// Processes with a connection. The controller can read the counters of these processes.

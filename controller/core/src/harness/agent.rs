@@ -68,6 +68,8 @@ pub struct Agent {
     pub filling: u64,
     /// Further flags that the process's counters show.
     pub notes: ProcessFlags,
+    /// Number of chunks of offloaded content that are on disk.
+    pub disk_chunks: u32,
     /// The allocation that found no VRAM and waits for it. `None`: no allocation waits.
     pub asking: Option<Asking>,
     /// Number of allocations that have waited for VRAM.
@@ -178,6 +180,7 @@ impl Agent {
             notes: self.notes,
             kept_bytes: self.kept,
             filling_bytes: self.filling,
+            disk_chunks: self.disk_chunks,
             calls: self.calls,
             inflight: self.inflight,
             ..CounterSnapshot::default()
@@ -218,6 +221,19 @@ impl Agent {
         (!self.orphaned).then_some(wake)
     }
 
+    /// Begins to move the offloaded content to disk.
+    pub fn begin_disk_step(&mut self) {
+        self.notes.0 &= !ProcessFlags::DISK_FAILED.0;
+        self.notes.0 |= ProcessFlags::STORING_ON_DISK.0;
+    }
+
+    /// Ends the disk step with this number of chunks on disk. `has_failed`: not all content is there.
+    pub fn end_disk_step(&mut self, chunks: u32, has_failed: bool) {
+        self.notes.0 &= !ProcessFlags::STORING_ON_DISK.0;
+        self.notes.0 |= if has_failed { ProcessFlags::DISK_FAILED.0 } else { 0 };
+        self.disk_chunks = chunks;
+    }
+
     /// Phase of the process after this order. Asserts that the order fits the present phase.
     #[must_use]
     pub fn phase_after(&self, action: Action) -> Phase {
@@ -252,6 +268,10 @@ impl Agent {
     /// Executes an order without a failure.
     pub fn execute(&mut self, action: Action) {
         self.phase = self.phase_after(action);
+        if action.is_restore() {
+            self.end_disk_step(0, false);
+            self.notes.0 &= !ProcessFlags::DISK_FAILED.0;
+        }
         match action {
             Action::Close { .. } => self.generation += 1,
             Action::Open => self.wants = false, // Its caller went through.

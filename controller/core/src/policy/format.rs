@@ -105,6 +105,31 @@ pub fn duration_ms(value: &str) -> Result<Millis, InvalidValue> {
         .ok_or(accepted)
 }
 
+/// Form of a duration that may also be `0`, which means never. The value is in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DurationOrNever;
+
+impl Format for DurationOrNever {
+    type Value = Millis;
+    type Written = String;
+
+    fn parse(text: &str) -> Result<Millis, InvalidValue> {
+        let accepted = "a duration from 1ms to 366days, such as 90s, 5m or 1h, or 0 for never";
+        match text {
+            "0" => Ok(0),
+            text => duration_ms(text).map_err(|_| InvalidValue::Form(accepted)),
+        }
+    }
+
+    fn accept(written: &String) -> Result<Millis, InvalidValue> {
+        DurationOrNever::parse(written)
+    }
+
+    fn shown(value: &Millis) -> String {
+        if *value == 0 { "0".to_owned() } else { Duration::shown(value) }
+    }
+}
+
 /// Form of a priority: a number from -1000 to 1000.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Priority;

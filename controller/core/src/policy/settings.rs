@@ -8,8 +8,8 @@ use affinode_proto::wire::Engine;
 use serde::Deserialize;
 
 use super::{
-    InvalidValue, annotated_dedup, annotated_restore, annotated_vram_limit,
-    format::{Duration, FileValue, Format, Mebibytes, Priority, Quantity},
+    InvalidValue, annotated_dedup, annotated_disk_after, annotated_restore, annotated_vram_limit,
+    format::{Duration, DurationOrNever, FileValue, Format, Mebibytes, Priority, Quantity},
     words::{KeepAlive, Mode, NoProgressAction, OnOom, Restore, WakeOn},
 };
 use crate::{victims::VictimRule, window::Window};
@@ -159,6 +159,10 @@ settings! {
     /// Whether host memory for the next offload is prefaulted (touched and registered) while the
     /// container is idle. The offload is then faster.
     prefault: bool = false, "prefault", ["affinode.io/prefault"];
+    /// Time for which the container is offloaded before its content moves from the host pool to disk,
+    /// in milliseconds. 0: never.
+    disk_after_ms: DurationOrNever = 3_600_000, "disk_after", ["affinode.io/disk-after"]
+    if annotated_disk_after;
     /// Whether the container may be restored on another GPU if its own GPU is full.
     allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];
     /// A container that holds less VRAM than this, in bytes, is not offloaded.

@@ -4,6 +4,7 @@ mod capabilities;
 mod connections;
 mod copied_out;
 mod copiers;
+mod disk_step;
 mod domain;
 mod driver_limit;
 mod early_release;

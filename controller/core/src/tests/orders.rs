@@ -2,7 +2,7 @@
 //! wants.
 
 use affinode_proto::wire::{
-    Phase,
+    Capabilities, Phase,
     message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_TTL_MS},
 };
 
@@ -60,6 +60,12 @@ impl World {
                     None => {}
                 }
                 self.try_again(id);
+            }
+            Some(ControllerMessage::StoreOnDisk) => {
+                assert!(agent.capabilities.contains(Capabilities::STORES_ON_DISK));
+                if agent.phase.is_offloaded() {
+                    agent.begin_disk_step();
+                }
             }
             _ => {}
         }

@@ -44,7 +44,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1_1111_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -107,6 +107,13 @@ pub(super) struct World {
     pub(super) given_up: Vec<ProcessId>,
     /// Permissions to use the host pool, in bytes, in their order.
     pub(super) allowed: Vec<(ProcessId, u64)>,
+    /// Orders to move content to disk, with the maximum size of the disk file in bytes, in their
+    /// order.
+    pub(super) stored: Vec<(ProcessId, u64)>,
+    /// Processes that may store no further content on disk.
+    pub(super) stopped: Vec<ProcessId>,
+    /// Kinds and texts of the events about disk steps, in their order.
+    pub(super) disk_events: Vec<(EventKind, String)>,
     /// Processes whose connection to the host pool was ended.
     pub(super) left_host_pool: Vec<ProcessId>,
 }
@@ -186,6 +193,9 @@ impl World {
             turned_back: Vec::new(),
             given_up: Vec::new(),
             allowed: Vec::new(),
+            stored: Vec::new(),
+            stopped: Vec::new(),
+            disk_events: Vec::new(),
             left_host_pool: Vec::new(),
         };
         (0..containers).for_each(|n| world.announce(n));
@@ -611,10 +621,20 @@ impl Host for World {
             Effect::TurnBack(id, TurnBackCause::HostMemory) => self.turned_back.push(id),
             Effect::TurnBack(id, TurnBackCause::NotWanted) => self.given_up.push(id),
             Effect::AllowHostPool { process, bytes, .. } => self.allowed.push((process, bytes)),
+            Effect::StoreOnDisk { process, bytes } => {
+                self.stored.push((process, bytes));
+                self.deliver(Effect::Send(process, ControllerMessage::StoreOnDisk));
+            }
+            Effect::StopDisk(process) => self.stopped.push(process),
             Effect::LeaveHostPool(process) => self.left_host_pool.push(process),
             Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
             Effect::Publish(event) if event.kind == EventKind::Refused => {
                 self.refused.extend(event.reason.map(|reason| reason.to_string()));
+            }
+            Effect::Publish(event)
+                if [EventKind::StoredOnDisk, EventKind::DiskFailed].contains(&event.kind) =>
+            {
+                self.disk_events.push((event.kind, event.text));
             }
             effect => self.deliver(effect),
         }

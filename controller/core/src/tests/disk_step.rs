@@ -1,0 +1,243 @@
+//! Tests of moves of content from the host pool to disk.
+
+use affinode_proto::{
+    event::EventKind,
+    state::State,
+    wire::{Capabilities, ProcessFlags, copier::CHUNK_BYTES},
+};
+
+use super::{
+    super::{Millis, ProcessId},
+    world::{ALL_CAPABILITIES, Host as _, TOTAL, World, key},
+};
+
+/// Numbers of containers with the engine `auto`.
+const AUTO: [usize; 3] = [2, 5, 8];
+const MINUTE: Millis = 60_000;
+const HOUR: Millis = 60 * MINUTE;
+/// VRAM of each process, in bytes.
+const VRAM_BYTES: u64 = 300;
+/// The part of a process's VRAM that the library can copy, in bytes.
+const COPIED_BYTES: u64 = 225;
+
+/// A change of the test's node after which no content may move.
+type Change = fn(&mut World, ProcessId);
+
+/// Returns a node with a disk and this number of containers. Each was offloaded to the host pool, the
+/// first one first, and has one process.
+fn world(containers: usize) -> (World, Vec<ProcessId>) {
+    let mut world = World::new(9);
+    world.node.state.settings.disk = true;
+    world.host_total = Some(100_000);
+    (world.limit_bytes, world.host_pool_bytes) = (Some(COPIED_BYTES - 1), Some(10_000));
+    let ids: Vec<ProcessId> =
+        AUTO[..containers].iter().map(|n| offload(&mut world, *n)).collect();
+    (world, ids)
+}
+
+/// Starts a process in the container, and waits until it is offloaded to the host pool.
+fn offload(world: &mut World, n: usize) -> ProcessId {
+    let id = world.running(n, VRAM_BYTES);
+    world.agents.get_mut(&id).unwrap().notes = ProcessFlags::HOST_POOL;
+    world.settle();
+    assert_eq!((world.state(n), world.process(id).host_pool.was_used), (State::Offloaded, true));
+    id
+}
+
+/// Advances the time until the container has been offloaded for this time.
+fn wait_until(world: &mut World, n: usize, ms: Millis) {
+    let age_ms = world.now - world.container(n).shown.since;
+    world.tick_after(ms - age_ms);
+}
+
+/// Lets the process begin its disk step and end it at once.
+fn store(world: &mut World, id: ProcessId, chunks: u32, has_failed: bool) {
+    world.work(id);
+    world.tick();
+    world.agents.get_mut(&id).unwrap().end_disk_step(chunks, has_failed);
+    world.tick();
+}
+
+fn kinds(world: &World) -> Vec<EventKind> {
+    world.disk_events.iter().map(|(kind, _)| *kind).collect()
+}
+
+#[test]
+fn content_moves_after_disk_after_only() {
+    let (mut world, ids) = world(1);
+    wait_until(&mut world, AUTO[0], HOUR - 1);
+    assert_eq!(world.stored, []);
+    world.tick_after(1);
+    assert_eq!(world.stored, [(ids[0], CHUNK_BYTES)]);
+    world.work(ids[0]);
+    world.tick_after(20 * MINUTE);
+    assert_eq!((kinds(&world), world.node.disk_bytes(&key(AUTO[0]))), (vec![], 0));
+    world.agents.get_mut(&ids[0]).unwrap().end_disk_step(1, false);
+    world.tick();
+    assert_eq!(kinds(&world), [EventKind::StoredOnDisk]);
+    assert!(world.disk_events[0].1.ends_with("to disk in 1200.1 s"), "{:?}", world.disk_events);
+    assert_eq!(world.node.disk_bytes(&key(AUTO[0])), COPIED_BYTES);
+    world.tick_after(9 * HOUR);
+    assert_eq!((world.stored.len(), world.node.disk_steps()), (1, (1, 0)), "all is on disk");
+}
+
+#[test]
+fn longest_offloaded_is_stored_first() {
+    let (mut world, ids) = world(2);
+    wait_until(&mut world, AUTO[1], HOUR);
+    world.work(ids[0]);
+    world.tick_after(MINUTE);
+    let order = |world: &World| world.stored.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+    assert_eq!(order(&world), ids[..1], "one at a time");
+    world.agents.get_mut(&ids[0]).unwrap().end_disk_step(1, false);
+    world.tick();
+    assert_eq!(order(&world), ids);
+}
+
+#[test]
+fn content_of_a_waiting_container_stays() {
+    let (mut world, ids) = world(1);
+    world.take_unmanaged(TOTAL - world.used());
+    world.call(ids[0]);
+    world.tick_after(2 * HOUR);
+    assert_eq!((world.state(AUTO[0]), world.stored.len()), (State::Queued, 0));
+}
+
+/// The counters of an offloaded process show a waiting call before its message arrives.
+#[test]
+fn waiting_call_in_the_counters_counts() {
+    let (mut world, ids) = world(1);
+    world.agents.get_mut(&ids[0]).unwrap().wants = true;
+    wait_until(&mut world, AUTO[0], HOUR);
+    assert_eq!(world.stored, []);
+}
+
+#[test]
+fn content_moves_only_where_it_may() {
+    let cases: [(&str, Change); 7] = [
+        ("no disk", |world, _| world.node.state.settings.disk = false),
+        ("never", |world, _| world.container_mut(AUTO[0]).policy.disk_after_ms = 0),
+        ("old library", |world, id| {
+            let without = ALL_CAPABILITIES.0 & !Capabilities::STORES_ON_DISK.0;
+            world.process_mut(id).agent.capabilities = Capabilities(without);
+        }),
+        ("own memory", |world, id| world.process_mut(id).host_pool.was_used = false),
+        ("not in the pool", |world, id| {
+            world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default();
+        }),
+        ("lost pool", |world, id| {
+            world.agents.get_mut(&id).unwrap().notes.0 |= ProcessFlags::HOST_POOL_LOST.0;
+        }),
+        ("all zero", |world, id| {
+            world.process_mut(id).memory.swap.zero_bytes = COPIED_BYTES;
+        }),
+    ];
+    for (case, change) in cases {
+        let (mut world, ids) = world(1);
+        change(&mut world, ids[0]);
+        world.tick_after(2 * HOUR);
+        assert_eq!((world.stored.len(), world.disk_events.len()), (0, 0), "{case}");
+    }
+}
+
+#[test]
+fn failed_step_pauses_its_container() {
+    let (mut world, ids) = world(1);
+    wait_until(&mut world, AUTO[0], HOUR);
+    store(&mut world, ids[0], 0, true);
+    assert_eq!((kinds(&world), &world.stopped[..]), (vec![EventKind::DiskFailed], &ids[..]));
+    assert!(world.disk_events[0].1.contains("memory.disk_max_mib"), "{:?}", world.disk_events);
+    world.tick_after(HOUR - 60);
+    assert_eq!(world.stored.len(), 1);
+    world.tick();
+    assert_eq!(world.stored.len(), 2);
+    // The flag of the first failure says nothing about the second step.
+    world.tick();
+    assert_eq!(world.disk_events.len(), 1);
+    store(&mut world, ids[0], 1, false);
+    assert_eq!(kinds(&world), [EventKind::DiskFailed, EventKind::StoredOnDisk]);
+    assert_eq!(world.node.disk_steps(), (1, 1));
+}
+
+#[test]
+fn silent_process_ends_the_step() {
+    let (mut world, ids) = world(1);
+    wait_until(&mut world, AUTO[0], HOUR);
+    world.tick_after(9_999);
+    assert_eq!(world.disk_events, []);
+    world.tick_after(1);
+    assert_eq!((kinds(&world), &world.stopped[..]), (vec![EventKind::DiskFailed], &ids[..]));
+}
+
+#[test]
+fn two_failures_in_a_row_pause_the_node() {
+    let (mut world, ids) = world(3);
+    wait_until(&mut world, AUTO[2], HOUR);
+    store(&mut world, ids[0], 0, true);
+    assert_eq!(world.stored.len(), 2, "one failure pauses only its container");
+    store(&mut world, ids[1], 0, true);
+    world.tick_after(10 * MINUTE - 60);
+    assert_eq!(world.stored.len(), 2);
+    world.tick();
+    assert_eq!(world.stored.last(), Some(&(ids[2], CHUNK_BYTES)));
+}
+
+#[test]
+fn restore_ends_the_step_without_failure() {
+    let (mut world, ids) = world(1);
+    wait_until(&mut world, AUTO[0], HOUR);
+    world.work(ids[0]);
+    world.tick();
+    world.call(ids[0]);
+    world.settle();
+    assert_eq!((world.state(AUTO[0]), world.agents[&ids[0]].calls > 1), (State::Offloaded, true));
+    assert_eq!((world.disk_events.len(), world.node.disk_steps()), (0, (0, 0)));
+    wait_until(&mut world, AUTO[0], HOUR - 1);
+    assert_eq!(world.stored.len(), 1);
+    world.tick_after(1);
+    store(&mut world, ids[0], 1, false);
+    assert_eq!(kinds(&world), [EventKind::StoredOnDisk], "the next offload is stored");
+    world.call(ids[0]);
+    world.settle();
+    assert_eq!(world.node.disk_bytes(&key(AUTO[0])), 0);
+    world.tick_after(2 * HOUR);
+    assert_eq!(world.stored.len(), 3, "content that was on disk is stored again");
+}
+
+#[test]
+fn exit_ends_the_step_without_failure() {
+    let (mut world, ids) = world(2);
+    wait_until(&mut world, AUTO[1], HOUR);
+    world.exit(ids[0]);
+    world.tick();
+    assert_eq!(world.stored.last(), Some(&(ids[1], CHUNK_BYTES)));
+    assert_eq!(world.node.disk_steps(), (0, 0));
+}
+
+/// The counters of a process can be false. The other containers must get their turn.
+#[test]
+fn false_counters_do_not_keep_the_disk() {
+    let (mut world, ids) = world(2);
+    wait_until(&mut world, AUTO[1], HOUR);
+    world.work(ids[0]);
+    world.agents.get_mut(&ids[0]).unwrap().disk_chunks = u32::MAX;
+    world.tick_after(HOUR - 60);
+    assert_eq!(world.node.disk_bytes(&key(AUTO[0])), COPIED_BYTES, "limited to the content");
+    assert_eq!(world.stored.len(), 1);
+    world.tick();
+    assert_eq!(kinds(&world), [EventKind::DiskFailed]);
+    assert_eq!(world.stored.last(), Some(&(ids[1], CHUNK_BYTES)));
+}
+
+/// A process claims to have stored its content, and then claims that nothing is on disk.
+#[test]
+fn withdrawn_claim_gives_others_a_turn() {
+    let (mut world, ids) = world(2);
+    wait_until(&mut world, AUTO[1], HOUR);
+    store(&mut world, ids[0], 1, false);
+    world.agents.get_mut(&ids[0]).unwrap().disk_chunks = 0;
+    store(&mut world, ids[1], 1, false);
+    world.tick();
+    let order: Vec<ProcessId> = world.stored.iter().map(|(id, _)| *id).collect();
+    assert_eq!((order, world.node.disk_steps()), (ids, (2, 0)));
+}
