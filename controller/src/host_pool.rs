@@ -23,7 +23,11 @@ use affinode_proto::wire::host_pool::HostPoolOrder;
 use tokio::{process::Command, time::Instant};
 
 use self::child::HostPoolProcess;
-use crate::{config::MemorySection, copier::pair, inventory::memory};
+use crate::{
+    config::{DiskFolder, MemorySection},
+    copier::pair,
+    inventory::memory,
+};
 
 /// Minimum time between two starts of the host pool.
 const RESTART_AFTER: Duration = Duration::from_secs(10);
@@ -37,10 +41,12 @@ const UNUSABLE_FOR: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub struct HostPool {
     cgroup: PathBuf,
+    /// Folder for disk files. `None`: the node has none.
+    disk: Option<DiskFolder>,
     child: Option<HostPoolProcess>,
     /// Time of the latest attempt to start the process.
     started_at: Option<Instant>,
-    program: fn(&Path) -> Command,
+    program: fn(&Path, Option<&DiskFolder>) -> Command,
 }
 
 /// Returns the maximum size of the host pool and its memory in use, in bytes. The latter is rounded
@@ -61,10 +67,11 @@ pub fn cgroup_of(section: &MemorySection) -> PathBuf {
 }
 
 impl HostPool {
-    /// Creates a host pool without a process. `cgroup` is the folder of its memory cgroup.
+    /// Creates a host pool without a process. `cgroup` is the folder of its memory cgroup, and `disk`
+    /// the folder for disk files of processes that are offloaded for long.
     #[must_use]
-    pub fn new(cgroup: PathBuf) -> HostPool {
-        HostPool { cgroup, child: None, started_at: None, program: child::command }
+    pub fn new(cgroup: PathBuf, disk: Option<DiskFolder>) -> HostPool {
+        HostPool { cgroup, disk, child: None, started_at: None, program: child::command }
     }
 
     /// Attaches a process to the host pool, and starts the host pool if it does not run. Returns
@@ -86,9 +93,15 @@ impl HostPool {
     /// # Errors
     /// The host pool does not run, or does not read its socket.
     pub fn allow(&mut self, process: ProcessId, bytes: u64, kept_bytes: u64) -> io::Result<()> {
-        let child = self.child.as_ref().filter(|child| child.is_running());
-        let child = child.ok_or_else(|| io::Error::other("the host pool does not run"))?;
-        child.tell(HostPoolOrder::Allow { process: process.0, bytes, kept_bytes }, None)
+        self.order(HostPoolOrder::Allow { process: process.0, bytes, kept_bytes })
+    }
+
+    /// Sets the maximum size of the disk file of a process. 0: nothing more may be written to it.
+    ///
+    /// # Errors
+    /// The host pool does not run, or does not read its socket.
+    pub fn allow_disk(&mut self, process: ProcessId, bytes: u64) -> io::Result<()> {
+        self.order(HostPoolOrder::AllowDisk { process: process.0, bytes })
     }
 
     /// Ends the connection of a process. Its content stays.
@@ -96,9 +109,14 @@ impl HostPool {
     /// # Errors
     /// The host pool does not run, or does not read its socket.
     pub fn detach(&mut self, process: ProcessId) -> io::Result<()> {
+        self.order(HostPoolOrder::Detach { process: process.0 })
+    }
+
+    /// Sends an order to the host pool if it runs.
+    fn order(&self, order: HostPoolOrder) -> io::Result<()> {
         let child = self.child.as_ref().filter(|child| child.is_running());
         let child = child.ok_or_else(|| io::Error::other("the host pool does not run"))?;
-        child.tell(HostPoolOrder::Detach { process: process.0 }, None)
+        child.tell(order, None)
     }
 
     /// Whether an offload may use the host pool. It may not for some time after the process could
@@ -140,6 +158,6 @@ impl HostPool {
         }
         self.started_at = Some(now);
         let (ours, theirs) = pair()?;
-        HostPoolProcess::start((self.program)(&self.cgroup), ours, theirs)
+        HostPoolProcess::start((self.program)(&self.cgroup, self.disk.as_ref()), ours, theirs)
     }
 }

@@ -48,10 +48,6 @@ pub(super) struct DiskSteps {
     failed_in_a_row: u32,
     /// Earliest time of the node's next step.
     not_before: Millis,
-    /// Number of steps that moved all content of a container to disk.
-    pub(super) stored: u64,
-    /// Number of steps that failed.
-    pub(super) failed: u64,
 }
 
 /// A move of one container's content to disk.
@@ -215,12 +211,10 @@ fn finish(node: &mut NodeState, step: DiskStep, result: StepResult) {
     let event = match &result {
         StepResult::Ended => return,
         StepResult::Stored => {
-            node.disk.stored += 1;
             node.disk.failed_in_a_row = 0;
             stored_event(node, &step)
         }
         StepResult::Failed(why) => {
-            node.disk.failed += 1;
             node.disk.failed_in_a_row += 1;
             if node.disk.failed_in_a_row >= MAX_FAILED {
                 node.disk.not_before = now + NODE_PAUSE_MS;

@@ -21,8 +21,8 @@ use affinode_proto::{
 use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake,
     container::Goal,
-    copier_use, copy_watch, disk_step, driver_limit, early_release, evaluate, grants, hints, holds, host_pool,
-    host_promises, idle, immediate,
+    copier_use, copy_watch, disk_step, driver_limit, early_release, evaluate, grants, hints, holds,
+    host_pool, host_promises, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},

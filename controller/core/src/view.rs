@@ -313,13 +313,6 @@ impl Node {
         (self.state.prediction.prewakes, self.state.prediction.prewake_hits)
     }
 
-    /// Number of disk steps (moves of a container's content from host memory to disk) that stored all
-    /// content, and number of those that failed.
-    #[must_use]
-    pub fn disk_steps(&self) -> (u64, u64) {
-        (self.state.disk.stored, self.state.disk.failed)
-    }
-
     /// Processes with a connection. The controller can read the counters of these processes.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.state.registry.processes.ids().into_iter();

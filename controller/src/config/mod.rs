@@ -32,7 +32,8 @@ pub use engine::{oci_runtime_of, start_settings_of};
 pub use kubernetes::KubernetesSection;
 pub use reload::ReloadedConfig;
 pub use sections::{
-    CopierSection, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
+    CopierSection, DiskFolder, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection,
+    TimingSection,
 };
 pub use services::{
     ControlSection, HistorySection, HttpActions, HttpAuth, HttpSection, JobsSection, ListenAddress,
@@ -184,6 +185,7 @@ impl Config {
         let ms = |value: Millis| u32::try_from(value).unwrap_or(u32::MAX);
         Settings {
             copiers: self.copier.enabled,
+            disk: self.memory.disk().is_some(),
             policies: Policies {
                 node: self.policy.policy(),
                 origins: self.origins.clone(),
@@ -276,6 +278,19 @@ mod tests {
     }
 
     #[test]
+    fn disk_needs_a_folder() {
+        assert!(!load("[memory]\ndisk_max_mib = 3\n").unwrap().settings().disk);
+        let config = load(
+            "[policy]\ndisk_after = \"0\"\n[memory]\ndisk_folder = \"/a\"\ndisk_max_mib = 3\n",
+        )
+        .unwrap();
+        assert!(config.settings().disk);
+        let folder = DiskFolder { path: "/a".into(), max_bytes: 3 << 20 };
+        assert_eq!(config.memory.disk(), Some(folder));
+        assert_eq!(config.policy.policy().disk_after_ms, 0);
+    }
+
+    #[test]
     fn a_drop_in_wins_value_by_value() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
@@ -304,6 +319,10 @@ mod tests {
             ("[policy]\npriority = 1001\n", "-1000 to 1000"),
             ("[policy]\npriority = 4294967297\n", "-1000 to 1000"),
             ("[policy\n", "TOML"),
+            ("[policy]\ndisk_after = \"0s\"\n", "or 0 for never"),
+            ("[memory]\ndisk_folder = \"disk\"\n", "memory.disk_folder: not an absolute path"),
+            ("[memory]\ndisk_folder = \"/a\"\ndisk_max_mib = 0\n", "memory.disk_max_mib"),
+            ("[memory]\ndisk_max_mib = 1073741825\n", "memory.disk_max_mib"),
             ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),
         ] {
             let error = load(text).unwrap_err().to_string();

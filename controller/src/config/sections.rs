@@ -7,6 +7,9 @@ use serde::Deserialize;
 
 use super::{ConfigError, duration};
 
+/// Maximum of `memory.disk_max_mib`: a pebibyte.
+const MAX_DISK_MIB: u64 = 1 << 30;
+
 /// Section `[timing]`: intervals and deadlines of the controller.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -37,6 +40,20 @@ pub struct MemorySection {
     pub host_pool_percent: u64,
     /// Name of the memory cgroup that is charged for the host pool.
     pub host_pool_cgroup: String,
+    /// Folder for the disk files of containers that are offloaded for long. Empty: their content
+    /// stays in host memory.
+    pub disk_folder: PathBuf,
+    /// Maximum size of all disk files, in MiB.
+    pub disk_max_mib: u64,
+}
+
+/// The folder for disk files of offloaded containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskFolder {
+    /// Absolute path of the folder.
+    pub path: PathBuf,
+    /// Maximum size of all disk files, in bytes.
+    pub max_bytes: u64,
 }
 
 /// Section `[driver]`: where the NVIDIA driver is installed.
@@ -109,7 +126,16 @@ impl MemorySection {
         total_bytes / 100 * self.host_pool_percent
     }
 
+    /// Returns the folder for disk files. `None`: content of offloaded containers stays in host memory.
+    #[must_use]
+    pub fn disk(&self) -> Option<DiskFolder> {
+        let path = self.disk_folder.clone();
+        let max_bytes = self.disk_max_mib << 20;
+        (!path.as_os_str().is_empty()).then_some(DiskFolder { path, max_bytes })
+    }
+
     pub(super) fn check(&self) -> Result<(), ConfigError> {
+        self.check_disk()?;
         if self.host_pool_percent > 90 {
             return Err(ConfigError::Bad(
                 "memory.host_pool_percent: out of range; accepted: 0 to 90".into(),
@@ -126,6 +152,23 @@ impl MemorySection {
         }
         Ok(())
     }
+
+    fn check_disk(&self) -> Result<(), ConfigError> {
+        let is_off = self.disk_folder.as_os_str().is_empty();
+        if !is_off && !self.disk_folder.is_absolute() {
+            return Err(ConfigError::Bad(
+                "memory.disk_folder: not an absolute path; accepted: an absolute path, or \"\" for \
+                 no disk"
+                    .into(),
+            ));
+        }
+        if !(1..=MAX_DISK_MIB).contains(&self.disk_max_mib) {
+            return Err(ConfigError::Bad(
+                "memory.disk_max_mib: out of range; accepted: 1 to 1073741824 (1 PiB)".into(),
+            ));
+        }
+        Ok(())
+    }
 }
 
 impl Default for MemorySection {
@@ -135,6 +178,8 @@ impl Default for MemorySection {
             node_reserve_mib: None,
             host_pool_percent: 50,
             host_pool_cgroup: "affinode-host-pool".into(),
+            disk_folder: PathBuf::new(),
+            disk_max_mib: 102_400,
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Feeds inputs to the core (the module that decides about moves). Executes the effects (actions)
 //! that the core returns, in their order.
 
-use affinode_core::{Effect, Input, Key, ProcessId, Record, copy_watch::TurnBackCause};
+use affinode_core::{
+    Effect, Input, Key, ProcessId, Record, copy_watch::TurnBackCause, input::Identity,
+};
 use affinode_proto::wire::{
     copier::CopierOrder,
     message::{Action, ControllerMessage},
@@ -51,6 +53,8 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
             host_pool::allow(actor, process, bytes, kept_bytes);
         }
         Effect::LeaveHostPool(process) => host_pool::leave(actor, process),
+        Effect::StoreOnDisk { process, bytes } => host_pool::store_on_disk(actor, process, bytes),
+        Effect::StopDisk(process) => host_pool::stop_disk(actor, process),
         Effect::Prove { key, number, with_processes } => {
             actor.inventory.ask(InventoryQuery::Prove { key, number, with_processes });
         }
@@ -79,11 +83,13 @@ pub(super) fn execute(actor: &mut NodeActor, effect: Effect) {
         }
         Effect::EndCopier { copier, why } => copiers::end(actor, copier, why),
         Effect::TurnBack(id, cause) => turn_back(actor, id, cause),
-        Effect::End { identity, by_force } => {
-            if let Err(error) = process::end(&identity, by_force) {
-                tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
-            }
-        }
+        Effect::End { identity, by_force } => end(&identity, by_force),
+    }
+}
+
+fn end(identity: &Identity, by_force: bool) {
+    if let Err(error) = process::end(identity, by_force) {
+        tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::io;
 
 use affinode_core::{Input, ProcessId};
+use affinode_proto::wire::message::ControllerMessage;
 
 use super::actor::NodeActor;
 
@@ -46,6 +47,38 @@ pub(super) fn leave(actor: &mut NodeActor, process: ProcessId) {
         // A host pool that has ended has no connections.
         tracing::debug!(process = process.0, %error, "process {}: not detached", process.0);
     }
+}
+
+/// Permits the process a disk file of this size, and orders it to move its content to the file. If
+/// the permission fails, the process gets no order, and the core ends the step as failed.
+pub(super) fn store_on_disk(actor: &mut NodeActor, process: ProcessId, bytes: u64) {
+    match allow_disk(actor, process, bytes) {
+        Ok(()) => {
+            if let Some(agent) = actor.agents.get_mut(&process) {
+                agent.send(ControllerMessage::StoreOnDisk);
+            }
+        }
+        Err(error) => tracing::warn!(
+            process = process.0, %error,
+            "process {}: cannot permit the move of its content to disk", process.0
+        ),
+    }
+}
+
+/// Permits no further content in the disk file of a process.
+pub(super) fn stop_disk(actor: &mut NodeActor, process: ProcessId) {
+    if let Err(error) = allow_disk(actor, process, 0) {
+        // Without the host pool, nothing is written.
+        tracing::debug!(process = process.0, %error, "process {}: disk not stopped", process.0);
+    }
+}
+
+/// Sets the maximum size of the disk file of a connected process.
+fn allow_disk(actor: &mut NodeActor, process: ProcessId, bytes: u64) -> io::Result<()> {
+    if !actor.in_host_pool.contains(&process) {
+        return Err(io::Error::other("the process is not connected to the host pool"));
+    }
+    actor.host_pool.allow_disk(process, bytes)
 }
 
 /// Connects a process to the host pool, and sends the process its end of the connection.

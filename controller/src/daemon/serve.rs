@@ -124,7 +124,7 @@ fn begin(
     let actor = NodeActor {
         node: Node::new(config.settings()),
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
-        host_pool: HostPool::new(host_pool::cgroup_of(&config.memory)),
+        host_pool: HostPool::new(host_pool::cgroup_of(&config.memory), config.memory.disk()),
         in_host_pool: BTreeSet::new(),
         config,
         run_dir: run_dir.to_owned(),

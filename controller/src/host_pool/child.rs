@@ -20,10 +20,16 @@ use tokio::{
     sync::oneshot,
 };
 
-/// Returns the command that runs the host pool in a memory cgroup.
-pub fn command(cgroup: &Path) -> Command {
+use crate::config::DiskFolder;
+
+/// Returns the command that runs the host pool in a memory cgroup. `disk` is its folder for disk
+/// files.
+pub fn command(cgroup: &Path, disk: Option<&DiskFolder>) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("affinode-host-pool").arg("host-pool").arg(cgroup);
+    if let Some(disk) = disk {
+        command.arg(&disk.path).arg(disk.max_bytes.to_string());
+    }
     command
 }
 

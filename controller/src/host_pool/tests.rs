@@ -9,18 +9,18 @@ use super::*;
 /// Time after which a test that still waits has failed.
 const TOO_LONG: Duration = Duration::from_secs(60);
 
-fn host_pool(program: fn(&Path) -> Command) -> HostPool {
-    HostPool { program, ..HostPool::new("/sys/fs/cgroup/affinode-test".into()) }
+fn host_pool(program: fn(&Path, Option<&DiskFolder>) -> Command) -> HostPool {
+    HostPool { program, ..HostPool::new("/sys/fs/cgroup/affinode-test".into(), None) }
 }
 
-fn sleeper(_: &Path) -> Command {
+fn sleeper(_: &Path, _: Option<&DiskFolder>) -> Command {
     let mut command = Command::new("sleep");
     command.arg("600");
     command
 }
 
 /// A program that exits when it has read one packet from its standard input.
-fn reader(_: &Path) -> Command {
+fn reader(_: &Path, _: Option<&DiskFolder>) -> Command {
     let mut command = Command::new("dd");
     command.args(["bs=128", "count=1", "status=none"]);
     command
@@ -28,7 +28,7 @@ fn reader(_: &Path) -> Command {
 
 /// A program that fails when it has read one packet. If it did not read, the packet could find the
 /// socket closed.
-fn failing_reader(_: &Path) -> Command {
+fn failing_reader(_: &Path, _: Option<&DiskFolder>) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", "dd bs=128 count=1 status=none > /dev/null; exit 1"]);
     command
@@ -48,7 +48,7 @@ async fn orders_pass_the_socket() {
     let mut pool = host_pool(sleeper);
     let (ours, theirs) = pair().unwrap();
     let own_stdin = pair().unwrap().1;
-    let child = HostPoolProcess::start(sleeper(pool.cgroup()), ours, own_stdin).unwrap();
+    let child = HostPoolProcess::start(sleeper(pool.cgroup(), None), ours, own_stdin).unwrap();
     pool.child = Some(child);
     let agent = pool.attach(ProcessId(7)).unwrap();
     pool.allow(ProcessId(7), 100, 3).unwrap();
@@ -61,6 +61,10 @@ async fn orders_pass_the_socket() {
         HostPoolOrder::decode(&frame),
         Ok(HostPoolOrder::Allow { process: 7, bytes: 100, kept_bytes: 3 })
     );
+    pool.allow_disk(ProcessId(7), 1 << 30).unwrap();
+    let (frame, _) = socket::receive(&theirs).unwrap();
+    let allowed = HostPoolOrder::AllowDisk { process: 7, bytes: 1 << 30 };
+    assert_eq!(HostPoolOrder::decode(&frame), Ok(allowed));
 }
 
 #[tokio::test]
@@ -105,14 +109,14 @@ async fn host_pool_that_fails_is_not_usable() {
     tokio::time::resume();
     until(|| !pool.is_running()).await;
     assert!(pool.is_usable());
-    let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
+    let mut pool = host_pool(|_, _| Command::new("/nonexistent/program"));
     pool.attach(ProcessId(7)).unwrap_err();
     assert!(!pool.is_usable());
 }
 
 #[tokio::test]
 async fn failed_start_is_not_repeated_at_once() {
-    let mut pool = host_pool(|_| Command::new("/nonexistent/program"));
+    let mut pool = host_pool(|_, _| Command::new("/nonexistent/program"));
     let refused = pool.attach(ProcessId(7)).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::NotFound);
     pool.program = sleeper;
@@ -126,7 +130,7 @@ async fn failed_start_is_not_repeated_at_once() {
 #[tokio::test]
 async fn a_dropped_host_pool_is_killed() {
     let (ours, theirs) = pair().unwrap();
-    let child = HostPoolProcess::start(sleeper(Path::new("/")), ours, theirs).unwrap();
+    let child = HostPoolProcess::start(sleeper(Path::new("/"), None), ours, theirs).unwrap();
     let is_running = child.watch();
     drop(child);
     until(|| !is_running()).await;
@@ -134,7 +138,11 @@ async fn a_dropped_host_pool_is_killed() {
 
 #[test]
 fn the_command_names_the_cgroup() {
-    let command = child::command(Path::new("/sys/fs/cgroup/affinode"));
-    let args: Vec<_> = command.as_std().get_args().collect();
-    assert_eq!(args, ["host-pool", "/sys/fs/cgroup/affinode"]);
+    let cgroup = Path::new("/sys/fs/cgroup/affinode");
+    let disk = DiskFolder { path: "/var/lib/disk".into(), max_bytes: 3 << 20 };
+    for (disk, more) in [(None, &[][..]), (Some(&disk), &["/var/lib/disk", "3145728"])] {
+        let command = child::command(cgroup, disk);
+        let args: Vec<_> = command.as_std().get_args().collect();
+        assert_eq!(args, [&["host-pool", "/sys/fs/cgroup/affinode"], more].concat());
+    }
 }

@@ -26,6 +26,7 @@ policy:
   checksum: true
   dedup: true
   prefault: true
+  disk_after: 2h
   allow_gpu_migration: true
   minimum_vram_mib: 1048576
   vram_limit: 64Gi
