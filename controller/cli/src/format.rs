@@ -11,6 +11,19 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
+/// Formats the size of offloaded memory: the part in host memory, and the part on disk if there is
+/// one, such as `8192 MiB, on disk 16.0 GiB`. Both sizes are in bytes. `disk_bytes` is a part of
+/// `offloaded_bytes`.
+#[must_use]
+pub fn offloaded(offloaded_bytes: u64, disk_bytes: u64) -> String {
+    let in_memory = offloaded_bytes.saturating_sub(disk_bytes);
+    match (in_memory, disk_bytes) {
+        (_, 0) => bytes(in_memory),
+        (0, _) => format!("on disk {}", bytes(disk_bytes)),
+        _ => format!("{}, on disk {}", bytes(in_memory), bytes(disk_bytes)),
+    }
+}
+
 /// Formats a rate per second, such as `0`, `0.5`, `12.0`, `340`, `33300`.
 #[must_use]
 pub fn rate(per_second: f64) -> String {

@@ -179,7 +179,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
             c.state.clone(),
             format::duration(since),
             format::bytes(c.vram_bytes),
-            format::bytes(c.offloaded_bytes),
+            format::offloaded(c.offloaded_bytes, c.disk_bytes),
             mode(c),
             reason,
         ];
@@ -192,7 +192,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         format::duration(since),
         format::duration(c.idle_ms),
         format::bytes(c.vram_bytes),
-        format::bytes(c.offloaded_bytes),
+        format::offloaded(c.offloaded_bytes, c.disk_bytes),
         stays(c),
         c.offloads.to_string(),
         moved(c.last_offload_ms, c.offloads),

@@ -74,6 +74,7 @@ fn list_container(
         reason_text: text_of(c.shown.reason.0, &c.shown.reason.1),
         vram_bytes: node.vram_bytes(key),
         offloaded_bytes: node.offloaded_bytes(key),
+        disk_bytes: node.disk_bytes(key),
         offloads: c.figures.offloads,
         restores: c.figures.restores,
         last_offload_ms: c.figures.last_offload_ms,

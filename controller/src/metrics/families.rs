@@ -16,7 +16,7 @@ use prometheus_client::{
 
 use super::labels::{
     BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels,
-    ReasonedLabels, StateLabels, UseLabels,
+    ReasonedLabels, ResultLabels, StateLabels, UseLabels,
 };
 
 type Sum = Counter<f64, AtomicU64>;
@@ -352,6 +352,8 @@ pub struct HostMemoryMetrics {
     pub free: Gauge,
     pub pool_size: Gauge,
     pub pool_used: Gauge,
+    pub disk_content: Gauge,
+    pub disk_steps: Family<ResultLabels, Counter>,
 }
 
 impl HostMemoryMetrics {
@@ -377,6 +379,16 @@ impl HostMemoryMetrics {
                 "host_pool_used",
                 Unit::Bytes,
                 "Memory of the host pool in use, in steps of 64 MiB",
+            ),
+            disk_content: registry.add_with_unit(
+                "disk_content",
+                Unit::Bytes,
+                "Content of offloaded containers that is on disk and not in host memory",
+            ),
+            disk_steps: registry.add(
+                "disk_steps",
+                "Moves of an offloaded container's content from host memory to disk. Label result: \
+                 stored (all content is on disk), failed",
             ),
         }
     }

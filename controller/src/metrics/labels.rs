@@ -117,6 +117,12 @@ pub struct ReasonLabels {
     pub reason: String,
 }
 
+/// Label with the result of an action.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ResultLabels {
+    pub result: &'static str,
+}
+
 /// Label with the kind of an event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct KindLabels {

@@ -23,7 +23,8 @@ use affinode_proto::{event::EventKind, state::State};
 
 use durations::MoveDurations;
 use labels::{
-    ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, ReasonedLabels, StateLabels,
+    ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, ReasonedLabels,
+    ResultLabels, StateLabels,
 };
 pub use reference::{MetricReference, metrics as metrics_reference};
 use table::MetricsTable;
@@ -162,6 +163,13 @@ impl Metrics {
             let reason = ReasonLabels { reason: event.reason.clone() };
             self.table.moves.refusals.get_or_create(&reason).inc();
         }
+        for (kind, result) in
+            [(EventKind::StoredOnDisk, "stored"), (EventKind::DiskFailed, "failed")]
+        {
+            if event.kind == kind.as_str() {
+                self.table.host.disk_steps.get_or_create(&ResultLabels { result }).inc();
+            }
+        }
         if event.kind == EventKind::State.as_str() {
             self.inner().moves.event(event, &self.table);
         }
@@ -272,6 +280,8 @@ impl Metrics {
         table.host.free.set(whole(node.host_free_bytes));
         table.host.pool_size.set(whole(node.host_pool_bytes));
         table.host.pool_used.set(whole(node.host_pool_used_bytes));
+        let on_disk = node.containers.iter().map(|c| c.disk_bytes).fold(0, u64::saturating_add);
+        table.host.disk_content.set(whole(on_disk));
     }
 
     fn fill_gpu(&self, gpu: &schema::Gpu) {

@@ -38,6 +38,7 @@ pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
         metrics.observe(&node, at_ms);
     }
     metrics.event(&Event { kind: EventKind::Refused.to_string(), ..Event::default() });
+    metrics.event(&Event { kind: EventKind::StoredOnDisk.to_string(), ..Event::default() });
     metrics.refused_request("host");
     Ok(parse(&metrics.text(&node, DeliveryCounts::default())?))
 }

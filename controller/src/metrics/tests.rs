@@ -40,6 +40,7 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
             no_progress_ms: 1,
             vram_bytes: held,
             offloaded_bytes: offloaded,
+            disk_bytes: offloaded / 2,
             copyable_share: Some(0.5),
             processes: vec![Process {
                 calls: held + offloaded,
@@ -96,6 +97,9 @@ fn lived() -> Metrics {
         reason: "managed-memory".into(),
         ..Event::default()
     });
+    for kind in ["stored-on-disk", "disk-failed", "disk-failed"] {
+        metrics.event(&Event { kind: kind.into(), ..Event::default() });
+    }
     metrics.refused_request("host");
     metrics
 }
@@ -119,6 +123,18 @@ fn every_metric_is_moved() {
                     .is_some_and(|value| value != 0.0)
         });
         assert!(moved, "{name} is 0 in all series:\n{text}");
+    }
+}
+
+#[test]
+fn disk_steps_are_counted_by_result() {
+    let text = lived().text(&node("Offloaded", 0, 9), DeliveryCounts::default()).unwrap();
+    for line in [
+        "affinode_disk_content_bytes 4",
+        "affinode_disk_steps_total{result=\"stored\"} 1",
+        "affinode_disk_steps_total{result=\"failed\"} 2",
+    ] {
+        assert!(text.contains(line), "{line} is not in\n{text}");
     }
 }
 

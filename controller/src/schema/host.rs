@@ -3,7 +3,7 @@
 use affinode_proto::api::control;
 
 /// Returns the host memory in use for all offloaded VRAM, in bytes. Zeros are not stored and do not
-/// count. Deduplicated memory counts once.
+/// count, and neither does content on disk. Deduplicated memory counts once.
 pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0, u64::saturating_add);
     let each = sum(&mut list.containers.iter().map(of_container));
@@ -16,7 +16,7 @@ fn of_container(c: &control::Container) -> u64 {
     let offloaded = c.processes.iter().filter(|p| !p.offloaded.is_empty());
     let left_out =
         offloaded.map(|p| p.zero_bytes.min(p.copied_out_bytes)).fold(0, u64::saturating_add);
-    c.offloaded_bytes.saturating_sub(left_out)
+    c.offloaded_bytes.saturating_sub(left_out).saturating_sub(c.disk_bytes)
 }
 
 #[cfg(test)]
@@ -54,6 +54,8 @@ mod tests {
         assert_eq!(used(&[(80, 40), (20, 10)]), 130);
         assert_eq!(used(&[(500, 40)]), 40, "one process was restored meanwhile");
         let gpu = &node(&[(80, 40)]).gpus[0];
+        let on_disk = control::Container { disk_bytes: 70, ..container.clone() };
+        assert_eq!(of_container(&on_disk), 20);
         assert_eq!((gpu.copier_shared_bytes, gpu.copier_stored_bytes), (80, 40));
     }
 }

@@ -105,7 +105,7 @@ fn row(c: &schema::Container, now_ms: i64) -> Row<'static> {
         Cell::from(state).style(Style::new().fg(colour(&c.state))),
         Cell::from(format::duration(since)),
         Cell::from(format::bytes(c.vram_bytes)),
-        Cell::from(format::bytes(c.offloaded_bytes)),
+        Cell::from(format::offloaded(c.offloaded_bytes, c.disk_bytes)),
         Cell::from(wake),
         Cell::from(format::safe(&c.reason_text)),
     ])

@@ -180,7 +180,7 @@ fn row(found: &NodeContainer, now_ms: i64, wide: bool) -> Vec<String> {
     if wide {
         cells.push(format::duration(c.idle_ms));
     }
-    cells.extend([format::bytes(c.vram_bytes), format::bytes(c.offloaded_bytes)]);
+    cells.extend([format::bytes(c.vram_bytes), format::offloaded(c.offloaded_bytes, c.disk_bytes)]);
     if wide {
         let wake = if c.restores == 0 { "-".into() } else { format!("{} ms", c.last_wake_ms) };
         cells.extend([c.offloads.to_string(), wake]);

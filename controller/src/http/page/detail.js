@@ -35,6 +35,12 @@ function kept(container) {
   return now ? [fact("Retained in host RAM", bytes(now))] : [];
 }
 
+// Share of the offloaded content that is on disk and not in host memory.
+function onDisk(container) {
+  const share = Math.round((100 * container.disk_bytes) / Math.max(1, container.offloaded_bytes));
+  return container.disk_bytes ? [fact("On disk", `${bytes(container.disk_bytes)}, ${share} % of the offloaded content`)] : [];
+}
+
 // VRAM that stays on the GPU while the container is offloaded, and the reasons.
 function stays(container) {
   const reasons = (container.staying_reasons || []).join(", ") || "context";
@@ -62,7 +68,7 @@ export function drawDetail(node, container) {
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
     fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${spared(container)}` : "–"),
     fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which the restore took ${took(container.last_restore_ms)}; 99 % of the wakes took at most ${took(container.wake_p99_ms)}` : "–"),
-    ...stays(container), ...kept(container),
+    ...stays(container), ...kept(container), ...onDisk(container),
     fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));
   tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},

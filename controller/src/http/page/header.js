@@ -66,7 +66,7 @@ export function drawHeader() {
   const zeros = (container) => container.processes.reduce((all, p) => all + (p.offloaded.length ? Math.min(p.zero_bytes || 0, p.copied_out_bytes || 0) : 0), 0);
   // Identical memory of several processes is stored once, by the copier.
   const copiers = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
-  const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container)));
+  const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container) - (container.disk_bytes || 0)));
   const stored = copiers((gpu) => gpu.copier_stored_bytes);
   const offloaded = Math.max(0, each - copiers((gpu) => gpu.copier_shared_bytes)) + stored;
   const saved = Math.max(0, copiers((gpu) => gpu.copier_shared_bytes) - stored);

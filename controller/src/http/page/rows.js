@@ -90,7 +90,7 @@ export function drawRow(key) {
   if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
   put(parts.word, container.state);
   put(parts.vram, bytes(container.vram_bytes));
-  put(parts.offloaded.firstChild, bytes(container.offloaded_bytes));
+  put(parts.offloaded.firstChild, bytes(Math.max(0, container.offloaded_bytes - (container.disk_bytes ?? 0))));
   put(parts.moves, container.offloads ? `${count(container.offloads)} ${container.offloads === 1 ? "offload" : "offloads"}` : "");
   put(parts.wake.firstChild, container.restores ? took(container.last_wake_ms) : "–");
   put(parts.p99, container.wake_p99_ms ? `p99 ${took(container.wake_p99_ms)}` : "");
