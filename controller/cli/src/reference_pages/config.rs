@@ -142,6 +142,9 @@ fn line(section: &str, name: &str, value: &str) -> String {
     format!("[{section}]\n{name} = {value}\n")
 }
 
+/// End of the accepted values of a duration that may be 0.
+const NEVER: &str = "or 0 for never";
+
 /// Returns the type and the accepted values of a key. The function sets the key to a table that no
 /// type accepts, and reads the expected type from the error.
 fn value_of(section: &str, name: &str) -> (&'static str, String) {
@@ -167,7 +170,8 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
                 {
                     // This is the range that holds for all durations. The next error shows a
                     // narrower range of this key, if it has one.
-                    Some((range, _)) => match accepted(&["\"366days\"", "\"1ms\""]).as_str() {
+                    Some((range, rest)) => match accepted(&["\"366days\"", "\"1ms\""]).as_str() {
+                        "" if rest.ends_with(NEVER) => ("duration", format!("{range}, {NEVER}")),
                         "" => ("duration", range.to_owned()),
                         narrower => ("duration", narrower.to_owned()),
                     },
@@ -293,6 +297,7 @@ mod tests {
             is("integer", "a number of MiB, up to 1048576")
         );
         assert_eq!(said("policy", "idle_timeout"), is("duration", "1ms to 366days"));
+        assert_eq!(said("policy", "disk_after"), is("duration", "1ms to 366days, or 0 for never"));
         assert_eq!(said("timing", "sample_interval"), is("duration", "10ms to 60s"));
         assert_eq!(said("timing", "lock_timeout"), is("duration", "1ms to 10m"));
         assert_eq!(said("report", "price_per_gpu_hour"), is("number", "0.0 or more"));

@@ -6,6 +6,7 @@
 //! | [`gpu`] | NVML, driver, devices, MPS |
 //! | [`kernel`] | permissions, system calls that agents and controller need |
 //! | [`memory`] | cgroups, host memory |
+//! | [`disk`] | the folder for content of containers that are offloaded for long |
 //! | [`containerd`] | the daemon: its process and version |
 //! | [`imports`] | reads the files of the daemon's configuration |
 //! | [`handler`] | the handler in the daemon's configuration |
@@ -21,6 +22,7 @@
 
 pub mod cdi;
 pub mod containerd;
+pub mod disk;
 pub mod files;
 pub mod gpu;
 pub mod handler;
@@ -148,6 +150,7 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let mut checks = gpu::judge(&gpus);
     checks.extend(kernel::judge(&kernel::KernelFacts::gather()));
     checks.extend(memory::judge(&memory::MemoryFacts::gather(&rules.memory, vram_used_bytes)));
+    checks.extend(disk::judge(disk::DiskFacts::gather(&rules.memory).as_ref()));
     let podman_alone = is_on_path("podman") && !is_on_path("containerd");
     checks.extend(containerd::judge(&daemon, podman_alone));
     if let Ok(daemon) = &daemon {

@@ -91,6 +91,14 @@ checks! {
         "Free host memory must be large enough for an offload of all VRAM that is in use now.",
         "Free host memory minus the reserve `memory.node_reserve_mib` is smaller than the VRAM in use. Some containers then keep their VRAM. If the free host memory is not larger than the reserve, no container can be offloaded.",
         "Add host memory, end other programs, or lower `memory.node_reserve_mib`.";
+    "memory", "disk folder":
+        "This check runs only if `memory.disk_folder` is set. The folder must be on a file system that \
+         supports direct I/O (O_DIRECT). Besides a twentieth of the file system, there should be free \
+         space for `memory.disk_max_mib`.",
+        "The folder does not exist, its file system has no direct I/O, or its free space is smaller \
+         than `memory.disk_max_mib`. Content of offloaded containers then stays in host memory.",
+        "Create the folder on a local disk, free space there, or change `memory.disk_folder` or \
+         `memory.disk_max_mib`.";
     "containerd", "daemon":
         "containerd must answer on its socket, unless only Podman is installed.",
         "containerd is not installed, does not run, or has its socket at another path.",
@@ -192,6 +200,7 @@ mod tests {
             include_str!("gpu.rs"),
             include_str!("kernel.rs"),
             include_str!("memory.rs"),
+            include_str!("disk.rs"),
             include_str!("containerd.rs"),
             include_str!("handler.rs"),
             include_str!("programs.rs"),
