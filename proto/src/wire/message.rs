@@ -558,9 +558,7 @@ impl ControllerMessage {
             }
             102 => Ok(ControllerMessage::Refuse { version: r.u32(), retry: r.u32() != 0 }),
             103 => {
-                let order = r.u64();
-                let code = r.u32();
-                let value = r.u64();
+                let (order, code, value) = (r.u64(), r.u32(), r.u64());
                 let action =
                     Action::from_code(code, value).ok_or(FrameError::Value("action", code))?;
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
