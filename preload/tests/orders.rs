@@ -44,7 +44,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::USES_HOST_POOL.0
                     | Capabilities::FREES_HOST_MEMORY.0
                     | Capabilities::GIVES_UP_COPIES.0
-                    | Capabilities::RELEASES_EARLY.0,
+                    | Capabilities::RELEASES_EARLY.0
+                    | Capabilities::STORES_ON_DISK.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,

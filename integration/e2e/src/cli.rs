@@ -109,6 +109,8 @@ pub struct ContainerRow {
     pub copyable_share: Option<f64>,
     /// VRAM that the container's processes hold while the container is offloaded, in bytes.
     pub staying_bytes: u64,
+    /// Content of the offloaded container that is on disk, in bytes.
+    pub disk_bytes: u64,
     /// Reasons why VRAM of the container stays on the GPU while the container is offloaded.
     pub staying_reasons: Vec<String>,
     /// Number of the container's offloads up to now.

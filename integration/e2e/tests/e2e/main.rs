@@ -10,6 +10,7 @@ mod controller_unit;
 mod copier;
 mod crio;
 mod dedup;
+mod disk_step;
 mod docker;
 mod docker_install;
 mod doctor;
