@@ -104,7 +104,8 @@ pub(super) fn keep_context(node: &mut NodeState, key: &Key) -> bool {
         return false;
     }
     let copied_bytes = needed(node);
-    let is_less = copied_bytes > 0 && copied_bytes < before_bytes;
+    // A copy to pages that the processes kept needs no memory, and frees VRAM nevertheless.
+    let is_less = copied_bytes < before_bytes && !has_nothing_to_copy(node, key);
     if !is_less {
         set(node, false);
     }

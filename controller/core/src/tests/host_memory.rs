@@ -17,9 +17,11 @@ use super::{
 };
 
 impl World {
-    /// Host memory that offloaded memory of the containers uses, in bytes.
+    /// Host memory that offloaded memory of the containers uses, in bytes, besides pages that they kept
+    /// before.
     fn host_used(&self) -> u64 {
-        let held = |a: &Agent| a.size - a.on_device() - a.local_memory_bytes();
+        let held =
+            |a: &Agent| (a.size - a.on_device() - a.local_memory_bytes()).saturating_sub(a.kept);
         self.agents.values().map(held).sum()
     }
 

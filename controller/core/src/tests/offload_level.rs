@@ -363,6 +363,22 @@ fn contexts_stay_while_host_memory_is_short() {
     }
 }
 
+/// The process still has the pages of its last offload, so that the copy needs no more memory. The
+/// contexts need some, which is missing.
+#[test]
+fn contexts_stay_if_the_copy_needs_no_memory() {
+    let mut world = auto();
+    world.container_mut(AUTO).policy.engine = Engine::Full;
+    let id = world.running(AUTO, 400);
+    world.agents.get_mut(&id).unwrap().kept = 300;
+    world.host_total = Some(50);
+    world.ask_offload(AUTO, id);
+    world.settle();
+    let found = (world.state(AUTO), world.agents[&id].phase);
+    assert_eq!(found, (State::Offloaded, Phase::CopiedOut));
+    assert_eq!(world.refused, [""; 0]);
+}
+
 /// Host memory becomes short after the copy, before the checkpoint. The container must stay copied
 /// out.
 #[test]
