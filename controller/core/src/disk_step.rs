@@ -38,7 +38,7 @@ const NODE_PAUSE_MS: Millis = 600_000;
 const MAX_FAILED: u32 = 2;
 /// Minimum pause of a container after its content was stored. Its next offload counts for
 /// `disk_after` anyway, so this limits only a process whose counters are false.
-const MIN_PAUSE_MS: Millis = 60_000;
+const MIN_PAUSE_MS: Millis = 5_000;
 
 /// The disk step in progress, and the results of the earlier ones.
 #[derive(Debug, Default)]

@@ -213,7 +213,7 @@ impl<'a> Campaign<'a> {
 fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     env.watch.clear();
     let squeezed = env.setup == Setup::Squeezed;
-    let together = plan.together && !squeezed;
+    let together = plan.together && !squeezed && !env.setup.uses_host_pool();
     let mut outcome = if together { env.bring_together() } else { Ok(()) };
     report.together += u64::from(env.is_together());
     let error =
@@ -259,6 +259,8 @@ fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec
         return stayed.into_iter().map(finding).collect();
     }
     let woken = |event: &&crate::cli::EventRow| event.from == "Restoring" && event.to == "Active";
+    let stored = |event: &&crate::cli::EventRow| event.kind == "stored-on-disk";
+    report.stored += env.watch.log().iter().filter(stored).count() as u64;
     report.wakes += env.watch.log().iter().filter(woken).count() as u64;
     let leaks = env.leaks();
     match leaks {

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeSet,
+    sync::atomic::{AtomicU64, Ordering},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -68,6 +69,12 @@ const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// VRAM of a twin (one of two containers with equal contents), in MiB. Both twins can share a part
 /// of their contents.
 const TWIN_MIB: u64 = 144;
+/// Maximum size of all disk files in the setups that use the disk, in MiB: enough for all containers,
+/// or for a part of them.
+const LARGE_DISK_MIB: u64 = 8192;
+const SMALL_DISK_MIB: u64 = 260;
+/// Number of the next host pool's cgroup.
+static NEXT_POOL: AtomicU64 = AtomicU64::new(0);
 /// Maximum number of attempts to make the twins share contents. In each attempt, each twin is
 /// restored and offloaded.
 const TURNS: usize = 2;
@@ -127,6 +134,8 @@ pub struct ChaosEnv {
     quiet: Option<LeakCheck>,
     started: u64,
     returns: Vec<JoinHandle<Option<Duration>>>,
+    /// Folder for disk files, in the setups that use the disk.
+    _disk: Option<tempfile::TempDir>,
 }
 
 impl ChaosEnv {
@@ -151,6 +160,22 @@ impl ChaosEnv {
             // controller could refuse evictions that the test expects.
             config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
         }
+        let mut disk = None;
+        if setup.uses_host_pool() {
+            let folder = tempfile::tempdir_in("/var/tmp")?;
+            let max_mib = if setup == Setup::FullDisk { SMALL_DISK_MIB } else { LARGE_DISK_MIB };
+            // The pool's cgroup is outside of the testbed, so its name is unique.
+            let memory = format!(
+                "[memory]\nhost_pool_percent = 1\nhost_pool_cgroup = \"affinode-chaos-{}-{}\"\n\
+                 disk_folder = \"{}\"\ndisk_max_mib = {max_mib}",
+                std::process::id(),
+                NEXT_POOL.fetch_add(1, Ordering::Relaxed),
+                folder.path().display(),
+            );
+            config = config.replace("dedup = true", "dedup = false\ndisk_after = \"1ms\"");
+            config = config.replace("[memory]", &memory);
+            disk = Some(folder);
+        }
         let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
             "--checkpoint-fixed-ms",
             setup.move_ms(),
@@ -172,6 +197,7 @@ impl ChaosEnv {
             quiet: None,
             started: 0,
             returns: Vec::new(),
+            _disk: disk,
         };
         for role in 0..WORKLOADS.len() {
             let actor = stage.start(role)?;
@@ -183,7 +209,7 @@ impl ChaosEnv {
         stage.rest()?;
         if setup == Setup::Squeezed {
             stage.squeeze()?;
-        } else {
+        } else if !setup.uses_host_pool() {
             stage.bring_together()?;
         }
         stage.quiet = Some(stage.census()?);
@@ -381,16 +407,20 @@ impl ChaosEnv {
         let turn = usize::try_from(self.started).unwrap_or(0);
         // Shared contents are charged to the copier's cgroup. In `Squeezed`, sharing would
         // therefore reduce the memory shortage that this setup must cause.
-        let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
+        let shares =
+            TWINS.contains(&role) && self.setup != Setup::Squeezed && !self.setup.uses_host_pool();
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
+        let pooled = self.setup.uses_host_pool();
         let fits = |way: &Way| {
             // Twins can share contents only with the engine `full`, because only this engine
             // registers memory with the copier. If host memory is short, the twins use the engine
             // `checkpoint`, which frees all host memory at each restore.
-            (!TWINS.contains(&role) || way.engine == of_twins)
+            (!TWINS.contains(&role) || way.engine == of_twins || pooled)
                 // Retained copies and prefaulted memory reduce the host memory for other offloads.
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
+                // Containers that are prefaulted do not use the host pool.
+                && !(pooled && way.prepares)
         };
         let ways: Vec<Way> = WAYS.into_iter().filter(fits).collect();
         let gpu = (self.gpus == 2).then(|| usize::from(!TWINS.contains(&role)));

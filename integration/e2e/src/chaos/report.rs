@@ -37,6 +37,8 @@ pub struct Report {
     pub wakes: u64,
     /// Number of rounds that began while the twins shared contents.
     pub together: u64,
+    /// Number of containers whose content moved to disk, summed over all rounds.
+    pub stored: u64,
     /// Longest time from the kill of a controller to the first reply of the next controller, in
     /// milliseconds. The time includes the start of the command that receives the reply.
     pub longest_return_ms: u64,
@@ -64,6 +66,7 @@ impl Report {
         self.verified += round.verified;
         self.wakes += round.wakes;
         self.together += round.together;
+        self.stored += round.stored;
         self.longest_return_ms = self.longest_return_ms.max(round.longest_return_ms);
         self.findings.extend(round.findings);
     }
@@ -105,7 +108,7 @@ impl Report {
         let _ = writeln!(
             text,
             "\n{} GPU, seed {}: {} rounds in {:.0} s, {} of them from content held once; {} processes \
-             verified, {} wakes, first answer of a controller within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
+             verified, {} wakes, {} moves to disk, first answer of a controller within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
             self.gpu,
             self.seed,
             self.rounds,
@@ -113,6 +116,7 @@ impl Report {
             self.together,
             self.verified,
             self.wakes,
+            self.stored,
             self.longest_return_ms,
             of("lost"),
             of("stuck"),

@@ -41,6 +41,17 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
+/// Runs rounds in which content goes to the host pool, which becomes full, and moves on to disk.
+#[test]
+fn rounds_with_content_on_disk_lose_no_process() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    // Content moves to disk in block number 2 of ten (rounds 20 to 29).
+    let options = Options { seed: 1, first: 20, rounds: 4, gpu, worlds: 1, gpus: 1 };
+    let report = without_findings(&options)?;
+    assert!(report.verified > 0 && report.stored > 0, "{}", report.table());
+    Ok(())
+}
+
 /// Runs rounds in which each offload or restore takes seconds, and requires that no process is
 /// lost. Such a move takes longer than three time limits of the controller: for an agent's report,
 /// for a pause of allocations, and for a reading of NVML.
