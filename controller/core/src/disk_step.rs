@@ -97,11 +97,13 @@ pub(super) fn update(node: &mut NodeState) {
     }
 }
 
-/// Returns the container that has been offloaded longest among those whose content is to move to
-/// disk.
+/// Returns the container whose content is to move to disk next. Containers without a step so far
+/// come first, and among them the one that has been offloaded longest. So a container whose counters
+/// are false takes no turn of another.
 fn longest_offloaded(node: &NodeState) -> Option<Key> {
     let due = node.registry.containers.iter().filter(|(key, c)| is_due(node, key, c));
-    let first = due.min_by_key(|(key, c)| (c.shown.since, (*key).clone()));
+    let turn = |c: &Container| (c.offload_failures.disk_not_before, c.shown.since);
+    let first = due.min_by_key(|(key, c)| (turn(c), (*key).clone()));
     first.map(|(key, _)| key.clone())
 }
 
@@ -137,8 +139,7 @@ fn may_store(process: &Process) -> bool {
 
 /// Whether content of the process is not on disk.
 fn lacks_disk(process: &Process) -> bool {
-    let chunks = process.activity.counters.as_ref().map_or(0, |counters| counters.disk_chunks);
-    process.content_bytes() > 0 && (chunks == 0 || shows(process, ProcessFlags::DISK_FAILED))
+    process.disk_bytes() < process.content_bytes() || shows(process, ProcessFlags::DISK_FAILED)
 }
 
 fn shows(process: &Process, flags: ProcessFlags) -> bool {
@@ -208,6 +209,9 @@ fn has_begun(process: &Process, had_failed: bool) -> bool {
 /// Records and publishes the result of a step.
 fn finish(node: &mut NodeState, step: DiskStep, result: StepResult) {
     let now = node.clock.now;
+    // From now on the disk files of these processes do not grow.
+    let stop = step.processes.iter().map(|id| Effect::StopDisk(*id));
+    node.output.effects.extend(stop);
     let event = match &result {
         StepResult::Ended => return,
         StepResult::Stored => {
@@ -219,9 +223,6 @@ fn finish(node: &mut NodeState, step: DiskStep, result: StepResult) {
             if node.disk.failed_in_a_row >= MAX_FAILED {
                 node.disk.not_before = now + NODE_PAUSE_MS;
             }
-            // A process that continues may fill the disk no further.
-            let stop = step.processes.iter().map(|id| Effect::StopDisk(*id));
-            node.output.effects.extend(stop);
             NodeEvent::new(EventKind::DiskFailed, failed_text(why))
         }
     };

@@ -5,7 +5,7 @@ use affinode_proto::{
     reason::Reason,
     wire::{
         Hazards, Phase,
-        message::{Action, BUSY_LOADER, BUSY_NVML, Outcome},
+        message::{Action, BUSY_LOADER, BUSY_NVML, DISK_UNREADABLE, Outcome},
     },
 };
 
@@ -256,6 +256,12 @@ impl OrderReport {
     }
 
     fn failed(&self, call: &str, pid: u32) -> String {
+        if self.cuda_error == DISK_UNREADABLE {
+            return format!(
+                "process {pid}: its content on disk cannot be read; it is tried again and again: \
+                 check the disk of memory.disk_folder"
+            );
+        }
         format!("process {pid}: {call} failed with CUDA error {}", self.cuda_error)
     }
 
@@ -293,6 +299,12 @@ mod tests {
     fn report(outcome: Outcome, cuda_error: u32) -> OrderReport {
         let (phase, swap) = (Phase::Open, SwapStatus::default());
         OrderReport { order: 1, outcome, phase, cuda_error, swap }
+    }
+
+    #[test]
+    fn unreadable_disk_is_named() {
+        let detail = report(Outcome::DriverError, DISK_UNREADABLE).failed("mapping the memory", 7);
+        assert!(detail.contains("process 7") && detail.contains("memory.disk_folder"), "{detail}");
     }
 
     #[test]

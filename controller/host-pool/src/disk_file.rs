@@ -5,7 +5,10 @@ use std::{
     collections::BTreeSet,
     io,
     os::fd::{AsFd, BorrowedFd},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use aes_gcm::{AeadInPlace, Aes256Gcm, KeyInit};
@@ -49,11 +52,11 @@ pub enum StoreError {
 
 /// A buffer for direct I/O, for one piece.
 #[derive(Debug)]
-pub struct PieceBuffer(Vec<u8>);
+struct PieceBuffer(Vec<u8>);
 
 impl PieceBuffer {
     /// Allocates the buffer.
-    pub fn new() -> PieceBuffer {
+    fn new() -> PieceBuffer {
         PieceBuffer(vec![0; DISK_PIECE_BYTES as usize + ALIGNMENT])
     }
 
@@ -71,6 +74,8 @@ pub struct DiskFile {
     files: NewFile,
     /// Offsets of the pieces that count as used.
     pieces: Mutex<BTreeSet<u64>>,
+    /// Whether the process needs the content no more.
+    is_closed: AtomicBool,
 }
 
 impl DiskFile {
@@ -80,12 +85,23 @@ impl DiskFile {
     /// [`DiskError`] names the step that failed.
     pub fn create(folder: &Arc<DiskFolder>) -> Result<DiskFile, DiskError> {
         let files = folder.create()?;
-        Ok(DiskFile { folder: Arc::clone(folder), files, pieces: Mutex::default() })
+        Ok(DiskFile {
+            folder: Arc::clone(folder),
+            files,
+            pieces: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+        })
     }
 
     /// Returns the descriptor for the process, which can only be read.
     pub fn readable(&self) -> BorrowedFd<'_> {
         self.files.readable.as_fd()
+    }
+
+    /// Records that the process needs the content no more. When this value is dropped, the file
+    /// becomes empty, even if the process keeps its descriptor.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
     }
 
     /// Encrypts a piece of the memory file, and writes it. The file may have at most
@@ -98,10 +114,10 @@ impl DiskFile {
         memory: BorrowedFd<'_>,
         piece: &Piece,
         allowed_bytes: u64,
-        buffer: &mut PieceBuffer,
     ) -> Result<DiskTag, StoreError> {
         let size = usize::try_from(piece.bytes.min(DISK_PIECE_BYTES)).unwrap_or_default();
         self.take(piece.offset, allowed_bytes)?;
+        let mut buffer = PieceBuffer::new();
         let content = buffer.aligned(size);
         for_all(content.len(), |at| {
             rustix::io::pread(memory, &mut content[at..], piece.offset + at as u64)
@@ -120,6 +136,9 @@ impl DiskFile {
     /// Counts a piece as used. Every piece counts with its maximum size.
     fn take(&self, offset: u64, allowed_bytes: u64) -> Result<(), StoreError> {
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        if allowed_bytes == 0 {
+            return Err(StoreError::NotAllowed { allowed_bytes });
+        }
         if pieces.contains(&offset) {
             return Ok(());
         }
@@ -137,6 +156,10 @@ impl DiskFile {
 
 impl Drop for DiskFile {
     fn drop(&mut self) {
+        if self.is_closed.load(Ordering::Acquire) {
+            // After an error, the file exists as long as the process keeps its descriptor.
+            let _ = rustix::fs::ftruncate(&self.files.writable, 0);
+        }
         let pieces = self.pieces.get_mut().unwrap_or_else(PoisonError::into_inner);
         self.folder.give_back(pieces.len() as u64 * DISK_PIECE_BYTES);
     }

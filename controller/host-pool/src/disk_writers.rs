@@ -6,17 +6,17 @@ use std::{
     os::fd::BorrowedFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
     },
 };
 
-use affinode_proto::wire::host_pool::{FromHostPool, MAX_PENDING};
+use affinode_proto::wire::host_pool::{DiskTag, FromHostPool, MAX_PENDING};
 
 use crate::{
     client::Client,
-    disk_file::{DiskFile, Piece, PieceBuffer, StoreError},
+    disk_file::{DiskFile, Piece, StoreError},
     pool::{Pool, spawn},
     socket,
 };
@@ -30,9 +30,22 @@ pub struct DiskWriters {
     /// The disk file of the process.
     pub file: Arc<DiskFile>,
     pieces: SyncSender<Piece>,
+    work: Weak<Work>,
+}
+
+/// The threads of an earlier file, which may still write pieces that were requested before.
+#[derive(Debug)]
+pub struct EarlierWriters(Weak<Work>);
+
+impl EarlierWriters {
+    /// Whether all threads have ended.
+    pub fn have_ended(&self) -> bool {
+        self.0.strong_count() == 0
+    }
 }
 
 /// What the threads of one process share.
+#[derive(Debug)]
 struct Work {
     pool: Arc<Pool>,
     client: Arc<Client>,
@@ -68,10 +81,17 @@ impl DiskWriters {
                 started => started?,
             }
         }
-        let writers = DiskWriters { file, pieces: sender };
+        let writers = DiskWriters { file, pieces: sender, work: Arc::downgrade(&work) };
         // The threads that were started have their own references.
         pool.let_go_all(work);
         Ok(writers)
+    }
+
+    /// Ends the use of the file: the threads end after the pieces that were requested, and the last
+    /// of them frees the file's space on the disk.
+    pub fn close(self) -> EarlierWriters {
+        self.file.close();
+        EarlierWriters(self.work)
     }
 
     /// Adds a piece. Waits while [`MAX_PENDING`] pieces wait already. Returns false if no thread is
@@ -83,11 +103,10 @@ impl DiskWriters {
 
 /// Body of a thread.
 fn run(work: Arc<Work>) {
-    let mut buffer = PieceBuffer::new();
     loop {
         let next = work.pieces.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(piece) = next else { break };
-        let stored = catch_unwind(AssertUnwindSafe(|| work.store(&piece, &mut buffer)));
+        let stored = catch_unwind(AssertUnwindSafe(|| work.store(&piece)));
         let tag = stored.ok().and_then(|stored| work.logged(stored));
         let reply = FromHostPool::Stored {
             offset: piece.offset,
@@ -98,18 +117,16 @@ fn run(work: Arc<Work>) {
             work.pool.end(&work.client);
         }
     }
-    let pool = Arc::clone(&work.pool);
+    let (pool, file) = (Arc::clone(&work.pool), Arc::clone(&work.file));
     pool.let_go_all(work);
+    // The last reference deletes the file, which can take long. No lock is held.
+    drop(file);
 }
 
 impl Work {
-    fn store(
-        &self,
-        piece: &Piece,
-        buffer: &mut PieceBuffer,
-    ) -> Result<affinode_proto::wire::host_pool::DiskTag, StoreError> {
+    fn store(&self, piece: &Piece) -> Result<DiskTag, StoreError> {
         let allowed_bytes = self.client.disk_allowance.bytes();
-        self.file.store(self.client.memory.file(), piece, allowed_bytes, buffer)
+        self.file.store(self.client.memory.file(), piece, allowed_bytes)
     }
 
     /// Logs the first failure of the process.

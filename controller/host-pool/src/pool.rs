@@ -18,7 +18,7 @@ use crate::{
     client::{Client, DiskAllowance, ReadError},
     disk_file::{DiskFile, Piece},
     disk_folder::DiskFolder,
-    disk_writers::DiskWriters,
+    disk_writers::{DiskWriters, EarlierWriters},
     memory_file::{CreateError, MemoryFile, Populated},
     queue::{ClientId, Job, Queue, Request},
     socket,
@@ -27,6 +27,9 @@ use crate::{
 /// Time for which a request that finds too little memory waits for an `Allow`. The `Allow` that
 /// permits it may have been sent earlier and arrive later.
 pub const LATE_ALLOW: Duration = Duration::from_secs(1);
+
+/// Maximum time for which a process's request for a disk file waits for the end of its earlier one.
+const EARLIER_END: Duration = Duration::from_secs(5);
 
 /// Maximum number of workers.
 const MAX_WORKERS: usize = 16;
@@ -245,7 +248,7 @@ impl Pool {
     fn hear(self: &Arc<Self>, client: &Arc<Client>) -> Result<(), ReadError> {
         let file = Some(client.memory.file());
         socket::send(&client.socket, &FromHostPool::File.encode(), file)?;
-        let mut writers = None;
+        let (mut writers, mut earlier) = (None::<DiskWriters>, None);
         while let Some(frame) = socket::receive(&client.socket)? {
             let goes_on = match ToHostPool::decode(&frame)? {
                 ToHostPool::Populate { offset, bytes, processor } => {
@@ -253,10 +256,10 @@ impl Pool {
                     self.push(client, Request { offset, bytes, processor, deadline })
                 }
                 ToHostPool::OpenDisk => {
-                    if writers.is_none() {
+                    if writers.is_none() && self.have_ended(earlier.as_ref()) {
                         writers = self.open_disk(client);
                     }
-                    let file = writers.as_ref().map(|writers: &DiskWriters| &writers.file);
+                    let file = writers.as_ref().map(|writers| &writers.file);
                     let reply = FromHostPool::DiskFile { done: file.is_some() };
                     let file = file.map(|file| file.readable());
                     socket::send(&client.socket, &reply.encode(), file)?;
@@ -268,7 +271,7 @@ impl Pool {
                     writers.as_ref().is_some_and(|writers| writers.push(piece))
                 }
                 ToHostPool::CloseDisk => {
-                    writers = None;
+                    earlier = writers.take().map(DiskWriters::close).or(earlier);
                     true
                 }
             };
@@ -289,6 +292,14 @@ impl Pool {
         drop(state);
         self.work.notify_one();
         pushed
+    }
+
+    /// Waits until the threads of a process's earlier disk file have ended. A process has threads for
+    /// one file only. False: they have not ended in time.
+    fn have_ended(&self, earlier: Option<&EarlierWriters>) -> bool {
+        let run = |_: &mut State| earlier.is_some_and(|earlier| !earlier.have_ended());
+        let waited = self.unused.wait_timeout_while(self.lock(), EARLIER_END, run);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Creates the disk file of a process, if the process may have one.

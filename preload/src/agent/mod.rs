@@ -205,8 +205,12 @@ impl Agent {
             self.look_after();
             self.tidy();
             self.take_note();
-            if matches!(self.machine.phase(), Phase::CopiedOut | Phase::Checkpointed) {
-                swap::go_on_storing();
+            match self.machine.phase() {
+                Phase::CopiedOut => swap::go_on_storing(true),
+                Phase::Checkpointed => swap::go_on_storing(false),
+                // Also after a restore that was given up.
+                Phase::Open => swap::stop_storing(),
+                _ => {}
             }
             // The driver may be called only while it neither locks nor checkpoints the process.
             // Memory that is shared stays on the GPU, so requests for it are also answered while

@@ -26,8 +26,8 @@ use super::layout::AllocationLayout;
 use super::prefault::{self, StagingPlace};
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
-    SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use, loader_lock,
-    local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
+    SWAP, checksum, copier_offload, copier_restore, disk, driver, host_pressure, is_in_use,
+    loader_lock, local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
 use crate::counters::CounterPage;
 use crate::process;
@@ -45,6 +45,10 @@ pub const GIVEN_UP: u32 = 0xffff_0004;
 /// Error of [`copy_out`]: another thread holds the dynamic loader's lock, and may itself wait at
 /// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
+
+/// Error of [`copy_in`](super::copy_in): the disk does not return content that was moved there. The
+/// driver does not use this code. The content may become readable again, so the process waits.
+pub const DISK_UNREADABLE: u32 = affinode_proto::wire::message::DISK_UNREADABLE;
 
 /// Whether a part of the process's memory is not on the device: content is in the staging pool or
 /// exported, or the local memory of a context is released.
@@ -84,6 +88,9 @@ pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
 }
 
 fn copy_to_host(pool: &mut StagingPool, how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
+    // Content of an earlier offload that could not be restored is lost with its context.
+    disk::cancel();
+    disk::finish(pool);
     // The copy-out assigns new offsets and begins the pool itself.
     prefault_ahead::stop(pool);
     let Some((bytes, context)) = assign() else {
@@ -387,6 +394,7 @@ pub fn tidy(all: bool) -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
     }
+    disk::tidy();
     let tidy = |pool: &mut StagingPool| {
         let tidied = match all {
             true => pool.free_next(),

@@ -69,7 +69,7 @@ fn copy_to_device(wait: &VramWait) -> Result<(), u32> {
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
         let begun =
             as_result(each(is_copied, |id, piece| fill((pool, wait), &mut copies, id, piece)))
-                .and_then(|()| match disk::is_used() {
+                .and_then(|()| match disk::has_any() {
                     true => disk_restore::fill(pool, &mut copies),
                     false => Ok(()),
                 });

@@ -79,8 +79,11 @@ pub struct DiskJob {
     /// Address of the buffers, [`BUFFERS_BYTES`] long. They stay mapped.
     buffers: AtomicUsize,
     /// Address of a mapping of the disk file, as long as the staging pool. The file exists as long as
-    /// this mapping, even if the application closes the descriptor. 0: no content is on disk.
+    /// this mapping, even if the application closes the descriptor. 0: there is none.
     mapped: AtomicUsize,
+    mapped_bytes: AtomicUsize,
+    /// 1 while content may be in the disk file.
+    used: AtomicU32,
     key: UnsafeCell<DiskKey>,
     /// The buffers' state during a restore.
     pub slots: [DiskSlot; SLOTS],
@@ -99,6 +102,8 @@ impl DiskJob {
             tags: AtomicUsize::new(0),
             buffers: AtomicUsize::new(0),
             mapped: AtomicUsize::new(0),
+            mapped_bytes: AtomicUsize::new(0),
+            used: AtomicU32::new(0),
             key: UnsafeCell::new([0; 32]),
             slots: [const { DiskSlot::none() }; SLOTS],
         }
@@ -198,7 +203,29 @@ impl DiskJob {
         // SAFETY: no content is stored yet, so nothing reads the key.
         unsafe { *self.key.get() = file.key };
         self.tags.store(file.tags, Ordering::Release);
+        self.mapped_bytes.store(self.pool_bytes(), Ordering::Release);
         self.mapped.store(file.mapped, Ordering::Release);
+        self.used.store(1, Ordering::Release);
+    }
+
+    /// Closes a disk file that is not used any more. This can take long: if the host pool has ended,
+    /// the kernel deletes the file here. Called while no content is in the file, by the storing
+    /// thread, or by the agent while the process is resident.
+    pub fn release(&self) {
+        let mapped = self.mapped.swap(0, Ordering::AcqRel);
+        if mapped == 0 {
+            return;
+        }
+        fds::DISK.close();
+        let tags = self.tags.swap(0, Ordering::AcqRel);
+        let pool_bytes = self.mapped_bytes.load(Ordering::Acquire);
+        for (start, bytes) in [(mapped, pool_bytes), (tags, tag_bytes(pool_bytes))] {
+            // SAFETY: the job has mapped this range, and the file is not used. A cancelled thread
+            // uses the range only with the lock, after it has checked that it was not cancelled.
+            unsafe { sys::unmap_private(start as *mut u8, bytes) };
+        }
+        // SAFETY: the content of the buffers is not needed.
+        unsafe { sys::discard(self.buffer(0) as *mut u8, BUFFERS_BYTES, false) };
     }
 
     /// Runs `body` while the job is locked. `None`: the job was cancelled.
@@ -272,7 +299,12 @@ pub fn pieces(pool_bytes: usize, chunk: usize) -> impl Iterator<Item = (usize, u
 
 /// Whether any content may be in a disk file.
 pub fn is_used() -> bool {
-    SWAP.disk.mapped() != 0
+    SWAP.disk.used.load(Ordering::Acquire) == 1
+}
+
+/// Whether any chunk is in a disk file.
+pub fn has_any() -> bool {
+    is_used() && (0..SWAP.disk.pool_bytes().div_ceil(CHUNK_BYTES)).any(has)
 }
 
 /// Whether this chunk is in a disk file, and not in memory.
@@ -310,22 +342,21 @@ fn is_ready(job: &DiskJob) -> bool {
         return false;
     }
     let memory = with_pool_if_free(|pool| pool.host_pool_memory()).flatten();
-    if let Some((start, bytes)) = memory {
-        job.start.store(start, Ordering::Release);
-        job.bytes.store(bytes, Ordering::Release);
-    }
-    memory.is_some()
+    let Some((start, bytes)) = memory else { return false };
+    job.start.store(start, Ordering::Release);
+    job.bytes.store(bytes, Ordering::Release);
+    true
 }
 
 /// Hands the next chunk to the thread, if it wants one. First ends the chunk's registration with
-/// the driver, because registered pages cannot be freed.
-pub fn go_on() {
+/// the driver, because registered pages cannot be freed. `may_call`: the driver may be called now.
+pub fn go_on(may_call: bool) {
     let job = &SWAP.disk;
     let wants = job.state.load(Ordering::Acquire) == STORING
         && job.handed.load(Ordering::Acquire) == NOTHING;
     if wants && is_used() {
         // If a context is ending, the thread asks again.
-        with_pool_if_free(|pool| job.hand(pool.next_to_store()));
+        with_pool_if_free(|pool| job.hand(pool.next_to_store(may_call)));
     }
 }
 
@@ -333,6 +364,10 @@ pub fn go_on() {
 /// the disk.
 pub fn cancel() {
     let job = &SWAP.disk;
+    // Only the calling thread, the agent, begins a job.
+    if job.state.load(Ordering::Acquire) != STORING {
+        return;
+    }
     job.lock.hold(|| {
         let (from, to) = (STORING, CANCELLED);
         if job.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
@@ -342,7 +377,15 @@ pub fn cancel() {
     job.wake_thread();
 }
 
-/// Frees the disk file after all content is on the device again.
+/// Closes the disk file of a process that is resident for some time, so that no call waits for it.
+pub fn tidy() {
+    let job = &SWAP.disk;
+    if !is_used() && job.state.load(Ordering::Acquire) == IDLE {
+        job.release();
+    }
+}
+
+/// Records that all content is on the device again, or lost with its context.
 pub fn finish(pool: &mut StagingPool) {
     note(ProcessFlags::DISK_FAILED, false);
     let job = &SWAP.disk;
@@ -356,17 +399,8 @@ pub fn finish(pool: &mut StagingPool) {
     }
     job.stored.clear();
     job.count();
+    job.used.store(0, Ordering::Release);
     host_pool::close_disk();
-    fds::DISK.close();
-    let mapped = (job.mapped.swap(0, Ordering::AcqRel), pool_bytes);
-    let tags = (job.tags.swap(0, Ordering::AcqRel), tag_bytes(pool_bytes));
-    for (start, bytes) in [mapped, tags] {
-        // SAFETY: the job has mapped this range. The thread uses it only with the lock, after it
-        // has checked that it was not cancelled.
-        unsafe { sys::unmap_private(start as *mut u8, bytes) };
-    }
-    // SAFETY: the content of the buffers is not needed.
-    unsafe { sys::discard(job.buffer(0) as *mut u8, BUFFERS_BYTES, false) };
 }
 
 fn note(flag: ProcessFlags, on: bool) {

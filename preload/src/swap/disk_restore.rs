@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! slot:  empty ──agent: next piece──> wanted ──reader: read, decrypt──> ready ──agent: copied──> empty
-//!                                                └── failed
+//!                                                └── unreadable, damaged
 //! ```
 //!
 //! Each slot has a buffer for one piece and a thread that reads. The agent copies the pieces in
@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use affinode_cuda_sys::result;
 
 use super::allocations::MemoryPlace;
-use super::copy::CopyStreams;
+use super::copy::{CopyStreams, DISK_UNREADABLE};
 use super::disk::{self, PIECE_BYTES};
 use super::driver::call;
 use super::layout::AllocationLayout;
@@ -32,9 +32,12 @@ pub const SLOTS: usize = 8;
 const EMPTY: u32 = 0;
 const WANTED: u32 = 1;
 const READY: u32 = 2;
-const FAILED: u32 = 3;
+/// The disk has returned an error.
+const UNREADABLE: u32 = 3;
+/// The disk has returned something other than what was stored.
+const DAMAGED: u32 = 4;
 /// The reader must end.
-const OVER: u32 = 4;
+const OVER: u32 = 5;
 
 /// One buffer and the piece that is read to it. An all-zero value is an empty slot without a reader.
 #[repr(C)]
@@ -87,23 +90,27 @@ impl DiskSlot {
         let (offset, bytes) =
             (self.offset.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed));
         let buffer = SWAP.disk.buffer(number);
-        let is_right =
-            read(buffer, bytes, offset) && SWAP.disk.decrypt_stored(offset, bytes, buffer);
-        self.set(if is_right { READY } else { FAILED });
+        self.set(match read(buffer, bytes, offset) {
+            false => UNREADABLE,
+            true if SWAP.disk.decrypt_stored(offset, bytes, buffer) => READY,
+            true => DAMAGED,
+        });
     }
 }
 
 /// Copies all content that is in the disk file to device memory that is mapped for it.
 ///
 /// # Errors
-/// Returns the driver's code, or [`result::ECC_UNCORRECTABLE`] if the disk does not return what was
-/// written. The content stays on the disk, and the call can be repeated.
+/// Returns the driver's code, [`DISK_UNREADABLE`] if the disk returns an error, or
+/// [`result::ECC_UNCORRECTABLE`] if it returns something other than what was stored. The content stays
+/// on the disk, and the call can be repeated.
 pub fn fill(pool: &StagingPool, copies: &mut CopyStreams) -> Result<(), u32> {
     let chunks = pool.bytes().div_ceil(CHUNK_BYTES);
     let mut pieces = (0..chunks)
         .filter(|chunk| disk::has(*chunk))
         .flat_map(|chunk| disk::pieces(pool.bytes(), chunk));
-    let Some(mut layout) = AllocationLayout::of(|piece| piece.place == MemoryPlace::Mapped) else {
+    let Some(mut layout) = AllocationLayout::by_offset(|piece| piece.place == MemoryPlace::Mapped)
+    else {
         return Err(result::OUT_OF_MEMORY);
     };
     let slots = &SWAP.disk.slots;
@@ -120,11 +127,11 @@ pub fn fill(pool: &StagingPool, copies: &mut CopyStreams) -> Result<(), u32> {
         let Some(slot) = slots.get(number) else { break };
         let state = slot.wait(WANTED);
         wanted -= 1;
-        if state == FAILED {
-            copied = copied.and(Err(result::ECC_UNCORRECTABLE));
-        } else if copied.is_ok() {
-            copied = copy_piece(pool, copies, &mut layout, &mut place, (slot, number));
-        }
+        copied = copied.and_then(|()| match state {
+            UNREADABLE => Err(DISK_UNREADABLE),
+            DAMAGED => Err(result::ECC_UNCORRECTABLE),
+            _ => copy_piece(pool, copies, &mut layout, &mut place, (slot, number)),
+        });
         slot.set(EMPTY);
         if copied.is_ok()
             && let Some(piece) = pieces.next()
@@ -134,6 +141,8 @@ pub fn fill(pool: &StagingPool, copies: &mut CopyStreams) -> Result<(), u32> {
         }
         number = (number + 1) % SLOTS;
     }
+    // After an error, copies from the buffers may still run.
+    let copied = copied.and(copies.synchronize());
     if registered {
         pool.unregister_buffers(SWAP.disk.buffer(0));
     }

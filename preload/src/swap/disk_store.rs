@@ -40,29 +40,26 @@ pub unsafe extern "C" fn main(_: *mut c_void) -> *mut c_void {
 /// Returns a descriptor of the disk file for this thread: a thread that was cancelled may wait for
 /// the disk while the agent closes its own. `None`: content cannot be stored.
 fn open(job: &DiskJob) -> Option<Descriptor> {
+    // Late replies to an earlier storing, which has failed or was cancelled. Until all have come, the
+    // host pool may read pages that are free by now.
+    while !host_pool::has_all_replies() {
+        reply(job)?;
+    }
+    if disk::is_used() {
+        // The rest of the content follows to the same file. The buffers exist.
+        return fds::DISK.get().and_then(sys::duplicate);
+    }
+    job.release();
     let needed_bytes = ((STORING_BUFFER + 1) * PIECE_BYTES) as u64;
     if host_pressure::is_critical(needed_bytes, StagingPlace::Own) || !job.has_buffers() {
         return None;
-    }
-    // Late replies to an earlier storing, which has failed or was cancelled.
-    while matches!(job.if_storing(host_pool::receive), Some(Ok(Some(_)))) {}
-    if disk::is_used() {
-        // The rest of the content follows to the same file.
-        return fds::DISK.get().and_then(sys::duplicate);
     }
     let mut key = [0; 32];
     datagram::random(&mut key).ok()?;
     if job.if_storing(|| host_pool::ask(&ToHostPool::OpenDisk)) != Some(true) {
         return None;
     }
-    let file = loop {
-        match reply(job)? {
-            (FromHostPool::DiskFile { done: true }, Some(file)) => break file,
-            // A late reply to a storing that was cancelled.
-            (FromHostPool::Stored { .. }, None) => {}
-            _ => return None,
-        }
-    };
+    let (FromHostPool::DiskFile { done: true }, Some(file)) = reply(job)? else { return None };
     let own = sys::duplicate(file.number())?;
     let pool_bytes = job.pool_bytes();
     let tag_bytes = disk::tag_bytes(pool_bytes);
@@ -121,18 +118,14 @@ fn is_stored(job: &DiskJob, file: i32, chunk: usize) -> bool {
         let Some((FromHostPool::Stored { offset, done: true, tag }, _)) = reply(job) else {
             return false;
         };
-        // The reply may be a late one for another chunk, whose storing was cancelled.
-        let within = (offset as usize).checked_sub(chunk * CHUNK_BYTES);
-        if let Some((within, place)) =
-            within.and_then(|at| Some((at, tags.get_mut(at / PIECE_BYTES)?)))
-        {
-            let left = chunk_bytes(pool_bytes, chunk).saturating_sub(within);
-            if !is_readable(job, (file, &tag), offset as usize, left.min(PIECE_BYTES)) {
-                return false;
-            }
-            *place = Some(tag);
-            pending -= 1;
+        let within = (offset as usize).wrapping_sub(chunk * CHUNK_BYTES);
+        let Some(place) = tags.get_mut(within / PIECE_BYTES) else { return false };
+        let left = chunk_bytes(pool_bytes, chunk).saturating_sub(within);
+        if !is_readable(job, (file, &tag), offset as usize, left.min(PIECE_BYTES)) {
+            return false;
         }
+        *place = Some(tag);
+        pending -= 1;
     }
 }
 

@@ -46,6 +46,10 @@ const HAS_FILE: u32 = 1;
 /// open another file with the same number.
 const BROKEN: u32 = 2;
 
+/// Number of requests to store a piece that have no reply yet on the present connection. While there
+/// are any, the host pool may still read from the memory file.
+static UNANSWERED: AtomicU32 = AtomicU32::new(0);
+
 /// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the
 /// earlier connection's file keeps its content.
 pub fn meet(socket: Option<Descriptor>) {
@@ -71,6 +75,7 @@ fn note_lost(is_lost: bool) {
 /// Ends the connection to the host pool. No helper may be running.
 fn hang_up() {
     STATE.store(NO_FILE, Ordering::Release);
+    UNANSWERED.store(0, Ordering::Release);
     if let Some(socket) = fds::HOST_POOL.get() {
         // A forked child may have the socket too, so it is shut down and not only closed.
         sys::shut_down(socket);
@@ -121,7 +126,25 @@ pub fn close_disk() {
 /// Sends a request on the present connection. False: there is none.
 pub fn ask(request: &ToHostPool) -> bool {
     let socket = fds::HOST_POOL.get().filter(|_| has_file());
-    socket.is_some_and(|socket| sys::send(socket, &request.encode(), None).is_ok())
+    let sent = socket.is_some_and(|socket| sys::send(socket, &request.encode(), None).is_ok());
+    if sent && matches!(request, ToHostPool::Store { .. }) {
+        UNANSWERED.fetch_add(1, Ordering::AcqRel);
+    }
+    sent
+}
+
+/// Whether all requests to store a piece have a reply.
+pub fn has_all_replies() -> bool {
+    UNANSWERED.load(Ordering::Acquire) == 0
+}
+
+/// Counts a reply to a request to store a piece.
+fn count_reply(message: FromHostPool) -> FromHostPool {
+    if matches!(message, FromHostPool::Stored { .. }) {
+        let less = |count: u32| count.checked_sub(1);
+        let _ = UNANSWERED.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+    }
+    message
 }
 
 /// Receives a message that has arrived, and its descriptor if it has one. `Ok(None)`: none has
@@ -134,7 +157,8 @@ pub fn receive() -> Result<Option<(FromHostPool, Option<Descriptor>)>, ()> {
     let mut frame = [0; FRAME_BYTES];
     match sys::receive(socket, &mut frame) {
         Ok((FRAME_BYTES, file)) => {
-            FromHostPool::decode(&frame).map(|message| Some((message, file))).map_err(|_| ())
+            let message = FromHostPool::decode(&frame).map(count_reply);
+            message.map(|message| Some((message, file))).map_err(|_| ())
         }
         Err(sys::EAGAIN | sys::EINTR) => Ok(None),
         _ => Err(()),
@@ -187,7 +211,7 @@ fn reply(socket: i32) -> Option<(usize, bool)> {
         }
         let mut frame = [0; FRAME_BYTES];
         match sys::receive(socket, &mut frame) {
-            Ok((FRAME_BYTES, _)) => match FromHostPool::decode(&frame) {
+            Ok((FRAME_BYTES, _)) => match FromHostPool::decode(&frame).map(count_reply) {
                 Ok(FromHostPool::Populated { offset, done }) => {
                     return Some((usize::try_from(offset).ok()? / CHUNK_BYTES, done));
                 }

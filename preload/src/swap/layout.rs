@@ -38,6 +38,23 @@ impl AllocationLayout {
         tables(|tables| AllocationLayout::within(tables, which))
     }
 
+    /// Returns the layout of the pieces for which `which` is true, by their offsets in the staging
+    /// pool. It differs from [`Self::of`] if the offsets were assigned among other pieces. `None`: out
+    /// of memory.
+    pub fn by_offset(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
+        tables(|tables| {
+            let mut order = AllocationLayout(ChunkedMap::empty());
+            let mut from = AllocationId::FIRST;
+            while let Some((id, piece)) = tables.next(from, &which) {
+                from = id.next();
+                if !order.0.insert(LayoutEntry { key: piece.offset, id }) {
+                    return None;
+                }
+            }
+            Some(order)
+        })
+    }
+
     /// Same as [`Self::of`], with tables that are locked already.
     pub fn within(
         tables: &mut AllocationTables,

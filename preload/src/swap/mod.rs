@@ -95,7 +95,7 @@ pub use self::copy::{
 };
 pub use self::copy_in::copy_in;
 use self::disk::DiskJob;
-pub use self::disk::{begin as store_on_disk, go_on as go_on_storing};
+pub use self::disk::{begin as store_on_disk, cancel as stop_storing, go_on as go_on_storing};
 pub use self::ipc::answer;
 use self::local_memory::ReleasedLimits;
 pub use self::peer_devices::is_reached;

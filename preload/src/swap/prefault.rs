@@ -133,10 +133,14 @@ impl Prefault {
         core::array::from_fn(|n| self.near.get(n).map_or(0, |word| word.load(Ordering::Relaxed)))
     }
 
+    /// Number of chunks from the pool's first byte on that get content.
+    pub fn chunks(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed).div_ceil(CHUNK_BYTES)
+    }
+
     /// Whether the pages of all chunks that get content are present.
     pub fn has_all_pages(&self) -> bool {
-        let chunks = self.bytes.load(Ordering::Relaxed).div_ceil(CHUNK_BYTES);
-        (0..chunks).all(|chunk| self.resident.has(chunk) || self.empty.has(chunk))
+        (0..self.chunks()).all(|chunk| self.resident.has(chunk) || self.empty.has(chunk))
     }
 
     /// Whether helpers are running.

@@ -311,10 +311,15 @@ impl StagingPool {
     }
 
     /// Returns the next chunk whose content can be moved to a disk file, and ends its registration
-    /// with the driver. `None`: there is none.
-    pub fn next_to_store(&mut self) -> Option<usize> {
-        let mut chunks = (0..self.chunks()).rev().filter(|chunk| PREFAULT.resident.has(*chunk));
-        chunks.find(|chunk| self.unregister(*chunk))
+    /// with the driver. `may_call`: the driver may be called now. `None`: there is none.
+    pub fn next_to_store(&mut self, may_call: bool) -> Option<usize> {
+        let is_free = |pool: &StagingPool, chunk: usize| may_call || !pool.registered.has(chunk);
+        // Pages behind the content are left from an earlier, larger copy.
+        while may_call && self.shrink(PREFAULT.chunks()) {}
+        let mut chunks = (0..PREFAULT.chunks().min(self.chunks())).rev();
+        chunks.find(|chunk| {
+            PREFAULT.resident.has(*chunk) && is_free(self, *chunk) && self.unregister(*chunk)
+        })
     }
 
     /// Registers the buffers of a restore from disk with the driver. False: the copies are slower.

@@ -93,6 +93,11 @@ pub const BUSY_NVML: u32 = 0xffff_0003;
 /// use this value.
 pub const BUSY_LOADER: u32 = 0xffff_0002;
 
+/// Special value of `cuda_error` in the report of a restore. The outcome is
+/// [`Outcome::DriverError`], because the disk did not return content that was moved there. The
+/// content may become readable again. The driver does not use this value.
+pub const DISK_UNREADABLE: u32 = 0xffff_0005;
+
 /// Maximum number of GPUs on a node. On a node with more GPUs, no container is migrated.
 pub const MAX_GPUS: usize = 32;
 /// Maximum number of GPUs in one [`ControllerMessage::Gpus`] frame.

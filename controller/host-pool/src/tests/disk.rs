@@ -124,7 +124,7 @@ fn disk_files_have_a_maximum_size() {
     let disk = start(3 * PIECE);
     let (first, second) = (disk.process(1, 4, 2), disk.process(2, 4, 4));
     let folder = |disk: &Disk| disk.pool.pool.disk_used_bytes();
-    let _file = first.open_disk().unwrap();
+    let kept = first.open_disk().unwrap();
     assert!(first.store(0).is_some() && first.store(1).is_some());
     assert!(first.store(2).is_none(), "more than the process may store");
     assert!(first.store(1).is_some(), "the piece counts already");
@@ -141,7 +141,13 @@ fn disk_files_have_a_maximum_size() {
         assert!(Instant::now() < end, "the file's size still counts");
         std::thread::yield_now();
     }
+    let blocks = rustix::fs::fstat(&kept).unwrap().st_blocks;
+    assert_eq!(blocks, 0, "the process keeps its descriptor, but no space");
     assert!(second.store(1).is_some());
+    disk.pool.order(HostPoolOrder::AllowDisk { process: 2, bytes: 0 }, None);
+    // The host pool carries out its orders one after another.
+    drop(disk.pool.attach(3));
+    assert!(second.store(1).is_none(), "nothing is written any more");
 }
 
 #[test]
@@ -174,7 +180,7 @@ fn permission_may_arrive_after_the_request() {
 }
 
 #[test]
-fn folder_without_direct_io_is_refused() {
+fn folder_that_cannot_be_used_is_refused() {
     let mounted = tempfile::tempdir().unwrap();
     let refused = DiskFolder::open(&mounted.path().join("missing"), 1).unwrap_err();
     assert!(refused.to_string().contains("missing"), "{refused}");

@@ -17,7 +17,7 @@ use nix::sys::socket::{
 
 use super::super::allocations::{Allocation, AllocationPiece};
 use super::super::backing::{back, property_on};
-use super::super::copy::{copy_out, is_copied_out};
+use super::super::copy::{DISK_UNREADABLE, copy_out, is_copied_out};
 use super::super::copy_in::copy_in;
 use super::super::digest::SLOT_BYTES;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake};
@@ -134,7 +134,7 @@ impl World {
     /// Plays the agent's part until something is true.
     fn until(&self, done: impl Fn() -> bool) {
         while !done() {
-            go_on();
+            go_on(true);
             std::thread::yield_now();
         }
     }
@@ -179,6 +179,7 @@ impl Drop for World {
         cancel();
         self.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
         with_pool(|pool| finish(pool));
+        tidy();
         self.end_pool();
         host_pool::meet(None);
         forget_all();
@@ -292,8 +293,6 @@ fn disk_that_becomes_full_keeps_the_rest_in_memory() {
     world.store();
     assert_eq!(world.stored(), 1, "the last chunk, which is small, and not the next");
     assert!((1..before).contains(&world.memory_bytes()));
-    // The host pool has replied to all requests.
-    world.until(|| world.script().asked == 13);
     // With space again, the rest follows.
     world.script().mood = Mood::Good;
     world.store();
@@ -336,6 +335,7 @@ fn restore_does_not_wait_for_the_disk() {
     world.offload();
     begin();
     world.until(|| world.script().asked > 0);
+    assert!(!host_pool::has_all_replies());
     assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
     // Late replies do not disturb the next offload.
     for late in std::mem::take(&mut world.script().late) {
@@ -361,6 +361,12 @@ fn damaged_file_is_noticed_and_can_be_read_again() {
     assert_eq!(copy_in(None), Err(result::ECC_UNCORRECTABLE));
     assert!(is_copied_out() && world.fake.held().mappings == 0);
     disk.write_all_at(&byte, 9 << 20).unwrap();
+    // A disk that cannot be read is no damage. Here the end of the file is missing.
+    let (end, mut last) = (disk.metadata().unwrap().len() - 4096, [0; 4096]);
+    disk.read_exact_at(&mut last, end).unwrap();
+    disk.set_len(end).unwrap();
+    assert_eq!(copy_in(None), Err(DISK_UNREADABLE));
+    disk.write_all_at(&last, end).unwrap();
     assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
@@ -378,6 +384,49 @@ fn failed_restore_from_disk_is_repeated() {
         assert!(is_copied_out() && world.stored() == 1);
         assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true), "{function}");
     }
+}
+
+/// The host pool may still read memory for requests that it has not answered. A second storing must
+/// not free this memory before.
+#[test]
+fn second_storing_waits_for_replies_to_the_first() {
+    let world = World::new(Mood::Silent);
+    world.offload();
+    begin();
+    world.until(|| world.script().asked == 4);
+    cancel();
+    world.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
+    world.script().mood = Mood::Good;
+    begin();
+    // The second storing has begun, and asks for nothing.
+    let end_us = sys::now_us() + 200_000;
+    world.until(|| sys::now_us() > end_us);
+    assert_eq!((world.script().asked, world.stored()), (4, 0));
+    for late in std::mem::take(&mut world.script().late) {
+        send(world.socket.as_raw_fd(), &late, MsgFlags::MSG_NOSIGNAL).unwrap();
+    }
+    world.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
+    assert_eq!((world.stored(), world.memory_bytes()), (1, 0));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// Pages behind the content, from an earlier and larger copy, are freed and not stored.
+#[test]
+fn pages_behind_the_content_are_not_stored() {
+    let world = World::of(LARGE, Mood::Good);
+    world.offload();
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+    // Only a small part of the memory leaves now.
+    locked(|all| {
+        let large = all.iter_mut().filter(|one| one.piece.bytes > 8 << 20);
+        large.for_each(|one| one.piece.stays = true);
+    });
+    world.offload();
+    let before = world.memory_bytes();
+    assert!(before > CHUNK_BYTES as u64, "the pages of both chunks exist: {before}");
+    world.store();
+    assert_eq!((world.memory_bytes(), has(0), has(1)), (0, true, false));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
 #[test]
