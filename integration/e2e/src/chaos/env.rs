@@ -69,6 +69,9 @@ const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// VRAM of a twin (one of two containers with equal contents), in MiB. Both twins can share a part
 /// of their contents.
 const TWIN_MIB: u64 = 144;
+/// Size of the host pool in the setups that use it, in MiB. Each process needs at least 128 MiB of it
+/// and each twin 272 MiB, so it does not suffice for all containers.
+const SMALL_POOL_MIB: u64 = 700;
 /// Maximum size of all disk files in the setups that use the disk, in MiB: enough for all containers,
 /// or for a part of them.
 const LARGE_DISK_MIB: u64 = 8192;
@@ -166,8 +169,9 @@ impl ChaosEnv {
             let max_mib = if setup == Setup::FullDisk { SMALL_DISK_MIB } else { LARGE_DISK_MIB };
             // The pool's cgroup is outside of the testbed, so its name is unique.
             let memory = format!(
-                "[memory]\nhost_pool_percent = 1\nhost_pool_cgroup = \"affinode-chaos-{}-{}\"\n\
+                "[memory]\nhost_pool_percent = {}\nhost_pool_cgroup = \"affinode-chaos-{}-{}\"\n\
                  disk_folder = \"{}\"\ndisk_max_mib = {max_mib}",
+                (SMALL_POOL_MIB * 100).div_ceil(memory_total_mib()?).min(90),
                 std::process::id(),
                 NEXT_POOL.fetch_add(1, Ordering::Relaxed),
                 folder.path().display(),
@@ -617,4 +621,12 @@ impl ChaosEnv {
         }
         Ok(longest_ms)
     }
+}
+
+/// Returns the memory of this node in MiB.
+fn memory_total_mib() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.context("no MemTotal")?.trim().trim_end_matches(" kB").parse::<u64>()?;
+    Ok(kib >> 10)
 }

@@ -71,13 +71,23 @@ impl Watch {
     /// first `from` events are ignored.
     #[must_use]
     pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
+        let entered = |event: &EventRow| {
+            event.kind == "state" && event.container == name && event.to == state
+        };
+        self.wait_for(entered, from, patience)
+    }
+
+    /// Waits for an event of a kind. Returns false if the time limit has passed.
+    #[must_use]
+    pub fn wait_kind(&self, kind: &str, patience: Duration) -> bool {
+        self.wait_for(|event| event.kind == kind, 0, patience)
+    }
+
+    fn wait_for(&self, which: impl Fn(&EventRow) -> bool, from: usize, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         let mut events = self.seen.events();
         loop {
-            let entered = |event: &EventRow| {
-                event.kind == "state" && event.container == name && event.to == state
-            };
-            if events.log.iter().skip(from).any(entered) {
+            if events.log.iter().skip(from).any(&which) {
                 return true;
             }
             let left = deadline.saturating_duration_since(Instant::now());
