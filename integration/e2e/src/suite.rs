@@ -37,6 +37,7 @@ mod cost;
 mod crashers;
 mod cycle;
 mod dedup;
+mod disk;
 mod engines;
 mod exchange;
 mod given_up;
@@ -161,6 +162,15 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         let config = format!("{CONFIG}{}", host_pool::OFF);
         let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
         report.part(&world.world()?, part, host_pool::in_own_memory);
+    }
+    let part = "content on disk";
+    if report.wants(part) {
+        let folder = tempfile::tempdir_in("/var/tmp").context("cannot create a folder on disk")?;
+        let config = format!("{CONFIG}{}", disk::config(folder.path()));
+        let world = TestbedConfig::default().release(release).gpu(gpu.clone()).config(&config);
+        let world = world.world()?;
+        report.part(&world, part, |world, rows| disk::moves(world, folder.path(), rows));
+        world.keep_logs();
     }
     for (part, own, layout) in [
         ("exchange", "", exchange::Layout::Pieces),
