@@ -155,7 +155,7 @@ mod tests {
         for blocks in [0, 1, 7, 8, 9, 16, 259] {
             let key: DiskKey = core::array::from_fn(|n| (n * 7 + blocks) as u8);
             let nonce: [u8; 12] = core::array::from_fn(|n| (n * 31 + blocks) as u8);
-            let clear: Vec<u8> = (0..blocks * 16).map(|n| (n * n >> 3) as u8).collect();
+            let clear: Vec<u8> = (0..blocks * 16).map(|n| ((n * n) >> 3) as u8).collect();
             let mut sealed = clear.clone();
             let cipher = <Aes256Gcm as aes_gcm::KeyInit>::new(&key.into());
             let tag: DiskTag =

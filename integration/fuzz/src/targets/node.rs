@@ -404,5 +404,6 @@ fn page(bytes: &mut Unstructured<'_>) -> Result<CounterSnapshot> {
         inflight: bytes.arbitrary()?,
         last_hook: bytes.arbitrary()?,
         filling_bytes: bytes.arbitrary()?,
+        disk_chunks: bytes.arbitrary()?,
     })
 }

@@ -178,7 +178,7 @@ impl Drop for World {
     fn drop(&mut self) {
         cancel();
         self.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
-        with_pool(|pool| finish(pool));
+        with_pool(finish);
         tidy();
         self.end_pool();
         host_pool::meet(None);
