@@ -33,7 +33,7 @@ pub struct Piece {
 /// Reason why a piece is not in the disk file.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The controller has not allowed the process so much.
+    /// The file would have more than the controller has allowed.
     #[error("the process may not store more than {allowed_bytes} bytes")]
     NotAllowed {
         /// Maximum size of the process's file in bytes.
@@ -55,7 +55,7 @@ pub enum StoreError {
 struct PieceBuffer(Vec<u8>);
 
 impl PieceBuffer {
-    /// Allocates the buffer.
+    /// Allocates a buffer for the largest piece.
     fn new() -> PieceBuffer {
         PieceBuffer(vec![0; DISK_PIECE_BYTES as usize + ALIGNMENT])
     }

@@ -55,7 +55,7 @@ struct Work {
 }
 
 impl DiskWriters {
-    /// Starts the threads.
+    /// Starts the threads that write a file.
     ///
     /// # Errors
     /// No thread can be started.

@@ -374,7 +374,7 @@ impl Pool {
     }
 }
 
-/// Starts a thread.
+/// Starts a thread with a small stack.
 ///
 /// # Errors
 /// The kernel permits no further thread.

@@ -46,7 +46,7 @@ pub const GIVEN_UP: u32 = 0xffff_0004;
 /// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Error of [`copy_in`](super::copy_in): the disk does not return content that was moved there. The
+/// Error of `copy_in`: the disk does not return content that was moved there. The
 /// driver does not use this code. The content may become readable again, so the process waits.
 pub const DISK_UNREADABLE: u32 = affinode_proto::wire::message::DISK_UNREADABLE;
 

@@ -286,7 +286,7 @@ fn content_that_reads_back_otherwise_stays() {
 }
 
 #[test]
-fn disk_that_becomes_full_keeps_the_rest_in_memory() {
+fn full_disk_keeps_the_rest_in_memory() {
     let world = World::of(LARGE, Mood::Full(9));
     world.offload();
     let before = world.memory_bytes();
