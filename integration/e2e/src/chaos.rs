@@ -62,7 +62,7 @@ use setup::Setup;
 /// Number of rounds in a block. The rounds of a block use the same environment.
 const BLOCK: u64 = 10;
 /// Time for which a round waits until content of a container is on disk.
-const STORED_WITHIN: Duration = Duration::from_secs(5);
+const STORED_WITHIN: Duration = Duration::from_secs(15);
 /// Number of findings (violated invariants) after which a campaign ends.
 const ENOUGH: usize = 5;
 
