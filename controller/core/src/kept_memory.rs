@@ -93,6 +93,8 @@ fn kept_by_others(
 /// Host memory in this place that a process can free after its restore in progress, in bytes.
 fn restoring_bytes(process: &Process, place: &MemoryPlace) -> u64 {
     let bytes = process.memory.swap.copied_out_bytes.min(process.offloaded_vram_bytes());
+    // Content on disk does not return to host memory.
+    let bytes = bytes.saturating_sub(process.disk_bytes());
     if is_there(process, place) && can_free(process) { bytes } else { 0 }
 }
 

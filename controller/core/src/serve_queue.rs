@@ -275,12 +275,13 @@ pub(super) fn proven(
 
 /// Ends grants that take too long. If the restore has not begun, the grant ends together with
 /// its promise of VRAM. If the restore has begun, only the pauses of the other processes end,
-/// and the promise stays.
+/// and the promise stays. The pauses also end as soon as a restore only waits for the disk.
 pub(super) fn check_grants(node: &mut NodeState) {
     let now = node.clock.now;
     let keys: Vec<Key> = node.admission.grants.keys().cloned().collect();
     for key in keys {
         let copy_ms = node.admission.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
+        let has_vram = only_reads_disk(node, &key);
         let Some(grant) = node.admission.grants.get(&key) else { continue };
         let age = now.saturating_sub(grant.since);
         let late = age
@@ -310,15 +311,44 @@ pub(super) fn check_grants(node: &mut NodeState) {
                 container.restore_failures.has_wasted_a_turn(now);
             }
             grants::abort_grant(node, &key);
-        } else if late && let Some(mut grant) = node.admission.grants.remove(&key) {
+        } else if (late || has_vram)
+            && let Some(mut grant) = node.admission.grants.remove(&key)
+        {
             // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), or has
             // stopped waiting for it, so the other processes may allocate again while it copies.
+            if has_vram {
+                // It counts as used now.
+                node.admission.ledger.release(&key);
+            }
             holds::release_holds(node, &mut grant);
             grant.uuids.clear();
             grant.doubted = true;
             node.admission.grants.insert(key, grant);
         }
     }
+}
+
+/// Whether the restore of a granted container has all its VRAM, and still reads content from disk.
+/// This can take minutes, for which other containers of the GPU must not wait.
+fn only_reads_disk(node: &NodeState, key: &Key) -> bool {
+    let Some(grant) = node.admission.grants.get(key) else { return false };
+    let restoring = || {
+        let all = grant.covers.iter().filter_map(|id| node.registry.processes.get(id));
+        all.filter(|process| process.pending.is_some_and(|order| order.action.is_restore()))
+    };
+    grant.is_granted()
+        && !grant.doubted
+        && grant.want.is_none()
+        && restoring().any(|process| process.disk_bytes() > 0)
+        && restoring().all(holds_its_vram)
+}
+
+/// Whether NVML shows that an offloaded process holds as much VRAM as its restore needs.
+fn holds_its_vram(process: &Process) -> bool {
+    let held = |uuid: &str| -> u64 {
+        process.memory.vram.iter().filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
+    };
+    process.vram_to_restore().is_some_and(|needs| needs.iter().all(|d| held(&d.uuid) >= d.bytes))
 }
 
 /// Whether no process uses a completed grant. The grant covers no process that can be restored, and

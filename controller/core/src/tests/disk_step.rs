@@ -139,6 +139,35 @@ fn content_moves_only_where_it_may() {
     }
 }
 
+/// A restore from disk has all its VRAM at its begin, and then waits for the disk. A container whose
+/// content is in memory must not wait for it.
+#[test]
+fn restore_from_disk_delays_no_other_restore() {
+    for chunks in [0, 1] {
+        let (mut world, ids) = world(2);
+        wait_until(&mut world, AUTO[0], HOUR);
+        store(&mut world, ids[0], chunks, chunks == 0);
+        world.call(ids[0]);
+        while world.state(AUTO[0]) != State::Restoring {
+            world.work(ids[1]);
+            world.answer_question();
+        }
+        // The library maps all VRAM, and its report is missing while it reads from the disk.
+        world.agents.get_mut(&ids[0]).unwrap().copied_out = false;
+        world.call(ids[1]);
+        for _ in 0..20 {
+            world.tick();
+            world.work(ids[1]);
+            world.answer_question();
+        }
+        let found = (world.state(AUTO[0]), world.container(AUTO[1]).figures.restores);
+        assert_eq!(found, (State::Restoring, u64::from(chunks)), "{chunks} chunks on disk");
+        world.agents.get_mut(&ids[0]).unwrap().copied_out = true;
+        world.settle_all();
+        assert_eq!(world.container(AUTO[0]).figures.restores, 1);
+    }
+}
+
 #[test]
 fn failed_step_pauses_its_container() {
     let (mut world, ids) = world(1);
