@@ -318,9 +318,8 @@ pub fn switches_of_others() -> u64 {
 /// read.
 pub fn read_own_memory(at: usize, words: &mut [usize]) -> bool {
     let bytes = size_of_val(words);
-    let (to, from) = ([words.as_mut_ptr() as usize, bytes], [at, bytes]);
-    let args = [getpid() as usize, to.as_ptr() as usize, 1, from.as_ptr() as usize, 1, 0];
-    plain(number::PROCESS_VM_READV, args) == Ok(bytes)
+    // SAFETY: the memory is that of `words`, which is borrowed exclusively.
+    unsafe { copy_own_memory(words.as_mut_ptr().cast(), at, bytes) }
 }
 
 /// Whether a path exists for this process.

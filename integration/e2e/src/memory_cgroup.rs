@@ -31,6 +31,22 @@ pub fn at_root(name: &str) -> PathBuf {
     if unified { root.join(name) } else { root.join("memory").join(name) }
 }
 
+/// Returns a value of `/proc/meminfo`, in bytes. `name` ends with a colon.
+#[must_use]
+pub fn meminfo_bytes(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name))?;
+    value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// Returns the memory of this node in MiB.
+///
+/// # Errors
+/// When `/proc/meminfo` does not contain it.
+pub fn node_mib() -> Result<u64> {
+    Ok(meminfo_bytes("MemTotal:").context("/proc/meminfo has no MemTotal")? >> 20)
+}
+
 /// Returns the memory that is charged to the cgroup, in bytes.
 ///
 /// # Errors

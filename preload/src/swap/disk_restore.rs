@@ -14,6 +14,7 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::result;
 
+use super::SWAP;
 use super::allocations::MemoryPlace;
 use super::copy::{CopyStreams, DISK_UNREADABLE};
 use super::disk::{self, PIECE_BYTES};
@@ -21,7 +22,6 @@ use super::driver::call;
 use super::layout::AllocationLayout;
 use super::prefault::CHUNK_BYTES;
 use super::staging::StagingPool;
-use super::{SWAP, contexts::in_context};
 use crate::libc::{self, StackSize};
 use crate::{fds, sys};
 
@@ -115,7 +115,8 @@ pub fn fill(pool: &StagingPool, copies: &mut CopyStreams) -> Result<(), u32> {
     };
     let slots = &SWAP.disk.slots;
     slots.iter().enumerate().for_each(|(number, slot)| start_reader(number, slot));
-    let registered = pool.register_buffers(SWAP.disk.buffer(0), SLOTS * PIECE_BYTES);
+    let buffers = SWAP.disk.buffer(0) as *mut c_void;
+    let registered = pool.register_buffers(buffers, SLOTS * PIECE_BYTES);
     let mut wanted = 0;
     for (number, slot) in slots.iter().enumerate() {
         let Some(piece) = pieces.next() else { break };
@@ -144,7 +145,7 @@ pub fn fill(pool: &StagingPool, copies: &mut CopyStreams) -> Result<(), u32> {
     // After an error, copies from the buffers may still run.
     let copied = copied.and(copies.synchronize());
     if registered {
-        pool.unregister_buffers(SWAP.disk.buffer(0));
+        pool.unregister_buffers(buffers);
     }
     slots.iter().for_each(end_reader);
     copied
@@ -260,16 +261,4 @@ pub fn read_file(file: i32, buffer: usize, bytes: usize, offset: usize) -> bool 
         }
     }
     true
-}
-
-/// Registers the buffers with the driver, so that copies from them are fast.
-pub(super) fn register(context: usize, start: usize, bytes: usize) -> bool {
-    const PORTABLE: u32 = 1;
-    let at = start as *mut c_void;
-    in_context(context, || call!(host_register(at, bytes, PORTABLE))) == result::SUCCESS
-}
-
-/// Ends the registration of the buffers.
-pub(super) fn unregister(context: usize, start: usize) {
-    in_context(context, || call!(host_unregister(start as *mut c_void)));
 }

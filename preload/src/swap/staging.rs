@@ -35,7 +35,7 @@ use super::prefault::{
     CHUNK_BYTES, ChunkQueue, MAX_CHUNKS, PREFAULT, StagingMemory, StagingPlace, chunk_bytes,
 };
 use super::prefault_ahead;
-use super::{disk_restore, host_pool, numa, zeros};
+use super::{host_pool, numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::{process, sys};
 
@@ -45,6 +45,8 @@ use crate::{process, sys};
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Flag of a registration with the driver: the memory is registered in all contexts.
+const PORTABLE: u32 = 1;
 
 /// The staging buffer, to which the process's device memory is copied. An all-zero value is an
 /// empty buffer.
@@ -323,13 +325,13 @@ impl StagingPool {
     }
 
     /// Registers the buffers of a restore from disk with the driver. False: the copies are slower.
-    pub fn register_buffers(&self, start: usize, bytes: usize) -> bool {
-        disk_restore::register(self.context, start, bytes)
+    pub fn register_buffers(&self, start: *mut c_void, bytes: usize) -> bool {
+        in_context(self.context, || call!(host_register(start, bytes, PORTABLE))) == result::SUCCESS
     }
 
     /// Ends the registration of the buffers.
-    pub fn unregister_buffers(&self, start: usize) {
-        disk_restore::unregister(self.context, start);
+    pub fn unregister_buffers(&self, start: *mut c_void) {
+        in_context(self.context, || call!(host_unregister(start)));
     }
 
     /// Waits until the pages at an offset are present, and returns the host address to which
@@ -373,7 +375,6 @@ impl StagingPool {
 
     /// Registers a chunk with the driver. If that fails, the copy is slower, but correct.
     fn register(&mut self, chunk: usize) {
-        const PORTABLE: u32 = 1;
         const READ_ONLY: u32 = 8;
         let at = self.at(chunk * CHUNK_BYTES);
         let bytes = chunk_bytes(self.bytes, chunk);

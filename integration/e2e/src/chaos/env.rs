@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeSet,
-    sync::atomic::{AtomicU64, Ordering},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -69,15 +68,6 @@ const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// VRAM of a twin (one of two containers with equal contents), in MiB. Both twins can share a part
 /// of their contents.
 const TWIN_MIB: u64 = 144;
-/// Size of the host pool in the setups that use it, in MiB. Each process needs at least 128 MiB of it
-/// and each twin 272 MiB, so it does not suffice for all containers.
-const SMALL_POOL_MIB: u64 = 700;
-/// Maximum size of all disk files in the setups that use the disk, in MiB: enough for all containers,
-/// or for a part of them.
-const LARGE_DISK_MIB: u64 = 8192;
-const SMALL_DISK_MIB: u64 = 260;
-/// Number of the next host pool's cgroup.
-static NEXT_POOL: AtomicU64 = AtomicU64::new(0);
 /// Maximum number of attempts to make the twins share contents. In each attempt, each twin is
 /// restored and offloaded.
 const TURNS: usize = 2;
@@ -163,22 +153,9 @@ impl ChaosEnv {
             // controller could refuse evictions that the test expects.
             config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
         }
-        let mut disk = None;
-        if setup.uses_host_pool() {
-            let folder = tempfile::tempdir_in("/var/tmp")?;
-            let max_mib = if setup == Setup::FullDisk { SMALL_DISK_MIB } else { LARGE_DISK_MIB };
-            // The pool's cgroup is outside of the testbed, so its name is unique.
-            let memory = format!(
-                "[memory]\nhost_pool_percent = {}\nhost_pool_cgroup = \"affinode-chaos-{}-{}\"\n\
-                 disk_folder = \"{}\"\ndisk_max_mib = {max_mib}",
-                (SMALL_POOL_MIB * 100).div_ceil(memory_total_mib()?).min(90),
-                std::process::id(),
-                NEXT_POOL.fetch_add(1, Ordering::Relaxed),
-                folder.path().display(),
-            );
-            config = config.replace("dedup = true", "dedup = false\ndisk_after = \"1ms\"");
-            config = config.replace("[memory]", &memory);
-            disk = Some(folder);
+        let disk = setup.disk_folder()?;
+        if let Some(folder) = &disk {
+            config = setup.with_disk(&config, folder.path())?;
         }
         let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
             "--checkpoint-fixed-ms",
@@ -621,12 +598,4 @@ impl ChaosEnv {
         }
         Ok(longest_ms)
     }
-}
-
-/// Returns the memory of this node in MiB.
-fn memory_total_mib() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.context("no MemTotal")?.trim().trim_end_matches(" kB").parse::<u64>()?;
-    Ok(kib >> 10)
 }

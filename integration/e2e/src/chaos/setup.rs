@@ -1,8 +1,25 @@
 //! The setup of an environment of a crash campaign.
 
-use std::time::Duration;
+use std::{
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
 
-use crate::{gpu::Gpu, wait::WAIT_TIMEOUT};
+use anyhow::Result;
+use tempfile::TempDir;
+
+use crate::{gpu::Gpu, memory_cgroup, wait::WAIT_TIMEOUT};
+
+/// Size of the host pool in the setups that use it, in MiB. Each process needs at least 128 MiB of it
+/// and each twin 272 MiB, so it does not suffice for all containers.
+const SMALL_POOL_MIB: u64 = 700;
+/// Maximum size of all disk files in the setups that use the disk, in MiB: enough for all containers,
+/// or for a part of them.
+const LARGE_DISK_MIB: u64 = 8192;
+const SMALL_DISK_MIB: u64 = 260;
+/// Number of the next host pool's cgroup.
+static NEXT_POOL: AtomicU64 = AtomicU64::new(0);
 
 /// Setup of an environment: how long offloads and restores take in the simulated driver, and
 /// whether host memory is limited. During longer offloads and restores, more faults can occur.
@@ -52,6 +69,28 @@ impl Setup {
     #[must_use]
     pub fn uses_host_pool(self) -> bool {
         matches!(self, Setup::Pooled | Setup::FullDisk)
+    }
+
+    /// Creates the folder for disk files, in a setup that uses the disk.
+    pub(super) fn disk_folder(self) -> Result<Option<TempDir>> {
+        Ok(self.uses_host_pool().then(|| tempfile::tempdir_in("/var/tmp")).transpose()?)
+    }
+
+    /// Returns the campaign's configuration with a small host pool and with this folder for disk
+    /// files. Dedup excludes the host pool.
+    pub(super) fn with_disk(self, config: &str, folder: &Path) -> Result<String> {
+        let max_mib = if self == Setup::FullDisk { SMALL_DISK_MIB } else { LARGE_DISK_MIB };
+        // The pool's cgroup is outside of the testbed, so its name is unique.
+        let memory = format!(
+            "[memory]\nhost_pool_percent = {}\nhost_pool_cgroup = \"affinode-chaos-{}-{}\"\n\
+             disk_folder = \"{}\"\ndisk_max_mib = {max_mib}",
+            (SMALL_POOL_MIB * 100).div_ceil(memory_cgroup::node_mib()?).min(90),
+            std::process::id(),
+            NEXT_POOL.fetch_add(1, Ordering::Relaxed),
+            folder.display(),
+        );
+        let config = config.replace("dedup = true", "dedup = false\ndisk_after = \"1ms\"");
+        Ok(config.replace("[memory]", &memory))
     }
 
     /// Time limit until the watched container of a scene enters the state that triggers the fault.

@@ -10,7 +10,6 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
-    host_memory::meminfo_bytes,
     median,
     report::Rows,
     vram_used, wait_held, wait_prepared,
@@ -19,6 +18,7 @@ use crate::{
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     containerd::STOCK,
     gpu::Gpu,
+    memory_cgroup::meminfo_bytes,
     testbed::{MIB, Testbed},
     wait::until,
     worker::{USUAL, Worker},

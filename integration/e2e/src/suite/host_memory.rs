@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     gpu::Gpu,
+    memory_cgroup::meminfo_bytes,
     release::Release,
     testbed::{Testbed, TestbedConfig},
     worker::Worker,
@@ -170,13 +171,6 @@ fn keep_events(world: &Testbed) -> Result<()> {
     let events = world.cli().run(&["events", "-o", "json"])?;
     let path = world.dir().join("events.log");
     std::fs::write(&path, events).with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Returns a value of `/proc/meminfo`, in bytes.
-pub(super) fn meminfo_bytes(name: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-    value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
 }
 
 fn least_available_bytes(is_over: &AtomicBool) -> u64 {

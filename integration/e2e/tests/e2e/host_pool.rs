@@ -16,16 +16,16 @@ use nix::{
 
 use crate::recovery::shoot_controller;
 
-const VRAM_MIB: u64 = 512;
+pub const VRAM_MIB: u64 = 512;
 /// Host memory in MiB that the container may still use. It suffices for the page tables of its
 /// memory file and for the driver's own need, but not for the content of its VRAM.
 const ROOM_MIB: u64 = 256;
-const NAME: &str = "small";
+pub const NAME: &str = "small";
 
 /// A container whose memory limit is below its VRAM, and the node's host pool.
-struct SmallContainer {
-    world: Testbed,
-    worker: Worker,
+pub struct SmallContainer {
+    pub world: Testbed,
+    pub worker: Worker,
     /// Folder of the memory cgroup that limits the container.
     limited: PathBuf,
     /// Folder of the host pool's memory cgroup.
@@ -34,7 +34,7 @@ struct SmallContainer {
 
 impl SmallContainer {
     /// Starts the container. `name` is the name of the host pool's cgroup in this test.
-    fn start(engine: &str, name: &str, settings: &str) -> Result<SmallContainer> {
+    pub fn start(engine: &str, name: &str, settings: &str) -> Result<SmallContainer> {
         SmallContainer::start_with(VRAM_MIB, engine, name, settings)
     }
 
@@ -60,7 +60,7 @@ impl SmallContainer {
         Ok(SmallContainer { world, worker, limited, pool: memory_cgroup::at_root(name) })
     }
 
-    fn pool_bytes(&self) -> Result<u64> {
+    pub fn pool_bytes(&self) -> Result<u64> {
         memory_cgroup::used_bytes(&self.pool)
     }
 
@@ -70,30 +70,22 @@ impl SmallContainer {
         Ok(row.processes.first().map_or(0, |process| process.kept_bytes))
     }
 
-    fn offload(&self) -> Result<()> {
+    pub fn offload(&self) -> Result<()> {
         let said = self.world.cli().offload(NAME)?;
         assert!(said.done, "{said:?}");
         Ok(())
     }
 
     /// Waits until the host pool has no content.
-    fn wait_pool_empty(&self) -> Result<()> {
+    pub fn wait_pool_empty(&self) -> Result<()> {
         until("the host pool to be empty", || Ok((self.pool_bytes()? < 64 * MIB).then_some(())))
     }
 
-    fn host_pool_pid(&self) -> Result<Pid> {
+    pub fn host_pool_pid(&self) -> Result<Pid> {
         let controller = self.world.controller()?.context("no controller is running")?;
         let children = processes::named("host-pool", controller.pid.as_raw())?;
         Ok(children.first().context("the controller has no host pool")?.pid)
     }
-}
-
-/// Returns the memory of this node in MiB.
-fn memory_total_mib() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.context("no MemTotal")?.trim().trim_end_matches(" kB").parse::<u64>()?;
-    Ok(kib >> 10)
 }
 
 fn leaves_and_returns(engine: &str) -> Result<()> {
@@ -177,7 +169,7 @@ fn container_without_room_in_the_pool_stays() -> Result<()> {
 /// Starts a container that will retain its copy in a host pool with room for one copy. Returns its
 /// VRAM in MiB too.
 fn retaining(name: &str) -> Result<(SmallContainer, u64)> {
-    let percent_mib = memory_total_mib()? / 100;
+    let percent_mib = memory_cgroup::node_mib()? / 100;
     let percent = (VRAM_MIB * 5 / 4).div_ceil(percent_mib);
     let vram_mib = percent * percent_mib * 4 / 5;
     let settings = format!(
