@@ -73,28 +73,55 @@ pub fn moves(world: &Testbed, folder: &Path, rows: &mut Rows) -> Result<()> {
     beside(world, rows, &mut worker)
 }
 
-/// Measures the wake of a container from host memory, alone and while the other one moves to disk.
+/// What the first container does while the second one is woken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Meanwhile {
+    /// It is resident.
+    Nothing,
+    /// Its content moves to disk.
+    Stores,
+    /// It is restored from disk.
+    Returns,
+}
+
+/// Measures the wake of a container from host memory, alone and beside the other one.
 fn beside(world: &Testbed, rows: &mut Rows, first: &mut Worker) -> Result<()> {
     let mut second = start(world, BESIDE, "0")?;
     let bytes = vram_mib(world) * MIB;
-    for (name, stores) in [("alone", false), ("while another moves to disk", true)] {
-        let mut back = Vec::new();
+    for (name, meanwhile) in [
+        ("alone", Meanwhile::Nothing),
+        ("while another moves to disk", Meanwhile::Stores),
+        ("while another is restored from disk", Meanwhile::Returns),
+    ] {
+        let (mut back, mut before) = (Vec::new(), 0);
         for _ in 0..ROUNDS {
             first.call("streamsync")?;
             offload(world, BESIDE)?;
-            if stores {
+            if meanwhile != Meanwhile::Nothing {
                 offload(world, NAME)?;
                 until_within(STORED_WITHIN, "a part of the content to be on disk", || {
                     Ok((world.cli().known(NAME)?.disk_bytes > 0).then_some(()))
                 })?;
             }
+            if meanwhile == Meanwhile::Returns {
+                wait_stored(world, bytes)?;
+                first.send("streamsync")?;
+                world.cli().wait_for(NAME, "to be restored", |row| row.state != "Offloaded")?;
+            }
             back.push(second.call("streamsync")?.elapsed_us as f64 / 1e3);
+            if meanwhile == Meanwhile::Returns {
+                before += usize::from(!first.has_answer()?);
+                first.receive()?;
+            }
             ensure!(second.check(bytes)?, "the content has changed");
-            if stores {
+            if meanwhile == Meanwhile::Stores {
                 wait_stored(world, bytes)?;
             }
         }
         rows.tell(&format!("wake from memory, {name}"), median(&back), "ms");
+        if meanwhile == Meanwhile::Returns && matches!(world.gpu(), Gpu::Real) {
+            rows.count("woken before the other one, which was called first", before, ROUNDS);
+        }
     }
     Ok(())
 }
