@@ -7,7 +7,7 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Millis, ProcessId},
+    super::{Millis, ProcessId, prewake},
     world::{ALL_CAPABILITIES, Host as _, TOTAL, World, key},
 };
 
@@ -166,6 +166,27 @@ fn restore_from_disk_delays_no_other_restore() {
         world.settle_all();
         assert_eq!(world.container(AUTO[0]).figures.restores, 1);
     }
+}
+
+/// A container that is called every night must be restored before the call. The restore takes longer
+/// if its content is on disk.
+#[test]
+fn content_on_disk_is_restored_earlier() {
+    const CONTENT_BYTES: u64 = 80 * CHUNK_BYTES;
+    let (mut world, ids) = world(1);
+    let state = &mut world.node.state;
+    let container = state.registry.containers.get_mut(&key(AUTO[0])).unwrap();
+    container.policy.prewake = true;
+    (0..5).for_each(|_| container.usage.history.returned(24 * HOUR));
+    let process = state.registry.processes.get_mut(&ids[0]).unwrap();
+    process.memory.swap.copied_out_bytes = CONTENT_BYTES;
+    process.memory.offloaded.as_mut().unwrap().vram[0].bytes = CONTENT_BYTES;
+    let in_memory = prewake::prewake_at(state, &key(AUTO[0])).unwrap();
+    let process = state.registry.processes.get_mut(&ids[0]).unwrap();
+    process.activity.counters.as_mut().unwrap().disk_chunks = 80;
+    assert_eq!(process.disk_bytes(), CONTENT_BYTES);
+    let on_disk = prewake::prewake_at(state, &key(AUTO[0])).unwrap();
+    assert_eq!(in_memory - on_disk, CONTENT_BYTES / 500_000);
 }
 
 #[test]
