@@ -2,7 +2,7 @@
 //! unchanged.
 
 use affinode_e2e::{
-    testbed::{Testbed, TestbedConfig},
+    testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
     worker::{USUAL, Worker},
 };
@@ -104,6 +104,13 @@ fn unchanged_contents_are_reported() -> Result<()> {
         for step in ["alloc 64 0", "touch", "set 0 7", "free", "sync"] {
             worker.call(step)?;
             world.cli().move_out(engine)?;
+            let unchanged_bytes = world.cli().known(engine)?.process()?.unchanged_bytes;
+            match step {
+                // The step changes all words but those of the other allocation, of 64 MiB.
+                "touch" => assert!(unchanged_bytes <= 64 * MIB, "{engine}: {unchanged_bytes}"),
+                "sync" => assert_eq!(unchanged_bytes, WORKER_MIB * MIB, "{engine} after {step}"),
+                _ => {}
+            }
             assert!(worker.verify()?, "{engine} after {step}");
         }
         let row = world.cli().known(engine)?;

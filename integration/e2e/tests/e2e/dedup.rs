@@ -265,7 +265,10 @@ fn a_sealed_file_is_read_alone() -> Result<()> {
     wait_together(&world, &["one", "other"])?;
     let pid = pid(&world, "one")?;
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
-    for line in maps.lines().filter(|line| line.contains("memfd:affinode-shared")) {
+    let shared: Vec<&str> =
+        maps.lines().filter(|line| line.contains("memfd:affinode-shared")).collect();
+    assert!(!shared.is_empty(), "no shared file is mapped: {maps}");
+    for line in shared {
         assert_eq!(line.split_whitespace().nth(1), Some("r--s"), "{line}");
         let range = line.split_whitespace().next().context("cannot find the mapping's range")?;
         // root tries another path to the file. The seal applies to every process.
