@@ -76,7 +76,7 @@ pub fn moves(world: &Testbed, folder: &Path, rows: &mut Rows) -> Result<()> {
 /// What the first container does while the second one is woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Meanwhile {
-    /// It is resident.
+    /// It is resident and makes no call.
     Nothing,
     /// Its content moves to disk.
     Stores,
