@@ -87,8 +87,10 @@ reasons! {
     /// Another device or another API may access memory of a process, without a call that the
     /// library intercepts.
     DirectAccess = "direct-access", "another device or API can access the container's GPU memory without the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
-    /// A process is a client of MPS, NVIDIA's Multi-Process Service.
-    Mps = "mps", "the container runs under MPS, which the driver cannot checkpoint";
+    /// A process is a client of MPS, NVIDIA's Multi-Process Service, so the driver cannot checkpoint
+    /// its context. The reason applies if an offload with the current engine needs a checkpoint, or
+    /// if the process has no memory that can be copied.
+    Mps = "mps", "the container runs under MPS, whose clients the driver cannot checkpoint: the context stays on the GPU, but the engines auto, full and copy can copy the memory";
     /// A profiler, sanitizer or debugger is or was in a process, so the driver must not checkpoint
     /// its context. The reason applies if an offload with the current engine needs a checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was loaded, or a library requested a table of driver functions that Affinode does not know: the context stays on the GPU, but the engines auto, full and copy can copy the memory";

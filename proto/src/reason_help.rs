@@ -186,8 +186,12 @@ impl Reason {
                 "Turn this use off in the program, or accept that the container keeps its VRAM.",
             ),
             Reason::Mps => (
-                "A process of the container is a client of CUDA's Multi-Process Service (MPS).",
-                "Run the container without MPS, or accept that it keeps its VRAM.",
+                "A process of the container is a client of CUDA's Multi-Process Service (MPS). The \
+                 driver refuses to checkpoint such a process. Only a checkpoint could offload this \
+                 container, because its engine is `checkpoint`, an earlier copy failed, or it holds \
+                 no memory that the library can copy.",
+                "Use the engine `auto`, `copy` or `full`. These engines copy the memory, and leave \
+                 the context on the GPU. Or run the container without MPS.",
             ),
             Reason::Tools => (
                 "A process in which a tool such as a profiler is or was loaded can hang during the \

@@ -49,6 +49,7 @@ mod host_pool;
 mod host_root;
 mod immediate;
 mod jax;
+mod mps;
 mod no_checkpoint;
 mod no_controller;
 mod nvml;
@@ -143,6 +144,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, large", engines::large);
     report.part(&world, "host pool, limited container", host_pool::limited);
     report.part(&world, "calls during an offload", given_up::calls);
+    report.part(&world, "MPS", mps::clients);
     vram_limit::plain(&world, &mut report);
     match python::Python::find(&world) {
         Ok(python) => {
@@ -209,6 +211,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     });
     report
         .part(world, "engines, pools of torch", |_, rows| torch::POOLS.side_by_side(python, rows));
+    report.part(world, "MPS, daemon inside", |_, rows| mps::daemon_inside(python, rows));
     report.part(world, "tools, profiler", |_, rows| tools::profiler(python, rows));
     report.part(world, "tools, NVTX", |_, rows| tools::ranges(python, rows));
     report.part(world, "tools, video", |_, rows| tools::video(python, rows));

@@ -36,7 +36,8 @@ pub mod result {
     pub const NOT_SUPPORTED: u32 = 801;
 
     /// Whether this code means that the context is lost. The driver then returns the code for every
-    /// later call. Such codes are uncorrectable memory errors and faults of kernels.
+    /// later call. Such codes are uncorrectable memory errors, faults of kernels, and the end of the
+    /// process's MPS server.
     #[must_use]
     pub const fn is_sticky(code: u32) -> bool {
         const NVLINK_UNCORRECTABLE: u32 = 220;
@@ -48,6 +49,8 @@ pub mod result {
         // space or the program counter, and a failed launch.
         const HARDWARE_STACK_ERROR: u32 = 714;
         const LAUNCH_FAILED: u32 = 719;
+        const MPS_RPC_FAILURE: u32 = 806;
+        const MPS_CLIENT_TERMINATED: u32 = 810;
         matches!(
             code,
             ECC_UNCORRECTABLE
@@ -56,7 +59,8 @@ pub mod result {
                 | ILLEGAL_ADDRESS
                 | LAUNCH_TIMEOUT
                 | ASSERT
-                | HARDWARE_STACK_ERROR..=LAUNCH_FAILED
+                | HARDWARE_STACK_ERROR
+                ..=LAUNCH_FAILED | MPS_RPC_FAILURE | MPS_CLIENT_TERMINATED
         )
     }
 }

@@ -296,8 +296,9 @@ pub fn set_engine_by_file(file: &CStr) {
 /// by this library). Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
     // If a tool is in the process from its start, all memory is left to the driver, because the
-    // tool examines that memory.
-    let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { Hazards::KEEPS_MEMORY };
+    // tool examines that memory. MPS does not examine it.
+    let at_start = Hazards(Hazards::KEEPS_MEMORY.0 | Hazards::MPS.0);
+    let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { at_start };
     let wanted = engine != Engine::Checkpoint
         && process::page().is_some_and(|page| page.hazards().without(harmless).is_empty())
         && find_all()

@@ -39,7 +39,7 @@ impl Hazards {
     /// a shareable handle. A library without [`Capabilities::LEAVES_IN_PART`] reports
     /// [`Self::DIRECT_ACCESS`] together with this bit.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
-    /// The process is connected to an MPS server.
+    /// The process is a client or a server of MPS. The driver's checkpoint functions refuse it.
     pub const MPS: Hazards = Hazards(1 << 3);
     /// The process's libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
@@ -64,7 +64,11 @@ impl Hazards {
     /// Hazards with which the driver must not checkpoint the process. The library can copy the
     /// memory, but the CUDA context stays on the GPU.
     pub const KEEPS_CONTEXT: Hazards = Hazards(
-        Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
+        Hazards::TOOLS.0
+            | Hazards::VIDEO.0
+            | Hazards::HIDDEN_WAY.0
+            | Hazards::MPS.0
+            | Hazards::KEEPS_MEMORY.0,
     );
 
     /// The word for each hazard in output for users.

@@ -100,8 +100,9 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
         ),
     }
     if facts.mps {
-        let hint = "the driver cannot checkpoint processes of MPS, so they are not offloaded: stop the \
-                    MPS daemon (echo quit | nvidia-cuda-mps-control) and start the programs again";
+        let hint = "the driver cannot checkpoint clients of MPS, so their contexts stay on the GPU, and \
+                    the engine checkpoint does not offload them: if that is too much VRAM, stop the MPS \
+                    daemon (echo quit | nvidia-cuda-mps-control) and start the programs again";
         group.warning("MPS", "the MPS daemon runs", hint);
     }
     group.checks

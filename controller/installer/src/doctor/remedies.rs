@@ -64,8 +64,8 @@ checks! {
         "Turn MIG off with `nvidia-smi -mig 0`.";
     "GPU", "MPS":
         "The daemon of CUDA's Multi-Process Service must not run.",
-        "The MPS daemon runs. The driver cannot checkpoint processes that use this service, so they are not offloaded.",
-        "Stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
+        "The MPS daemon runs. The driver cannot checkpoint clients of this service. Their memory is offloaded, but their contexts stay on the GPU. With the engine `checkpoint` they are not offloaded.",
+        "If the contexts need too much VRAM, stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
     "machine", "permissions":
         "`affinode doctor` must run as root of the machine.",
         "`affinode doctor` runs as another user, or as root of a user namespace. Such a user \

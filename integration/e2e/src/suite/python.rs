@@ -98,7 +98,17 @@ impl<'w> Python<'w> {
             program.split_first().context("the list of words has no program")?;
         let (path, script) = (self.path.to_string_lossy(), format!("{CLIENTS}/{name}"));
         let argv: Vec<&str> = [&*path, "-u", &script].iter().chain(arguments).copied().collect();
-        let mut spec = Spec::gpu(id, &argv);
+        let spec = self.on_machine_root(Spec::gpu(id, &argv))?;
+        // The container must not use the caches of the machine's users.
+        let spec = spec.env("HOME", "/tmp").env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor");
+        Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
+    }
+
+    /// Gives a container the machine's installed software, and the variables to find it.
+    ///
+    /// # Errors
+    /// When the mount table cannot be read.
+    pub fn on_machine_root(&self, mut spec: Spec) -> Result<Spec> {
         spec.rootfs = Some(self.root.clone());
         spec.mounts = host_root::other_mounts(self.world)?;
         for name in ENVIRONMENT {
@@ -106,9 +116,7 @@ impl<'w> Python<'w> {
                 spec = spec.env(name, &value);
             }
         }
-        // The container must not use the caches of the machine's users.
-        spec = spec.env("HOME", "/tmp").env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor");
-        Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
+        Ok(spec)
     }
 
     /// Whether this Python has JAX.

@@ -3,7 +3,7 @@
 use affinode_e2e::{
     container::{CLIENTS, Spec},
     testbed::{MIB, TestbedConfig},
-    worker::Worker,
+    worker::{USUAL, Worker},
 };
 use anyhow::Result;
 
@@ -37,5 +37,42 @@ fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
         }
         worker.running.kill(&world)?;
     }
+    Ok(())
+}
+
+/// Offloads a client of MPS. Its memory must leave, and its context must stay: its driver must not
+/// be asked for a checkpoint, even by a container that needs the VRAM of the context.
+#[test]
+fn mps_client_leaves_and_keeps_its_context() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let pipes = world.dir().join("mps");
+    std::fs::create_dir_all(&pipes)?;
+    std::fs::write(pipes.join("control"), "")?;
+    let mount = format!("type=bind,src={},dst=/mps,options=rbind:ro", pipes.display());
+    let client = |id: &str| {
+        let spec = Worker::spec(id, USUAL, PLAIN_MIB).annotation("affinode.io/engine", id);
+        spec.env("CUDA_MPS_PIPE_DIRECTORY", "/mps").flags(&["--mount", &mount])
+    };
+    for engine in ["copy", "full", "auto"] {
+        let spec = client(engine).env("AFFINODE_SIM_NO_CHECKPOINT", "1");
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        for round in 0..2 {
+            world.cli().move_out(engine)?;
+            let offloaded = world.cli().known(engine)?;
+            let process = offloaded.process()?;
+            assert_eq!(process.phase, "CopiedOut", "{engine}, {round}: {offloaded:?}");
+            assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
+            assert_eq!(process.hazards, ["mps"], "{engine}: {offloaded:?}");
+            assert_eq!(offloaded.staying_reasons, ["mps"], "{engine}: {offloaded:?}");
+            assert!(worker.verify()?, "{engine}, {round}: the memory has changed");
+        }
+        worker.running.kill(&world)?;
+    }
+    let mut worker = Worker::start_as(&world, client("checkpoint"))?;
+    worker.wait_filled()?;
+    let refused = world.cli().offload("checkpoint")?;
+    assert_eq!((refused.done, &*refused.reason), (false, "mps"), "{refused:?}");
+    assert!(worker.verify()?, "the memory of a process that stays has changed");
     Ok(())
 }
