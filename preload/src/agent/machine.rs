@@ -341,6 +341,11 @@ impl OrderMachine {
                 let call = DriverCall::Lock(MAX_WORK_MS);
                 match self.step(host, call, Phase::Locking, Phase::Locked) {
                     (Outcome::Done, _) => self.unlock(host),
+                    // The driver locks no client of MPS. What hides the work, such as a capture,
+                    // may end, so this is no failure of copies.
+                    (Outcome::DriverError, result::NOT_SUPPORTED) => {
+                        (Outcome::Busy, result::NOT_SUPPORTED)
+                    }
                     ended => ended,
                 }
             }
