@@ -2,6 +2,7 @@
 //! process.
 
 use core::ffi::{CStr, c_void};
+use core::sync::atomic::{AtomicU32, Ordering};
 
 use affinode_cuda_sys::hook::Class;
 use affinode_cuda_sys::{
@@ -19,7 +20,7 @@ pub fn at_start() -> Hazards {
     if libcuda::function(b"cuCheckpointProcessLock").is_none() {
         hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
     }
-    if uses_mps() {
+    if uses_mps() || is_mps_program() {
         hazards.0 |= Hazards::MPS.0;
     }
     Hazards(hazards.0 | tools::in_environment().0)
@@ -38,6 +39,26 @@ fn uses_mps() -> bool {
         *to = *from;
     }
     CStr::from_bytes_until_nul(&path).is_ok_and(sys::exists)
+}
+
+/// Whether this process is the daemon or a server of MPS. A server works for clients in other
+/// containers too, so its calls are never held, and its memory is never moved.
+pub fn is_mps_program() -> bool {
+    const UNKNOWN: u32 = 0;
+    const NO: u32 = 1;
+    const YES: u32 = 2;
+    static FOUND: AtomicU32 = AtomicU32::new(UNKNOWN);
+    let mut name = [0; 16];
+    match FOUND.load(Ordering::Relaxed) {
+        UNKNOWN => {
+            // The kernel cuts the names of both programs to these 15 characters.
+            let is_mps = sys::read_file(c"/proc/self/comm", &mut name)
+                .is_some_and(|name| name.starts_with(b"nvidia-cuda-mps"));
+            FOUND.store(if is_mps { YES } else { NO }, Ordering::Relaxed);
+            is_mps
+        }
+        found => found == YES,
+    }
 }
 
 /// Returns the hazards that a successful call adds to the process. `class` is the class of the

@@ -45,7 +45,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::FREES_HOST_MEMORY.0
                     | Capabilities::GIVES_UP_COPIES.0
                     | Capabilities::RELEASES_EARLY.0
-                    | Capabilities::STORES_ON_DISK.0,
+                    | Capabilities::STORES_ON_DISK.0
+                    | Capabilities::COPIES_UNDER_MPS.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,
@@ -303,6 +304,24 @@ fn mps_is_noticed() {
     let mut client = Client::start(Build::Glibc, "dlopen", &environment);
     client.ask("cuInit");
     assert_eq!(controller.welcome().page().hazards, Hazards::MPS);
+}
+
+/// The calls of an MPS server must not wait: it may work for clients in other containers.
+#[test]
+fn calls_of_an_mps_server_are_not_held() {
+    let controller = Controller::new();
+    let folder = tempfile::tempdir().unwrap();
+    let server = folder.path().join("nvidia-cuda-mps-server");
+    std::os::unix::fs::symlink(Build::Glibc.programs().join("client"), &server).unwrap();
+    let words = [server.to_str().unwrap(), "dlopen"];
+    let environment = [("AFFINODE_SOCKET", &*controller.path())];
+    let mut client = Client::start_program(Build::Glibc, &words, &environment);
+    client.ask("cuInit");
+    let mut agent = controller.welcome();
+    assert_eq!(agent.page().hazards, Hazards::MPS);
+    agent.done(&[CLOSE]);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    agent.done(&[Action::Open]);
 }
 
 #[test]

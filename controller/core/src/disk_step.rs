@@ -23,13 +23,16 @@ use affinode_proto::{
 
 use super::{
     Effect, Key, Millis, ProcessId, container::Container, event::NodeEvent, node_state::NodeState,
-    process::Process, texts::size,
+    prewake, process::Process, texts::size,
 };
 
 /// Time within which each process begins to store its content.
 const MAX_BEGIN_MS: Millis = 10_000;
 /// Maximum duration of a step. A process could otherwise keep the disk from the other containers.
 const MAX_STEP_MS: Millis = 3_600_000;
+/// Time before an expected restore in which no step begins, because its content would be read back
+/// soon.
+const BEFORE_PREWAKE_MS: Millis = 600_000;
 /// Pause of a container after its step failed.
 const CONTAINER_PAUSE_MS: Millis = 3_600_000;
 /// Pause of the node after `MAX_FAILED` steps in a row failed.
@@ -115,6 +118,7 @@ fn is_due(node: &NodeState, key: &Key, container: &Container) -> bool {
         && now.saturating_sub(container.shown.since) >= after_ms
         && now >= container.offload_failures.disk_not_before
         && container.wake_began.is_none()
+        && prewake::prewake_at(node, key).is_none_or(|at| at > now + BEFORE_PREWAKE_MS)
         && !node.admission.queue.contains(key);
     is_resting
         && node.registry.processes.of(key).all(|(_, process)| may_store(process))

@@ -16,7 +16,8 @@
 //!
 //! With every engine, the context of a process stays if a checkpoint of it would be unsafe
 //! ([`Process::keeps_context`]). The first level and its restore never use the driver's checkpoint.
-//! The library uses the driver's lock only if it has no other way to wait for the GPU's work.
+//! The library uses the driver's lock only if it has no other way to wait for the GPU's work. The
+//! driver refuses this lock to clients of MPS, which then stay resident.
 
 use affinode_proto::wire::{Phase, ProcessFlags};
 

@@ -55,7 +55,10 @@ pub(super) fn prewake_at(node: &NodeState, key: &Key) -> Option<Millis> {
     let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
     let offloaded = node.registry.processes.of(key).all(|(_, p)| p.agent.phase.is_offloaded());
     let lead_ms = LEAD_MS + disk_ms(node, key);
-    let (begin, _) = c.usage.history.prewake(lead_ms).filter(|_| out && wanted && offloaded)?;
+    let history = &c.usage.history;
+    // If the pauses are too short for the longer lead, the restore begins late.
+    let plan = history.prewake(lead_ms).or_else(|| history.prewake(LEAD_MS));
+    let (begin, _) = plan.filter(|_| out && wanted && offloaded)?;
     // A missed prewake shows that the history does not predict the present use, so the
     // container stays offloaded until it is called.
     let worth = !c.usage.prewake_missed && node.clock.now < prewake_until(node, key);

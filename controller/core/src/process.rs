@@ -235,12 +235,16 @@ impl Process {
 
     /// Returns the hazards of the kind that still permits a copy out of the process. Some hazards
     /// concern single allocations, which must stay on the GPU. An older library cannot leave them
-    /// there. With such a library, these hazards are therefore not returned.
+    /// there, or cannot copy the memory of a client of MPS. With such a library, these hazards are
+    /// therefore not returned.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
-        let known = self.can(Capabilities::LEAVES_IN_PART);
-        let refused = if known { Hazards::default() } else { Hazards::KEEPS_MEMORY };
-        Hazards::KEEPS_CONTEXT.without(refused)
+        let needs = [
+            (Capabilities::LEAVES_IN_PART, Hazards::KEEPS_MEMORY),
+            (Capabilities::COPIES_UNDER_MPS, Hazards::MPS),
+        ];
+        let refused = needs.into_iter().filter(|(capability, _)| !self.can(*capability));
+        refused.fold(Hazards::KEEPS_CONTEXT, |left, (_, hazard)| left.without(hazard))
     }
 
     /// Whether only a part of the memory that the library can copy is copied out, because the driver

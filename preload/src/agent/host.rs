@@ -18,7 +18,7 @@ use super::machine::{CallAdmission, DriverCall, Host};
 use super::vram;
 use crate::counters::CounterPage;
 use crate::swap::pending_work::GpuWork;
-use crate::{constants, hook_table, libcuda, lookup, nvml, process, swap, sys, tools};
+use crate::{constants, hazard, hook_table, libcuda, lookup, nvml, process, swap, sys, tools};
 
 /// Implementation of [`Host`] for the process into which this library is loaded. The order machine
 /// executes its operations.
@@ -120,7 +120,11 @@ impl Host for DriverHost {
     fn set_gate(&mut self, gate: Gate) {
         let damaged = self.page.hazards().intersects(Hazards::DAMAGED_MEMORY);
         let opens = gate != Gate::Closed;
-        self.page.set_gate(if opens && damaged { Gate::Damaged } else { gate });
+        self.page.set_gate(match gate {
+            _ if hazard::is_mps_program() => Gate::Open,
+            _ if opens && damaged => Gate::Damaged,
+            gate => gate,
+        });
     }
 
     fn set_sealed(&mut self, sealed: bool) {

@@ -336,14 +336,14 @@ impl OrderMachine {
                 (Outcome::DriverError, result::DEINITIALIZED)
             }
             GpuWork::Failed(code) => (Outcome::DriverError, code),
-            GpuWork::Unseen => {
+            GpuWork::Unseen { may_end } => {
                 host.note_threads();
                 let call = DriverCall::Lock(MAX_WORK_MS);
                 match self.step(host, call, Phase::Locking, Phase::Locked) {
                     (Outcome::Done, _) => self.unlock(host),
-                    // The driver locks no client of MPS. What hides the work, such as a capture,
-                    // may end, so this is no failure of copies.
-                    (Outcome::DriverError, result::NOT_SUPPORTED) => {
+                    // The driver locks no client of MPS. If what hides the work may end, this is
+                    // no failure of copies.
+                    (Outcome::DriverError, result::NOT_SUPPORTED) if may_end => {
                         (Outcome::Busy, result::NOT_SUPPORTED)
                     }
                     ended => ended,

@@ -54,7 +54,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::FREES_HOST_MEMORY.0
         | Capabilities::GIVES_UP_COPIES.0
         | Capabilities::RELEASES_EARLY.0
-        | Capabilities::STORES_ON_DISK.0,
+        | Capabilities::STORES_ON_DISK.0
+        | Capabilities::COPIES_UNDER_MPS.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.

@@ -33,7 +33,7 @@ use crate::counters::CounterPage;
 use crate::process;
 
 /// Maximum number of contexts whose memory is copied. A process with more contexts cannot copy out.
-/// The controller then orders a checkpoint by the driver.
+/// The controller then orders a checkpoint by the driver, if the context need not stay.
 const MAX_CONTEXTS: usize = 16;
 
 /// Error of [`copy_out`]: other processes took the host memory that the copy needs. The driver does

@@ -27,8 +27,8 @@ use crate::process;
 
 /// `CU_LIMIT_STACK_SIZE`, the number of the limit for the bytes of local memory of each thread.
 const STACK_SIZE: u32 = 0;
-/// Hazards of processes in which tools or other parts of the driver use the contexts. The library
-/// does not change the stack limits of such processes.
+/// Hazards of processes in which tools or other parts of the driver use the contexts, and of clients
+/// of MPS. The library does not change the stack limits of such processes.
 const LEFT_ALONE: Hazards = Hazards::KEEPS_CONTEXT.without(Hazards::KEEPS_MEMORY);
 
 /// Slot for a context whose local memory is released. In a free slot the context is 0.

@@ -110,7 +110,7 @@ pub use self::staging::TrimResult;
 pub use self::stream_pools::{make_room, unused_pool_bytes};
 pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
-use crate::{libc, libcuda, process, sys};
+use crate::{hazard, libc, libcuda, process, sys};
 
 /// Granularity of physical memory, in bytes. On devices whose granularity does not divide this
 /// size, no memory is swappable.
@@ -300,6 +300,7 @@ pub fn set_engine(engine: Engine) {
     let at_start = Hazards(Hazards::KEEPS_MEMORY.0 | Hazards::MPS.0);
     let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { at_start };
     let wanted = engine != Engine::Checkpoint
+        && !hazard::is_mps_program()
         && process::page().is_some_and(|page| page.hazards().without(harmless).is_empty())
         && find_all()
         && SWAP.green.load(Ordering::Acquire) == 0;

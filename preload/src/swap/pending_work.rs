@@ -3,7 +3,8 @@
 //! ```text
 //! each context: an event that captures all of its work ──> queried until all have occurred
 //!                  │ none can be recorded: a stream is captured, or a context may be unknown
-//!                  └─> Unseen: the caller takes the driver's lock, which waits too
+//!                  └─> Unseen: the caller takes the driver's lock, which waits too, but which the
+//!                      driver refuses to clients of MPS
 //! ```
 //!
 //! To record an event for a context invalidates a capture of the context's streams (measured, H200,
@@ -51,8 +52,11 @@ pub enum GpuWork {
     Done,
     /// Some work still ran at the end of the wait.
     Running,
-    /// Unknown, because events cannot be used now, for example while a stream is captured.
-    Unseen,
+    /// Unknown, because events cannot be used.
+    Unseen {
+        /// Whether the cause may end: a stream is captured, or device memory is short.
+        may_end: bool,
+    },
     /// The driver returned this code.
     Failed(u32),
 }
@@ -102,7 +106,7 @@ impl ValueList {
 /// that no work is added.
 pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     if !are_contexts_known() || driver::ctx_record_event().is_none() {
-        return GpuWork::Unseen;
+        return GpuWork::Unseen { may_end: SWAP.captures.values().next().is_some() };
     }
     super::copy::relax_captures();
     with_pool(|_| {
@@ -161,12 +165,12 @@ impl ContextEvents {
         match code {
             result::SUCCESS => {}
             // The device has no memory for an event. The driver's lock needs no memory.
-            result::OUT_OF_MEMORY => return Err(GpuWork::Unseen),
+            result::OUT_OF_MEMORY => return Err(GpuWork::Unseen { may_end: true }),
             code => return Err(GpuWork::Failed(code)),
         }
         let Some(slot) = self.known.get_mut(self.count) else {
             in_context(context, || call!(event_destroy(event)));
-            return Err(GpuWork::Unseen);
+            return Err(GpuWork::Unseen { may_end: false });
         };
         *slot = (context, event);
         self.count += 1;

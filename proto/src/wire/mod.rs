@@ -151,6 +151,8 @@ impl Capabilities {
     /// While the process is offloaded, the library can move its content from the [`host_pool`] to a
     /// disk file, and restore it from there.
     pub const STORES_ON_DISK: Capabilities = Capabilities(1 << 13);
+    /// The library can copy the memory of a process with [`Hazards::MPS`].
+    pub const COPIES_UNDER_MPS: Capabilities = Capabilities(1 << 14);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

@@ -187,6 +187,25 @@ fn content_on_disk_is_restored_earlier() {
     assert_eq!(process.disk_bytes(), CONTENT_BYTES);
     let on_disk = prewake::prewake_at(state, &key(AUTO[0])).unwrap();
     assert_eq!(in_memory - on_disk, CONTENT_BYTES / 500_000);
+
+    // Pauses of 40 s are too short for a lead of 26 s.
+    let container = state.registry.containers.get_mut(&key(AUTO[0])).unwrap();
+    (0..20).for_each(|_| container.usage.history.returned(40_000));
+    let begins_ms = container.usage.last_use + 40_000 - 2_000 - 5_000;
+    assert_eq!(prewake::prewake_at(state, &key(AUTO[0])), Some(begins_ms));
+}
+
+/// Content of a container that is expected back soon would be read back as soon as it is on disk.
+#[test]
+fn content_needed_soon_stays_in_memory() {
+    for (pause_ms, stored) in [(70 * MINUTE, 0), (90 * MINUTE, 1)] {
+        let (mut world, _) = world(1);
+        let container = world.node.state.registry.containers.get_mut(&key(AUTO[0])).unwrap();
+        container.policy.prewake = true;
+        (0..5).for_each(|_| container.usage.history.returned(pause_ms));
+        wait_until(&mut world, AUTO[0], HOUR);
+        assert_eq!(world.stored.len(), stored, "{pause_ms}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Hazards, Phase, message::Outcome},
+    wire::{Capabilities, Hazards, Phase, message::Outcome},
 };
 
 use super::{
@@ -38,6 +38,23 @@ fn process_with_tool_is_copied_and_keeps_context() {
             }
             assert_eq!(world.refused, Vec::<String>::new(), "the driver was asked for nothing");
         }
+    }
+}
+
+#[test]
+fn client_of_mps_is_copied_if_its_library_can() {
+    for (n, can, outcome) in
+        [(1, true, Ok(())), (1, false, Err(Reason::Mps)), (0, true, Err(Reason::Mps))]
+    {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        world.tick();
+        measurements::learn_hazards(&mut world.node.state, id, Hazards::MPS);
+        if !can {
+            world.process_mut(id).agent.capabilities.0 &= !Capabilities::COPIES_UNDER_MPS.0;
+        }
+        let checked = offload_check::check_offload(&world.node.state, &key(n), true);
+        assert_eq!(checked.map_err(|(reason, _)| reason), outcome, "{n}, {can}");
     }
 }
 

@@ -44,7 +44,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b111_1111_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 

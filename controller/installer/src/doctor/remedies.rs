@@ -63,7 +63,7 @@ checks! {
         "MIG is on. NVML does not report the free VRAM of a single instance, so containers on instances are not offloaded.",
         "Turn MIG off with `nvidia-smi -mig 0`.";
     "GPU", "MPS":
-        "The daemon of CUDA's Multi-Process Service must not run.",
+        "The daemon of CUDA's Multi-Process Service (MPS) does not run.",
         "The MPS daemon runs. The driver cannot checkpoint clients of this service. Their memory is offloaded, but their contexts stay on the GPU. With the engine `checkpoint` they are not offloaded.",
         "If the contexts need too much VRAM, stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
     "machine", "permissions":

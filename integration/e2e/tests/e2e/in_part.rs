@@ -40,8 +40,8 @@ fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
     Ok(())
 }
 
-/// Offloads a client of MPS. Its memory must leave, and its context must stay: its driver must not
-/// be asked for a checkpoint, even by a container that needs the VRAM of the context.
+/// Offloads a client of MPS. Its memory must leave, and its context must stay: no function of the
+/// driver's checkpoint may be called.
 #[test]
 fn mps_client_leaves_and_keeps_its_context() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

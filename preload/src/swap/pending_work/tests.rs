@@ -82,7 +82,7 @@ fn error_of_a_context_is_returned() {
         process.fake.fail(step, usize::from(step != "cuCtxPushCurrent_v2"));
         // A full device has no memory for an event. The driver's lock needs none.
         let expected = match step {
-            "cuEventCreate" | "cuCtxPushCurrent_v2" => GpuWork::Unseen,
+            "cuEventCreate" | "cuCtxPushCurrent_v2" => GpuWork::Unseen { may_end: true },
             _ => GpuWork::Failed(result::OUT_OF_MEMORY),
         };
         assert_eq!(wait(never), expected, "{step}");
@@ -100,9 +100,10 @@ fn captured_stream_is_not_disturbed() {
         begin(stream, 1);
         assert_eq!(wait(never), GpuWork::Done, "a capture that did not begin is not recorded");
         begin(stream, result::SUCCESS);
-        assert_eq!(wait(never), GpuWork::Unseen);
+        let unseen = GpuWork::Unseen { may_end: true };
+        assert_eq!(wait(never), unseen);
         ended(name, 908);
-        assert_eq!(wait(never), GpuWork::Unseen, "another thread cannot end the capture");
+        assert_eq!(wait(never), unseen, "another thread cannot end the capture");
         ended(name, 901);
         assert_eq!(wait(never), GpuWork::Done);
     }
@@ -118,7 +119,7 @@ fn work_is_unseen_if_a_list_is_full() {
     (1..=SLOTS).for_each(|n| SWAP.contexts.add(n));
     assert_eq!(wait(never), GpuWork::Done);
     SWAP.contexts.add(SLOTS + 1);
-    assert_eq!(wait(never), GpuWork::Unseen);
+    assert_eq!(wait(never), GpuWork::Unseen { may_end: false });
     drop(process);
 }
 
@@ -131,6 +132,6 @@ fn work_is_unseen_after_an_unseen_beginning() {
     note_unseen(number(Function::cuLaunchKernel));
     assert_eq!(wait(never), GpuWork::Done);
     super::super::stand_in(number(Function::cuCtxCreate_v4), 0x4000_0000);
-    assert_eq!(wait(never), GpuWork::Unseen);
+    assert_eq!(wait(never), GpuWork::Unseen { may_end: false });
     drop(process);
 }

@@ -74,11 +74,16 @@ fn copy_out_with_running_work_is_busy() {
 #[test]
 fn unseen_work_is_awaited_by_the_driver_lock() {
     let (mut host, mut machine) = copying(&[CLOSE]);
-    host.work = GpuWork::Unseen;
-    // The driver refuses to lock a client of MPS, which must not count as a failed copy.
-    for code in [result::NOT_READY, result::NOT_SUPPORTED] {
+    // The driver refuses to lock a client of MPS. This counts as a failed copy only if it would
+    // happen again each time.
+    for (code, may_end, outcome) in [
+        (result::NOT_READY, false, Outcome::Busy),
+        (result::NOT_SUPPORTED, true, Outcome::Busy),
+        (result::NOT_SUPPORTED, false, Outcome::DriverError),
+    ] {
+        host.work = GpuWork::Unseen { may_end };
         host.fails = Some((DriverCall::Lock(5_000), code));
-        assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::Busy, code));
+        assert_eq!(machine.execute_order(&mut host, COPY_OUT), (outcome, code));
         assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
     }
     host.fails = None;
