@@ -43,8 +43,8 @@ pub enum Setup {
 
 impl Setup {
     /// Returns the setup of the block that contains this round. Of ten blocks, one is slow, one is
-    /// squeezed, and three use the host pool and the disk. On a real GPU every block is `Quick`, because the real driver determines how
-    /// long offloads take.
+    /// squeezed, and three use the host pool and the disk. On a real GPU every block is `Quick`,
+    /// because the real driver determines how long offloads take.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {

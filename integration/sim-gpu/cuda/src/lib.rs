@@ -24,8 +24,8 @@
 //! # What is not simulated
 //!
 //! Other kernels, graphs (only the capture of a stream is simulated), textures, arrays, 2D and 3D
-//! copies, export of memory pools, MPS servers, MIG, ECC, clocks, speeds. Most private tables of the CUDA
-//! runtime library are missing too, so this library does not run on the simulated GPU. The
+//! copies, export of memory pools, MPS servers, MIG, ECC, clocks, speeds. Most private tables of the
+//! CUDA runtime library are missing too, so this library does not run on the simulated GPU. The
 //! simulation assumes that a process is lost if it is checkpointed with memory opened by legacy
 //! IPC, like a process with imported VMM memory.
 //!
