@@ -212,6 +212,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report
         .part(world, "engines, pools of torch", |_, rows| torch::POOLS.side_by_side(python, rows));
     report.part(world, "MPS, daemon inside", |_, rows| mps::daemon_inside(python, rows));
+    report.part(world, "MPS, torch", |_, rows| mps::torch(python, rows));
     report.part(world, "tools, profiler", |_, rows| tools::profiler(python, rows));
     report.part(world, "tools, NVTX", |_, rows| tools::ranges(python, rows));
     report.part(world, "tools, video", |_, rows| tools::video(python, rows));

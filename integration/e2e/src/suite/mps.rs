@@ -21,13 +21,13 @@ use super::{
     cycle::mib,
     engines::{ENGINE, SCRUBBED_AFTER},
     median,
-    python::Python,
+    python::{self, Python},
     report::{NotHere, Rows},
 };
 use crate::{
     container::{CLIENTS, Spec},
     gpu::Gpu,
-    testbed::Testbed,
+    testbed::{MIB, Testbed},
     wait::until,
     worker::{USUAL, Worker},
 };
@@ -100,9 +100,15 @@ impl Drop for Daemon {
     }
 }
 
+/// VRAM of each C program, in MiB.
+fn vram_mib(world: &Testbed) -> u64 {
+    if matches!(world.gpu(), Gpu::Real) { 8192 } else { 64 }
+}
+
 fn spec(world: &Testbed, id: &str) -> Spec {
-    let vram_mib = if matches!(world.gpu(), Gpu::Real) { 8192 } else { 64 };
-    Worker::spec(id, USUAL, vram_mib).annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "auto")
+    Worker::spec(id, USUAL, vram_mib(world))
+        .annotation(BY_ORDER.0, BY_ORDER.1)
+        .annotation(ENGINE, "auto")
 }
 
 fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
@@ -186,6 +192,38 @@ pub fn daemon_inside(python: &Python<'_>, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
+/// Offloads and restores a torch program that is a client, while another one works.
+///
+/// # Errors
+/// When a container does not start or its program does not reply.
+pub fn torch(python: &Python<'_>, rows: &mut Rows) -> Result<()> {
+    const PROGRAM: &[&str] = &["torch_worker.py"];
+    let world = python.world;
+    let daemon = Daemon::start(world)?;
+    let client = |id: &str| {
+        let spec = daemon.client(python.spec(id, "root", PROGRAM)?).annotation(ENGINE, "auto");
+        let mut worker = Worker::start_as(world, spec.annotation(BY_ORDER.0, BY_ORDER.1))?;
+        match python.greet(&mut worker, PROGRAM)? {
+            Some(why) => Err(NotHere(why).into()),
+            None => python::step(&mut worker, 5).map(|_| worker),
+        }
+    };
+    let (mut other, mut worker) = (client("torch-other")?, client("torch-client")?);
+    python::ask(&mut worker, "hold 8")?;
+    let before = python::ask(&mut worker, "check")?.digest()?;
+    let (mut out, mut back) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        out.push(world.cli().move_out("torch-client")?.elapsed_ms as f64);
+        python::step(&mut other, 5)?;
+        back.push(python::ask(&mut worker, "sync")?.sync_ms);
+    }
+    let after = python::ask(&mut worker, "check")?.digest()?;
+    rows.tell("torch: offload", median(&out), "ms");
+    rows.tell("torch: wake", median(&back), "ms");
+    rows.count("torch: digest as before", usize::from(after == before), 1);
+    Ok(())
+}
+
 /// Measures offloads and wakes of a container, and checks its contents.
 fn moves(
     world: &Testbed,
@@ -200,7 +238,7 @@ fn moves(
             std::thread::sleep(SCRUBBED_AFTER);
         }
         back.push(worker.call("streamsync")?.elapsed_us as f64 / 1e3);
-        good += usize::from(worker.verify()?);
+        good += usize::from(worker.check(vram_mib(world) * MIB)?);
         until("the container to be resident", || {
             Ok((world.cli().known(id)?.state != "Restoring").then_some(()))
         })?;
