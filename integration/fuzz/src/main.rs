@@ -1,7 +1,6 @@
 //! Program that runs libFuzzer on one fuzz target. The variable `AFFINODE_FUZZ_TARGET` contains the
 //! target's name. `cargo xtask fuzz` starts this program.
 #![no_main]
-#![expect(unsafe_code, reason = "libFuzzer calls exported functions")]
 
 use std::sync::OnceLock;
 
