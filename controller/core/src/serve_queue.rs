@@ -332,23 +332,28 @@ pub(super) fn check_grants(node: &mut NodeState) {
 /// This can take minutes, for which other containers of the GPU must not wait.
 fn only_reads_disk(node: &NodeState, key: &Key) -> bool {
     let Some(grant) = node.admission.grants.get(key) else { return false };
-    let restoring = || {
-        let all = grant.covers.iter().filter_map(|id| node.registry.processes.get(id));
-        all.filter(|process| process.pending.is_some_and(|order| order.action.is_restore()))
+    let covered = || grant.covers.iter().filter_map(|id| node.registry.processes.get(id));
+    let reads_disk = |process: &Process| {
+        process.pending.is_some_and(|order| order.action.is_restore()) && process.disk_bytes() > 0
     };
     grant.is_granted()
         && !grant.doubted
         && grant.want.is_none()
-        && restoring().any(|process| process.disk_bytes() > 0)
-        && restoring().all(holds_its_vram)
+        && covered().any(reads_disk)
+        && covered().all(|process| !process.agent.phase.is_offloaded() || has_its_vram(process))
 }
 
-/// Whether NVML shows that an offloaded process holds as much VRAM as its restore needs.
-fn holds_its_vram(process: &Process) -> bool {
+/// Whether NVML shows that an offloaded process has as much VRAM again as before its offload. The
+/// context may have stayed on the GPU, so the size of the content alone shows nothing.
+fn has_its_vram(process: &Process) -> bool {
     let held = |uuid: &str| -> u64 {
         process.memory.vram.iter().filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
     };
-    process.vram_to_restore().is_some_and(|needs| needs.iter().all(|d| held(&d.uuid) >= d.bytes))
+    // The driver may need slightly less than before, and allocates local memory only when it is used.
+    let local_bytes = process.memory.swap.local_memory_bytes;
+    let least = |bytes: u64| (bytes - bytes / 64).saturating_sub(local_bytes);
+    let before = process.memory.offloaded_vram();
+    before.is_some_and(|before| before.iter().all(|d| held(&d.uuid) >= least(d.bytes)))
 }
 
 /// Whether no process uses a completed grant. The grant covers no process that can be restored, and

@@ -168,6 +168,30 @@ fn restore_from_disk_delays_no_other_restore() {
     }
 }
 
+/// The context of a process can be larger than its content. It does not show that the restore has its
+/// VRAM.
+#[test]
+fn context_is_not_the_vram_of_a_restore() {
+    let (mut world, ids) = world(2);
+    wait_until(&mut world, AUTO[0], HOUR);
+    store(&mut world, ids[0], 1, false);
+    world.call(ids[0]);
+    while world.state(AUTO[0]) != State::Restoring {
+        world.work(ids[1]);
+        world.answer_question();
+    }
+    let context_bytes = VRAM_BYTES - COPIED_BYTES;
+    world.process_mut(ids[0]).memory.swap.copied_out_bytes = context_bytes / 2;
+    world.call(ids[1]);
+    for _ in 0..20 {
+        world.tick();
+        world.work(ids[1]);
+        world.answer_question();
+    }
+    let found = (world.state(AUTO[0]), world.container(AUTO[1]).figures.restores);
+    assert_eq!(found, (State::Restoring, 0));
+}
+
 /// A container that is called every night must be restored before the call. The restore takes longer
 /// if its content is on disk.
 #[test]
