@@ -1,8 +1,9 @@
 //! Tests of processes that are offloaded in part: some of their memory stays on the GPU.
 
 use affinode_e2e::{
+    cli::ContainerRow,
     container::{CLIENTS, Spec},
-    testbed::{MIB, TestbedConfig},
+    testbed::{MIB, Testbed, TestbedConfig},
     worker::{USUAL, Worker},
 };
 use anyhow::Result;
@@ -11,6 +12,19 @@ use crate::offload::MANUAL;
 
 /// Memory of the test program in MiB, in addition to the managed memory that it allocates.
 const PLAIN_MIB: u64 = 64;
+
+/// Offloads a container that is named after its engine. Requires that its plain memory is copied out,
+/// and that the rest stays for this reason.
+fn leaves_in_part(world: &Testbed, engine: &str, reason: &str) -> Result<ContainerRow> {
+    world.cli().move_out(engine)?;
+    let offloaded = world.cli().known(engine)?;
+    let process = offloaded.process()?;
+    assert_eq!(process.phase, "CopiedOut", "{engine}: {offloaded:?}");
+    assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
+    assert_eq!(process.hazards, [reason], "{engine}: {offloaded:?}");
+    assert_eq!(offloaded.staying_reasons, [reason], "{engine}: {offloaded:?}");
+    Ok(offloaded)
+}
 
 /// Offloads a program with managed memory (CUDA's `cuMemAllocManaged`). This memory must stay on
 /// the GPU with the context, and all other memory must be offloaded. The program `hazards` checks
@@ -25,13 +39,8 @@ fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
         let mut worker = Worker::start_as(&world, spec)?;
         worker.expect("ready")?;
         for round in 0..2 {
-            world.cli().move_out(engine)?;
-            let offloaded = world.cli().known(engine)?;
+            let offloaded = leaves_in_part(&world, engine, "managed-memory")?;
             let process = offloaded.process()?;
-            assert_eq!(process.phase, "CopiedOut", "{engine}, {round}: {offloaded:?}");
-            assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
-            assert_eq!(process.hazards, ["managed-memory"], "{engine}: {offloaded:?}");
-            assert_eq!(offloaded.staying_reasons, ["managed-memory"], "{engine}: {offloaded:?}");
             assert_eq!(offloaded.staying_bytes, process.vram_bytes, "{engine}: {offloaded:?}");
             assert_eq!(worker.call("verify")?.ok, Some(true), "{engine}, {round}");
         }
@@ -58,13 +67,7 @@ fn mps_client_leaves_and_keeps_its_context() -> Result<()> {
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
         for round in 0..2 {
-            world.cli().move_out(engine)?;
-            let offloaded = world.cli().known(engine)?;
-            let process = offloaded.process()?;
-            assert_eq!(process.phase, "CopiedOut", "{engine}, {round}: {offloaded:?}");
-            assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
-            assert_eq!(process.hazards, ["mps"], "{engine}: {offloaded:?}");
-            assert_eq!(offloaded.staying_reasons, ["mps"], "{engine}: {offloaded:?}");
+            leaves_in_part(&world, engine, "mps")?;
             assert!(worker.verify()?, "{engine}, {round}: the memory has changed");
         }
         worker.running.kill(&world)?;

@@ -18,13 +18,11 @@
 //!   `AFFINODE_SIM_HOLD_COPY=<number>:<path>`, the copy with this number waits until the file exists.
 //! - A process with `AFFINODE_SIM_NO_CHECKPOINT` in its environment is aborted when it calls a
 //!   checkpoint function that locks, checkpoints, restores or unlocks a process.
-//! - A process with the pipe of an MPS daemon cannot lock itself for a checkpoint. No MPS server is
-//!   simulated.
 //!
 //! # What is not simulated
 //!
 //! Other kernels, graphs (only the capture of a stream is simulated), textures, arrays, 2D and 3D
-//! copies, export of memory pools, MPS servers, MIG, ECC, clocks, speeds. Most private tables of the
+//! copies, export of memory pools, MPS, MIG, ECC, clocks, speeds. Most private tables of the
 //! CUDA runtime library are missing too, so this library does not run on the simulated GPU. The
 //! simulation assumes that a process is lost if it is checkpointed with memory opened by legacy
 //! IPC, like a process with imported VMM memory.

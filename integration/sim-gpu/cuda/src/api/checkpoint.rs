@@ -4,11 +4,9 @@
 //! process could not restore or unlock itself. Each call sends a request to the daemon, which sends
 //! orders to the checkpoint thread of the process.
 
-use std::path::PathBuf;
-
 use affinode_sim_protocol::{Operation, Reply};
 
-use crate::abi::{INVALID_VALUE, In, NOT_SUPPORTED, Out, Outcome, UNKNOWN, Uuid};
+use crate::abi::{INVALID_VALUE, In, Out, Outcome, UNKNOWN, Uuid};
 use crate::api::cuda_api;
 use crate::client;
 
@@ -51,19 +49,9 @@ fn end_if_barred() {
     }
 }
 
-/// Refuses the lock if the caller is a client of MPS that would lock itself, as a real driver does
-/// (H200, driver 580.159). An MPS client has the pipe of an MPS daemon.
-fn refuse_mps_client(pid: i32) -> Outcome {
-    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY");
-    let folder = folder.map_or_else(|| PathBuf::from("/tmp/nvidia-mps"), PathBuf::from);
-    let is_own = u32::try_from(pid).is_ok_and(|pid| pid == std::process::id());
-    if is_own && folder.join("control").exists() { Err(NOT_SUPPORTED) } else { Ok(()) }
-}
-
 cuda_api! {
     Always 12080 fn cuCheckpointProcessLock(pid: i32, arguments: In<LockArgs>) |_d, _z| {
         end_if_barred();
-        refuse_mps_client(pid)?;
         let timeout_ms = match arguments.get() {
             Some(arguments) if arguments.reserved0 != 0 || arguments.reserved1 != [0; 7] => return Err(INVALID_VALUE),
             Some(arguments) => arguments.timeout_ms,
