@@ -68,13 +68,24 @@ const PRELOAD: &str = "libaffinode_preload.so";
 pub fn all(profile: Profile) -> Result<Artifacts> {
     let artifacts = profile.artifacts();
     output::step("Building shim, controller, command and simulated GPU");
-    let packages = BINARIES
-        .iter()
-        .map(|(package, _)| *package)
-        .chain(SIMULATED.iter().map(|(package, ..)| *package));
     let mut build = cargo(&["build", "--profile", profile.cargo_name()]);
-    for package in packages {
-        build.args(["-p", package]);
+    match profile {
+        // A selection by target builds shared crates with the features that the whole workspace
+        // enables, as the tests do, so that nothing is built twice.
+        Profile::Dev => {
+            build.arg("--lib");
+            for (_, binary) in BINARIES {
+                build.args(["--bin", binary]);
+            }
+        }
+        // A selection by package leaves out what only tests enable.
+        Profile::Release => {
+            let simulated = SIMULATED.iter().map(|(package, ..)| package);
+            let packages = BINARIES.iter().map(|(package, _)| package).chain(simulated);
+            for package in packages {
+                build.args(["-p", package]);
+            }
+        }
     }
     sh::run(&mut build)?;
     let built = target_dir().join(profile.folder());

@@ -20,8 +20,8 @@ pub struct Options {
     rest: Vec<String>,
 }
 
-/// Builds everything, then runs the tests of all crates, then the end-to-end tests. Without a
-/// filter, also runs the documents' commands for users with one machine.
+/// Builds everything, then runs the tests of all crates, the end-to-end tests among them. Without
+/// a filter, also runs the documents' commands for users with one machine.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the end-to-end tests start containerd and mount: run as root");
@@ -37,9 +37,13 @@ pub fn run(options: &Options) -> Result<()> {
     let notes = artifacts.root().join("test-notes");
     fs::write(&notes, "").with_context(|| format!("cannot write {}", notes.display()))?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let test = |selection: &[&str]| {
+    let test = |targets: &[String]| {
         let mut command = Command::new(&cargo);
-        command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
+        command.current_dir(workspace_dir()).args(["test", "--workspace"]);
+        for target in targets {
+            command.args(["--test", target]);
+        }
+        command.args(&options.rest);
         command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path).env(NOTES_ENV, &notes);
         // This command has fetched promtool already, so a test that cannot find promtool must fail
         // instead of being skipped.
@@ -50,12 +54,10 @@ pub fn run(options: &Options) -> Result<()> {
         sh::run(&mut command)
     };
     let outcome = (|| {
-        if !options.e2e {
-            output::step("Tests of the crates");
-            test(&["--workspace", "--exclude", "affinode-e2e"])?;
-        }
-        output::step("End-to-end tests");
-        test(&["-p", "affinode-e2e"])?;
+        output::step(if options.e2e { "End-to-end tests" } else { "Tests of all crates" });
+        // No `--package`: it would choose other features of shared crates and build them again.
+        let targets = if options.e2e { end_to_end_targets()? } else { Vec::new() };
+        test(&targets)?;
         match options.rest.is_empty() {
             true => personas::of_one_machine(&artifacts, releases.own()?),
             false => Ok(()),
@@ -64,6 +66,18 @@ pub fn run(options: &Options) -> Result<()> {
     let text = fs::read_to_string(&notes);
     output::out(&summary(&text.with_context(|| format!("cannot read {}", notes.display()))?));
     outcome
+}
+
+/// Returns the names of the test programs of the end-to-end crate.
+fn end_to_end_targets() -> Result<Vec<String>> {
+    let folder = workspace_dir().join("integration/e2e/tests");
+    let entries = fs::read_dir(&folder).with_context(|| folder.display().to_string())?;
+    let names = entries.flatten().filter_map(|entry| {
+        let path = entry.path();
+        let program = path.is_dir() || path.extension().is_some_and(|ending| ending == "rs");
+        program.then(|| path.file_stem().map(|name| name.to_string_lossy().into_owned()))?
+    });
+    Ok(names.collect())
 }
 
 /// Returns a summary of the notes that tests have written: counts, then the skipped tests with
