@@ -26,7 +26,7 @@ use super::{
     container::{Container, Offload},
     eligibility::is_unsafe,
     event::NodeEvent,
-    needs,
+    eviction, needs,
     node_state::NodeState,
     offload, offload_check, overrides,
     policy::{Mode, Restore},
@@ -133,9 +133,7 @@ fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator
             && !node.admission.grants.contains_key(key)
             && node.clock.now >= c.resident_until
             && !offload_check::is_too_small(node, key)
-            && c.figures
-                .restored_at
-                .is_none_or(|t| node.clock.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+            && eviction::had_its_turn(node, key, c)
     };
     node.registry.containers.iter().filter(concerned).map(|(key, _)| key)
 }

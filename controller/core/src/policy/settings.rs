@@ -121,7 +121,7 @@ settings! {
     /// (setting `keep_alive`), this value is its maximum.
     idle_timeout_ms: Duration = 300_000, "idle_timeout", ["affinode.io/idle-timeout"];
     /// Minimum time for which the container stays resident after a restore, in milliseconds.
-    minimum_residency_ms: Duration = 10_000, "minimum_residency", [];
+    minimum_residency_ms: Duration = 1_000, "minimum_residency", [];
     /// Priority of the container in the queue for VRAM, -1000 to 1000. The highest is served first.
     priority: Priority = 0, "priority", ["affinode.io/priority"];
     /// Whether the keep-alive (the time without use after which the container is idle) is learned

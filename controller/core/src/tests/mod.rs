@@ -30,6 +30,7 @@ mod returns;
 mod room;
 mod thrash;
 mod tools;
+mod turns;
 mod vram_limit;
 mod witness;
 mod world;

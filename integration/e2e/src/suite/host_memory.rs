@@ -1,6 +1,6 @@
 //! Torch containers that work in bursts and together need more VRAM than the GPU has. Their
 //! offloads together need more host memory than the node has. No container may be killed, and all
-//! results must be correct.
+//! results must be correct. The configuration is the default.
 //!
 //! This part is for a machine with 140 GiB of VRAM and about 128 GiB of host memory.
 
@@ -25,14 +25,6 @@ use crate::{
     worker::Worker,
 };
 
-const CONFIG: &str = r#"
-[policy]
-mode = "auto"
-idle_timeout = "2s"
-minimum_residency = "1ms"
-[timing]
-sample_interval = "100ms"
-"#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
 const ENGINES: [&str; 3] = ["auto", "full", "checkpoint"];
 /// Groups of containers: the number of containers, and the GiB of VRAM of each container.
@@ -50,7 +42,7 @@ const MAX_WAIT: Duration = Duration::from_secs(300);
 /// # Errors
 /// When no testbed can be created.
 pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
-    let recipe = || TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG);
+    let recipe = || TestbedConfig::default().release(release).gpu(gpu.clone()).default_engine();
     let mut report = Report::new(&recipe().world()?, wanted);
     for engine in ENGINES {
         for (containers, gib) in CROWDS {
