@@ -12,8 +12,6 @@
 //! it. If a victim is called again, it waits in the queue behind that waiter. Two containers that
 //! need each other's VRAM therefore take turns of at least the minimum residency.
 
-use std::ops::RangeInclusive;
-
 use affinode_proto::state::State;
 
 use super::{
@@ -23,21 +21,10 @@ use super::{
     node_state::NodeState,
     offload, offload_check, offload_level, overrides,
     policy::Mode,
+    turns,
     victims::{self, Candidate},
 };
 
-/// A neighbour (another container on the same GPU) may be evicted when it has been unused for this
-/// many times the delay that the eviction causes to its next call. A program that is called again
-/// and again then waits at most for half of its pauses, and the waiter does not wait until the
-/// pauses become long.
-const UNUSED_DELAYS: u64 = 2;
-/// Minimum and maximum time without use after which a neighbour may be evicted. A shorter minimum
-/// would evict programs that compute on the processor between two calls.
-const UNUSED_MS: RangeInclusive<Millis> = 1_000..=10_000;
-/// A neighbour in use may be evicted for a container with the restore policy `immediate` when it
-/// has been resident for this many times the delay that the eviction causes, or for 10 s.
-const TURN_DELAYS: u64 = 10;
-const TURN_MS: Millis = 10_000;
 /// Minimum interval between two searches for containers to evict for the same waiter.
 const SEEK_MS: Millis = 100;
 /// Waiting time after which partial evictions are allowed. Then all containers that can free some
@@ -144,11 +131,7 @@ pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
     let free = |c: &Container| {
         let waits =
             || node.alloc_wait_of(key).is_some() && !node.admission.grants.contains_key(key);
-        let idle = || {
-            let delay_ms = offload_level::expected_delay_ms(node, key, false);
-            let unused_ms = unused_ms(delay_ms, c.idle_after_ms());
-            node.clock.now.saturating_sub(c.usage.last_use) >= unused_ms
-        };
+        let idle = || turns::is_unused(node, key, c);
         c.goal.is_resident()
             && matches!(c.shown.state, State::Active | State::Idle)
             && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
@@ -164,27 +147,6 @@ pub(super) fn may_be_evicted(node: &NodeState, key: &Key) -> bool {
             && offload_check::check_offload(node, key, true).is_ok()
     };
     node.registry.containers.get(key).is_some_and(free)
-}
-
-/// Time without use after which a neighbour may be evicted, in milliseconds. `delay_ms`: delay that
-/// the eviction causes to its next call. `idle_after_ms`: time after which it is idle.
-fn unused_ms(delay_ms: Millis, idle_after_ms: Millis) -> Millis {
-    let paid_ms = delay_ms.saturating_mul(UNUSED_DELAYS);
-    paid_ms.clamp(*UNUSED_MS.start(), *UNUSED_MS.end()).min(idle_after_ms)
-}
-
-/// Time for which a neighbour in use stays resident before it is evicted for a container with the
-/// restore policy `immediate`, in milliseconds.
-fn turn_ms(delay_ms: Millis, minimum_residency_ms: Millis) -> Millis {
-    delay_ms.saturating_mul(TURN_DELAYS).min(TURN_MS).max(minimum_residency_ms)
-}
-
-/// Whether a neighbour in use has been resident long enough to be evicted for a container with the
-/// restore policy `immediate`.
-pub(super) fn had_its_turn(node: &NodeState, key: &Key, container: &Container) -> bool {
-    let delay_ms = offload_level::expected_delay_ms(node, key, false);
-    let turn_ms = turn_ms(delay_ms, container.policy.minimum_residency_ms);
-    container.figures.restored_at.is_none_or(|t| node.clock.now.saturating_sub(t) >= turn_ms)
 }
 
 fn candidates(node: &NodeState, asker: &Key, deep: bool) -> Vec<Candidate> {
@@ -219,28 +181,4 @@ fn candidates(node: &NodeState, asker: &Key, deep: bool) -> Vec<Candidate> {
             }
         })
         .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Five minutes, the default idle timeout.
-    const IDLE_AFTER_MS: Millis = 300_000;
-
-    #[test]
-    fn neighbour_stays_longer_if_its_restore_is_slow() {
-        let copied_24_gib = unused_ms(600, IDLE_AFTER_MS);
-        let checkpointed_24_gib = unused_ms(3_700, IDLE_AFTER_MS);
-        assert_eq!((copied_24_gib, checkpointed_24_gib), (1_200, 7_400));
-        assert_eq!(unused_ms(20, IDLE_AFTER_MS), 1_000, "the shortest time");
-        assert_eq!(unused_ms(60_000, IDLE_AFTER_MS), 10_000, "the longest time");
-        assert_eq!(unused_ms(3_700, 200), 200, "its own idle timeout is shorter");
-    }
-
-    #[test]
-    fn turn_in_use_is_long_against_its_cost() {
-        assert_eq!((turn_ms(600, 1_000), turn_ms(3_700, 1_000)), (6_000, 10_000));
-        assert_eq!(turn_ms(600, 20_000), 20_000, "a longer residency was configured");
-    }
 }

@@ -26,11 +26,12 @@ use super::{
     container::{Container, Offload},
     eligibility::is_unsafe,
     event::NodeEvent,
-    eviction, needs,
+    needs,
     node_state::NodeState,
     offload, offload_check, overrides,
     policy::{Mode, Restore},
     process::{Process, Termination, TerminationCause},
+    turns,
 };
 
 /// Sort key of a process: when it registered or was last restored, then its start time. A process
@@ -133,7 +134,7 @@ fn blocking_containers<'a>(node: &'a NodeState, asker: &'a Key) -> impl Iterator
             && !node.admission.grants.contains_key(key)
             && node.clock.now >= c.resident_until
             && !offload_check::is_too_small(node, key)
-            && eviction::had_its_turn(node, key, c)
+            && turns::had_its_turn(node, key, c)
     };
     node.registry.containers.iter().filter(concerned).map(|(key, _)| key)
 }

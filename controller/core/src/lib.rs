@@ -97,6 +97,7 @@ mod serve_queue;
 #[cfg(test)]
 mod tests;
 pub mod texts;
+mod turns;
 pub mod victims;
 pub mod view;
 mod vram_limit;
