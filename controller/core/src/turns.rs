@@ -7,9 +7,8 @@ use std::ops::RangeInclusive;
 use super::{Key, Millis, container::Container, node_state::NodeState, offload_level};
 
 /// A neighbour (another container on the same GPU) may be evicted when it has been unused for this
-/// many times the delay that the eviction causes to its next call. A program that is called again
-/// and again then waits at most for half of its pauses, and the waiter does not wait until the
-/// pauses become long.
+/// many times the delay that the eviction causes to its next call: the time of its restore. If the
+/// VRAM is free again by then, the call waits at most half as long as the pause before it.
 const UNUSED_DELAYS: u64 = 2;
 /// Minimum and maximum time without use after which a neighbour may be evicted. A shorter minimum
 /// would evict programs that compute on the processor between two calls.

@@ -3,7 +3,7 @@
 
 use affinode_proto::{state::State, wire::Phase};
 
-use super::super::immediate;
+use super::super::{immediate, offload_level};
 use super::{
     super::ProcessId,
     world::{Host, World, key},
@@ -51,6 +51,25 @@ fn container_in_use_is_offloaded_not_ended() {
     // The evicted container must be restored when the waiter no longer needs the VRAM.
     world.settle();
     assert!(!world.agents[&busy].wants, "a call of the busy process still waits");
+}
+
+/// A container in use that was just restored must not be evicted before it has had its turn, although
+/// its minimum residency is 0 here.
+#[test]
+fn container_in_use_keeps_its_turn() {
+    const BUSY: usize = 6; // Of the engine `checkpoint`, so that its restore takes time.
+    let (mut world, asker) = asker(600);
+    world.announce(BUSY);
+    let busy = world.running(BUSY, 700);
+    world.settle();
+    assert_eq!(world.agents[&busy].phase, Phase::Checkpointed);
+    assert!(while_in_use(&mut world, &[], busy, 20));
+    let delay_ms = offload_level::expected_delay_ms(&world.node.state, &key(BUSY), false);
+    assert!(delay_ms > 100, "a restore of {delay_ms} ms");
+    let restored_at = world.container(BUSY).figures.restored_at.unwrap();
+    assert!(while_in_use(&mut world, &[busy], asker, 200));
+    let stayed_ms = world.now - restored_at;
+    assert!(stayed_ms >= 10 * delay_ms, "evicted after {stayed_ms} ms");
 }
 
 #[test]

@@ -33,8 +33,8 @@ fn crowd(count: usize) -> (World, Vec<ProcessId>) {
     (world, ids)
 }
 
-/// Runs the programs for this time. Returns how long each burst waited for its first call, and the
-/// programs that wait at the end.
+/// Runs the programs for this time. Returns how long the first call of each burst waited, also of
+/// the bursts that still wait at the end.
 fn waits_ms(world: &mut World, ids: &[ProcessId], pause_ms: Millis, run_ms: Millis) -> Vec<Millis> {
     let ends = world.now + run_ms;
     let mut waits = Vec::new();
