@@ -3,7 +3,7 @@
 # coverage counters that libFuzzer needs. Each counts how often an edge of the control flow is
 # taken, and reports the operands of comparisons. Other crates are compiled without them.
 case " $* " in
-*" build_script_build "* | *" proc-macro "*) exec "$@" ;; # They run in the compiler.
+*" build_script_build "* | *" proc-macro "*) exec "$@" ;; # These run during the build.
 esac
 exec "$@" -Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \

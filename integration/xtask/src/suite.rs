@@ -72,11 +72,9 @@ pub fn run(options: &Options) -> Result<()> {
 fn end_to_end_targets() -> Result<Vec<String>> {
     let folder = workspace_dir().join("integration/e2e/tests");
     let entries = fs::read_dir(&folder).with_context(|| folder.display().to_string())?;
-    let names = entries.flatten().filter_map(|entry| {
-        let path = entry.path();
-        let program = path.is_dir() || path.extension().is_some_and(|ending| ending == "rs");
-        program.then(|| path.file_stem().map(|name| name.to_string_lossy().into_owned()))?
-    });
+    // Each file `NAME.rs` and each folder `NAME` with a `main.rs` is a test program.
+    let paths = entries.flatten().map(|entry| entry.path());
+    let names = paths.filter_map(|path| Some(path.file_stem()?.to_string_lossy().into_owned()));
     Ok(names.collect())
 }
 
