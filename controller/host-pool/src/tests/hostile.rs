@@ -65,3 +65,44 @@ fn an_invalid_order_ends_the_host_pool() {
     assert!(matches!(pool.end(), Err(HostPoolError::Frame(_))));
     agent.expect_end();
 }
+
+/// Memory that one process filled and freed is given to others. They must find zeros in it,
+/// whichever way the first process freed it.
+#[test]
+fn no_process_reads_content_of_another() {
+    const BYTES: u64 = 64 * MIB;
+    const STEP: usize = 512;
+    let pool = TestPool::strict();
+    let reader = pool.attach(1);
+    pool.allow_now(1, BYTES);
+    let fill = |owner: &Agent| {
+        assert!(owner.populate(0, BYTES));
+        let mapping = Mapping::new(&owner.file, 0, BYTES as usize).unwrap();
+        (0..BYTES as usize).step_by(STEP).for_each(|at| mapping.set(at, 0xa5));
+    };
+    let read = |how: &str| {
+        assert!(reader.populate(0, BYTES));
+        let mapping = Mapping::new(&reader.file, 0, BYTES as usize).unwrap();
+        let found = (0..BYTES as usize).step_by(STEP).find(|at| mapping.get(*at) != 0);
+        assert_eq!(found, None, "{how}: an earlier content is readable");
+        reader.free(0, BYTES);
+    };
+    read("a new file");
+    for round in 2..5 {
+        let owner = pool.attach(round);
+        pool.allow_now(round, BYTES);
+        fill(&owner);
+        owner.free(0, BYTES);
+        read("freed by its owner");
+        fill(&owner);
+        // The same process connects again, for example after a restart of the controller.
+        let next = pool.attach(round);
+        pool.allow_now(round, BYTES);
+        assert!(next.populate(0, BYTES));
+        let mapping = Mapping::new(&next.file, 0, BYTES as usize).unwrap();
+        assert!((0..BYTES as usize).step_by(STEP).all(|at| mapping.get(at) == 0), "a new file");
+        drop((owner, mapping, next));
+        read("its owner has ended");
+    }
+    pool.end().unwrap();
+}
