@@ -46,7 +46,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::GIVES_UP_COPIES.0
                     | Capabilities::RELEASES_EARLY.0
                     | Capabilities::STORES_ON_DISK.0
-                    | Capabilities::COPIES_UNDER_MPS.0,
+                    | Capabilities::COPIES_UNDER_MPS.0
+                    | Capabilities::PREFAULTS_HOST_POOL.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,

@@ -18,8 +18,13 @@ pub use self::{
     usage::Usage,
 };
 use super::{
-    CommandId, ContainerSpec, Millis, connection_prewake::Connections, history::Pauses,
-    holds::ShortHolds, host_memory::MemoryPool, input::Request, policy::Policy,
+    CommandId, ContainerSpec, Millis,
+    connection_prewake::Connections,
+    history::Pauses,
+    holds::ShortHolds,
+    host_memory::{HostPoolPrefault, MemoryPool},
+    input::Request,
+    policy::Policy,
 };
 
 /// A prewake: a restore of a container before an expected CUDA call. It ends with the first call or
@@ -65,6 +70,8 @@ pub struct Container {
     pub resident_until: Millis,
     /// The pools of host memory that the last refused offload lacked.
     pub short_of: Vec<MemoryPool>,
+    /// The prefault of the host pool's memory for the next offload.
+    pub host_pool_prefault: HostPoolPrefault,
     /// Connections that arrived while the container was offloaded.
     pub connections: Connections,
     /// Number of offloads in a row that failed, and when the next one may begin.
@@ -102,6 +109,7 @@ impl Container {
             prewake: None,
             resident_until: 0,
             short_of: Vec::new(),
+            host_pool_prefault: HostPoolPrefault::default(),
             connections: Connections::default(),
             offload_failures: OffloadFailures::default(),
             restore_failures: RestoreFailures::default(),

@@ -115,6 +115,47 @@ pub struct HostPoolPermission {
     pub was_used: bool,
 }
 
+/// State of the prefault of the host pool's memory for the next offload of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostPoolPrefault {
+    /// There is none. The next one may begin at this time.
+    Off {
+        /// Time in milliseconds.
+        not_before: Millis,
+    },
+    /// The free host memory is being read.
+    Surveyed,
+    /// The processes were ordered to prefault, and may be allocating memory.
+    Filling {
+        /// Time of the order in milliseconds.
+        since: Millis,
+    },
+    /// The processes have the memory.
+    Ready {
+        /// Time in milliseconds at which the processes had registered it.
+        since: Millis,
+    },
+}
+
+impl HostPoolPrefault {
+    /// Time from which on the GPU no longer works on the prefault. `None`: the prefault is in
+    /// progress.
+    #[must_use]
+    pub fn ended_at(self) -> Option<Millis> {
+        match self {
+            HostPoolPrefault::Off { .. } | HostPoolPrefault::Surveyed => Some(0),
+            HostPoolPrefault::Filling { .. } => None,
+            HostPoolPrefault::Ready { since } => Some(since),
+        }
+    }
+}
+
+impl Default for HostPoolPrefault {
+    fn default() -> HostPoolPrefault {
+        HostPoolPrefault::Off { not_before: 0 }
+    }
+}
+
 /// Why host memory does not suffice for an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryShortage {

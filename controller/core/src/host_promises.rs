@@ -7,8 +7,10 @@ use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
     Effect, Key, Millis,
+    container::Container,
     host_memory::{
-        HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, MemoryShortage, SurveyedMemory,
+        HostNeed, HostPoolAllowance, HostPoolPrefault, MemoryPlace, MemoryPool, MemoryShortage,
+        SurveyedMemory,
     },
     host_pool, kept_memory,
     node_state::{JournalClaim, NodeState},
@@ -224,7 +226,10 @@ fn may_touch_host_memory(node: &NodeState, key: &Key) -> bool {
         .containers
         .get(key)
         .is_some_and(|c| !c.goal.is_resident() && c.shown.state != State::Offloaded);
+    let prefaults =
+        |c: &Container| matches!(c.host_pool_prefault, HostPoolPrefault::Filling { .. });
     leaves
+        || node.registry.containers.get(key).is_some_and(prefaults)
         || node.registry.processes.of(key).any(|(_, process)| {
             let moves =
                 |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
@@ -267,6 +272,32 @@ fn reason_of(pool: &MemoryPool) -> Reason {
         MemoryPlace::Cgroup(_) => Reason::CgroupMemory,
         MemoryPlace::Node | MemoryPlace::HostPool => Reason::HostMemory,
     }
+}
+
+/// Promises memory of the host pool for a prefault, and permits it. `spare_bytes`: memory that must
+/// be left in the host pool and on the node for others. False: not enough memory is free.
+pub(super) fn promise_prefault(
+    node: &mut NodeState,
+    key: &Key,
+    memory: SurveyedMemory,
+    asked_at: Millis,
+    spare_bytes: u64,
+) -> bool {
+    let with_spare = |pool: &MemoryPool| MemoryPool {
+        need_bytes: match pool.place {
+            MemoryPlace::Cgroup(_) => pool.need_bytes,
+            _ => pool.need_bytes.saturating_add(spare_bytes),
+        },
+        ..pool.clone()
+    };
+    let with_spare: Vec<MemoryPool> = memory.host_pool.iter().map(with_spare).collect();
+    let fits = !with_spare.is_empty()
+        && node.host_ledger.judge(key, &with_spare, asked_at, node.clock.now).is_ok();
+    if fits {
+        node.host_ledger.promise(key, memory.host_pool, node.clock.now);
+        host_pool::allow(node, key, &memory.allowances);
+    }
+    fits
 }
 
 fn mib(bytes: u64) -> String {

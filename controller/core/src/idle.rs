@@ -55,7 +55,11 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
         let here = process.agent.phase == Phase::Open && !process.prefault.ordered;
         let container = node.registry.containers.get(&process.key);
         let restored_at = container.and_then(|container| container.figures.restored_at);
+        // The same is true of a process's own registration of the host pool's memory.
+        let prefaulted_at = container.map_or(Some(0), |c| c.host_pool_prefault.ended_at());
+        let here = here && prefaulted_at.is_some();
         let since = restored_at
+            .max(prefaulted_at.filter(|at| *at > 0))
             .map_or(0, |at| at.saturating_add(SAMPLED_MS))
             .max(process.activity.resident_since);
         process.activity.working = working.filter(|w| here && w.at >= since).max_by_key(|w| w.at);

@@ -85,6 +85,7 @@ mod passing;
 pub mod plan;
 pub mod policy;
 mod prefault;
+mod prefault_host_pool;
 pub mod pressure;
 mod prewake;
 pub mod process;

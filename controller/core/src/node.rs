@@ -30,7 +30,7 @@ use super::{
     order_report::OrderReport,
     plan::OrderDeadlines,
     policy::Policies,
-    prefault, pressure, prewake,
+    prefault, prefault_host_pool, pressure, prewake,
     registration::{self, RegistrationStatus},
     requests, restore, serve_queue,
     victims::VictimRule,
@@ -320,6 +320,7 @@ fn due(node: &mut NodeState, key: &Key) {
     no_progress::check_progress(node, key);
     host_promises::survey_again(node, key);
     prefault::update_prefault(node, key);
+    prefault_host_pool::update(node, key);
     prewake::expect(node, key);
     node.resume(key);
     advance_resumed(node);

@@ -22,7 +22,7 @@ use super::{
     node_state::NodeState,
     offload_check, offload_level,
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
-    prefault,
+    prefault, prefault_host_pool,
     process::{OffloadedMemory, Process},
 };
 
@@ -73,6 +73,9 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, survey: Survey) {
     // The offload was given up while host memory and GPUs were read.
     let Some(container) = node.registry.containers.get(key).filter(|c| !c.goal.is_resident())
     else {
+        if let Ok(memory) = verdict {
+            prefault_host_pool::surveyed(node, key, memory, asked_at);
+        }
         return node.resume(key);
     };
     let is_requested = container.goal.is_requested();

@@ -38,6 +38,13 @@ pub(super) fn is_unused(node: &NodeState, key: &Key, container: &Container) -> b
     node.clock.now.saturating_sub(container.usage.last_use) >= unused_ms
 }
 
+/// Whether a neighbour has been unused for half of the time after which it may be evicted.
+pub(super) fn is_half_unused(node: &NodeState, key: &Key, container: &Container) -> bool {
+    let delay_ms = offload_level::expected_delay_ms(node, key, false);
+    let unused_ms = unused_ms(delay_ms, container.idle_after_ms());
+    node.clock.now.saturating_sub(container.usage.last_use) >= unused_ms / 2
+}
+
 /// Whether a neighbour in use has been resident long enough to be evicted for a container with the
 /// restore policy `immediate`.
 pub(super) fn had_its_turn(node: &NodeState, key: &Key, container: &Container) -> bool {

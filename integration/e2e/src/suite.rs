@@ -176,6 +176,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     }
     for (part, own, layout) in [
         ("exchange", "", exchange::Layout::Pieces),
+        ("exchange after a pause", "", exchange::Layout::PiecesAndPauses),
         ("exchange, own memory", host_pool::OFF, exchange::Layout::Pieces),
         ("exchange, one allocation", "", exchange::Layout::OneAllocation),
     ] {

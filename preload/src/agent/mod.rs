@@ -55,7 +55,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::GIVES_UP_COPIES.0
         | Capabilities::RELEASES_EARLY.0
         | Capabilities::STORES_ON_DISK.0
-        | Capabilities::COPIES_UNDER_MPS.0,
+        | Capabilities::COPIES_UNDER_MPS.0
+        | Capabilities::PREFAULTS_HOST_POOL.0,
 );
 
 /// Signal set that contains SIGURG, the only signal that wakes the agent.
@@ -196,6 +197,7 @@ impl Agent {
                 call_recorder::watch(self.page, 0, 0);
                 if self.machine.phase() == Phase::Open {
                     swap::end_preparation();
+                    swap::end_host_pool_prefault();
                 }
             }
             if managed == AgentMode::NoMore {
@@ -274,8 +276,15 @@ impl Agent {
                 ControllerMessage::HostPool => swap::host_pool::meet(descriptor),
                 ControllerMessage::FreeHostMemory => {
                     if self.machine.phase() == Phase::Open {
+                        swap::end_host_pool_prefault();
                         self.frees_all = true;
                         self.tidy_us = Some(sys::now_us());
+                    }
+                }
+                ControllerMessage::PrefaultHostPool => {
+                    if self.machine.phase() == Phase::Open {
+                        swap::prefault_host_pool();
+                        (self.tidy_us, self.frees_all) = (Some(sys::now_us()), false);
                     }
                 }
                 ControllerMessage::StoreOnDisk => {
@@ -471,9 +480,14 @@ impl Agent {
         match self.tidy_us {
             None => self.tidy_us = Some(now_us + PAUSE_US),
             Some(due_us) if now_us >= due_us => {
-                self.tidy_us = Some(match swap::go_on_preparing() {
-                    true => now_us + SOON_US,
-                    false => match swap::tidy(self.frees_all) {
+                let step = match swap::go_on_preparing() {
+                    true => swap::PrefaultStep::Soon,
+                    false => swap::go_on_prefaulting_host_pool(),
+                };
+                self.tidy_us = Some(match step {
+                    swap::PrefaultStep::Soon => now_us + SOON_US,
+                    swap::PrefaultStep::Now => now_us,
+                    swap::PrefaultStep::Over => match swap::tidy(self.frees_all) {
                         swap::TrimResult::Part => now_us,
                         swap::TrimResult::Kept => now_us + LOOK_US,
                         swap::TrimResult::All => {

@@ -27,7 +27,8 @@ use super::prefault::{self, StagingPlace};
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
     SWAP, checksum, copier_offload, copier_restore, disk, driver, host_pressure, is_in_use,
-    loader_lock, local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
+    loader_lock, local_memory, prefault_ahead, prefault_host_pool, stream_pools, tables, with_pool,
+    with_pool_if_free,
 };
 use crate::counters::CounterPage;
 use crate::process;
@@ -93,6 +94,7 @@ fn copy_to_host(pool: &mut StagingPool, how: CopyOptions, handed: Option<u64>) -
     disk::finish(pool);
     // The copy-out assigns new offsets and begins the pool itself.
     prefault_ahead::stop(pool);
+    prefault_host_pool::is_used_up(pool);
     let Some((bytes, context)) = assign() else {
         return Err(result::OUT_OF_MEMORY);
     };
@@ -396,6 +398,10 @@ pub fn tidy(all: bool) -> TrimResult {
     }
     disk::tidy();
     let tidy = |pool: &mut StagingPool| {
+        if !all && !pool.is_tainted() && prefault_host_pool::keeps_pages() {
+            return (TrimResult::Kept, pool.kept_bytes());
+        }
+        prefault_host_pool::end();
         let tidied = match all {
             true => pool.free_next(),
             false => pool.tidy(prefault_ahead::is_on(), host_pressure::is_near_in),

@@ -227,4 +227,4 @@ fn reply(socket: i32) -> Option<(usize, bool)> {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -22,9 +22,19 @@ pub fn is_near() -> bool {
 /// Whether host memory is short now for memory that is in this place. The container's limit does
 /// not concern the host pool.
 pub fn is_near_in(place: StagingPlace) -> bool {
+    would_be_near_in(place, 0)
+}
+
+/// Whether host memory would be short after `bytes` more are used in this place.
+pub fn would_be_near_in(place: StagingPlace, bytes: u64) -> bool {
+    #[cfg(test)]
+    let bytes =
+        bytes.saturating_add(tests::TAKEN_BY_OTHERS.load(core::sync::atomic::Ordering::Relaxed));
     match place {
-        StagingPlace::Own => is_near(),
-        StagingPlace::HostPool => node().is_none_or(|(room, all)| room < all / 8),
+        StagingPlace::Own => would_be_near(bytes),
+        StagingPlace::HostPool => {
+            node().is_none_or(|(room, all)| room.saturating_sub(bytes) < all / 8)
+        }
     }
 }
 

@@ -36,6 +36,7 @@
 //! | `zeros` | zero pages, which are not stored |
 //! | `checksum` | whether the content after a restore is what was copied out |
 //! | `copier_restore` | restore with the copier, which fills memory while the driver restores the context |
+//! | `prefault_host_pool` | memory of the host pool that is registered before a copy out |
 //! | `prefault_ahead`, `copier_offload` | host memory prepared before an offload; offload with the copier |
 //! | `ipc` | legacy IPC, which the driver does not support for swappable memory |
 //! | `driver` | the driver's functions |
@@ -72,6 +73,7 @@ mod peer_devices;
 pub mod pending_work;
 mod prefault;
 mod prefault_ahead;
+mod prefault_host_pool;
 mod scrub;
 mod staging;
 mod stream_pools;
@@ -103,6 +105,11 @@ use self::pending_work::ValueList;
 use self::prefault_ahead::PrefaultJob;
 pub use self::prefault_ahead::{
     end_preparation, go_on as go_on_preparing, is_told as is_prepared, prepare,
+};
+use self::prefault_host_pool::HostPoolPrefault;
+pub use self::prefault_host_pool::{
+    PrefaultStep, begin as prefault_host_pool, end as end_host_pool_prefault,
+    go_on as go_on_prefaulting_host_pool,
 };
 pub use self::scrub::{ScrubState, absorb_scrub_stall};
 use self::staging::StagingPool;
@@ -158,6 +165,8 @@ struct SwapState {
     checks: AtomicU32,
     /// State and size of the prefault, which prepares host memory before an offload.
     ahead: PrefaultJob,
+    /// State of the prefault of the host pool's memory.
+    host_pool_prefault: HostPoolPrefault,
     /// Content that was moved from the staging pool to a disk file.
     disk: DiskJob,
     /// Contexts in which the library keeps one small allocation, so that the driver keeps its block
@@ -192,6 +201,7 @@ static SWAP: SwapState = SwapState {
     zero_bytes: AtomicU64::new(0),
     checks: AtomicU32::new(0),
     ahead: PrefaultJob::none(),
+    host_pool_prefault: HostPoolPrefault::none(),
     disk: DiskJob::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
     contexts: ValueList::new(),

@@ -504,6 +504,11 @@ impl StagingPool {
         resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
     }
 
+    /// Bytes of the host pool's memory that the pool keeps while it is unused.
+    pub fn kept_host_pool_bytes(&self) -> u64 {
+        if self.is_usable_as(StagingKind::HostPool) { self.kept_bytes() } else { 0 }
+    }
+
     /// Bytes of the process's own memory that the pool keeps while it is unused.
     pub fn kept_own_bytes(&self) -> u64 {
         if self.of_host_pool == 1 { 0 } else { self.kept_bytes() }

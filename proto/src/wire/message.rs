@@ -331,6 +331,11 @@ pub enum ControllerMessage {
     /// because an offload of another container needs it. Sent only to a library with
     /// [`Capabilities::FREES_HOST_MEMORY`].
     FreeHostMemory,
+    /// Requests the agent to prefault memory of the host pool for the next copy out: to have its pages
+    /// allocated, and to register them with the driver. [`ControllerMessage::FreeHostMemory`] and the
+    /// end of the connection end the prefault. Sent only to a library with
+    /// [`Capabilities::PREFAULTS_HOST_POOL`].
+    PrefaultHostPool,
     /// Requests the agent of an offloaded process to move its content from the host pool to a disk
     /// file, chunk by chunk. The agent stops at a restore order, after a failure, or when all content
     /// is in the file. It shows its progress in the counters ([`super::counters::header::DISK_CHUNKS`],
@@ -521,6 +526,7 @@ impl ControllerMessage {
             ControllerMessage::HostPool => Writer::new(114),
             ControllerMessage::FreeHostMemory => Writer::new(115),
             ControllerMessage::StoreOnDisk => Writer::new(116),
+            ControllerMessage::PrefaultHostPool => Writer::new(117),
             ControllerMessage::Reading(reading) => Writer::new(120)
                 .bytes(&reading.uuid)
                 .u64(reading.total_bytes)
@@ -575,6 +581,7 @@ impl ControllerMessage {
             114 => Ok(ControllerMessage::HostPool),
             115 => Ok(ControllerMessage::FreeHostMemory),
             116 => Ok(ControllerMessage::StoreOnDisk),
+            117 => Ok(ControllerMessage::PrefaultHostPool),
             112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
             113 => Ok(ControllerMessage::VramAllowance {
                 ticket: r.u32(),

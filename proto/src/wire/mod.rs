@@ -153,6 +153,8 @@ impl Capabilities {
     pub const STORES_ON_DISK: Capabilities = Capabilities(1 << 13);
     /// The library can copy the memory of a process with [`Hazards::MPS`].
     pub const COPIES_UNDER_MPS: Capabilities = Capabilities(1 << 14);
+    /// The library can prefault memory of the [`host_pool`].
+    pub const PREFAULTS_HOST_POOL: Capabilities = Capabilities(1 << 15);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

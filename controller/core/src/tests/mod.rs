@@ -25,6 +25,7 @@ mod offload_level;
 mod orders;
 mod passing;
 mod prefault;
+mod prefault_host_pool;
 mod random;
 mod returns;
 mod room;

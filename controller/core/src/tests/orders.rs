@@ -2,7 +2,7 @@
 //! wants.
 
 use affinode_proto::wire::{
-    Capabilities, Phase,
+    Capabilities, Phase, ProcessFlags,
     message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_TTL_MS},
 };
 
@@ -36,6 +36,7 @@ impl World {
             let agent = self.agents.get_mut(&id).expect("it was found before");
             return message.into_iter().for_each(|message| agent.inbox.push_front(message));
         }
+        let prefaults = self.prefaults;
         let Some(agent) = self.agents.get_mut(&id) else { return };
         match message {
             Some(ControllerMessage::Order { order, action, decided_ms }) => {
@@ -61,6 +62,14 @@ impl World {
                 }
                 self.try_again(id);
             }
+            Some(ControllerMessage::PrefaultHostPool) if prefaults => {
+                assert!(agent.capabilities.contains(Capabilities::PREFAULTS_HOST_POOL));
+                if agent.phase == Phase::Open {
+                    agent.kept = agent.swappable;
+                    agent.notes.0 |= ProcessFlags::HOST_POOL.0;
+                }
+            }
+            Some(ControllerMessage::FreeHostMemory) if agent.phase == Phase::Open => agent.kept = 0,
             Some(ControllerMessage::StoreOnDisk) => {
                 assert!(agent.capabilities.contains(Capabilities::STORES_ON_DISK));
                 if agent.phase.is_offloaded() {

@@ -275,6 +275,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
             "{n} is left {state}"
         );
     }
+    let permitted = world.node.state.registry.processes.values();
+    let permitted: u64 = permitted.map(|process| process.host_pool.bytes).sum();
+    prop_assert_eq!(permitted, 0, "a process may still take memory of the host pool");
     for (command, _) in &world.answers {
         asked.remove(command);
     }
@@ -315,10 +318,14 @@ proptest! {
         prepare in any::<bool>(),
         auto in any::<bool>(),
         local_memory in any::<bool>(),
+        has_host_pool in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         let mut world = World::new(3).with_auto(auto);
         (world.prepare, world.local_memory) = (prepare, local_memory);
+        if has_host_pool {
+            (world.host_total, world.host_pool_bytes) = (Some(100 * TOTAL), Some(2 * TOTAL));
+        }
         run_in(world, &[], steps)?;
     }
 

@@ -44,7 +44,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes of the simulated world from one step of a slow copier to its next step.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b111_1111_1111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1111_1111_1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -67,6 +67,8 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Whether containers have the policy `prefault`.
     pub(super) prepare: bool,
+    /// Whether processes follow orders to prefault memory of the host pool.
+    pub(super) prefaults: bool,
     /// Whether CUDA contexts release local memory (stacks of GPU threads) after a copy out.
     pub(super) local_memory: bool,
     /// Capabilities of the processes' libraries. New processes get them in turn.
@@ -174,6 +176,7 @@ impl World {
             mig: false,
             immediate: Vec::new(),
             prepare: false,
+            prefaults: true,
             local_memory: false,
             libraries: vec![ALL_CAPABILITIES],
             all_options: false,

@@ -1,7 +1,10 @@
 //! Measures how long a call waits if another container must be copied out first: two containers take
 //! turns, and VRAM suffices for one of them.
 
-use std::time::Instant;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
 
@@ -9,7 +12,7 @@ use super::{engines::ENGINE, median, oversubscription, report::Rows};
 use crate::{
     cli::EventRow,
     gpu::Gpu,
-    testbed::Testbed,
+    testbed::{MIB, Testbed},
     worker::{USUAL, Worker},
 };
 
@@ -19,11 +22,19 @@ const TURNS: usize = 12;
 /// pieces of 2 MiB to 1 GiB.
 const PIECE_MIB: &str = "128";
 
-/// How the program allocates its memory.
+/// Pause between two turns. It is longer than a library keeps the pages of its last copy out.
+const PAUSE: Duration = Duration::from_secs(5);
+/// Memory limit of the containers between whose turns there is a pause, in MiB.
+const LIMIT_MIB: u64 = 4 << 10;
+
+/// How the program allocates its memory, and when the containers are called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// In many pieces. Each can be released as soon as it is copied.
     Pieces,
+    /// In many pieces. Between two turns there is a pause, and the memory of the containers is
+    /// limited.
+    PiecesAndPauses,
     /// In one allocation, which can only be released as a whole.
     OneAllocation,
 }
@@ -42,7 +53,7 @@ pub fn in_turn(world: &Testbed, layout: Layout, rows: &mut Rows) -> Result<()> {
     let mut workers = Vec::new();
     for id in NAMES {
         let spec = match layout {
-            Layout::Pieces => {
+            Layout::Pieces | Layout::PiecesAndPauses => {
                 // The contents differ, so that equal content is not stored once.
                 let seed = if id == NAMES[0] { "1" } else { "2" };
                 let more = ["--piece-mib", PIECE_MIB, "--seed", seed];
@@ -55,6 +66,12 @@ pub fn in_turn(world: &Testbed, layout: Layout, rows: &mut Rows) -> Result<()> {
             .annotation("affinode.io/idle-timeout", "100ms")
             .annotation("affinode.io/on-oom", "wait")
             .annotation("affinode.io/on-oom-timeout", "5m");
+        let spec = match layout {
+            Layout::PiecesAndPauses => {
+                spec.flags(&["--memory-limit", &(LIMIT_MIB * MIB).to_string()])
+            }
+            _ => spec,
+        };
         let mut worker = Worker::start_as(world, spec)?;
         worker.wait_filled()?;
         worker.call("streamsync")?;
@@ -66,6 +83,9 @@ pub fn in_turn(world: &Testbed, layout: Layout, rows: &mut Rows) -> Result<()> {
         let (here, there) = (turn % 2, (turn + 1) % 2);
         let resident = NAMES.get(there).context("there are two containers")?;
         cli.wait_for_state(resident, "Idle")?;
+        if layout == Layout::PiecesAndPauses && matches!(world.gpu(), Gpu::Real) {
+            thread::sleep(PAUSE);
+        }
         let worker = workers.get_mut(here).context("there are two containers")?;
         let asked = Instant::now();
         worker.call("streamsync")?;
@@ -82,7 +102,7 @@ pub fn in_turn(world: &Testbed, layout: Layout, rows: &mut Rows) -> Result<()> {
     ensure!(out_ms.len() + 1 >= TURNS, "only {} offloads in {TURNS} turns", out_ms.len());
     let wait_ms = median(&waits_ms);
     let goal = match (world.gpu(), layout) {
-        (Gpu::Real, Layout::Pieces) => "at most 750",
+        (Gpu::Real, Layout::Pieces | Layout::PiecesAndPauses) => "at most 750",
         _ => "",
     };
     let is_met = goal.is_empty() || wait_ms <= 750.0;

@@ -3,8 +3,9 @@
 use std::fs;
 
 use affinode_e2e::{
-    cli::EventRow,
+    cli::{ContainerRow, EventRow},
     gpu::Gpu,
+    memory_cgroup,
     testbed::{MIB, Testbed, TestbedConfig},
     worker::Worker,
 };
@@ -107,5 +108,38 @@ fn copy_out_survives_death_of_the_waiter() -> Result<()> {
     exchange.go_on()?;
     exchange.world.cli().wait_for_state(LEAVES, "Offloaded")?;
     assert!(exchange.leaves.verify()?);
+    Ok(())
+}
+
+/// Host memory that a container's process keeps for its next offload, in MiB.
+fn kept_mib(row: &ContainerRow) -> u64 {
+    row.processes.iter().map(|process| process.kept_bytes).sum::<u64>() / MIB
+}
+
+/// While two containers do not both fit on the GPU, the resident one prepares memory of the host pool
+/// for its offload. It frees the memory when the other one has ended.
+#[test]
+fn contended_container_prefaults_host_pool() -> Result<()> {
+    let name = "affinode-test-pool-prefault";
+    let config = format!("{PRESSURE}[memory]\nhost_pool_cgroup = \"{name}\"\n");
+    let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
+    let world = TestbedConfig::default().gpu(gpu).config(&config).world()?;
+    let mut returns = Worker::start_as(&world, Worker::segments(RETURNS, "auto", VRAM_MIB))?;
+    returns.wait_filled()?;
+    world.cli().wait_for_state(RETURNS, "Idle")?;
+    world.cli().move_out(RETURNS)?;
+    let mut leaves = Worker::start_as(&world, Worker::segments(LEAVES, "auto", VRAM_MIB))?;
+    leaves.wait_filled()?;
+    let is_ready = |row: &ContainerRow| kept_mib(row) >= VRAM_MIB;
+    world.cli().wait_for(LEAVES, "to have memory for its offload", is_ready)?;
+    let pool = memory_cgroup::at_root(name);
+    assert!(memory_cgroup::used_bytes(&pool)? >= 2 * VRAM_MIB * MIB, "of the host pool");
+    assert!(returns.verify()?);
+    world.cli().wait_for_state(LEAVES, "Offloaded")?;
+    assert!(leaves.verify()?, "the content was in the prefaulted memory");
+    world.cli().wait_for(LEAVES, "to have memory again", is_ready)?;
+    returns.running.kill(&world)?;
+    world.cli().wait_for(LEAVES, "to have freed it", |row| kept_mib(row) == 0)?;
+    assert!(leaves.verify()?);
     Ok(())
 }

@@ -20,10 +20,10 @@ use super::*;
 const CHUNKS: usize = 4;
 
 /// A connection to a scripted host pool.
-struct TestPool {
+pub struct TestPool {
     file: File,
     server: Option<JoinHandle<usize>>,
-    _fake: Fake,
+    pub fake: Fake,
     _own: MutexGuard<'static, ()>,
 }
 
@@ -31,7 +31,7 @@ impl TestPool {
     /// Connects this process to a scripted host pool, which allocates at most `chunks` chunks. If
     /// `swaps` is true, the host pool collects two requests and then replies to the later one
     /// first. The server thread returns the number of requests.
-    fn connect(chunks: usize, swaps: bool) -> TestPool {
+    pub fn connect(chunks: usize, swaps: bool) -> TestPool {
         let own = SHARED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         forget_all();
         let fake = Fake::new();
@@ -50,15 +50,15 @@ impl TestPool {
         fds::HOST_POOL.set(TrackedFd::note(ours.into_raw_fd()).unwrap());
         let pages = file.try_clone().unwrap();
         let server = std::thread::spawn(move || serve(&theirs, &pages, chunks, swaps));
-        TestPool { file, server: Some(server), _fake: fake, _own: own }
+        TestPool { file, server: Some(server), fake, _own: own }
     }
 
-    fn allocated_bytes(&self) -> u64 {
+    pub fn allocated_bytes(&self) -> u64 {
         self.file.metadata().unwrap().blocks() * 512
     }
 
     /// Ends the connection, and returns the number of requests.
-    fn requests(&mut self) -> usize {
+    pub fn requests(&mut self) -> usize {
         hang_up();
         self.server.take().unwrap().join().unwrap()
     }

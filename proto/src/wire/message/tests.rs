@@ -83,6 +83,7 @@ fn messages_come_back_as_sent() {
         ControllerMessage::FreeHostMemory,
         ControllerMessage::StoreOnDisk,
         ControllerMessage::Prefault { on: true },
+        ControllerMessage::PrefaultHostPool,
         ControllerMessage::Reading(GpuReading {
             uuid: [7; 16],
             total_bytes: 1 << 40,

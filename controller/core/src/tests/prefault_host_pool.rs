@@ -1,0 +1,220 @@
+//! Tests of the prefault of the host pool's memory for containers that may have to leave soon.
+
+use affinode_proto::{
+    state::State,
+    wire::{Capabilities, ProcessFlags, message::ControllerMessage},
+};
+
+use super::{
+    super::{Input, Millis, ProcessId, Settings, input::Work, policy::Policies},
+    world::{ALL_CAPABILITIES, GPU, Host as _, World, settings},
+};
+
+/// Numbers of containers with the engine `auto` and the same priority.
+const OFFLOADED: usize = 2;
+const RESIDENT: usize = 8;
+/// Number of a container with the engine `full`.
+const FULL: usize = 1;
+const VRAM_BYTES: u64 = 600;
+/// Memory of each process that the library can copy, in the simulated world.
+const COPIED_BYTES: u64 = 450;
+
+/// One container is offloaded, and another one is resident. VRAM suffices for one of them. Both have
+/// the default policy.
+struct Contended {
+    world: World,
+    offloaded: ProcessId,
+    resident: ProcessId,
+}
+
+impl Contended {
+    fn new(prepare: impl FnOnce(&mut World)) -> Contended {
+        Contended::new_of(VRAM_BYTES, prepare)
+    }
+
+    /// `resident_bytes`: VRAM of the resident container.
+    fn new_of(resident_bytes: u64, prepare: impl FnOnce(&mut World)) -> Contended {
+        let mut world = World::new(9);
+        (world.host_total, world.host_pool_bytes) = (Some(10_000), Some(COPIED_BYTES));
+        prepare(&mut world);
+        let offloaded = world.running(OFFLOADED, VRAM_BYTES);
+        world.settle();
+        assert_eq!(world.state(OFFLOADED), State::Offloaded);
+        let policies = Policies::default();
+        world.feed(Input::Reconfigured(Box::new(Settings { policies, ..settings() })));
+        world.allowed.clear();
+        let resident = world.running(RESIDENT, resident_bytes);
+        Contended { world, offloaded, resident }
+    }
+
+    /// Lets this time pass without a call.
+    fn rest(&mut self, ms: Millis) {
+        let ends = self.world.now + ms;
+        while self.world.now < ends {
+            self.world.pass();
+        }
+    }
+
+    /// Amounts of the host pool that the resident process was permitted to use, in their order.
+    fn permitted(&self) -> Vec<u64> {
+        let own = self.world.allowed.iter().filter(|(id, _)| *id == self.resident);
+        own.map(|(_, bytes)| *bytes).collect()
+    }
+
+    fn kept_bytes(&self) -> u64 {
+        self.world.agents[&self.resident].kept
+    }
+}
+
+#[test]
+fn contended_container_is_prefaulted_once() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(400);
+    assert_eq!(pair.permitted(), [], "it was just used");
+    pair.rest(2_000);
+    assert_eq!(pair.permitted(), [COPIED_BYTES, 0], "permitted until the pages are there");
+    assert_eq!(pair.kept_bytes(), COPIED_BYTES);
+    pair.rest(60_000);
+    assert_eq!(pair.permitted().len(), 2, "the pages stay");
+    // The eviction uses the pages. They suffice although the pool is full now.
+    pair.world.host_pool_bytes = Some(0);
+    pair.world.call(pair.offloaded);
+    pair.world.settle();
+    assert_eq!(pair.world.state(RESIDENT), State::Offloaded);
+    assert_eq!(pair.permitted(), [COPIED_BYTES, 0, COPIED_BYTES, 0]);
+}
+
+/// A library keeps the pages of an offload for a moment after the restore. The prefault keeps them
+/// from then on. While the library frees them, no prefault begins.
+#[test]
+fn pages_of_the_last_offload_are_kept() {
+    for (kept_bytes, permitted) in [(COPIED_BYTES, 2), (COPIED_BYTES / 2, 0), (0, 2)] {
+        let mut pair = Contended::new(|_| {});
+        let agent = pair.world.agents.get_mut(&pair.resident).unwrap();
+        (agent.kept, agent.notes) = (kept_bytes, ProcessFlags::HOST_POOL);
+        pair.rest(3_000);
+        assert_eq!(pair.permitted().len(), permitted, "{kept_bytes} bytes are kept");
+    }
+}
+
+/// While a container is called again and again, it need not leave.
+#[test]
+fn container_in_use_is_not_prefaulted() {
+    let mut pair = Contended::new(|_| {});
+    for _ in 0..100 {
+        pair.world.call(pair.resident);
+        pair.rest(100);
+    }
+    assert_eq!(pair.permitted(), []);
+}
+
+#[test]
+fn nothing_is_prefaulted_without_contention() {
+    let mut world = World::new(9);
+    (world.host_total, world.host_pool_bytes) = (Some(10_000), Some(10_000));
+    world.running(OFFLOADED, VRAM_BYTES / 2);
+    world.settle();
+    let policies = Policies::default();
+    world.feed(Input::Reconfigured(Box::new(Settings { policies, ..settings() })));
+    world.allowed.clear();
+    world.running(RESIDENT, VRAM_BYTES / 2);
+    world.settle();
+    assert_eq!((world.state(OFFLOADED), &world.allowed[..]), (State::Offloaded, &[][..]));
+}
+
+/// NVML shows the registration of memory as work of the process. It must not count as use.
+#[test]
+fn prefault_is_no_use_of_the_gpu() {
+    let mut pair = Contended::new(|_| {});
+    pair.world.prefaults = false;
+    pair.rest(2_000);
+    assert_eq!(pair.permitted(), [COPIED_BYTES], "the prefault is in progress");
+    let last_use = pair.world.container(RESIDENT).usage.last_use;
+    let pid = pair.world.agents[&pair.resident].pid;
+    let work = |pair: &mut Contended| {
+        let work = Work { pid, uuid: GPU.into(), percent: 2, age_ms: 0 };
+        pair.world.feed(Input::Worked(vec![work]));
+        pair.world.container(RESIDENT).usage.last_use
+    };
+    assert_eq!(work(&mut pair), last_use);
+    let agent = pair.world.agents.get_mut(&pair.resident).unwrap();
+    (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
+    pair.rest(100);
+    assert_eq!(pair.permitted(), [COPIED_BYTES, 0], "it is over");
+    assert_eq!(work(&mut pair), last_use, "the sample can be older than its end");
+    pair.rest(5_000);
+    assert!(work(&mut pair) > last_use, "other work counts");
+}
+
+/// What is prefaulted must leave enough memory for the offload of the largest other container.
+#[test]
+fn prefault_leaves_memory_for_others() {
+    for (spare_bytes, permitted) in [(74, 0), (75, 2)] {
+        let mut pair = Contended::new(|world| {
+            world.host_pool_bytes = Some(COPIED_BYTES + spare_bytes);
+        });
+        let other = pair.world.running(FULL, 100);
+        for _ in 0..30 {
+            pair.world.call(other);
+            pair.rest(100);
+        }
+        assert_eq!(pair.permitted().len(), permitted, "{spare_bytes} bytes for the other one");
+    }
+}
+
+/// A container that is larger than the host pool cannot use it, with or without the prefault.
+#[test]
+fn prefault_leaves_no_memory_in_vain() {
+    const SMALL_BYTES: u64 = 120;
+    let mut pair = Contended::new_of(SMALL_BYTES, |_| {});
+    pair.world.host_pool_bytes = Some(SMALL_BYTES);
+    let large = pair.world.running(FULL, 400);
+    for _ in 0..30 {
+        pair.world.call(large);
+        pair.rest(100);
+    }
+    assert_eq!(pair.permitted().len(), 2);
+}
+
+/// Memory that was freed for others is not taken again at once.
+#[test]
+fn freed_memory_is_not_taken_again_soon() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(3_000);
+    pair.world.agents.get_mut(&pair.resident).unwrap().kept = 0;
+    pair.rest(20_000);
+    assert_eq!(pair.permitted().len(), 2);
+    pair.rest(20_000);
+    assert_eq!(pair.permitted().len(), 4, "but later");
+}
+
+#[test]
+fn memory_is_freed_when_contention_ends() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(3_000);
+    assert_eq!(pair.kept_bytes(), COPIED_BYTES);
+    pair.world.exit(pair.offloaded);
+    pair.rest(1_000);
+    assert_eq!(pair.kept_bytes(), 0);
+}
+
+/// A process that does not prefault must not keep the memory promised.
+#[test]
+fn permission_ends_if_the_process_is_slow() {
+    let mut pair = Contended::new(|_| {});
+    pair.world.prefaults = false;
+    pair.rest(5_000);
+    assert_eq!(pair.permitted(), [COPIED_BYTES]);
+    pair.rest(10_000);
+    assert_eq!(pair.permitted(), [COPIED_BYTES, 0]);
+}
+
+#[test]
+fn older_library_is_not_ordered_to_prefault() {
+    let older = ALL_CAPABILITIES.0 & !Capabilities::PREFAULTS_HOST_POOL.0;
+    let mut pair = Contended::new(|world| world.libraries = vec![Capabilities(older)]);
+    pair.rest(3_000);
+    assert_eq!(pair.permitted(), []);
+    let inbox = &pair.world.agents[&pair.resident].inbox;
+    assert!(!inbox.contains(&ControllerMessage::PrefaultHostPool));
+}
