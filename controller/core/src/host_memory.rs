@@ -120,7 +120,7 @@ pub struct HostPoolPermission {
 pub enum HostPoolPrefault {
     /// There is none. The next one may begin at this time.
     Off {
-        /// Time in milliseconds.
+        /// Earliest time of the next one, in milliseconds.
         not_before: Millis,
     },
     /// The free host memory is being read.
