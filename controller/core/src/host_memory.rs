@@ -132,20 +132,32 @@ pub enum HostPoolPrefault {
     },
     /// The processes have the memory.
     Ready {
-        /// Time in milliseconds at which the processes had registered it.
+        /// Time of the order in milliseconds.
         since: Millis,
+        /// Time in milliseconds at which the processes had registered the memory.
+        at: Millis,
     },
 }
 
 impl HostPoolPrefault {
-    /// Time from which on the GPU no longer works on the prefault. `None`: the prefault is in
-    /// progress.
+    /// Time from which on NVML's readings may show the registration of the memory as work of the
+    /// process. `None`: there is no prefault.
     #[must_use]
-    pub fn ended_at(self) -> Option<Millis> {
+    pub fn registers_since(self) -> Option<Millis> {
         match self {
-            HostPoolPrefault::Off { .. } | HostPoolPrefault::Surveyed => Some(0),
-            HostPoolPrefault::Filling { .. } => None,
-            HostPoolPrefault::Ready { since } => Some(since),
+            HostPoolPrefault::Off { .. } | HostPoolPrefault::Surveyed => None,
+            HostPoolPrefault::Filling { since } | HostPoolPrefault::Ready { since, .. } => {
+                Some(since)
+            }
+        }
+    }
+
+    /// Time at which the processes had registered the memory. `None`: they have not.
+    #[must_use]
+    pub fn ready_at(self) -> Option<Millis> {
+        match self {
+            HostPoolPrefault::Ready { at, .. } => Some(at),
+            _ => None,
         }
     }
 }

@@ -126,6 +126,7 @@ fn judge(
             HostVerdict::Refused(reason, detail)
         }
         Err(MemoryShortage::Promised { pool, promised_bytes }) => {
+            kept_memory::end_prefaults(node, key);
             let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
             let detail = format!(
                 "{} has {free} of free host memory. {} of it are promised to other offloads in \

@@ -17,6 +17,7 @@ use affinode_proto::wire::{Phase, counters::CounterSnapshot};
 
 use super::{
     Key, Millis,
+    container::Container,
     input::Work,
     node_state::NodeState,
     process::{DeviceWork, Process},
@@ -56,10 +57,8 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
         let container = node.registry.containers.get(&process.key);
         let restored_at = container.and_then(|container| container.figures.restored_at);
         // The same is true of a process's own registration of the host pool's memory.
-        let prefaulted_at = container.map_or(Some(0), |c| c.host_pool_prefault.ended_at());
-        let here = here && prefaulted_at.is_some();
+        let here = here && !container.is_some_and(|c| registers_memory(c, now));
         let since = restored_at
-            .max(prefaulted_at.filter(|at| *at > 0))
             .map_or(0, |at| at.saturating_add(SAMPLED_MS))
             .max(process.activity.resident_since);
         process.activity.working = working.filter(|w| here && w.at >= since).max_by_key(|w| w.at);
@@ -69,6 +68,15 @@ pub(super) fn worked(node: &mut NodeState, work: &[Work]) {
             container.usage.last_use = container.usage.last_use.max(at);
         }
     }
+}
+
+/// Whether NVML may show the registration of the host pool's memory as work of the container. Not after
+/// a call: the call may have begun other work.
+fn registers_memory(container: &Container, now: Millis) -> bool {
+    let prefault = container.host_pool_prefault;
+    let is_recent = prefault.ready_at().is_none_or(|at| now.saturating_sub(at) <= SAMPLED_MS);
+    let is_uncalled = |since: Millis| container.usage.last_called <= since;
+    is_recent && prefault.registers_since().is_some_and(is_uncalled)
 }
 
 /// Finds a process of the container whose work runs on a GPU. Returns its pid, and the share of the

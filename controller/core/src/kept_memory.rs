@@ -19,7 +19,8 @@ use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
 
 use super::{
     Effect, Key, Millis, ProcessId,
-    host_memory::{MemoryPlace, MemoryPool},
+    container::Container,
+    host_memory::{HostPoolPrefault, MemoryPlace, MemoryPool},
     node_state::NodeState,
     process::Process,
 };
@@ -130,6 +131,22 @@ fn is_there(process: &Process, place: &MemoryPlace) -> bool {
                 && Path::new(&process.identity.memory_cgroup).starts_with(path)
         }
     }
+}
+
+/// Ends prefaults in progress in other containers, because their promises delay the offload of `key`.
+pub(super) fn end_prefaults(node: &mut NodeState, key: &Key) {
+    let not_before = node.clock.now.saturating_add(ASK_AGAIN_MS);
+    let fills = |c: &Container| matches!(c.host_pool_prefault, HostPoolPrefault::Filling { .. });
+    let mut ended = Vec::new();
+    for (other, container) in &mut node.registry.containers {
+        if other != key && fills(container) {
+            container.host_pool_prefault = HostPoolPrefault::Off { not_before };
+            ended.push(other.clone());
+        }
+    }
+    let ids = |other: &Key| node.registry.processes.ids_of(other).collect::<Vec<_>>();
+    let ids: Vec<ProcessId> = ended.iter().flat_map(ids).collect();
+    ids.into_iter().for_each(|id| ask_to_free(node, id));
 }
 
 fn ask_to_free(node: &mut NodeState, id: ProcessId) {

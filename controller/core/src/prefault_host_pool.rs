@@ -4,7 +4,7 @@
 //! ```text
 //! Off ──unused, GPU contended──> Surveyed ──enough memory for it and for others──> Filling ──> Ready
 //!  ^                                 │                                                │          │
-//!  └─────────────────────────────────┴──────── too slow, offload, not contended ──────┴──────────┘
+//!  └─────────────────────────────────┴── failed, offload, not contended, others need it ─┴───────┘
 //! ```
 //!
 //! A GPU is contended while its offloaded containers do not all fit into its free VRAM. Then a call
@@ -19,7 +19,10 @@
 
 use affinode_proto::{
     state::State,
-    wire::{Capabilities, Phase, message::ControllerMessage},
+    wire::{
+        Capabilities, Phase, ProcessFlags, copier::CHUNK_BYTES, counters::CounterSnapshot,
+        message::ControllerMessage,
+    },
 };
 
 use super::{
@@ -28,50 +31,74 @@ use super::{
     host_memory::{HostPoolPrefault, MemoryPlace, SurveyedMemory},
     host_pool, host_promises, needs,
     node_state::NodeState,
-    offload_check,
+    offload_check, overrides,
+    policy::Mode,
     process::Process,
     turns,
 };
 
-/// Time within which processes prefault. Slower ones keep what they have.
+/// Time within which a process prefaults, in addition to the time for its content.
 const FILLING_MS: Millis = 10_000;
-/// Delay before the next attempt after a prefault that found too little memory, or whose memory was
-/// freed again.
+/// Speed at which a process prefaults at least, in bytes per millisecond.
+const SLOWEST_BYTES_PER_MS: u64 = 4 << 20;
+/// Time within which a process's counters show that it has begun.
+const BEGINNING_MS: Millis = 3_000;
+/// Amount of prefaulted memory beyond the content that a process may keep: two chunks.
+const MAX_SURPLUS_BYTES: u64 = 2 * CHUNK_BYTES;
+/// Delay before the next attempt after a prefault that failed, or whose memory was freed again.
 const PAUSE_MS: Millis = 30_000;
 
 /// Begins, continues or ends the prefault of a container.
 pub(super) fn update(node: &mut NodeState, key: &Key) {
     let now = node.clock.now;
     let Some(container) = node.registry.containers.get(key) else { return };
+    let prefault = container.host_pool_prefault;
     let is_resident = container.goal.is_resident();
-    let off = |not_before| HostPoolPrefault::Off { not_before };
-    let next = match container.host_pool_prefault {
-        HostPoolPrefault::Off { not_before } => {
-            let begins = is_resident && now >= not_before && may_begin(node, key, container);
-            if begins && is_contended(node, key) {
+    let is_shown = has_flag(node, key);
+    let later = HostPoolPrefault::Off { not_before: now + PAUSE_MS };
+    let next = match prefault {
+        HostPoolPrefault::Off { not_before } if !is_resident || now < not_before => prefault,
+        // An offload that was given up has left the memory, or a process was slow.
+        HostPoolPrefault::Off { .. } if is_shown => {
+            free(node, key);
+            later
+        }
+        HostPoolPrefault::Off { .. } => {
+            if may_begin(node, key, container) && is_contended(node, key) {
                 host_promises::survey(node, key);
                 HostPoolPrefault::Surveyed
             } else {
-                off(not_before)
+                prefault
             }
         }
-        // An offload uses the pages up, and takes over the survey.
-        _ if !is_resident => off(now),
-        HostPoolPrefault::Surveyed if container.survey_asked.is_none() => off(now + PAUSE_MS),
-        HostPoolPrefault::Filling { .. } if missing_bytes(node, key) == 0 => {
+        // An offload uses the pages, and takes over the survey.
+        _ if !is_resident => HostPoolPrefault::Off { not_before: now },
+        HostPoolPrefault::Surveyed if container.survey_asked.is_none() => later,
+        HostPoolPrefault::Surveyed => prefault,
+        HostPoolPrefault::Filling { since } if missing_bytes(node, key) == 0 => {
             has_filled(node, key);
-            HostPoolPrefault::Ready { since: now }
+            HostPoolPrefault::Ready { since, at: now }
         }
-        HostPoolPrefault::Filling { since } if now.saturating_sub(since) >= FILLING_MS => {
-            has_filled(node, key);
-            off(now + PAUSE_MS)
+        HostPoolPrefault::Filling { since } => {
+            let age_ms = now.saturating_sub(since);
+            let most_ms = FILLING_MS + missing_bytes(node, key) / SLOWEST_BYTES_PER_MS;
+            if age_ms < BEGINNING_MS || is_shown && age_ms < most_ms {
+                prefault
+            } else {
+                free(node, key);
+                later
+            }
         }
-        HostPoolPrefault::Ready { .. } if kept_bytes(node, key) == 0 => off(now + PAUSE_MS),
-        HostPoolPrefault::Ready { .. } if !is_contended(node, key) => {
-            send(node, key, ControllerMessage::FreeHostMemory);
-            off(now + PAUSE_MS)
+        HostPoolPrefault::Ready { .. } if kept_bytes(node, key) == 0 => later,
+        HostPoolPrefault::Ready { .. }
+            if !is_wanted(node, key, container)
+                || has_surplus(node, key)
+                || !is_contended(node, key) =>
+        {
+            free(node, key);
+            later
         }
-        same => same,
+        HostPoolPrefault::Ready { .. } => prefault,
     };
     if let Some(container) = node.registry.containers.get_mut(key) {
         container.host_pool_prefault = next;
@@ -103,24 +130,55 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, memory: SurveyedMemory, 
     }
 }
 
-/// Whether the container may have to leave soon, to the host pool, and its processes can prefault.
+/// Whether an offload of the container for a waiter is permitted and would copy to the host pool.
+/// Not with `retain_host_copy`, with which the pages of the last offload stay anyway.
+fn is_wanted(node: &NodeState, key: &Key, container: &Container) -> bool {
+    !matches!(container.policy.mode, Mode::Manual | Mode::Off)
+        && !container.policy.retain_host_copy
+        && overrides::permitted(node, key, false).is_ok()
+        && host_pool::may_use(node, key)
+        && host_pool::is_preferred(node, key)
+}
+
+/// Whether the container may have to leave soon, and its processes can prefault.
 fn may_begin(node: &NodeState, key: &Key, container: &Container) -> bool {
+    let now = node.clock.now;
+    let notes = |p: &Process| p.activity.counters.as_ref().map(|page| page.notes);
     let is_still = |p: &Process| {
         p.agent.connected
             && p.agent.phase == Phase::Open
             && p.pending.is_none()
             && p.can(Capabilities::PREFAULTS_HOST_POOL)
             && p.can(Capabilities::FREES_HOST_MEMORY)
+            // The memory of a lost connection may still be in use.
+            && !notes(p).is_some_and(|notes| notes.intersects(ProcessFlags::HOST_POOL_LOST))
+            && !frees_pages(p)
     };
     matches!(container.shown.state, State::Active | State::Idle)
         && turns::is_half_unused(node, key, container)
+        && now >= container.offload_failures.not_before()
+        && now >= container.resident_until
+        && container.usage.busy_until().is_none_or(|until| now >= until)
+        && node.alloc_wait_of(key).is_none()
         && node.registry.processes.of(key).all(|(_, process)| is_still(process))
         && node.registry.processes.of(key).any(|(_, process)| content_bytes(process) > 0)
-        && node.registry.processes.of(key).all(|(_, process)| !frees_pages(process))
         && !offload_check::is_too_small(node, key)
-        && host_pool::may_use(node, key)
-        && host_pool::is_preferred(node, key)
+        && is_wanted(node, key, container)
         && offload_check::check_offload(node, key, true).is_ok()
+}
+
+/// Whether the counters of a process show that it prefaults, or has prefaulted.
+fn has_flag(node: &NodeState, key: &Key) -> bool {
+    let is_on = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::PREFAULTED_HOST_POOL);
+    let mut processes = node.registry.processes.of(key);
+    processes.any(|(_, process)| process.activity.counters.as_ref().is_some_and(is_on))
+}
+
+/// Whether a process keeps far more memory than its copy out would use, because it has freed device
+/// memory since.
+fn has_surplus(node: &NodeState, key: &Key) -> bool {
+    let has = |p: &Process| kept_by(p) > content_bytes(p).saturating_add(MAX_SURPLUS_BYTES);
+    node.registry.processes.of(key).any(|(_, process)| has(process))
 }
 
 /// Whether the offloaded containers of a GPU that this container uses do not all fit into its free
@@ -185,6 +243,11 @@ fn has_filled(node: &mut NodeState, key: &Key) {
             process.host_pool.was_used = true;
         }
     }
+}
+
+/// Orders the processes to free the memory.
+fn free(node: &mut NodeState, key: &Key) {
+    send(node, key, ControllerMessage::FreeHostMemory);
 }
 
 fn send(node: &mut NodeState, key: &Key, message: ControllerMessage) {

@@ -282,9 +282,10 @@ impl Agent {
                     }
                 }
                 ControllerMessage::PrefaultHostPool => {
-                    if self.machine.phase() == Phase::Open {
+                    // Memory that another container needs is freed first.
+                    if self.machine.phase() == Phase::Open && !self.frees_all {
                         swap::prefault_host_pool();
-                        (self.tidy_us, self.frees_all) = (Some(sys::now_us()), false);
+                        self.tidy_us = Some(sys::now_us());
                     }
                 }
                 ControllerMessage::StoreOnDisk => {

@@ -140,13 +140,16 @@ fn copy_to_host(pool: &mut StagingPool, how: CopyOptions, handed: Option<u64>) -
         return Err(no_memory);
     }
     let out = CopyOutProgress {
-        pool,
+        pool: &mut *pool,
         copies: CopyStreams::new(),
         found,
         unchanged_bytes: 0,
         release: EarlyRelease::new(how.release_early, bytes as u64),
     };
     out.copy_all(place)?;
+    if place == StagingPlace::HostPool {
+        pool.free_behind_content();
+    }
     SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
     // The pool is in use now, so no part of it counts as retained.
     update_kept_counter(0);
@@ -385,6 +388,8 @@ pub fn release_copied_out(vram_bytes: u64) {
                 copier_restore::offer(pool, vram_bytes);
             }
         });
+    } else {
+        prefault_host_pool::free();
     }
 }
 

@@ -16,8 +16,8 @@ use affinode_proto::wire::ProcessFlags;
 use affinode_proto::wire::host_pool::{FromHostPool, ToHostPool};
 use affinode_proto::wire::message::FRAME_BYTES;
 
-use super::disk;
 use super::prefault::{CHUNK_BYTES, is_turned_back};
+use super::{disk, prefault_host_pool};
 use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
@@ -55,6 +55,11 @@ static UNANSWERED: AtomicU32 = AtomicU32::new(0);
 pub fn meet(socket: Option<Descriptor>) {
     // The storing thread uses the earlier connection.
     disk::cancel();
+    if let Some(earlier) = fds::HOST_POOL.get() {
+        // The helpers of a prefault stop when they get no reply.
+        sys::shut_down(earlier);
+    }
+    prefault_host_pool::lose_connection();
     hang_up();
     note_lost(false);
     if let Some(socket) = socket

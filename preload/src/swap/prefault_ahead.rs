@@ -20,7 +20,10 @@ use super::allocations::MemoryPlace;
 use super::copy::{assign, is_copied_out, update_kept_counter};
 use super::prefault::{PREFAULT, StagingPlace};
 use super::staging::StagingPool;
-use super::{SWAP, copier_restore, host_pressure, is_in_use, with_pool, with_pool_if_free};
+use super::{
+    SWAP, copier_restore, host_pressure, is_in_use, prefault_host_pool, with_pool,
+    with_pool_if_free,
+};
 use crate::{fds, process};
 
 const NOTHING: u32 = 0;
@@ -73,7 +76,7 @@ pub fn end_preparation() {
 
 fn begin() -> Option<()> {
     fds::COPIER.get()?;
-    if is_copied_out() {
+    if is_copied_out() || prefault_host_pool::is_on() {
         return None;
     }
     let bytes = with_pool(|pool| {

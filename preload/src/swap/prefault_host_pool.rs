@@ -10,15 +10,21 @@
 //!                                   a copy out uses the pages: NOTHING
 //! ```
 //!
-//! No copy out waits for the prefault. It uses the pages that are present, and requests the others.
+//! A copy out does not wait until the prefault is complete, only for the chunks that are being
+//! allocated. It uses the pages that are present, and requests the others.
 //! In the state READY the pages stay registered. In the state NOTHING the agent frees them.
 
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
+use affinode_proto::wire::ProcessFlags;
+
 use super::copy::{assign, is_copied_out, relax_captures, update_kept_counter};
 use super::prefault::{CHUNK_BYTES, PREFAULT, StagingPlace};
-use super::staging::StagingPool;
-use super::{SWAP, host_pressure, is_in_use, prefault_ahead, with_pool, with_pool_if_free};
+use super::staging::{StagingPool, TrimResult};
+use super::{
+    SWAP, host_pool, host_pressure, is_in_use, prefault_ahead, with_pool, with_pool_if_free,
+};
+use crate::process;
 
 const NOTHING: u32 = 0;
 const FILLING: u32 = 1;
@@ -42,8 +48,13 @@ impl HostPoolPrefault {
         self.state.load(Ordering::Relaxed) == state
     }
 
+    /// Sets the state, here and in the process's counters.
     fn set(&self, state: u32) {
         self.state.store(state, Ordering::Relaxed);
+        if let Some(page) = process::page() {
+            let is_on = matches!(state, FILLING | READY);
+            page.note(ProcessFlags::PREFAULTED_HOST_POOL, is_on);
+        }
     }
 }
 
@@ -58,7 +69,8 @@ pub enum PrefaultStep {
     Now,
 }
 
-/// Starts the prefault, unless the process has another one, or host memory would become short.
+/// Starts the prefault. Does nothing if the process has another one, if a context is ending, or if
+/// host memory would become short.
 pub fn begin() {
     let job = &SWAP.host_pool_prefault;
     if !is_in_use() || is_copied_out() || prefault_ahead::is_on() {
@@ -67,8 +79,13 @@ pub fn begin() {
     if job.is(FILLING) || job.is(ENDING) {
         return;
     }
+    // The host pool sends the file when the process is connected. While the lock is held, no context
+    // could end.
+    if host_pool::file().is_none() {
+        return;
+    }
     relax_captures();
-    let has_begun = with_pool(|pool| {
+    let has_begun = with_pool_if_free(|pool| {
         let Some((bytes, context)) = assign().filter(|(bytes, _)| *bytes > 0) else {
             return false;
         };
@@ -77,7 +94,7 @@ pub fn begin() {
             && pool.begin(bytes, context, StagingPlace::HostPool)
     });
     job.next_chunk.store(0, Ordering::Relaxed);
-    job.set(if has_begun { FILLING } else { NOTHING });
+    job.set(if has_begun == Some(true) { FILLING } else { NOTHING });
 }
 
 /// Executes the next step of the prefault: registers one chunk.
@@ -146,6 +163,32 @@ pub fn end() {
         job.set(ENDING);
     } else if is_in_use() && job.is(READY) {
         job.set(NOTHING);
+    }
+}
+
+/// Whether memory of the host pool is prefaulted, or is being prefaulted.
+pub fn is_on() -> bool {
+    !SWAP.host_pool_prefault.is(NOTHING)
+}
+
+/// Waits until no helper of the prefault uses the connection to the host pool, which is shut down.
+/// Frees the memory at a later step.
+pub fn lose_connection() {
+    if is_in_use() && is_on() {
+        PREFAULT.end();
+        SWAP.host_pool_prefault.set(NOTHING);
+    }
+}
+
+/// Frees the memory of the prefault before a checkpoint that the library does not copy for. The
+/// memory would not be used, and registered memory makes the checkpoint slower.
+pub fn free() {
+    if is_in_use() && is_on() {
+        with_pool(|pool| {
+            is_used_up(pool);
+            while pool.free_next() == TrimResult::Part {}
+        });
+        update_kept_counter(0);
     }
 }
 

@@ -316,12 +316,19 @@ impl StagingPool {
     /// with the driver. `may_call`: the driver may be called now. `None`: there is none.
     pub fn next_to_store(&mut self, may_call: bool) -> Option<usize> {
         let is_free = |pool: &StagingPool, chunk: usize| may_call || !pool.registered.has(chunk);
-        // Pages behind the content are left from an earlier, larger copy.
-        while may_call && self.shrink(PREFAULT.chunks()) {}
+        if may_call {
+            self.free_behind_content();
+        }
         let mut chunks = (0..PREFAULT.chunks().min(self.chunks())).rev();
         chunks.find(|chunk| {
             PREFAULT.resident.has(*chunk) && is_free(self, *chunk) && self.unregister(*chunk)
         })
+    }
+
+    /// Frees pages behind the content. They are left from a larger copy, or from a prefault for more
+    /// memory than the process has now.
+    pub fn free_behind_content(&mut self) {
+        while self.shrink(PREFAULT.chunks()) {}
     }
 
     /// Registers the buffers of a restore from disk with the driver. False: the copies are slower.

@@ -317,6 +317,9 @@ impl ProcessFlags {
     /// The library could not move all content to the disk file. The rest is still in host memory.
     /// Cleared when the library begins again, and at a restore.
     pub const DISK_FAILED: ProcessFlags = ProcessFlags(1 << 9);
+    /// The library prefaults memory of the [`host_pool`], or has prefaulted it. Cleared when a copy
+    /// out has used it, and when it is freed.
+    pub const PREFAULTED_HOST_POOL: ProcessFlags = ProcessFlags(1 << 10);
 
     /// Returns whether both sets have a bit in common.
     #[must_use]

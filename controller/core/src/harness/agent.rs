@@ -277,6 +277,7 @@ impl Agent {
             Action::Open => self.wants = false, // Its caller went through.
             Action::CopyOut { .. } => {
                 (self.copied_out, self.prepared, self.released) = (true, false, None);
+                self.notes.0 &= !ProcessFlags::PREFAULTED_HOST_POOL.0;
             }
             Action::Restore | Action::RestoreAsFreed => {
                 (self.copied_out, self.partly_out) = (false, false);

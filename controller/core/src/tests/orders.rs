@@ -16,6 +16,8 @@ use super::world::{Host, TOTAL, World};
 /// `PROOF_TTL_MS`, because `obey` checks the age of an order when the wait is over.
 const MAX_WAIT_MS: Millis = 2_400;
 
+const PREFAULTED: ProcessFlags = ProcessFlags::PREFAULTED_HOST_POOL;
+
 impl World {
     /// Advances a process whose offload has begun until its gate is closed.
     pub(super) fn work_until_closed(&mut self, id: ProcessId) {
@@ -66,10 +68,13 @@ impl World {
                 assert!(agent.capabilities.contains(Capabilities::PREFAULTS_HOST_POOL));
                 if agent.phase == Phase::Open {
                     agent.kept = agent.swappable;
-                    agent.notes.0 |= ProcessFlags::HOST_POOL.0;
+                    agent.notes.0 |= ProcessFlags::HOST_POOL.0 | PREFAULTED.0;
                 }
             }
-            Some(ControllerMessage::FreeHostMemory) if agent.phase == Phase::Open => agent.kept = 0,
+            Some(ControllerMessage::FreeHostMemory) if agent.phase == Phase::Open => {
+                agent.kept = 0;
+                agent.notes.0 &= !PREFAULTED.0;
+            }
             Some(ControllerMessage::StoreOnDisk) => {
                 assert!(agent.capabilities.contains(Capabilities::STORES_ON_DISK));
                 if agent.phase.is_offloaded() {

@@ -6,7 +6,13 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Input, Millis, ProcessId, Settings, input::Work, policy::Policies},
+    super::{
+        Input, Millis, ProcessId, Settings,
+        harness::agent::Agent,
+        host_memory::HostPoolPrefault,
+        input::Work,
+        policy::{Engine, Mode, Policies, Policy},
+    },
     world::{ALL_CAPABILITIES, GPU, Host as _, World, settings},
 };
 
@@ -15,6 +21,7 @@ const OFFLOADED: usize = 2;
 const RESIDENT: usize = 8;
 /// Number of a container with the engine `full`.
 const FULL: usize = 1;
+const PREFAULTED: ProcessFlags = ProcessFlags::PREFAULTED_HOST_POOL;
 const VRAM_BYTES: u64 = 600;
 /// Memory of each process that the library can copy, in the simulated world.
 const COPIED_BYTES: u64 = 450;
@@ -59,6 +66,19 @@ impl Contended {
     fn permitted(&self) -> Vec<u64> {
         let own = self.world.allowed.iter().filter(|(id, _)| *id == self.resident);
         own.map(|(_, bytes)| *bytes).collect()
+    }
+
+    fn agent(&mut self) -> &mut Agent {
+        self.world.agents.get_mut(&self.resident).unwrap()
+    }
+
+    fn policy(&mut self) -> &mut Policy {
+        &mut self.world.container_mut(RESIDENT).policy
+    }
+
+    fn is_filling(&self) -> bool {
+        let prefault = self.world.container(RESIDENT).host_pool_prefault;
+        matches!(prefault, HostPoolPrefault::Filling { .. })
     }
 
     fn kept_bytes(&self) -> u64 {
@@ -137,6 +157,7 @@ fn prefault_is_no_use_of_the_gpu() {
         pair.world.container(RESIDENT).usage.last_use
     };
     assert_eq!(work(&mut pair), last_use);
+    pair.agent().notes = PREFAULTED;
     let agent = pair.world.agents.get_mut(&pair.resident).unwrap();
     (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
     pair.rest(100);
@@ -144,6 +165,23 @@ fn prefault_is_no_use_of_the_gpu() {
     assert_eq!(work(&mut pair), last_use, "the sample can be older than its end");
     pair.rest(5_000);
     assert!(work(&mut pair) > last_use, "other work counts");
+}
+
+/// Work that a call has begun during the prefault counts as use.
+#[test]
+fn call_during_a_prefault_begins_a_use() {
+    let mut pair = Contended::new(|_| {});
+    pair.world.prefaults = false;
+    while !pair.is_filling() {
+        pair.rest(60);
+    }
+    pair.agent().notes = PREFAULTED;
+    pair.world.call(pair.resident);
+    pair.rest(1_000);
+    let pid = pair.agent().pid;
+    let work = Work { pid, uuid: GPU.into(), percent: 90, age_ms: 0 };
+    pair.world.feed(Input::Worked(vec![work]));
+    assert_eq!(pair.world.container(RESIDENT).usage.last_use, pair.world.now);
 }
 
 /// What is prefaulted must leave enough memory for the offload of the largest other container.
@@ -181,7 +219,7 @@ fn prefault_leaves_no_memory_in_vain() {
 fn freed_memory_is_not_taken_again_soon() {
     let mut pair = Contended::new(|_| {});
     pair.rest(3_000);
-    pair.world.agents.get_mut(&pair.resident).unwrap().kept = 0;
+    (pair.agent().kept, pair.agent().notes) = (0, ProcessFlags::HOST_POOL);
     pair.rest(20_000);
     assert_eq!(pair.permitted().len(), 2);
     pair.rest(20_000);
@@ -198,15 +236,90 @@ fn memory_is_freed_when_contention_ends() {
     assert_eq!(pair.kept_bytes(), 0);
 }
 
-/// A process that does not prefault must not keep the memory promised.
+/// A process that does not prefault, or is slow, must not keep the memory promised. It is told to free
+/// what it has.
 #[test]
 fn permission_ends_if_the_process_is_slow() {
-    let mut pair = Contended::new(|_| {});
+    for (has_begun, waits_ms) in [(false, 2_000), (true, 9_000)] {
+        let mut pair = Contended::new(|_| {});
+        pair.world.prefaults = false;
+        while !pair.is_filling() {
+            pair.rest(60);
+        }
+        if has_begun {
+            pair.agent().notes = PREFAULTED;
+        }
+        pair.rest(waits_ms);
+        assert_eq!(pair.permitted(), [COPIED_BYTES], "{has_begun}");
+        pair.rest(3_000);
+        assert_eq!(pair.permitted(), [COPIED_BYTES, 0], "{has_begun}");
+        assert_eq!(pair.agent().notes, ProcessFlags::default(), "{has_begun}: freed");
+    }
+}
+
+/// The promise of a prefault must not delay the offload of another container.
+#[test]
+fn prefault_gives_way_to_an_offload() {
+    let mut pair = Contended::new(|world| world.host_total = Some(COPIED_BYTES + 600));
     pair.world.prefaults = false;
-    pair.rest(5_000);
-    assert_eq!(pair.permitted(), [COPIED_BYTES]);
-    pair.rest(10_000);
+    while !pair.is_filling() {
+        pair.rest(60);
+    }
+    let other = pair.world.running(FULL, 200);
+    pair.world.ask_offload(FULL, other);
+    pair.rest(500);
+    assert_eq!(pair.world.state(FULL), State::Offloaded);
+    assert!(!pair.is_filling());
     assert_eq!(pair.permitted(), [COPIED_BYTES, 0]);
+}
+
+/// An offload that is given up before the copy leaves the memory prefaulted. It must be freed when
+/// no container needs it.
+#[test]
+fn memory_of_no_known_prefault_is_freed() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(3_000);
+    pair.world.container_mut(RESIDENT).host_pool_prefault = HostPoolPrefault::Off { not_before: 0 };
+    pair.rest(1_000);
+    assert_eq!((pair.kept_bytes(), pair.agent().notes.intersects(PREFAULTED)), (0, false));
+}
+
+/// Memory is freed if the program has freed device memory, or if the container may not leave any more.
+#[test]
+fn useless_memory_is_freed() {
+    let changes: [fn(&mut Contended); 3] = [
+        |pair| pair.agent().kept = 10 << 30,
+        |pair| pair.world.pin(RESIDENT, true),
+        |pair| pair.world.container_mut(RESIDENT).policy.mode = Mode::Manual,
+    ];
+    for (n, change) in changes.into_iter().enumerate() {
+        let mut pair = Contended::new(|_| {});
+        pair.rest(3_000);
+        assert_eq!(pair.kept_bytes(), COPIED_BYTES);
+        change(&mut pair);
+        pair.rest(1_000);
+        assert_eq!(pair.kept_bytes(), 0, "{n}");
+    }
+}
+
+/// Containers that may not be evicted, or would not use the memory, get none.
+#[test]
+fn container_that_stays_is_not_prefaulted() {
+    let cases: [fn(&mut Contended); 7] = [
+        |pair| pair.world.pin(RESIDENT, true),
+        |pair| pair.world.auto_offload(false),
+        |pair| pair.policy().mode = Mode::Manual,
+        |pair| pair.policy().retain_host_copy = true,
+        |pair| pair.policy().prefault = true,
+        |pair| pair.policy().engine = Engine::Full,
+        |pair| pair.agent().notes = ProcessFlags::HOST_POOL_LOST,
+    ];
+    for (n, case) in cases.into_iter().enumerate() {
+        let mut pair = Contended::new(|_| {});
+        case(&mut pair);
+        pair.rest(3_000);
+        assert_eq!((pair.permitted().len(), pair.kept_bytes()), (0, 0), "{n}");
+    }
 }
 
 #[test]

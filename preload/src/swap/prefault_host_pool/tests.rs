@@ -4,8 +4,8 @@ use affinode_proto::wire::message::CopyOptions;
 
 use super::super::addresses;
 use super::super::allocations::{Allocation, AllocationPiece, MemoryPlace};
-use super::super::backing::{back, property_on};
-use super::super::copy::{copy_out, tidy};
+use super::super::backing::{back, property_on, unback};
+use super::super::copy::{copy_out, release_copied_out, tidy};
 use super::super::copy_in::copy_in;
 use super::super::fake_driver::{CONTEXT, DEVICE};
 use super::super::host_pool::tests::TestPool;
@@ -151,4 +151,59 @@ fn pages_are_freed_when_memory_is_short() {
     let has_begun = go_on() != PrefaultStep::Over;
     TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
     assert_eq!((is_free, has_begun), (true, false));
+}
+
+/// The program has freed device memory since the prefault. The offloaded process must not keep the
+/// pages that its content does not need.
+#[test]
+fn copy_out_frees_pages_behind_its_content() {
+    let world = World::new(CHUNKS);
+    begin();
+    world.finish();
+    let address = world.addresses[1];
+    let freed = locked(|all| all.remove(|one| one.piece.address == address)).unwrap();
+    assert!(unback(&freed.piece));
+    assert_eq!(copy_out(TO_HOST_POOL, None), Ok(()));
+    assert_eq!(world.host.allocated_bytes(), PIECE_BYTES);
+    assert_eq!(copy_in(None), Ok(()));
+}
+
+/// A checkpoint by the driver alone does not use the memory.
+#[test]
+fn checkpoint_without_a_copy_frees_the_memory() {
+    let world = World::new(CHUNKS);
+    begin();
+    world.finish();
+    release_copied_out(0);
+    assert_eq!((world.registered(), world.host.allocated_bytes()), (0, 0));
+}
+
+/// A new connection has another file. The helpers must not use the earlier connection any more.
+#[test]
+fn new_connection_ends_the_prefault() {
+    let world = World::new(CHUNKS);
+    begin();
+    host_pool::meet(None);
+    assert!(!PREFAULT.is_busy());
+    assert!(!is_on());
+    assert!(world.tidy_all());
+}
+
+/// The agent must not wait for a context that is ending.
+#[test]
+fn prefault_does_not_wait_for_an_ending_context() {
+    let world = World::new(CHUNKS);
+    let (tell, told) = std::sync::mpsc::channel();
+    let told = SWAP.contexts_lock.hold(|| {
+        std::thread::spawn(move || {
+            begin();
+            let _ = tell.send(is_on());
+        });
+        told.recv_timeout(std::time::Duration::from_secs(60))
+    });
+    assert_eq!(told, Ok(false));
+    begin();
+    assert!(is_on(), "the next order begins it");
+    end();
+    world.finish();
 }
