@@ -45,6 +45,8 @@ const SLOWEST_BYTES_PER_MS: u64 = 4 << 20;
 const BEGINNING_MS: Millis = 3_000;
 /// Amount of prefaulted memory beyond the content that a process may keep: two chunks.
 const MAX_SURPLUS_BYTES: u64 = 2 * CHUNK_BYTES;
+/// Interval at which a container that could prefault checks whether its GPU is contended.
+const CONTENTION_MS: Millis = 1_000;
 /// Delay before the next attempt after a prefault that failed, or whose memory was freed again.
 const PAUSE_MS: Millis = 30_000;
 
@@ -54,21 +56,22 @@ pub(super) fn update(node: &mut NodeState, key: &Key) {
     let Some(container) = node.registry.containers.get(key) else { return };
     let prefault = container.host_pool_prefault;
     let is_resident = container.goal.is_resident();
-    let is_shown = has_flag(node, key);
     let later = HostPoolPrefault::Off { not_before: now + PAUSE_MS };
     let next = match prefault {
         HostPoolPrefault::Off { not_before } if !is_resident || now < not_before => prefault,
         // An offload that was given up has left the memory, or a process was slow.
-        HostPoolPrefault::Off { .. } if is_shown => {
+        HostPoolPrefault::Off { .. } if has_flag(node, key) => {
             free(node, key);
             later
         }
         HostPoolPrefault::Off { .. } => {
-            if may_begin(node, key, container) && is_contended(node, key) {
+            if !may_begin(node, key, container) {
+                prefault
+            } else if is_contended(node, key) {
                 host_promises::survey(node, key);
                 HostPoolPrefault::Surveyed
             } else {
-                prefault
+                HostPoolPrefault::Off { not_before: now + CONTENTION_MS }
             }
         }
         // An offload uses the pages, and takes over the survey.
@@ -82,7 +85,7 @@ pub(super) fn update(node: &mut NodeState, key: &Key) {
         HostPoolPrefault::Filling { since } => {
             let age_ms = now.saturating_sub(since);
             let most_ms = FILLING_MS + missing_bytes(node, key) / SLOWEST_BYTES_PER_MS;
-            if age_ms < BEGINNING_MS || is_shown && age_ms < most_ms {
+            if age_ms < BEGINNING_MS || has_flag(node, key) && age_ms < most_ms {
                 prefault
             } else {
                 free(node, key);
@@ -154,13 +157,14 @@ fn may_begin(node: &NodeState, key: &Key, container: &Container) -> bool {
             && !notes(p).is_some_and(|notes| notes.intersects(ProcessFlags::HOST_POOL_LOST))
             && !frees_pages(p)
     };
+    let mut processes = node.registry.processes.of(key);
     matches!(container.shown.state, State::Active | State::Idle)
+        && processes.all(|(_, process)| is_still(process))
         && turns::is_half_unused(node, key, container)
         && now >= container.offload_failures.not_before()
         && now >= container.resident_until
         && container.usage.busy_until().is_none_or(|until| now >= until)
         && node.alloc_wait_of(key).is_none()
-        && node.registry.processes.of(key).all(|(_, process)| is_still(process))
         && node.registry.processes.of(key).any(|(_, process)| content_bytes(process) > 0)
         && !offload_check::is_too_small(node, key)
         && is_wanted(node, key, container)
