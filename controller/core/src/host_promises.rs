@@ -46,7 +46,7 @@ pub(super) fn promise_host_memory(
     let began = began.and_then(|c| c.goal.offload().and_then(|offload| offload.began));
     let may_wait =
         began.is_some_and(|at| node.clock.now.saturating_sub(at) < kept_memory::MAX_WAIT_MS);
-    match choose_memory(node, key, memory, asked_at, &mut short) {
+    match choose_memory(node, key, memory, asked_at, &mut short, may_wait) {
         HostVerdict::Refused(reason, detail)
             if may_wait && kept_memory::is_being_freed(node, key, &short) =>
         {
@@ -70,13 +70,15 @@ pub(super) fn promise_host_memory(
 }
 
 /// Promises the host pool or the container's own memory. Appends each pool that is short of memory
-/// to `short`.
+/// to `short`. `may_wait`: whether the offload may wait until other containers have freed prefaulted
+/// memory.
 fn choose_memory(
     node: &mut NodeState,
     key: &Key,
     memory: SurveyedMemory,
     asked_at: Millis,
     short: &mut Vec<MemoryPool>,
+    may_wait: bool,
 ) -> HostVerdict {
     let SurveyedMemory { container, host_pool, allowances } = memory;
     if host_pool.is_empty() {
@@ -85,8 +87,14 @@ fn choose_memory(
     let is_preferred = host_pool::is_preferred(node, key);
     let (first, second) =
         if is_preferred { (host_pool, container) } else { (container, host_pool) };
-    match judge(node, key, first, asked_at, &allowances, short) {
+    match judge(node, key, first.clone(), asked_at, &allowances, short) {
         HostVerdict::Promised => HostVerdict::Promised,
+        // Prefaulted memory must not drive the offload to the container's own memory.
+        HostVerdict::Refused(reason, detail) | HostVerdict::Waits(reason, detail)
+            if is_preferred && may_wait && kept_memory::prefaults_give_way(node, key, &first) =>
+        {
+            HostVerdict::Waits(reason, detail)
+        }
         first => match (judge(node, key, second, asked_at, &allowances, short), first) {
             // The offload can begin when other offloads have ended.
             (HostVerdict::Refused(..), HostVerdict::Waits(reason, detail)) => {
@@ -126,7 +134,7 @@ fn judge(
             HostVerdict::Refused(reason, detail)
         }
         Err(MemoryShortage::Promised { pool, promised_bytes }) => {
-            kept_memory::end_prefaults(node, key);
+            kept_memory::end_prefaults_in_progress(node, key);
             let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
             let detail = format!(
                 "{} has {free} of free host memory. {} of it are promised to other offloads in \

@@ -134,12 +134,40 @@ fn is_there(process: &Process, place: &MemoryPlace) -> bool {
 }
 
 /// Ends prefaults in progress in other containers, because their promises delay the offload of `key`.
-pub(super) fn end_prefaults(node: &mut NodeState, key: &Key) {
+pub(super) fn end_prefaults_in_progress(node: &mut NodeState, key: &Key) {
+    end_prefaults(node, key, |prefault| matches!(prefault, HostPoolPrefault::Filling { .. }));
+}
+
+/// Ends the prefaults of other containers, because the host pool has too little memory for the
+/// offload of `key`. Returns whether memory is being freed: a prefault ends now, or the memory of
+/// earlier ones suffices.
+pub(super) fn prefaults_give_way(node: &mut NodeState, key: &Key, pools: &[MemoryPool]) -> bool {
+    let is_on = |prefault: HostPoolPrefault| prefault.registers_since().is_some();
+    if end_prefaults(node, key, is_on) {
+        return true;
+    }
+    let now = node.clock.now;
+    let frees = |p: &Process| {
+        let asked_at = p.activity.kept_asked_at;
+        p.key != *key && asked_at.is_some_and(|at| now.saturating_sub(at) < FREEING_MS)
+    };
+    let freeing = node.registry.processes.values().filter(|p| frees(p));
+    let coming_bytes: u64 = freeing.map(|p| freeable_bytes(p, &MemoryPlace::HostPool)).sum();
+    let missing = |pool: &MemoryPool| pool.need_bytes.saturating_sub(pool.free_bytes);
+    coming_bytes > 0 && pools.iter().all(|pool| missing(pool) <= coming_bytes)
+}
+
+/// Ends the prefaults of other containers for which `which` is true, and asks their processes to free
+/// the memory. Returns whether there were any.
+fn end_prefaults(
+    node: &mut NodeState,
+    key: &Key,
+    which: impl Fn(HostPoolPrefault) -> bool,
+) -> bool {
     let not_before = node.clock.now.saturating_add(ASK_AGAIN_MS);
-    let fills = |c: &Container| matches!(c.host_pool_prefault, HostPoolPrefault::Filling { .. });
     let mut ended = Vec::new();
     for (other, container) in &mut node.registry.containers {
-        if other != key && fills(container) {
+        if other != key && which(container.host_pool_prefault) {
             container.host_pool_prefault = HostPoolPrefault::Off { not_before };
             ended.push(other.clone());
         }
@@ -147,6 +175,7 @@ pub(super) fn end_prefaults(node: &mut NodeState, key: &Key) {
     let ids = |other: &Key| node.registry.processes.ids_of(other).collect::<Vec<_>>();
     let ids: Vec<ProcessId> = ended.iter().flat_map(ids).collect();
     ids.into_iter().for_each(|id| ask_to_free(node, id));
+    !ended.is_empty()
 }
 
 fn ask_to_free(node: &mut NodeState, id: ProcessId) {

@@ -1,8 +1,12 @@
 //! Tests of the prefault of the host pool's memory for containers that may have to leave soon.
 
 use affinode_proto::{
+    reason::Reason,
     state::State,
-    wire::{Capabilities, ProcessFlags, message::ControllerMessage},
+    wire::{
+        Capabilities, ProcessFlags,
+        message::{Action, ControllerMessage},
+    },
 };
 
 use super::{
@@ -19,6 +23,8 @@ use super::{
 /// Numbers of containers with the engine `auto` and the same priority.
 const OFFLOADED: usize = 2;
 const RESIDENT: usize = 8;
+/// Number of another container with the engine `auto`.
+const OTHER: usize = 5;
 /// Number of a container with the engine `full`.
 const FULL: usize = 1;
 const PREFAULTED: ProcessFlags = ProcessFlags::PREFAULTED_HOST_POOL;
@@ -271,6 +277,29 @@ fn prefault_gives_way_to_an_offload() {
     assert_eq!(pair.world.state(FULL), State::Offloaded);
     assert!(!pair.is_filling());
     assert_eq!(pair.permitted(), [COPIED_BYTES, 0]);
+}
+
+/// Prefaulted memory must not drive the offload of another container to its own memory. It is freed,
+/// and the offload waits until then.
+#[test]
+fn prefaulted_memory_gives_way_to_an_offload() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(3_000);
+    assert_eq!(pair.kept_bytes(), COPIED_BYTES);
+    pair.world.host_pool_bytes = Some(10);
+    let other = pair.world.running(OTHER, 200);
+    pair.world.ask_offload(OTHER, other);
+    pair.world.answer_question();
+    assert_eq!(pair.world.container(OTHER).shown.reason.0, Reason::HostMemory, "it waits");
+    pair.world.work(pair.resident);
+    assert_eq!(pair.kept_bytes(), 0, "freed");
+    pair.world.host_pool_bytes = Some(COPIED_BYTES);
+    pair.world.ordered.clear();
+    pair.rest(1_000);
+    assert_eq!(pair.world.state(OTHER), State::Offloaded);
+    let is_in_pool =
+        |action: &Action| matches!(action, Action::CopyOut { how, .. } if how.host_pool);
+    assert!(pair.world.ordered.iter().any(is_in_pool));
 }
 
 /// An offload that is given up before the copy leaves the memory prefaulted. It must be freed when
