@@ -19,7 +19,6 @@ use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
 
 use super::{
     Effect, Key, Millis, ProcessId,
-    container::Container,
     host_memory::{HostPoolPrefault, MemoryPlace, MemoryPool},
     node_state::NodeState,
     process::Process,
