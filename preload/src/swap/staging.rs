@@ -316,9 +316,6 @@ impl StagingPool {
     /// with the driver. `may_call`: the driver may be called now. `None`: there is none.
     pub fn next_to_store(&mut self, may_call: bool) -> Option<usize> {
         let is_free = |pool: &StagingPool, chunk: usize| may_call || !pool.registered.has(chunk);
-        if may_call {
-            self.free_behind_content();
-        }
         let mut chunks = (0..PREFAULT.chunks().min(self.chunks())).rev();
         chunks.find(|chunk| {
             PREFAULT.resident.has(*chunk) && is_free(self, *chunk) && self.unregister(*chunk)
