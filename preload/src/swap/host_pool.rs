@@ -94,6 +94,18 @@ pub fn has_file() -> bool {
     STATE.load(Ordering::Acquire) == HAS_FILE && fds::HOST_POOL.get().is_some()
 }
 
+/// Waits until the memory file of the present connection can be received. Does not receive it: a
+/// staging pool that maps an earlier file is replaced when it begins, because there is no file yet.
+/// False: there is no connection, it has failed, or the host pool has sent no file.
+pub fn wait_for_file() -> bool {
+    let socket = fds::HOST_POOL.get();
+    match STATE.load(Ordering::Acquire) {
+        HAS_FILE => socket.is_some(),
+        NO_FILE => socket.is_some_and(|socket| task::wait_readable(socket, FILE_WITHIN_MS)),
+        _ => false,
+    }
+}
+
 /// Returns the memory file of the present connection, and receives it first if necessary. `None`:
 /// there is no connection, it has failed, or the host pool has sent no file. No helper may be
 /// running.

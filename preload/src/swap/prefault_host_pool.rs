@@ -79,9 +79,9 @@ pub fn begin() {
     if job.is(FILLING) || job.is(ENDING) {
         return;
     }
-    // The host pool sends the file when the process is connected. While the lock is held, no context
-    // could end.
-    if host_pool::file().is_none() {
+    // The host pool sends the file when the process is connected. No context could end while the lock
+    // is held, so the wait comes before.
+    if !host_pool::wait_for_file() {
         return;
     }
     relax_captures();

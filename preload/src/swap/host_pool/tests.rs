@@ -35,22 +35,20 @@ impl TestPool {
         let own = SHARED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         forget_all();
         let fake = Fake::new();
-        let file = sys::memory_file(c"test", MAX_FILE_BYTES).unwrap();
-        // SAFETY: the descriptor was just created, and nothing else owns it.
-        let file = unsafe { File::from_raw_fd(file) };
-        let (ours, theirs) =
-            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
-                .unwrap();
-        let rights = [file.as_raw_fd()];
-        let frame = FromHostPool::File.encode();
-        let part = [IoSlice::new(&frame)];
-        let rights = [ControlMessage::ScmRights(&rights)];
-        sendmsg::<()>(theirs.as_raw_fd(), &part, &rights, MsgFlags::empty(), None).unwrap();
         hang_up();
-        fds::HOST_POOL.set(TrackedFd::note(ours.into_raw_fd()).unwrap());
-        let pages = file.try_clone().unwrap();
-        let server = std::thread::spawn(move || serve(&theirs, &pages, chunks, swaps));
+        let (file, socket, server) = start(chunks, swaps);
+        fds::HOST_POOL.set(TrackedFd::note(socket.into_raw_fd()).unwrap());
         TestPool { file, server: Some(server), fake, _own: own }
+    }
+
+    /// Connects the process to another scripted host pool, which has another file. Returns the
+    /// earlier file.
+    pub fn reconnect(&mut self, chunks: usize) -> File {
+        let (file, socket, server) = start(chunks, false);
+        meet(None);
+        fds::HOST_POOL.set(TrackedFd::note(socket.into_raw_fd()).unwrap());
+        self.server.replace(server).unwrap().join().unwrap();
+        std::mem::replace(&mut self.file, file)
     }
 
     pub fn allocated_bytes(&self) -> u64 {
@@ -65,6 +63,23 @@ impl TestPool {
 }
 
 const MAX_FILE_BYTES: usize = 1 << 40;
+
+/// Starts a scripted host pool. Returns its file, the process's end of the connection, and its thread.
+fn start(chunks: usize, swaps: bool) -> (File, OwnedFd, JoinHandle<usize>) {
+    let file = sys::memory_file(c"test", MAX_FILE_BYTES).unwrap();
+    // SAFETY: the descriptor was just created, and nothing else owns it.
+    let file = unsafe { File::from_raw_fd(file) };
+    let (ours, theirs) =
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    let rights = [file.as_raw_fd()];
+    let frame = FromHostPool::File.encode();
+    let part = [IoSlice::new(&frame)];
+    let rights = [ControlMessage::ScmRights(&rights)];
+    sendmsg::<()>(theirs.as_raw_fd(), &part, &rights, MsgFlags::empty(), None).unwrap();
+    let pages = file.try_clone().unwrap();
+    let server = std::thread::spawn(move || serve(&theirs, &pages, chunks, swaps));
+    (file, ours, server)
+}
 
 impl Drop for TestPool {
     fn drop(&mut self) {

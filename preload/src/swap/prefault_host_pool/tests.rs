@@ -1,5 +1,7 @@
 //! Tests with a scripted host pool.
 
+use std::os::unix::fs::MetadataExt;
+
 use affinode_proto::wire::message::CopyOptions;
 
 use super::super::addresses;
@@ -187,6 +189,22 @@ fn new_connection_ends_the_prefault() {
     assert!(!PREFAULT.is_busy());
     assert!(!is_on());
     assert!(world.tidy_all());
+}
+
+/// The pages must be in the file of the present connection. Pages of an earlier file would be charged
+/// to the container, or could not be allocated at all.
+#[test]
+fn prefault_uses_the_file_of_the_present_connection() {
+    let mut world = World::new(CHUNKS);
+    begin();
+    world.finish();
+    let earlier = world.host.reconnect(CHUNKS);
+    begin();
+    world.finish();
+    assert_eq!(world.host.allocated_bytes(), CHUNKS as u64 * PIECE_BYTES);
+    assert_eq!(earlier.metadata().unwrap().blocks(), 0, "nothing is in the earlier file");
+    assert_eq!(copy_out(TO_HOST_POOL, None), Ok(()));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
 
 /// The agent must not wait for a context that is ending.
