@@ -141,6 +141,12 @@ pub(super) fn end_prefaults_in_progress(node: &mut NodeState, key: &Key) {
 /// offload of `key`. Returns whether memory is being freed: a prefault ends now, or the memory of
 /// earlier ones suffices.
 pub(super) fn prefaults_give_way(node: &mut NodeState, key: &Key, pools: &[MemoryPool]) -> bool {
+    let missing = |pool: &MemoryPool| pool.need_bytes.saturating_sub(pool.free_bytes);
+    // Prefaulted memory is not charged to the cgroups of containers.
+    let is_group = |pool: &MemoryPool| matches!(pool.place, MemoryPlace::Cgroup(_));
+    if pools.iter().any(|pool| is_group(pool) && missing(pool) > 0) {
+        return false;
+    }
     let is_on = |prefault: HostPoolPrefault| prefault.registers_since().is_some();
     if end_prefaults(node, key, is_on) {
         return true;
@@ -152,7 +158,6 @@ pub(super) fn prefaults_give_way(node: &mut NodeState, key: &Key, pools: &[Memor
     };
     let freeing = node.registry.processes.values().filter(|p| frees(p));
     let coming_bytes: u64 = freeing.map(|p| freeable_bytes(p, &MemoryPlace::HostPool)).sum();
-    let missing = |pool: &MemoryPool| pool.need_bytes.saturating_sub(pool.free_bytes);
     coming_bytes > 0 && pools.iter().all(|pool| missing(pool) <= coming_bytes)
 }
 

@@ -33,16 +33,18 @@ fn turn_ms(delay_ms: Millis, minimum_residency_ms: Millis) -> Millis {
 
 /// Whether a neighbour has been unused for long enough to be evicted for a waiter.
 pub(super) fn is_unused(node: &NodeState, key: &Key, container: &Container) -> bool {
-    let delay_ms = offload_level::expected_delay_ms(node, key, false);
-    let unused_ms = unused_ms(delay_ms, container.idle_after_ms());
-    node.clock.now.saturating_sub(container.usage.last_use) >= unused_ms
+    is_unused_for_part(node, key, container, 1)
 }
 
 /// Whether a neighbour has been unused for half of the time after which it may be evicted.
 pub(super) fn is_half_unused(node: &NodeState, key: &Key, container: &Container) -> bool {
+    is_unused_for_part(node, key, container, 2)
+}
+
+fn is_unused_for_part(node: &NodeState, key: &Key, container: &Container, part: u64) -> bool {
     let delay_ms = offload_level::expected_delay_ms(node, key, false);
     let unused_ms = unused_ms(delay_ms, container.idle_after_ms());
-    node.clock.now.saturating_sub(container.usage.last_use) >= unused_ms / 2
+    node.clock.now.saturating_sub(container.usage.last_use) >= unused_ms / part
 }
 
 /// Whether a neighbour in use has been resident long enough to be evicted for a container with the

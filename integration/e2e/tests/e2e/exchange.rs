@@ -136,7 +136,7 @@ fn contended_container_prefaults_host_pool() -> Result<()> {
     assert!(memory_cgroup::used_bytes(&pool)? >= 2 * VRAM_MIB * MIB, "of the host pool");
     assert!(returns.verify()?);
     world.cli().wait_for_state(LEAVES, "Offloaded")?;
-    assert!(leaves.verify()?, "the content was in the prefaulted memory");
+    assert!(leaves.verify()?, "the content is as before");
     world.cli().wait_for(LEAVES, "to have memory again", is_ready)?;
     returns.running.kill(&world)?;
     world.cli().wait_for(LEAVES, "to have freed it", |row| kept_mib(row) == 0)?;
