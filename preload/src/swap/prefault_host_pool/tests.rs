@@ -194,7 +194,7 @@ fn new_connection_ends_the_prefault() {
 /// The pages must be in the file of the present connection. Pages of an earlier file would be charged
 /// to the container, or could not be allocated at all.
 #[test]
-fn prefault_uses_the_file_of_the_present_connection() {
+fn prefault_uses_the_present_file() {
     let mut world = World::new(CHUNKS);
     begin();
     world.finish();
