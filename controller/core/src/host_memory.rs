@@ -18,6 +18,8 @@
 //! readings that were requested before its release: such a reading may show memory as free that the
 //! offload has taken since.
 
+use affinode_proto::wire::copier::CHUNK_BYTES;
+
 use super::{Key, Millis};
 
 /// Maximum age of a promise of host memory. An older promise is ignored, because a process that
@@ -79,6 +81,58 @@ pub struct HostNeed {
     /// Whether the driver's checkpoint moves a part of the memory. That part is always moved to
     /// memory of the container.
     pub driver_moves: bool,
+}
+
+impl HostNeed {
+    /// Memory of the container that the offload needs if the host pool is not used, in bytes.
+    /// `overhead_bytes`: memory that the driver needs in addition to the VRAM.
+    #[must_use]
+    pub fn own_bytes(&self, overhead_bytes: u64) -> u64 {
+        self.bytes.saturating_add(overhead_bytes)
+    }
+
+    /// Memory of the host pool that the offload needs, in bytes. A chunk is added, because the
+    /// library requests memory in whole chunks.
+    #[must_use]
+    pub fn pooled_bytes(&self) -> u64 {
+        match self.copied_bytes {
+            0 => 0,
+            bytes => bytes.saturating_add(CHUNK_BYTES),
+        }
+    }
+
+    /// The part of the needed memory of the host pool that the process has already, in bytes.
+    #[must_use]
+    pub fn pooled_already_bytes(&self) -> u64 {
+        self.kept_bytes.min(self.pooled_bytes())
+    }
+
+    /// Memory of the container that the offload needs if the content goes to the host pool, in bytes.
+    /// This is memory for page tables and for the driver. The page tables of the process's memory
+    /// file take at most a 512th of the file. The driver's records of registered memory take about
+    /// as much. VRAM that the driver moves, and not the library, needs the container's memory in
+    /// full.
+    #[must_use]
+    pub fn own_bytes_beside_host_pool(&self, overhead_bytes: u64) -> u64 {
+        const MIN_BYTES: u64 = 32 << 20;
+        let tables_bytes = match self.copied_bytes {
+            0 => 0,
+            bytes => bytes / 128 + MIN_BYTES,
+        };
+        let driver_bytes = match self.driver_moves {
+            true => self.bytes.saturating_sub(self.copied_bytes).saturating_add(overhead_bytes),
+            false => 0,
+        };
+        tables_bytes.saturating_add(driver_bytes)
+    }
+}
+
+/// Returns the default of the memory that must stay free on a node with `total_bytes` of memory, in
+/// bytes: a sixteenth, but at least 1 GiB. It grows with the memory, because a larger node runs more
+/// processes that can allocate memory during a copy.
+#[must_use]
+pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
+    (total_bytes / 16).max(1 << 30)
 }
 
 /// The pools of host memory for one offload, for each place to which its content can be copied.

@@ -11,9 +11,9 @@ use std::{
 };
 
 use affinode_core::host_memory::{
-    HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, SurveyedMemory,
+    HostNeed, HostPoolAllowance, MemoryPlace, MemoryPool, SurveyedMemory, node_reserve_bytes,
 };
-use affinode_proto::{reason::Reason, wire::copier::CHUNK_BYTES};
+use affinode_proto::reason::Reason;
 
 use super::process;
 
@@ -27,14 +27,6 @@ pub struct MemoryRules {
     pub node_reserve_bytes: Option<u64>,
     /// Size of the host pool in bytes. 0: the node has no host pool.
     pub host_pool_bytes: u64,
-}
-
-/// Returns the default reserve of a node with `total_bytes` of memory, in bytes: a sixteenth, but
-/// at least 1 GiB. The reserve grows with the memory, because a larger node runs more processes
-/// that can allocate memory during a copy.
-#[must_use]
-pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
-    (total_bytes / 16).max(1 << 30)
 }
 
 /// Returns the memory that must stay free below a cgroup's limit, in bytes: a sixty-fourth of the
@@ -83,65 +75,33 @@ pub fn pools(
     let total = |need_of: &dyn Fn(&HostNeed) -> u64| {
         processes.iter().fold(0_u64, |sum, need| sum.saturating_add(need_of(need)))
     };
-    let own = |need: &HostNeed| need.bytes.saturating_add(rules.overhead_bytes);
+    let own = |need: &HostNeed| need.own_bytes(rules.overhead_bytes);
     let mut container = pools(&own);
     container.push(node(total(&own)));
     let mut host_pool = Vec::new();
     if let Some(used_bytes) = host_pool_used_bytes {
-        let beside = |need: &HostNeed| own_need_beside_host_pool(rules, need);
+        let beside = |need: &HostNeed| need.own_bytes_beside_host_pool(rules.overhead_bytes);
         host_pool = pools(&beside);
         // What the processes have of the host pool already counts as free for them. The whole
         // content is promised nevertheless: they may free these pages and allocate them again.
-        let kept_bytes = total(&kept_bytes);
+        let kept_bytes = total(&HostNeed::pooled_already_bytes);
         host_pool.push(MemoryPool {
             free_bytes: free_bytes.saturating_add(kept_bytes),
-            ..node(total(&beside).saturating_add(total(&pooled_bytes)))
+            ..node(total(&beside).saturating_add(total(&HostNeed::pooled_bytes)))
         });
         host_pool.push(MemoryPool {
             place: MemoryPlace::HostPool,
             free_bytes: rules.host_pool_bytes.saturating_sub(used_bytes.saturating_sub(kept_bytes)),
-            need_bytes: total(&pooled_bytes),
+            need_bytes: total(&HostNeed::pooled_bytes),
         });
     }
     let allowance = |need: &HostNeed| HostPoolAllowance {
         pid: need.pid,
-        bytes: pooled_bytes(need),
-        kept_bytes: kept_bytes(need),
+        bytes: need.pooled_bytes(),
+        kept_bytes: need.pooled_already_bytes(),
     };
     let allowances = processes.iter().map(allowance).collect();
     Ok(SurveyedMemory { container, host_pool, allowances })
-}
-
-/// Returns how much of the container's own memory an offload needs if the content goes to the host
-/// pool, in bytes. This is memory for page tables and for the driver. The page tables of the
-/// process's memory file take at most a 512th of the file. The driver's records of registered
-/// memory take about as much. VRAM that the driver moves, and not the library, needs the
-/// container's memory in full.
-fn own_need_beside_host_pool(rules: MemoryRules, need: &HostNeed) -> u64 {
-    const MIN_BYTES: u64 = 32 << 20;
-    let tables_bytes = match need.copied_bytes {
-        0 => 0,
-        bytes => bytes / 128 + MIN_BYTES,
-    };
-    let driver_bytes = match need.driver_moves {
-        true => need.bytes.saturating_sub(need.copied_bytes).saturating_add(rules.overhead_bytes),
-        false => 0,
-    };
-    tables_bytes.saturating_add(driver_bytes)
-}
-
-/// Returns the memory of the host pool that a process needs, in bytes. A chunk is added, because the
-/// library requests memory in whole chunks.
-fn pooled_bytes(need: &HostNeed) -> u64 {
-    match need.copied_bytes {
-        0 => 0,
-        bytes => bytes.saturating_add(CHUNK_BYTES),
-    }
-}
-
-/// Returns the part of the memory of the host pool that a process has already, in bytes.
-fn kept_bytes(need: &HostNeed) -> u64 {
-    need.kept_bytes.min(pooled_bytes(need))
 }
 
 fn pool_of_group((group, need_bytes): (&Path, u64)) -> Option<MemoryPool> {
@@ -343,6 +303,8 @@ fn meminfo_bytes(text: &str, name: &str) -> io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use affinode_proto::wire::copier::CHUNK_BYTES;
+
     use super::*;
 
     const RULES: MemoryRules =
@@ -501,7 +463,7 @@ mod tests {
             assert_eq!(need_of(&memory.host_pool, &MemoryPlace::HostPool), pooled);
             assert_eq!(need_of(&memory.host_pool, &MemoryPlace::Node), pooled + beside);
             assert_eq!(need_of(&memory.container, &MemoryPlace::Node), COPIED + REST + 7);
-            assert_eq!(own_need_beside_host_pool(rules, &copied(driver_moves)), beside);
+            assert_eq!(copied(driver_moves).own_bytes_beside_host_pool(7), beside);
             let pool = memory.host_pool.iter().find(|p| p.place == MemoryPlace::HostPool);
             assert_eq!(pool.unwrap().free_bytes, 17 << 30);
         }
