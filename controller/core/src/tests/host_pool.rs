@@ -13,6 +13,7 @@ use super::{
     super::{
         CommandId, Input, ProcessId, Request,
         host_memory::{MemoryPlace, MemoryPool},
+        policy::Engine,
     },
     world::{Host as _, World, key},
 };
@@ -187,5 +188,20 @@ fn own_limits_cancel_no_copy_to_the_pool() {
             vec![level(MemoryPlace::Cgroup("/pod".into()), pod), level(MemoryPlace::Node, node)];
         world.feed(Input::HostLevels(vec![(key(AUTO), pools)]));
         assert_eq!(!world.turned_back.is_empty(), cancelled, "{pod} {node}");
+    }
+}
+
+/// Content with contexts prefers the container's own memory, which a copier can read. With a disk it
+/// must be in the host pool, from which it can move on.
+#[test]
+fn node_with_a_disk_prefers_the_pool() {
+    for (disk, disk_after_ms, to_pool) in [(false, 1, false), (true, 0, false), (true, 1, true)] {
+        let (mut world, _) = world(10_000, Some(10_000));
+        world.node.state.settings.disk = disk;
+        let policy = &mut world.container_mut(AUTO).policy;
+        (policy.engine, policy.disk_after_ms) = (Engine::Full, disk_after_ms);
+        world.settle();
+        assert_eq!(world.state(AUTO), State::Offloaded);
+        assert_eq!(copies(&world), [to_pool], "disk: {disk}, disk_after: {disk_after_ms}");
     }
 }
