@@ -10,9 +10,11 @@ use affinode_controller::{
     config::{Config, ConfigError},
     history::StateSpan,
 };
+use affinode_core::host_memory::node_reserve_bytes;
 use affinode_simulate::{
-    Baseline, Calibration, GpuPlacement, GpuRule, SimulatedMachine, SimulationError,
-    SimulationSummary, WorkloadTrace, baselines, compare, plot, synthetic, trace::TraceDefaults,
+    Baseline, Calibration, GpuPlacement, GpuRule, HostLimits, HostMemoryLimits, SimulatedMachine,
+    SimulationError, SimulationSummary, WorkloadTrace, baselines, compare, plot, synthetic,
+    trace::TraceDefaults,
 };
 use clap::Args;
 
@@ -79,6 +81,12 @@ pub struct SimulateArgs {
     /// largest size.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
+    /// Host memory of the node, in GiB, without the memory that programs use on the CPU. Offloads are
+    /// refused if too little is left. --config sets the reserve and the size of the host pool
+    /// (`[memory]`). Default: host memory always suffices. Content moves to disk if --config has
+    /// a memory.disk_folder.
+    #[arg(long, value_name = "GIB")]
+    host_memory: Option<f64>,
     /// Time for which a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
@@ -193,6 +201,25 @@ impl SimulateArgs {
         Ok(GpuPlacement::choose(trace, gpus, vram_bytes, ratio)?)
     }
 
+    /// Returns the node's host memory and disk, as the controller would limit them with `config`.
+    fn host_limits(&self, config: &Config) -> Result<HostLimits, SimulateError> {
+        let memory = &config.memory;
+        let limits = |total_bytes: u64| {
+            let reserve_bytes =
+                memory.node_reserve_bytes().unwrap_or_else(|| node_reserve_bytes(total_bytes));
+            HostMemoryLimits {
+                node_bytes: total_bytes.saturating_sub(reserve_bytes),
+                host_pool_bytes: memory.host_pool_bytes(total_bytes),
+                overhead_bytes: memory.driver_overhead_mib << 20,
+            }
+        };
+        let total_bytes = self.host_memory.map(|value| gib(value, "--host-memory")).transpose()?;
+        Ok(HostLimits {
+            memory: total_bytes.map(limits),
+            disk_bytes: memory.disk().map_or(0, |disk| disk.max_bytes),
+        })
+    }
+
     fn slo_ms(&self) -> u64 {
         u64::try_from(self.slo.as_millis()).unwrap_or(u64::MAX)
     }
@@ -256,8 +283,9 @@ pub fn run(
     };
     let mut baselines = baselines::all(&config.settings(), args.seed);
     chosen(&mut baselines, &args.policy)?;
-    let machine =
-        SimulatedMachine { gpus: placement.gpus, vram_bytes, calibration, slo_ms: args.slo_ms() };
+    let host = args.host_limits(&config)?;
+    let (gpus, slo_ms) = (placement.gpus, args.slo_ms());
+    let machine = SimulatedMachine { gpus, vram_bytes, calibration, host, slo_ms };
     let figures = compare(&trace, machine, &baselines)?;
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&figures, trace.end_ms()))?;
@@ -300,7 +328,9 @@ fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
                 "RESIDENT",
                 "P95",
                 "PEAK",
+                "HOST MEAN",
                 "HOST PEAK",
+                "DISK PEAK",
                 "WOKE",
                 "DELAYED",
                 "P50 ADDED",
@@ -308,7 +338,16 @@ fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
                 "P50 WAIT",
                 "P99 WAIT",
             ],
-            &["RESTORES/H", "COPIED", "THRASH", "QUEUE", "PREWAKES", "FAIRNESS", "REFUSED"],
+            &[
+                "RESTORES/H",
+                "COPIED",
+                "FROM DISK",
+                "THRASH",
+                "QUEUE",
+                "PREWAKES",
+                "FAIRNESS",
+                "REFUSED",
+            ],
         )
     } else {
         (
@@ -384,6 +423,7 @@ fn print(
             "vram_bytes": machine.vram_bytes,
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
+            "host": machine.host,
             "slo_ms": machine.slo_ms,
             "warning": warning,
             "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
@@ -460,7 +500,9 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
         format::bytes(f.resident_mean_bytes),
         format::bytes(f.resident_p95_bytes),
         format::bytes(f.resident_peak_bytes),
+        format::bytes(f.host_mean_bytes),
         format::bytes(f.host_peak_bytes),
+        format::bytes(f.disk_peak_bytes),
         woke,
         delayed,
         seconds(f.latency_p50_ms),
@@ -471,6 +513,7 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
         slow_gone,
         format!("{:.3}", f.restores_per_process_hour),
         f.restores_copied.to_string(),
+        f.restores_from_disk.to_string(),
         f.thrash.to_string(),
         format!("{} ({:.2})", f.queue_peak, f.queue_mean),
         format!("{}/{}", f.prewake_hits, f.prewakes),

@@ -68,12 +68,17 @@ pub struct Calibration {
     pub reload_fixed_ms: u64,
     /// Speed at which a program loads its weights again, in bytes per second.
     pub reload_bytes_per_second: f64,
+    /// Speed at which content moves from the host pool to disk, in bytes per second.
+    pub disk_write_bytes_per_second: f64,
+    /// Speed at which a restore reads content from disk, in bytes per second.
+    pub disk_read_bytes_per_second: f64,
 }
 
 impl Default for Calibration {
     /// Returns costs measured on an H200 (driver 580.159). Each cost is a straight line through the
-    /// medians of two measured sizes: 1 GiB, and a torch program of 24.2 GiB. The time of program
-    /// starts is an assumption.
+    /// medians of two measured sizes: 1 GiB, and a torch program of 24.2 GiB. The speeds of the disk
+    /// were measured with 8 GiB on the virtual disk of that machine. The time of program starts is
+    /// an assumption.
     fn default() -> Calibration {
         Calibration {
             checkpoint: EngineCosts {
@@ -99,6 +104,8 @@ impl Default for Calibration {
             context_bytes: 336 << 20,
             reload_fixed_ms: 15_000,
             reload_bytes_per_second: 2.0e9,
+            disk_write_bytes_per_second: 3.56e8,
+            disk_read_bytes_per_second: 1.07e9,
         }
     }
 }
@@ -124,6 +131,8 @@ struct CalibrationFile {
     context_bytes: Option<u64>,
     reload_fixed_ms: Option<u64>,
     reload_bytes_per_second: Option<f64>,
+    disk_write_bytes_per_second: Option<f64>,
+    disk_read_bytes_per_second: Option<f64>,
 }
 
 impl CalibrationFile {
@@ -187,12 +196,21 @@ impl Calibration {
         self.reload_fixed_ms = file.reload_fixed_ms.unwrap_or(self.reload_fixed_ms);
         self.reload_bytes_per_second =
             file.reload_bytes_per_second.unwrap_or(self.reload_bytes_per_second);
+        self.disk_write_bytes_per_second =
+            file.disk_write_bytes_per_second.unwrap_or(self.disk_write_bytes_per_second);
+        self.disk_read_bytes_per_second =
+            file.disk_read_bytes_per_second.unwrap_or(self.disk_read_bytes_per_second);
         let engines = [self.checkpoint, self.copy, self.full];
         let speeds = engines
             .iter()
             .flat_map(|costs| [costs.offload_bytes_per_second, costs.restore_bytes_per_second]);
         let valid = |speed: f64| speed.is_finite() && speed >= 1e6;
-        if !speeds.chain([self.reload_bytes_per_second]).all(valid) {
+        let others = [
+            self.reload_bytes_per_second,
+            self.disk_write_bytes_per_second,
+            self.disk_read_bytes_per_second,
+        ];
+        if !speeds.chain(others).all(valid) {
             return bad("a speed is invalid; accepted: 1e6 bytes per second or more");
         }
         Ok(self)
@@ -212,6 +230,18 @@ impl Calibration {
     #[must_use]
     pub fn full_restore_ms(&self, bytes: u64) -> Millis {
         self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
+    }
+
+    /// Time to move content from the host pool to disk, in milliseconds.
+    #[must_use]
+    pub fn disk_write_ms(&self, bytes: u64) -> Millis {
+        (bytes as f64 / self.disk_write_bytes_per_second * 1000.0) as u64
+    }
+
+    /// Time by which a restore takes longer because content is on disk, in milliseconds.
+    #[must_use]
+    pub fn disk_read_ms(&self, bytes: u64) -> Millis {
+        (bytes as f64 / self.disk_read_bytes_per_second * 1000.0) as u64
     }
 
     /// Duration of an offload of an idle container with this engine plus the duration of the

@@ -14,6 +14,7 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
         gpus: 1,
         vram_bytes,
         calibration: Calibration::default(),
+        host: HostLimits::default(),
         slo_ms: 1_000,
     };
     let all = baselines::all(&Settings::default(), 1);

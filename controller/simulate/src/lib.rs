@@ -9,12 +9,13 @@
 //! that execute orders in the time given by [`calibration`], and GPUs. The node makes every
 //! decision. The clock jumps from event to event, so two weeks take seconds.
 //!
-//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
-//! copy and checkpoint of each engine.
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, the copy
+//! and checkpoint of each engine, host memory with the host pool, and content on disk.
 //!
 //! Not simulated: failures, processes whose memory grows, pauses of allocations for a proof (a
-//! simulated process never allocates), processes on several GPUs, and lack of host memory. Copiers
-//! are not simulated as processes. The options of a copy (`CopyOptions`) have no effect, so
+//! simulated process never allocates), processes on several GPUs, memory limits of containers, and
+//! memory of the host pool that a process keeps or prefaults. Copiers are not simulated as
+//! processes. Of the options of a copy (`CopyOptions`), only the host pool has an effect, so
 //! a container is restored only after the copy out of another one, not during it.
 
 pub mod baselines;
@@ -22,6 +23,7 @@ pub mod calibration;
 #[cfg(test)]
 mod claims;
 pub mod engine;
+pub mod host;
 #[cfg(test)]
 mod live;
 mod memory;
@@ -37,6 +39,7 @@ pub mod trace;
 
 pub use baselines::Baseline;
 pub use calibration::Calibration;
+pub use host::{HostLimits, HostMemoryLimits};
 pub use placement::{GpuPlacement, GpuRule};
 pub use summary::SimulationSummary;
 pub use trace::{TraceLoad, WorkloadTrace};
@@ -102,12 +105,12 @@ pub enum SimulationError {
          please report it"
     )]
     Overcommitted,
-    /// A container has waited for VRAM for a day of simulated time, in which no other event
+    /// A container has waited for VRAM for three hours of simulated time, in which no other event
     /// happened.
     #[error(
         "a process waits for VRAM without end: check whether the policy prevents evictions (mode \
-         manual or off), or whether contexts fill a GPU (with the engine copy they stay there); \
-         otherwise this is a bug, please report it"
+         manual or off), whether contexts fill a GPU (with the engine copy they stay there), or \
+         whether the host memory is too small for the content; otherwise this is a bug, please report it"
     )]
     Stuck,
 }
@@ -121,6 +124,8 @@ pub struct SimulatedMachine {
     pub vram_bytes: u64,
     /// Costs of offloads and restores on this machine.
     pub calibration: Calibration,
+    /// Host memory and disk for the content of offloaded processes.
+    pub host: HostLimits,
     /// Maximum time that a call should wait, in milliseconds. The results count calls that wait
     /// longer.
     pub slo_ms: affinode_core::Millis,

@@ -328,6 +328,7 @@ fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<Polic
         gpus: 1,
         vram_bytes,
         calibration: Calibration::default(),
+        host: HostLimits::default(),
         slo_ms: 1_000,
     };
     let contender = baselines::all(settings, 1).swap_remove(0);

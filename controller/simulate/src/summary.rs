@@ -27,8 +27,17 @@ pub struct SimulationSummary {
     pub resident_p95_bytes: u64,
     /// Maximum of the VRAM that processes hold, in bytes.
     pub resident_peak_bytes: u64,
+    /// Mean of the host memory in use for offloaded VRAM, in bytes.
+    pub host_mean_bytes: u64,
     /// Maximum host memory in use for offloaded VRAM, in bytes.
     pub host_peak_bytes: u64,
+    /// Maximum disk space in use for offloaded VRAM, in bytes.
+    pub disk_peak_bytes: u64,
+    /// Number of processes whose content was moved from host memory to disk, counted once for each
+    /// move.
+    pub stored_on_disk: u64,
+    /// Number of restores that read content from disk.
+    pub restores_from_disk: u64,
     /// Fraction of requests that found their process offloaded and caused its restore. Requests
     /// during a move are not counted.
     pub wake_share: f64,

@@ -26,6 +26,7 @@ fn machine(gib: u64) -> SimulatedMachine {
         gpus: 1,
         vram_bytes: gib * GIB + MARGIN,
         calibration: Calibration::default(),
+        host: HostLimits::default(),
         slo_ms: 1_000,
     }
 }

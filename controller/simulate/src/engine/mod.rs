@@ -9,6 +9,7 @@
 //! queries the node again about a container when [`Node::due_at`] requests it, and twice a second
 //! while a container waits.
 
+mod content;
 mod decision;
 mod event_queue;
 pub(super) mod names;
@@ -22,12 +23,13 @@ use affinode_core::{
     ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
     input::Identity,
     ledger::margin_bytes,
-    policy::{Engine, Policies},
+    policy::{Policies, Policy},
 };
 use affinode_proto::wire::{Capabilities, Hazards, Phase, message::Action};
 
 pub use self::decision::PolicyDecision;
 use self::{
+    content::OffloadedContent,
     event_queue::EventQueue,
     names::{id, key, pid, uuid},
     process::SimulatedProcess,
@@ -36,6 +38,7 @@ use super::{
     Baseline, SimulatedMachine, SimulationError, SimulationSummary, TraceLoad, WorkloadTrace,
     baselines::CallForesight,
     calibration::Calibration,
+    host::HostUse,
     memory::{OffloadLevel, ProcessMemory, STEP_MS},
     no_offload,
     summary::{CallDelay, ContainerTotals, SummaryMeter},
@@ -45,10 +48,14 @@ use super::{
 const POLL_MS: Millis = 500;
 /// The simulation fails if a container waits for VRAM for longer than this and no other event
 /// happens.
-const STUCK_MS: Millis = 86_400_000;
+const STUCK_MS: Millis = 3 * 3_600_000;
 /// Minimum time from a due query of the node to the next query about the same container. After any
 /// other event, the next query may be earlier.
 const AGAIN_MS: Millis = 5_000;
+
+/// Time after the end of the trace in which the node is still queried about processes without
+/// further calls. A process for which host memory is too small would be queried without end.
+const AFTER_END_MS: Millis = 3_600_000;
 
 #[derive(Clone, Copy, Debug)]
 enum SimulationEvent {
@@ -58,6 +65,10 @@ enum SimulationEvent {
     /// The process has cancelled its copy out.
     Cancelled(u32),
     Due(u32),
+    /// The content of the process may move to disk.
+    DiskDue(u32),
+    /// The content of the process is on disk.
+    Stored(u32),
     Poll,
 }
 
@@ -83,7 +94,7 @@ struct SimulatedNode<'a> {
     /// VRAM in use in bytes, one entry per GPU.
     used_bytes: Vec<u64>,
     resident_bytes: u64,
-    offloaded_bytes: u64,
+    host: HostUse,
     polling: bool,
     /// Time since which the node's queries are the only planned events. `None`: another event is
     /// planned.
@@ -172,7 +183,7 @@ impl<'a> SimulatedNode<'a> {
             trace_end_ms: trace.end_ms(),
             used_bytes: vec![0; machine.gpus],
             resident_bytes: 0,
-            offloaded_bytes: 0,
+            host: HostUse::new(machine.host),
             polling: false,
             quiet_since: None,
             wakes: 0,
@@ -218,8 +229,7 @@ impl<'a> SimulatedNode<'a> {
         let gpus = (0..self.machine.gpus).map(|gpu| orders::gpu_sample(self, gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
-            let engine = policies.before_annotations(&load.namespace).engine;
-            self.create(n, load, engine);
+            self.create(n, load, &policies.before_annotations(&load.namespace));
             if !load.starts_late() {
                 self.register(n);
             }
@@ -260,7 +270,7 @@ impl<'a> SimulatedNode<'a> {
                 phase,
                 generation: 1,
                 hazards: Hazards::default(),
-                capabilities: Capabilities::GIVES_UP_COPIES,
+                capabilities: self.capabilities(),
                 swap: memory.swap(),
             },
         ]);
@@ -268,7 +278,19 @@ impl<'a> SimulatedNode<'a> {
         self.inputs.push_back(page);
     }
 
-    fn create(&mut self, n: usize, load: &'a TraceLoad, engine: Engine) {
+    /// What the library of each process can do.
+    fn capabilities(&self) -> Capabilities {
+        let basic = Capabilities::GIVES_UP_COPIES;
+        match self.host.has_host_pool() {
+            true => Capabilities(
+                basic.0 | Capabilities::USES_HOST_POOL.0 | Capabilities::STORES_ON_DISK.0,
+            ),
+            false => basic,
+        }
+    }
+
+    fn create(&mut self, n: usize, load: &'a TraceLoad, policy: &Policy) {
+        let engine = policy.engine;
         let (key, phase) = (key(n), Phase::Checkpointed);
         let gpu = load.gpu_number.min(self.machine.gpus - 1);
         self.by_gpu[gpu].push(n);
@@ -282,7 +304,8 @@ impl<'a> SimulatedNode<'a> {
             engine,
             restored_from: OffloadLevel::Resident,
             phase_after_restore: phase,
-            host_bytes: 0,
+            content: OffloadedContent::default(),
+            disk_after_ms: policy.disk_after_ms,
             busy_until: None,
             next: 0,
             waiting: Vec::new(),
@@ -319,6 +342,8 @@ impl<'a> SimulatedNode<'a> {
                     self.plan_due(n, AGAIN_MS);
                 }
             }
+            SimulationEvent::DiskDue(n) => content::disk_is_due(self, n as usize)?,
+            SimulationEvent::Stored(n) => content::is_stored(self, n as usize)?,
             SimulationEvent::Poll => {
                 self.polling = false;
                 // The node processes its queue on every input. Apart from that, this input is only
@@ -350,7 +375,8 @@ impl<'a> SimulatedNode<'a> {
         let Some(due) = self.node.due_at(&p.key) else { return };
         let due = due.max(self.now + not_before);
         let called_before = p.next_call().is_some_and(|at| at <= due);
-        let over = p.next_call().is_none() && p.phase.is_offloaded();
+        let is_after_end = due > self.trace_end_ms + AFTER_END_MS;
+        let over = p.next_call().is_none() && (p.phase.is_offloaded() || is_after_end);
         if called_before || over || p.due.is_some_and(|planned| (self.now..=due).contains(&planned))
         {
             return;

@@ -3,7 +3,7 @@
 
 use affinode_core::{
     Effect, GpuSample, Input, Millis, Survey, copy_watch::TurnBackCause,
-    driver_limit::DriverLimitOutcome, host_memory::SurveyedMemory,
+    driver_limit::DriverLimitOutcome,
 };
 use affinode_proto::{
     event::EventKind,
@@ -15,7 +15,7 @@ use affinode_proto::{
 };
 
 use super::{
-    PolicyDecision, STEP_MS, SimulatedNode, SimulationEvent,
+    PolicyDecision, STEP_MS, SimulatedNode, SimulationEvent, content,
     names::{id, number, pid},
     process,
 };
@@ -68,11 +68,11 @@ pub(super) fn simulate_effect(
         Effect::TurnBack(process, TurnBackCause::NotWanted) => {
             cancel_copy(world, process.0 as usize);
         }
-        Effect::Survey { key: asked, .. } => {
+        Effect::Survey { key: asked, processes, host_pool } => {
             let n = number(asked.as_str());
             let survey = Survey {
                 gpus: Ok(vec![gpu_sample(world, world.processes[n].gpu, Some(n))]),
-                host: Ok(SurveyedMemory::default()),
+                host: Ok(world.host.survey(&processes, host_pool)),
             };
             world.inputs.push_back(Input::Surveyed(asked, survey));
         }
@@ -81,6 +81,7 @@ pub(super) fn simulate_effect(
             let gpus = Ok(vec![gpu_sample(world, world.processes[n].gpu, None)]);
             world.inputs.push_back(Input::Proven(asked, proof, gpus));
         }
+        Effect::StoreOnDisk { process, bytes } => content::store(world, process.0 as usize, bytes),
         // The simulated driver enforces no limits.
         Effect::LimitInDriver(order) => {
             world.inputs.push_back(Input::DriverLimited(order.key, DriverLimitOutcome::TooOld));
@@ -94,6 +95,9 @@ pub(super) fn simulate_effect(
             }
             if matches!(change.to, State::Offloaded | State::Active) {
                 let n = number(change.key.as_str());
+                if change.to == State::Offloaded {
+                    content::plan_disk(world, n, world.processes[n].disk_after_ms);
+                }
                 let reading = gpu_reading(world, n);
                 world.inputs.push_back(reading);
                 world.plan_due(n, STEP_MS);
@@ -114,13 +118,13 @@ fn begin_order(
     if world.processes[n].has_exited {
         return Ok(());
     }
-    let takes_ms = world.processes[n].memory.order_ms(action, &world.costs);
+    let mut takes_ms = world.processes[n].memory.order_ms(action, &world.costs);
     match action {
         // From now on calls wait at the gate.
         Action::Close { .. } if world.processes[n].busy_until.is_none() => {
             world.processes[n].phase = Phase::Closed;
         }
-        Action::Restore => restore_begins(world, n)?,
+        Action::Restore => takes_ms += restore_begins(world, n)?,
         // These orders have no effect: simulated processes do not allocate, and stay on their
         // GPUs.
         Action::RestoreOnGpu { .. }
@@ -157,8 +161,9 @@ pub(super) fn copy_is_cancelled(
     world.tell(Input::Message(id(n), report))
 }
 
-/// Allocates VRAM at the begin of a restore, because the driver allocates before it copies.
-fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), SimulationError> {
+/// Allocates VRAM at the begin of a restore, because the driver allocates before it copies. Returns the
+/// time that the disk needs, in milliseconds.
+fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<Millis, SimulationError> {
     let (now, p) = (world.now, &mut world.processes[n]);
     let bytes = p.memory.gone_bytes();
     if world.used_bytes[p.gpu] + bytes > world.machine.vram_bytes {
@@ -169,7 +174,6 @@ fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simulat
     p.phase_after_restore = p.memory.execute_order(Action::Restore);
     world.used_bytes[p.gpu] += bytes;
     world.resident_bytes += bytes;
-    world.offloaded_bytes -= std::mem::take(&mut p.host_bytes);
     world.figures.restores += 1;
     if p.restored_from == OffloadLevel::Copied {
         world.figures.restores_copied += 1;
@@ -177,7 +181,7 @@ fn restore_begins(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simulat
     if p.went.is_some_and(|went| now - went < THRASH_MS) {
         world.figures.thrash += 1;
     }
-    Ok(())
+    Ok(content::remove(world, n))
 }
 
 /// Frees VRAM at the end of a copy out or checkpoint.
@@ -191,11 +195,9 @@ fn vram_is_freed(world: &mut SimulatedNode<'_>, n: usize, action: Action) {
         p.went = Some(now);
     }
     let freed_bytes = p.memory.gone_bytes() - before;
-    p.host_bytes += freed_bytes;
     world.used_bytes[p.gpu] -= freed_bytes;
     world.resident_bytes -= freed_bytes;
-    world.offloaded_bytes += freed_bytes;
-    world.figures.host_peak_bytes = world.figures.host_peak_bytes.max(world.offloaded_bytes);
+    content::add(world, n, action, freed_bytes);
 }
 
 /// Ends an order, and reports its outcome to the node.

@@ -27,8 +27,11 @@ pub(super) fn finish(mut world: SimulatedNode<'_>, reloads: bool) -> SimulationS
         summary.restores as f64 / (world.processes.len() as f64 * end.max(1) as f64 / 3_600_000.0);
     summary.wake_share = world.wakes as f64 / summary.requests.max(1) as f64;
     (summary.prewakes, summary.prewake_hits) = world.node.prewakes();
-    if reloads {
-        summary.host_peak_bytes = 0;
+    let host = world.host.figures(end);
+    if !reloads {
+        summary.host_mean_bytes = host.memory_mean_bytes;
+        summary.host_peak_bytes = host.memory_peak_bytes;
+        summary.disk_peak_bytes = host.disk_peak_bytes;
     }
     let lived: Vec<ContainerTotals> = world.processes.iter().map(|p| p.lived).collect();
     summary::latency(&mut summary, world.delays, &lived, world.machine.slo_ms);

@@ -8,7 +8,7 @@
 use affinode_core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS, policy::Engine};
 use affinode_proto::wire::{Phase, counters::CounterSnapshot, message::AgentMessage};
 
-use super::{SimulatedNode, SimulationEvent, names::id, orders};
+use super::{SimulatedNode, SimulationEvent, content::OffloadedContent, names::id, orders};
 use crate::{
     SimulationError,
     baselines::CallForesight,
@@ -34,8 +34,10 @@ pub(super) struct SimulatedProcess<'a> {
     /// process's memory was off the GPU. It is reset when the waiting calls continue.
     pub(super) restored_from: OffloadLevel,
     pub(super) phase_after_restore: Phase,
-    /// Host memory that contains the process's offloaded memory, in bytes.
-    pub(super) host_bytes: u64,
+    /// Where the process's offloaded memory is.
+    pub(super) content: OffloadedContent,
+    /// `disk_after` of the process's policy, in milliseconds.
+    pub(super) disk_after_ms: Millis,
     pub(super) busy_until: Option<Millis>,
     pub(super) next: usize,
     pub(super) waiting: Vec<u32>,
@@ -91,6 +93,7 @@ pub(super) fn arrival(world: &mut SimulatedNode<'_>, n: usize) {
 pub(super) fn page(world: &SimulatedNode<'_>, n: usize) -> CounterSnapshot {
     let p = &world.processes[n];
     let swap = p.memory.swap();
+    let (disk_chunks, notes) = p.content.shown(world.now);
     CounterSnapshot {
         phase: p.phase,
         generation: 1,
@@ -100,6 +103,8 @@ pub(super) fn page(world: &SimulatedNode<'_>, n: usize) -> CounterSnapshot {
         copied_out_bytes: swap.copied_out_bytes,
         calls: p.calls,
         inflight: u64::from(p.busy_until.is_some()),
+        notes,
+        disk_chunks,
         ..CounterSnapshot::default()
     }
 }
