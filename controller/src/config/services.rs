@@ -213,11 +213,10 @@ impl HttpSection {
                     "http.listen: other hosts can reach {address}: set http.token_file or http.auth = \"token-review\""
                 ));
             }
-            // A Kubernetes token is valid for more than this node, so clients must not send it
-            // without TLS.
-            if reviewed && self.tls_cert_file.is_empty() {
+            // Without TLS, every host on the network path could read and replay the token.
+            if self.tls_cert_file.is_empty() {
                 return bad(format!(
-                    "http.listen: other hosts can reach {address}: set http.tls_cert_file and http.tls_key_file, so that Kubernetes tokens are encrypted"
+                    "http.listen: other hosts can reach {address}: set http.tls_cert_file and http.tls_key_file, so that the tokens of clients are encrypted"
                 ));
             }
         }
@@ -320,11 +319,26 @@ mod tests {
     }
 
     #[test]
-    fn a_public_address_requires_a_token() {
-        assert!(http("0.0.0.0:9410").check().is_err());
-        let with_token = HttpSection { token_file: "/etc/t".into(), ..http("0.0.0.0:9410") };
-        assert!(with_token.check().is_ok());
-        assert!(http("127.0.0.1:1").check().is_ok());
+    fn public_address_requires_token_and_tls() {
+        let tls = |section| HttpSection {
+            tls_cert_file: "/etc/c".into(),
+            tls_key_file: "/etc/k".into(),
+            ..section
+        };
+        for public in ["0.0.0.0:9410", "10.0.0.7:9410", "[::]:9410"] {
+            let with_token = HttpSection { token_file: "/etc/t".into(), ..http(public) };
+            let refusal = with_token.check().unwrap_err().to_string();
+            assert!(refusal.contains("set http.tls_cert_file and http.tls_key_file"), "{refusal}");
+            assert!(tls(with_token).check().is_ok());
+            let refusal = tls(http(public)).check().unwrap_err().to_string();
+            assert!(refusal.contains("set http.token_file"), "{refusal}");
+        }
+        // Only programs on the node reach these addresses.
+        for local in ["127.0.0.1:1", "[::1]:1", "unix:/run/affinode/http.sock"] {
+            assert!(http(local).check().is_ok());
+            let with_token = HttpSection { token_file: "/etc/t".into(), ..http(local) };
+            assert!(with_token.check().is_ok());
+        }
         let reviewed = HttpSection { auth: HttpAuth::TokenReview, ..http("0.0.0.0:9410") };
         assert!(reviewed.check().is_err(), "no API server is configured");
         let kubernetes = KubernetesSection {
@@ -339,13 +353,9 @@ mod tests {
                 .check()
                 .unwrap_err()
                 .to_string()
-                .contains("so that Kubernetes tokens are encrypted")
+                .contains("so that the tokens of clients are encrypted")
         );
-        let reviewed = HttpSection {
-            tls_cert_file: "/etc/c".into(),
-            tls_key_file: "/etc/k".into(),
-            ..reviewed
-        };
+        let reviewed = tls(reviewed);
         assert!(reviewed.check().is_ok());
         assert!(HttpSection { tls_key_file: String::new(), ..reviewed.clone() }.check().is_err());
         assert!(HttpSection { token_file: "/etc/t".into(), ..reviewed }.check().is_err());

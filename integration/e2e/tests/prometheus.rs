@@ -88,7 +88,8 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
     let scraper = free_address()?;
     let folder = world.dir().join("prometheus");
     std::fs::create_dir(&folder)?;
-    // The same configuration as in docs/operations.md for nodes without the chart.
+    // The configuration of docs/operations.md for nodes without the chart, here without HTTPS, because
+    // Prometheus runs on the same machine.
     let target = format!("{{ targets: [ \"{node}\" ], labels: {{ node: one }} }}");
     let rules = workspace_dir().join("config/prometheus/affinode.rules.yml");
     let scrape = format!(
