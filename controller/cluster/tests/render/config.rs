@@ -3,7 +3,7 @@
 use affinode_controller::config::Config;
 use affinode_core::{explain, policy::Mode};
 
-use super::render;
+use super::{NEWEST, render, render_for};
 
 /// Chart values with each key of `[policy]`. Numbers are written as in a values file.
 const VALUES: &str = "
@@ -62,6 +62,28 @@ fn a_values_file_becomes_a_valid_configuration() {
     }
     // Earlier versions do not accept a float in place of a whole number.
     assert!(!text.contains(".0"), "{text}");
+}
+
+/// YAML reads `off` as a boolean and `0` as a number. Nodes would refuse the resulting TOML.
+#[test]
+fn unquoted_off_and_zero_are_refused() {
+    for (key, unquoted, quoted) in
+        [("mode", "off", "\"off\""), ("disk_after", "0", "\"0\""), ("vram_limit", "0", "\"0\"")]
+    {
+        for (before, after) in [("", ""), ("namespace: [{name: ml, ", "}]")] {
+            let values = |value| format!("policy: {{{before}{key}: {value}{after}}}");
+            let Some(refused) = render_for(NEWEST, &values(unquoted)) else { return };
+            let Err(error) = refused else { panic!("accepted: {}", values(unquoted)) };
+            assert!(
+                error.contains(&format!("/{key}'")) && error.contains("want string"),
+                "{error}"
+            );
+            let rendered = render(&values(quoted)).unwrap();
+            let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
+            let text = text.as_str().unwrap();
+            Config::from_toml(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Tests the objects of the Prometheus operator in the rendered chart.
 
-use super::{render, render_for};
+use super::{Rendered, render, render_for};
 
 #[test]
 fn scraped_labels_are_those_of_the_containers() {
@@ -43,6 +43,35 @@ fn every_alert_links_its_runbook() {
         seen += 1;
     }
     assert!(seen > 10, "{seen} alerts");
+}
+
+/// Returns the expression of an alert in the rendered chart.
+fn expression(rendered: &Rendered, object: &str, alert: &str) -> String {
+    let groups = &rendered.get("PrometheusRule", object)["spec"]["groups"];
+    let mut rules =
+        groups.as_array().unwrap().iter().flat_map(|group| group["rules"].as_array().unwrap());
+    let rule = rules.find(|rule| rule["alert"] == alert).unwrap();
+    rule["expr"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn alerts_name_the_objects_of_the_release() {
+    let values = "
+alertRules: {enabled: true}
+serviceMonitor: {enabled: true}
+fullnameOverride: gpu
+runtimeClass: {name: shared-gpu}
+";
+    let Some(rendered) = render_for("1.34.0", values) else { return };
+    let rendered = rendered.unwrap();
+    // The label `job` of a ServiceMonitor's targets is the name of the Service.
+    rendered.get("Service", "gpu-node");
+    rendered.get("Deployment", "gpu-webhook");
+    rendered.get("RuntimeClass", "shared-gpu");
+    let expression = |alert| expression(&rendered, "gpu", alert);
+    assert!(expression("AffinodeAgentDown").contains("{job=~\"gpu-node\"}"));
+    assert!(expression("AffinodeWebhookDown").contains("{deployment=~\"gpu-webhook\"}"));
+    assert!(expression("AffinodePodsPending").contains("{runtimeclass_name=\"shared-gpu\"}"));
 }
 
 #[test]
