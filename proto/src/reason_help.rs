@@ -354,8 +354,8 @@ impl Reason {
             }
             Reason::Pressure => (
                 "Another container of the GPU waited for VRAM, and this container was idle.",
-                "No action is needed. To keep a container on the GPU, pin it or raise its \
-                 priority.",
+                "No action is needed. To keep a container on the GPU, pin it, or raise its \
+                 priority above that of the waiters.",
             ),
             Reason::EndedForRoom => (
                 "Another container, with `restore = \"immediate\"`, made a CUDA call and needed \
@@ -379,8 +379,8 @@ impl Reason {
                 "A call of another container waited for VRAM. The containers that held this VRAM \
                  could not be offloaded, because host memory was full. The restore of this container \
                  freed host memory.",
-                "If this happens often, give the node or the shared memory cgroup more memory. See \
-                 Capacity in operations.md.",
+                "If this happens often, give the node or the shared memory cgroup more memory \
+                 (docs/operations.md#capacity).",
             ),
             Reason::Called => (
                 "The container was idle or offloaded, and one of its processes made a CUDA call.",

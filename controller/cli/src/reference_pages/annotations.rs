@@ -20,12 +20,27 @@ pub struct AnnotationReference {
     pub accepted: String,
     /// The key of `[policy]` that the annotation changes. `None`: it changes no key.
     pub key: Option<String>,
-    /// Values that need an operator's permission. Each text contains the value and how an operator
-    /// permits it.
+    /// Limits that the operator's configuration sets to the values. Each text is a condition under
+    /// which a value is accepted.
     pub limits: Vec<String>,
     /// Description of the annotation. Empty: the description of its key applies.
     pub text: String,
 }
+
+/// Limits that depend on the operator's own value, so that the parser's errors under the default
+/// policy do not state them.
+const LIMITS: [(&str, &str); 3] = [
+    ("affinode.io/dedup", "`true` only if policy.dedup is true; `false` always"),
+    (
+        "affinode.io/disk-after",
+        "at least policy.disk_after, or 0; only 0 if policy.disk_after is 0",
+    ),
+    (
+        "affinode.io/vram-limit",
+        "at most policy.vram_limit and the memory that the container's resource claims allocate; \
+         any amount and 0 if neither sets a limit",
+    ),
+];
 
 /// Descriptions of the annotations for which no configuration key has a suitable description.
 const TEXTS: [(&str, &str); 3] = [
@@ -36,7 +51,7 @@ const TEXTS: [(&str, &str); 3] = [
     ),
     (
         "affinode.io/inject",
-        "Whether Affinode's library is loaded into the container. Without the library a container is never offloaded. `auto` (default): if the container has a GPU. `true`: always. `false`: never; in Kubernetes the pod then does not get the runtime class `affinode` automatically.",
+        "Whether Affinode's library is loaded into the container. Without the library a container is never offloaded. `auto` (default): if the container has a GPU. `true`: always; in Kubernetes the pod must also have the runtime class `affinode`, which this value does not add. `false`: never; in Kubernetes the pod then does not get the runtime class `affinode` automatically.",
     ),
 ];
 
@@ -49,14 +64,10 @@ pub fn annotations() -> Vec<AnnotationReference> {
 fn annotation(name: &str) -> AnnotationReference {
     let accepted = refusal(name, "\u{1}").unwrap_or_default();
     let accepted = accepted.trim_start_matches("accepted: ").to_owned();
-    let limits = accepted
-        .split(", ")
-        .filter_map(|value| {
-            let limit = refusal(name, value)?.strip_prefix("accepted here: ")?.to_owned();
-            let (_, permission) = limit.split_once("; ")?;
-            Some(format!("`{value}`: {permission}"))
-        })
-        .collect();
+    let limits = match LIMITS.iter().find(|(limited, _)| *limited == name) {
+        Some((_, limit)) => vec![(*limit).to_owned()],
+        None => accepted.split(", ").filter_map(|value| permission(name, value)).collect(),
+    };
     let key = explain::names()
         .find(|key| explain::annotations(key).iter().any(|annotation| annotation == name));
     let text = TEXTS.iter().find(|(named, _)| *named == name).map_or("", |(_, text)| text);
@@ -67,6 +78,14 @@ fn annotation(name: &str) -> AnnotationReference {
         limits,
         text: text.to_owned(),
     }
+}
+
+/// Returns the value with the way in which an operator permits it, if the parser refuses the value
+/// under the default policy for the lack of a permission.
+fn permission(name: &str, value: &str) -> Option<String> {
+    let limit = refusal(name, value)?.strip_prefix("accepted here: ")?.to_owned();
+    let (_, permission) = limit.split_once("; ")?;
+    Some(format!("`{value}`: {permission}"))
 }
 
 /// Returns the full names of all annotations, from the parser's error for an unknown name.
@@ -119,7 +138,40 @@ mod tests {
         assert_eq!(of("affinode.io/offload").limits, [] as [&str; 0]);
         let limits = of("affinode.io/restore").limits;
         assert!(limits.len() == 1 && limits[0].contains("policy.restore"), "{limits:?}");
-        let limits = of("affinode.io/dedup").limits;
-        assert!(limits.len() == 1 && limits[0].starts_with("`true`: "), "{limits:?}");
+        for (name, limit) in LIMITS {
+            assert_eq!(of(name).limits, [limit], "{name}");
+        }
+    }
+
+    /// The texts in [`LIMITS`] are not derived from the parser, so this test compares them with it.
+    #[test]
+    fn parser_applies_the_stated_limits() {
+        let hour = 3_600_000;
+        let policy = |disk_after_ms, vram_limit_bytes, dedup| Policy {
+            disk_after_ms,
+            vram_limit_bytes,
+            dedup,
+            ..Policy::default()
+        };
+        let limited = policy(hour, 20 << 30, true);
+        let open = policy(0, 0, false);
+        for (operators, name, value, is_accepted) in [
+            (&limited, "dedup", "true", true),
+            (&open, "dedup", "true", false),
+            (&open, "dedup", "false", true),
+            (&limited, "disk-after", "2h", true),
+            (&limited, "disk-after", "59m", false),
+            (&limited, "disk-after", "0", true),
+            (&open, "disk-after", "2h", false),
+            (&open, "disk-after", "0", true),
+            (&limited, "vram-limit", "10Gi", true),
+            (&limited, "vram-limit", "30Gi", false),
+            (&limited, "vram-limit", "0", false),
+            (&open, "vram-limit", "30Gi", true),
+            (&open, "vram-limit", "0", true),
+        ] {
+            let applied = apply(&mut operators.clone(), &format!("{PREFIX}{name}"), value);
+            assert_eq!(applied.is_ok(), is_accepted, "{name}: {value}");
+        }
     }
 }

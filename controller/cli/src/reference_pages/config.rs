@@ -193,7 +193,8 @@ fn is_reloaded(section: &str, name: &str, kind: &str) -> bool {
         "number" => vec!["7.5".into()],
         "duration" => vec!["\"7m\"".into()],
         "list of strings" => vec!["[\"x\"]".into()],
-        _ => vec!["\"x\"".into(), "\"mon 00:00-01:00\"".into()],
+        // Some strings have a form of their own: times of the week, and amounts of memory.
+        _ => ["x", "mon 00:00-01:00", "7Gi"].map(|text| format!("{text:?}")).to_vec(),
     };
     if kind == "word" {
         values.extend(words.split(", ").map(|word| format!("{word:?}")));
@@ -312,6 +313,8 @@ mod tests {
         for (section, name, reload) in [
             ("policy", "mode", true),
             ("policy", "priority", true),
+            ("policy", "vram_limit", true),
+            ("policy", "offload_window", true),
             ("timing", "close_deadline", true),
             ("jobs", "users", true),
             ("jobs", "enabled", false),
@@ -321,6 +324,15 @@ mod tests {
             ("memory", "node_reserve_mib", false),
         ] {
             assert_eq!(key(section, name).reload, reload, "{section}.{name}");
+        }
+    }
+
+    /// Each key of `[policy]` needs a valid value in [`is_reloaded`], or the page states the
+    /// opposite of what the controller does.
+    #[test]
+    fn every_policy_key_is_reloaded() {
+        for key in keys().iter().filter(|key| key.section == "policy") {
+            assert!(key.reload, "{}", key.name);
         }
     }
 

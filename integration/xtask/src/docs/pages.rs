@@ -184,7 +184,7 @@ pub fn annotations(known: &Reference) -> String {
             [code(&annotation.name), plain(&annotation.accepted), key, limits.join("; ")]
         })
         .collect();
-    page.table(["annotation", "accepted", "sets", "values that need permission"], &rows);
+    page.table(["annotation", "accepted", "sets", "limits by the operator"], &rows);
     let special = known.annotations.iter().filter(|annotation| !annotation.text.is_empty());
     let items: Vec<String> =
         special.map(|a| format!("{}: {}", code(&a.name), plain(&a.text))).collect();
@@ -218,6 +218,10 @@ pub fn troubleshooting(known: &Reference) -> String {
     page.finish()
 }
 
+/// The path of a page as texts of the programs name it, and the link to it on the generated pages.
+const CAPACITY: (&str, &str) =
+    ("docs/operations.md#capacity", "[capacity](operations.md#capacity)");
+
 /// Adds the meaning, the cause and the remedy of an entry to the page. The first of the `labels` is
 /// printed before the meaning, and the second before the cause.
 fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, remedy: &str) {
@@ -225,7 +229,7 @@ fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, r
     page.list(&[
         format!("{first}: {}", plain(meaning)),
         format!("{second}: {}", plain(cause)),
-        format!("What to do: {}", plain(remedy)),
+        format!("What to do: {}", plain(remedy).replace(CAPACITY.0, CAPACITY.1)),
     ]);
 }
 
