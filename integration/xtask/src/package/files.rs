@@ -26,19 +26,29 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("zsh", "/usr/share/zsh/site-functions/_affinode"),
     ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
 ];
-/// Folders of `config` that are packed without changes.
-const SHARED: [&str; 8] = [
+/// Folders of `config` whose files are packed without changes. `.` is `config` itself.
+const SHARED: [&str; 18] = [
+    ".",
     "containerd",
+    "crio",
     "grafana",
+    "helm/affinode",
+    "helm/affinode/files",
+    "helm/affinode/files/grafana",
+    "helm/affinode/presets",
+    "helm/affinode/templates",
+    "helm/affinode/templates/tests",
+    "jupyterhub",
     "kubernetes",
     "kubernetes/autoscaling",
     "kubernetes/sharing",
+    "podman",
     "prometheus",
     "slurm",
     "systemd",
 ];
 /// Documents outside of the folder `docs`: path in the repository, and path in the package.
-const DOCUMENTS: [(&str, &str); 10] = [
+const DOCUMENTS: [(&str, &str); 11] = [
     ("README.md", "README.md"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
     ("CHANGELOG.md", "CHANGELOG.md"),
@@ -46,6 +56,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
     ("SECURITY.md", "SECURITY.md"),
     // README.md and pages in docs link to these files.
     ("integration/conformance.md", "integration/conformance.md"),
+    ("integration/conformance-dra.md", "integration/conformance-dra.md"),
     ("integration/matrix.md", "integration/matrix.md"),
     ("config/dashboard.png", "config/dashboard.png"),
     ("LICENSE", "copyright"),
@@ -98,16 +109,29 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         tree.file(format!("/usr/share/doc/affinode/{to}"), text);
     }
     tree.file("/usr/share/doc/affinode/sbom.cdx.json", bill);
+    for (to, text) in shared()? {
+        tree.file(format!("/usr/share/affinode/{to}"), text);
+    }
+    Ok(tree)
+}
+
+/// Returns the files of `config` by their path below it, without the files that are
+/// [`documents`].
+pub fn shared() -> Result<BTreeMap<String, Vec<u8>>> {
+    let config = workspace_dir().join("config");
+    let mut shared = BTreeMap::new();
     for folder in SHARED {
-        for entry in fs::read_dir(workspace_dir().join("config").join(folder))? {
+        for entry in fs::read_dir(config.join(folder))? {
             let path = entry?.path();
-            if path.is_file() {
-                let name = path.file_name().context("the path has no file name")?.to_string_lossy();
-                tree.file(format!("/usr/share/affinode/{folder}/{name}"), read(&path)?);
+            let name = path.file_name().context("the path has no file name")?.to_string_lossy();
+            let to = if folder == "." { name.to_string() } else { format!("{folder}/{name}") };
+            let is_document = DOCUMENTS.iter().any(|(from, _)| *from == format!("config/{to}"));
+            if path.is_file() && !is_document {
+                shared.insert(to, read(&path)?);
             }
         }
     }
-    Ok(tree)
+    Ok(shared)
 }
 
 /// Returns the documents by their path in the package. Pages below `docs` keep their relative path,

@@ -2,7 +2,7 @@
 //! complete.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io::{Cursor, Read},
     process::Command,
 };
@@ -158,18 +158,52 @@ fn version_other_than_the_programs_is_rejected() {
     }
 }
 
+/// Targets of the links in a document that begin with `prefix`, without the heading.
+fn links<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
+    let targets = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+    targets.filter_map(move |link| link.strip_prefix(prefix))
+}
+
 #[test]
 fn documents_include_linked_pages() {
     let documents = files::documents().unwrap();
-    let text = std::str::from_utf8(&documents["ARCHITECTURE.md"]).unwrap();
-    let pages: Vec<&str> = text
-        .split("](")
-        .skip(1)
-        .filter_map(|rest| rest.split([')', '#']).next())
-        .filter(|link| link.starts_with("docs/design/"))
-        .collect();
+    let text = |name: &str| std::str::from_utf8(&documents[name]).unwrap();
+    let pages: Vec<&str> = links(text("ARCHITECTURE.md"), "docs/design/").collect();
     assert!(!pages.is_empty());
     for page in pages {
-        assert!(documents.contains_key(page), "{page}");
+        assert!(documents.contains_key(&format!("docs/design/{page}")), "{page}");
     }
+    let guides = documents.keys().filter(|name| name.starts_with("docs/") && name.ends_with(".md"));
+    let results: BTreeSet<&str> =
+        guides.flat_map(|name| links(text(name), "../integration/")).collect();
+    assert!(results.len() > 2, "{results:?}");
+    for page in results {
+        assert!(documents.contains_key(&format!("integration/{page}")), "{page}");
+    }
+}
+
+/// The documents of the package name files of `config`. Each such file must be in the package.
+#[test]
+fn files_that_documents_name_are_packed() {
+    let (documents, shared) = (files::documents().unwrap(), files::shared().unwrap());
+    let mut seen = 0;
+    for (name, text) in documents.iter().filter(|(name, _)| name.ends_with(".md")) {
+        let text = std::str::from_utf8(text).unwrap();
+        for rest in text.split("config/").skip(1) {
+            let is_path = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+            let end = rest.find(|c| !is_path(c)).unwrap_or(rest.len());
+            let path = rest[..end].trim_end_matches(['.', '/']);
+            let source = workspace_dir().join("config").join(path);
+            if path.is_empty() || !source.exists() {
+                continue;
+            }
+            let is_packed =
+                shared.keys().any(|to| to == path || to.starts_with(&format!("{path}/")))
+                    || documents.contains_key(path)
+                    || documents.contains_key(&format!("config/{path}"));
+            assert!(is_packed, "{name} names config/{path}");
+            seen += 1;
+        }
+    }
+    assert!(seen > 30, "{seen} paths");
 }
