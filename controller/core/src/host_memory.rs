@@ -274,6 +274,10 @@ impl HostLedger {
     /// promise already, only older promises and promises whose memory may be in use are subtracted.
     /// Otherwise two containers could wait for each other forever.
     ///
+    /// Memory of the host pool that is promised to this container already is not judged again. While
+    /// its processes allocate this memory, readings show it as used by others. Only offloads with
+    /// promises take memory of the host pool, so the promise remains true.
+    ///
     /// # Errors
     /// The first pool that has too little memory, and whether promises to others are the cause.
     pub fn judge(
@@ -283,18 +287,53 @@ impl HostLedger {
         asked_at: Millis,
         now: Millis,
     ) -> Result<(), MemoryShortage> {
-        for pool in pools {
+        let is_judged = |pool: &&MemoryPool| !self.has_host_pool_promise(key, pool, now);
+        for pool in pools.iter().filter(is_judged) {
             if pool.free_bytes < pool.need_bytes {
                 return Err(MemoryShortage::Short { pool: pool.clone() });
             }
         }
-        for pool in pools {
+        for pool in pools.iter().filter(is_judged) {
             let promised_bytes = self.promised_to_others(key, pool, asked_at, now);
             if pool.free_bytes.saturating_sub(promised_bytes) < pool.need_bytes {
                 return Err(MemoryShortage::Promised { pool: pool.clone(), promised_bytes });
             }
         }
         Ok(())
+    }
+
+    /// Whether the container has a promise of at least this memory of the host pool.
+    fn has_host_pool_promise(&self, key: &Key, pool: &MemoryPool, now: Millis) -> bool {
+        let suffices = |own: &MemoryPool| {
+            own.place == MemoryPlace::HostPool && own.need_bytes >= pool.need_bytes
+        };
+        pool.place == MemoryPlace::HostPool
+            && self.standing(key).is_some_and(|promise| {
+                now.saturating_sub(promise.made_at) <= MAX_PROMISE_MS
+                    && promise.pools.iter().any(suffices)
+            })
+    }
+
+    /// Memory that the offload of a container lacks in this pool, in bytes, after the promises to
+    /// others are subtracted.
+    #[must_use]
+    pub fn missing_bytes(
+        &self,
+        key: &Key,
+        pool: &MemoryPool,
+        asked_at: Millis,
+        now: Millis,
+    ) -> u64 {
+        let promised_bytes = self.promised_to_others(key, pool, asked_at, now);
+        pool.need_bytes.saturating_sub(pool.free_bytes.saturating_sub(promised_bytes))
+    }
+
+    /// Memory of the host pool that is promised to a container, in bytes.
+    #[must_use]
+    pub fn promised_host_pool_bytes(&self, key: &Key) -> u64 {
+        let pools = self.standing(key).into_iter().flat_map(|promise| &promise.pools);
+        let of_host_pool = pools.filter(|pool| pool.place == MemoryPlace::HostPool);
+        of_host_pool.map(|pool| pool.need_bytes).sum()
     }
 
     fn promised_to_others(

@@ -69,15 +69,18 @@ pub(super) fn need_of(process: &Process, method: OffloadMethod) -> HostNeed {
     }
 }
 
-/// Memory of the host pool that the process still has from its last offload, in bytes, as the process
-/// reports it. 0 after the loss of its connection: the file of the next connection is empty.
+/// Memory of the host pool that the process has from its last offload or from a prefault, in bytes, as
+/// the process reports it. 0 after the loss of its connection: the file of the next connection is
+/// empty.
 fn kept_bytes(process: &Process) -> u64 {
     let counters = process.activity.counters.as_ref();
-    let is_lost = |flags: ProcessFlags| flags.intersects(ProcessFlags::HOST_POOL_LOST);
+    let shows = |flags| counters.is_some_and(|page| page.notes.intersects(flags));
+    // A prefault is always in the file of the present connection.
+    let is_present = process.host_pool.was_used || shows(ProcessFlags::PREFAULTED_HOST_POOL);
     let may_use_again = process.uses_host_pool()
-        && process.host_pool.was_used
+        && is_present
         && !process.agent.phase.is_offloaded()
-        && !counters.is_some_and(|page| is_lost(page.notes));
+        && !shows(ProcessFlags::HOST_POOL_LOST);
     counters.filter(|_| may_use_again).map_or(0, |page| page.kept_bytes)
 }
 

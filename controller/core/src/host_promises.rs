@@ -91,7 +91,9 @@ fn choose_memory(
         HostVerdict::Promised => HostVerdict::Promised,
         // Prefaulted memory must not drive the offload to the container's own memory.
         HostVerdict::Refused(reason, detail) | HostVerdict::Waits(reason, detail)
-            if is_preferred && may_wait && kept_memory::prefaults_give_way(node, key, &first) =>
+            if is_preferred
+                && may_wait
+                && kept_memory::prefaults_give_way(node, key, &first, asked_at) =>
         {
             HostVerdict::Waits(reason, detail)
         }

@@ -19,6 +19,7 @@ use affinode_proto::wire::{Capabilities, Phase, message::ControllerMessage};
 
 use super::{
     Effect, Key, Millis, ProcessId,
+    container::Container,
     host_memory::{HostPoolPrefault, MemoryPlace, MemoryPool},
     node_state::NodeState,
     process::Process,
@@ -134,52 +135,89 @@ fn is_there(process: &Process, place: &MemoryPlace) -> bool {
 
 /// Ends prefaults in progress in other containers, because their promises delay the offload of `key`.
 pub(super) fn end_prefaults_in_progress(node: &mut NodeState, key: &Key) {
-    end_prefaults(node, key, |prefault| matches!(prefault, HostPoolPrefault::Filling { .. }));
+    let is_filling =
+        |c: &Container| matches!(c.host_pool_prefault, HostPoolPrefault::Filling { .. });
+    let filling = prefaulted(node, key).filter(|(_, c)| is_filling(c));
+    let ended: Vec<Key> = filling.map(|(other, _)| other.clone()).collect();
+    end_prefaults(node, ended);
 }
 
-/// Ends the prefaults of other containers, because the host pool has too little memory for the
-/// offload of `key`. Returns whether memory is being freed: a prefault ends now, or the memory of
-/// earlier ones suffices.
-pub(super) fn prefaults_give_way(node: &mut NodeState, key: &Key, pools: &[MemoryPool]) -> bool {
-    let missing = |pool: &MemoryPool| pool.need_bytes.saturating_sub(pool.free_bytes);
+/// Ends prefaults of other containers, as many as needed, because the host pool or the node has too
+/// little memory for the offload of `key`. Returns whether enough memory is being freed. If all
+/// prefaults together would not suffice, none ends.
+pub(super) fn prefaults_give_way(
+    node: &mut NodeState,
+    key: &Key,
+    pools: &[MemoryPool],
+    asked_at: Millis,
+) -> bool {
+    let now = node.clock.now;
+    let missing = |pool: &MemoryPool| node.host_ledger.missing_bytes(key, pool, asked_at, now);
     // Prefaulted memory is not charged to the cgroups of containers.
     let is_group = |pool: &MemoryPool| matches!(pool.place, MemoryPlace::Cgroup(_));
     if pools.iter().any(|pool| is_group(pool) && missing(pool) > 0) {
         return false;
     }
-    let is_on = |prefault: HostPoolPrefault| prefault.registers_since().is_some();
-    if end_prefaults(node, key, is_on) {
-        return true;
+    let missing_bytes = pools.iter().map(missing).max().unwrap_or(0);
+    let mut coming_bytes = bytes_being_freed(node, key);
+    let mut others: Vec<(u64, Key)> = prefaulted(node, key)
+        .map(|(other, _)| (prefaulted_bytes(node, other), other.clone()))
+        .collect();
+    others.sort_by(|a, b| b.cmp(a));
+    let mut ended = Vec::new();
+    for (bytes, other) in others {
+        if coming_bytes < missing_bytes {
+            coming_bytes = coming_bytes.saturating_add(bytes);
+            ended.push(other);
+        }
     }
+    let suffices = coming_bytes > 0 && coming_bytes >= missing_bytes;
+    if suffices {
+        end_prefaults(node, ended);
+    }
+    suffices
+}
+
+/// Memory of the host pool that other processes were asked to free and are freeing, in bytes.
+fn bytes_being_freed(node: &NodeState, key: &Key) -> u64 {
     let now = node.clock.now;
-    let frees = |p: &Process| {
+    let frees = |p: &&Process| {
         let asked_at = p.activity.kept_asked_at;
         p.key != *key && asked_at.is_some_and(|at| now.saturating_sub(at) < FREEING_MS)
     };
-    let freeing = node.registry.processes.values().filter(|p| frees(p));
-    let coming_bytes: u64 = freeing.map(|p| freeable_bytes(p, &MemoryPlace::HostPool)).sum();
-    coming_bytes > 0 && pools.iter().all(|pool| missing(pool) <= coming_bytes)
+    let freeing = node.registry.processes.values().filter(frees);
+    freeing.map(|p| freeable_bytes(p, &MemoryPlace::HostPool)).sum()
 }
 
-/// Ends the prefaults of other containers for which `which` is true, and asks their processes to free
-/// the memory. Returns whether there were any.
-fn end_prefaults(
-    node: &mut NodeState,
-    key: &Key,
-    which: impl Fn(HostPoolPrefault) -> bool,
-) -> bool {
+/// Memory that the end of a container's prefault gives back, in bytes: what its processes have, and
+/// at least what is promised to them.
+fn prefaulted_bytes(node: &NodeState, key: &Key) -> u64 {
+    let processes = node.registry.processes.of(key);
+    let bytes: u64 = processes.map(|(_, p)| freeable_bytes(p, &MemoryPlace::HostPool)).sum();
+    bytes.max(node.host_ledger.promised_host_pool_bytes(key))
+}
+
+/// The containers with a prefault, except `key`. A container that is to be offloaded needs the memory
+/// itself.
+fn prefaulted<'a>(
+    node: &'a NodeState,
+    key: &'a Key,
+) -> impl Iterator<Item = (&'a Key, &'a Container)> {
+    let is_on = |c: &Container| c.host_pool_prefault.registers_since().is_some();
+    let others = node.registry.containers.iter();
+    others.filter(move |(other, c)| *other != key && is_on(c) && c.goal.is_resident())
+}
+
+/// Ends the prefaults of these containers, and asks their processes to free the memory.
+fn end_prefaults(node: &mut NodeState, keys: Vec<Key>) {
     let not_before = node.clock.now.saturating_add(ASK_AGAIN_MS);
-    let mut ended = Vec::new();
-    for (other, container) in &mut node.registry.containers {
-        if other != key && which(container.host_pool_prefault) {
+    for key in keys {
+        if let Some(container) = node.registry.containers.get_mut(&key) {
             container.host_pool_prefault = HostPoolPrefault::Off { not_before };
-            ended.push(other.clone());
         }
+        let ids: Vec<ProcessId> = node.registry.processes.ids_of(&key).collect();
+        ids.into_iter().for_each(|id| ask_to_free(node, id));
     }
-    let ids = |other: &Key| node.registry.processes.ids_of(other).collect::<Vec<_>>();
-    let ids: Vec<ProcessId> = ended.iter().flat_map(ids).collect();
-    ids.into_iter().for_each(|id| ask_to_free(node, id));
-    !ended.is_empty()
 }
 
 fn ask_to_free(node: &mut NodeState, id: ProcessId) {

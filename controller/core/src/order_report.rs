@@ -160,6 +160,12 @@ impl OrderReport {
             process.prefault.ordered = false;
             process.host_pool.was_used = how.host_pool;
         }
+        if let Action::CopyOut { how, .. } = pending.action
+            && self.outcome == Outcome::GivenUp
+        {
+            // The pages of a copy that was given up stay for the next one.
+            process.host_pool.was_used |= how.host_pool;
+        }
         if phase != Phase::Checkpointed {
             process.memory.set_copy_out_incomplete(false);
         }

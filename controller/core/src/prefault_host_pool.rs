@@ -29,7 +29,7 @@ use super::{
     Effect, Key, Millis, ProcessId,
     container::Container,
     host_memory::{HostPoolPrefault, MemoryPlace, SurveyedMemory},
-    host_pool, host_promises, needs,
+    host_pool, host_promises, idle, needs,
     node_state::NodeState,
     offload_check, overrides,
     policy::Mode,
@@ -161,6 +161,8 @@ fn may_begin(node: &NodeState, key: &Key, container: &Container) -> bool {
     matches!(container.shown.state, State::Active | State::Idle)
         && processes.all(|(_, process)| is_still(process))
         && turns::is_half_unused(node, key, container)
+        // Readings during a prefault show its own work, so they could hide work that runs on.
+        && idle::working(node, key).is_none()
         && now >= container.offload_failures.not_before()
         && now >= container.resident_until
         && container.usage.busy_until().is_none_or(|until| now >= until)

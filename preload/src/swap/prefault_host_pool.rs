@@ -145,6 +145,8 @@ fn register_next(pool: &mut StagingPool, next_chunk: &AtomicUsize) -> Option<Pre
     if PREFAULT.resident.has(chunk) {
         pool.held(chunk * CHUNK_BYTES);
         next_chunk.store(chunk + 1, Ordering::Relaxed);
+        // The controller subtracts these pages from what an offload of this process needs.
+        update_kept_counter(pool.kept_bytes());
         return Some(PrefaultStep::Now);
     }
     was_busy.then_some(PrefaultStep::Soon)

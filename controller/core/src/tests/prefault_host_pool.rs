@@ -302,6 +302,60 @@ fn prefaulted_memory_gives_way_to_an_offload() {
     assert!(pair.world.ordered.iter().any(is_in_pool));
 }
 
+/// If the memory of all prefaults does not suffice for an offload, they keep it.
+#[test]
+fn prefaulted_memory_is_not_freed_in_vain() {
+    for (has_bytes, left_bytes) in [(100, 100), (COPIED_BYTES, 0)] {
+        let mut pair = Contended::new(|_| {});
+        pair.rest(3_000);
+        pair.agent().kept = has_bytes;
+        pair.rest(100);
+        pair.world.host_pool_bytes = Some(10);
+        let other = pair.world.running(OTHER, 200);
+        pair.world.ask_offload(OTHER, other);
+        pair.world.answer_question();
+        pair.world.work(pair.resident);
+        assert_eq!(pair.kept_bytes(), left_bytes, "of {has_bytes} bytes");
+    }
+}
+
+/// An offload often begins during the prefault of its container. The pages that are allocated already
+/// use up the host pool, and must not count as used by others.
+#[test]
+fn prefault_in_progress_delays_no_own_offload() {
+    let mut pair = Contended::new(|_| {});
+    pair.world.prefaults = false;
+    while !pair.is_filling() {
+        pair.rest(60);
+    }
+    pair.world.host_pool_bytes = Some(50);
+    pair.world.ordered.clear();
+    pair.world.ask_offload(RESIDENT, pair.resident);
+    pair.world.settle();
+    assert_eq!(pair.world.state(RESIDENT), State::Offloaded);
+    let to_pool = |action: &Action| match action {
+        Action::CopyOut { how, .. } => Some(how.host_pool),
+        _ => None,
+    };
+    assert_eq!(pair.world.ordered.iter().filter_map(to_pool).collect::<Vec<_>>(), [true]);
+}
+
+/// A program that only polls may have a kernel that runs on. Readings during the prefault would hide
+/// this work.
+#[test]
+fn container_with_running_work_is_not_prefaulted() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(100);
+    for _ in 0..4 {
+        let (pid, uuid) = (pair.agent().pid, GPU.to_owned());
+        pair.world.feed(Input::Worked(vec![Work { pid, uuid, percent: 100, age_ms: 0 }]));
+        pair.rest(900);
+    }
+    assert_eq!(pair.permitted(), []);
+    pair.rest(10_000);
+    assert_eq!(pair.permitted(), [COPIED_BYTES, 0], "the work has ended");
+}
+
 /// An offload that is given up before the copy leaves the memory prefaulted. It must be freed when
 /// no container needs it.
 #[test]
