@@ -74,15 +74,15 @@ impl HostPool {
         HostPool { cgroup, disk, child: None, started_at: None, program: child::command }
     }
 
-    /// Attaches a process to the host pool, and starts the host pool if it does not run. Returns
-    /// the socket end for the process.
+    /// Attaches a process of the container with this number to the host pool, and starts the host pool if it does not
+    /// run. Returns the socket end for the process.
     ///
     /// # Errors
     /// The host pool cannot be started, has been started shortly before and has ended, or does not
     /// read its socket.
-    pub fn attach(&mut self, process: ProcessId) -> io::Result<OwnedFd> {
+    pub fn attach(&mut self, process: ProcessId, container: u64) -> io::Result<OwnedFd> {
         let (ours, theirs) = pair()?;
-        let order = HostPoolOrder::Attach { process: process.0 };
+        let order = HostPoolOrder::Attach { process: process.0, container };
         self.running()?.tell(order, Some(&ours))?;
         Ok(theirs)
     }

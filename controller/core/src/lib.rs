@@ -145,6 +145,12 @@ impl Key {
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.text).unwrap_or_default()
     }
+
+    /// The last 16 hex digits as a number, for messages that name the container.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number as u64
+    }
 }
 
 impl PartialEq for Key {

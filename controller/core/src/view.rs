@@ -319,6 +319,12 @@ impl Node {
         all.filter(|id| self.state.registry.processes.get(id).is_some_and(|p| p.agent.connected))
     }
 
+    /// Key of the container of a registered process.
+    #[must_use]
+    pub fn key_of(&self, process: ProcessId) -> Option<&Key> {
+        self.state.registry.processes.get(&process).map(|process| &process.key)
+    }
+
     /// Processes of a container that have a connection.
     pub fn connected_of(&self, key: &Key) -> Vec<ProcessId> {
         self.state

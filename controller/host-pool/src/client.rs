@@ -22,6 +22,8 @@ pub struct Client {
     pub id: ClientId,
     /// Number of the process.
     pub process: u64,
+    /// Number of the process's container.
+    pub container: u64,
     /// Socket that is connected to the process.
     pub socket: OwnedFd,
     /// Memory file of the process.
@@ -73,14 +75,15 @@ pub enum ReadError {
 }
 
 impl Client {
-    /// Allocates the pages that a request names, on the processor that it names.
-    pub fn populate(&self, request: Request) -> Populated {
+    /// Allocates the pages that a request names, on the processor that it names. `elsewhere_bytes`:
+    /// the part of the allowed amount that is in use in ended files of the container.
+    pub fn populate(&self, request: Request, elsewhere_bytes: u64) -> Populated {
         let Request { offset, bytes, processor, .. } = request;
         if offset.checked_add(bytes).is_none_or(|end| end > FILE_BYTES) {
             return Populated::Refused;
         }
         run_on(processor);
-        self.memory.populate(offset, bytes)
+        self.memory.populate(offset, bytes, elsewhere_bytes)
     }
 }
 

@@ -31,6 +31,7 @@ mod client;
 mod disk_file;
 mod disk_folder;
 mod disk_writers;
+mod ended_files;
 mod memory_file;
 mod pool;
 mod queue;

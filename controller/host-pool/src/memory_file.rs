@@ -130,8 +130,18 @@ impl MemoryFile {
         Ok(self.resize(&mut limit)?)
     }
 
-    /// Allocates the pages of a range.
-    pub fn populate(&self, offset: u64, bytes: u64) -> Populated {
+    /// Permits no further page, and returns the file's file system.
+    ///
+    /// # Errors
+    /// The `errno` of the system call.
+    pub fn end(&self) -> io::Result<OwnedFd> {
+        self.allow(0, 0)?;
+        self.mount.try_clone()
+    }
+
+    /// Allocates the pages of a range. `elsewhere_bytes`: the part of the allowed amount that is in
+    /// use elsewhere.
+    pub fn populate(&self, offset: u64, bytes: u64, elsewhere_bytes: u64) -> Populated {
         self.tighten();
         let (Ok(offset), Ok(bytes)) = (usize::try_from(offset), usize::try_from(bytes)) else {
             return Populated::Refused;
@@ -141,7 +151,7 @@ impl MemoryFile {
             return Populated::Refused;
         };
         // The library uses its file from the start, so this also bounds the mapping.
-        if end as u64 > self.limit().allowed_bytes {
+        if end as u64 > self.limit().allowed_bytes.saturating_sub(elsewhere_bytes) {
             return Populated::NoRoom;
         }
         let populated = self
@@ -207,13 +217,18 @@ impl MemoryFile {
     }
 
     fn used_bytes(&self) -> Result<u64, Errno> {
-        let found = rustix::fs::fstatfs(&self.file)?;
-        Ok(found.f_blocks.saturating_sub(found.f_bfree) * found.f_bsize.unsigned_abs())
+        used_bytes(&self.mount)
     }
 
     fn limit(&self) -> MutexGuard<'_, Limit> {
         self.limit.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the size of all pages in the file system of a memory file, in bytes.
+pub fn used_bytes(file_system: &OwnedFd) -> Result<u64, Errno> {
+    let found = rustix::fs::fstatfs(file_system)?;
+    Ok(found.f_blocks.saturating_sub(found.f_bfree) * found.f_bsize.unsigned_abs())
 }
 
 fn configure(config: &OwnedFd) -> Result<(), Errno> {

@@ -19,6 +19,7 @@ use crate::{
     disk_file::{DiskFile, Piece},
     disk_folder::DiskFolder,
     disk_writers::{DiskWriters, EarlierWriters},
+    ended_files::EndedFiles,
     memory_file::{CreateError, MemoryFile, Populated},
     queue::{ClientId, Job, Queue, Request},
     socket,
@@ -65,6 +66,7 @@ pub struct Pool {
 struct State {
     queue: Queue,
     clients: BTreeMap<ClientId, Arc<Client>>,
+    ended_files: EndedFiles,
     next_id: u64,
     has_stopped: bool,
 }
@@ -95,13 +97,18 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Attaches a process: creates its memory file, and starts a thread that sends the file and
-    /// reads requests. Replaces an earlier connection of the process.
+    /// Attaches a process of a container: creates its memory file, and starts a thread that sends the
+    /// file and reads requests. Replaces an earlier connection of the process.
     ///
     /// # Errors
     /// [`AttachError`]: the file or the thread cannot be created. The process's socket is then
     /// closed.
-    pub fn attach(self: &Arc<Self>, process: u64, socket: OwnedFd) -> Result<(), AttachError> {
+    pub fn attach(
+        self: &Arc<Self>,
+        process: u64,
+        container: u64,
+        socket: OwnedFd,
+    ) -> Result<(), AttachError> {
         if let Some(old) = self.find(process) {
             self.end(&old);
             self.let_go(old);
@@ -113,6 +120,7 @@ impl Pool {
         let client = Arc::new(Client {
             id,
             process,
+            container,
             socket,
             memory,
             room: Condvar::new(),
@@ -196,6 +204,11 @@ impl Pool {
         let mut state = self.lock();
         state.queue.remove(client.id);
         let removed = state.clients.remove(&client.id);
+        if removed.is_some()
+            && let Ok(file_system) = client.memory.end()
+        {
+            state.ended_files.add(client.container, file_system);
+        }
         drop(state);
         drop(removed);
         client.room.notify_all();
@@ -322,7 +335,9 @@ impl Pool {
     fn work(&self) {
         while let Some((client, job)) = self.next_job() {
             let request = job.request;
-            let populated = catch_unwind(AssertUnwindSafe(|| client.populate(request)));
+            let elsewhere_bytes = self.lock().ended_files.used_bytes(client.container);
+            let populate = || client.populate(request, elsewhere_bytes);
+            let populated = catch_unwind(AssertUnwindSafe(populate));
             self.conclude(&client, &job, populated.unwrap_or(Populated::Refused));
             self.let_go(client);
         }

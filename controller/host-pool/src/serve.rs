@@ -19,7 +19,7 @@ pub fn run(controller: OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
 fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
     while let Some((frame, descriptor)) = socket::receive_with_descriptor(controller)? {
         match HostPoolOrder::decode(&frame)? {
-            HostPoolOrder::Attach { process } => {
+            HostPoolOrder::Attach { process, container } => {
                 let Some(socket) = descriptor else {
                     tracing::warn!(
                         "process {process}: cannot use the host pool, because the controller sent \
@@ -27,7 +27,7 @@ fn obey(controller: &OwnedFd, pool: &Arc<Pool>) -> Result<(), HostPoolError> {
                     );
                     continue;
                 };
-                if let Err(error) = pool.attach(process, socket) {
+                if let Err(error) = pool.attach(process, container, socket) {
                     let error: &dyn std::error::Error = &error;
                     tracing::warn!(error, "process {process}: cannot use the host pool");
                 }

@@ -83,10 +83,11 @@ fn allow_disk(actor: &mut NodeActor, process: ProcessId, bytes: u64) -> io::Resu
 
 /// Connects a process to the host pool, and sends the process its end of the connection.
 fn connect(actor: &mut NodeActor, process: ProcessId) -> io::Result<()> {
-    let Some(agent) = actor.agents.get_mut(&process) else {
+    let agent = actor.agents.get_mut(&process);
+    let (Some(agent), Some(key)) = (agent, actor.node.key_of(process)) else {
         return Err(io::Error::other("the process is not connected to the controller"));
     };
-    let socket = actor.host_pool.attach(process)?;
+    let socket = actor.host_pool.attach(process, key.number())?;
     if !agent.send_host_pool(socket) {
         return Err(io::Error::other("the process does not read the controller's messages"));
     }

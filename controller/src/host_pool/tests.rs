@@ -50,10 +50,13 @@ async fn orders_pass_the_socket() {
     let own_stdin = pair().unwrap().1;
     let child = HostPoolProcess::start(sleeper(pool.cgroup(), None), ours, own_stdin).unwrap();
     pool.child = Some(child);
-    let agent = pool.attach(ProcessId(7)).unwrap();
+    let agent = pool.attach(ProcessId(7), 5).unwrap();
     pool.allow(ProcessId(7), 100, 3).unwrap();
     let (frame, attached) = socket::receive(&theirs).unwrap();
-    assert_eq!(HostPoolOrder::decode(&frame), Ok(HostPoolOrder::Attach { process: 7 }));
+    assert_eq!(
+        HostPoolOrder::decode(&frame),
+        Ok(HostPoolOrder::Attach { process: 7, container: 5 })
+    );
     socket::send(&agent, &frame, None).unwrap();
     assert_eq!(socket::receive(attached.unwrap()).unwrap().0, frame, "both ends are connected");
     let (frame, _) = socket::receive(&theirs).unwrap();
@@ -72,22 +75,22 @@ async fn the_first_attach_starts_the_process() {
     let mut pool = host_pool(sleeper);
     assert!(!pool.is_running());
     assert!(pool.allow(ProcessId(7), 100, 3).is_err());
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
     assert!(pool.is_running());
-    pool.attach(ProcessId(8)).unwrap();
+    pool.attach(ProcessId(8), 5).unwrap();
     pool.allow(ProcessId(7), 100, 3).unwrap();
 }
 
 #[tokio::test]
 async fn ended_host_pool_is_started_after_a_while() {
     let mut pool = host_pool(reader);
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
     until(|| !pool.is_running()).await;
     assert!(pool.allow(ProcessId(7), 100, 3).is_err());
-    assert!(pool.attach(ProcessId(7)).is_err(), "the next start must wait");
+    assert!(pool.attach(ProcessId(7), 5).is_err(), "the next start must wait");
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
     assert!(pool.is_running());
 }
 
@@ -96,7 +99,7 @@ async fn ended_host_pool_is_started_after_a_while() {
 async fn host_pool_that_fails_is_not_usable() {
     let mut pool = host_pool(failing_reader);
     assert!(pool.is_usable(), "a host pool counts as usable until it fails");
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
     until(|| !pool.is_running()).await;
     assert!(!pool.is_usable());
     tokio::time::pause();
@@ -105,26 +108,26 @@ async fn host_pool_that_fails_is_not_usable() {
 
     // A program that ends without an error, or by a signal, is started again.
     let mut pool = host_pool(reader);
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
     tokio::time::resume();
     until(|| !pool.is_running()).await;
     assert!(pool.is_usable());
     let mut pool = host_pool(|_, _| Command::new("/nonexistent/program"));
-    pool.attach(ProcessId(7)).unwrap_err();
+    pool.attach(ProcessId(7), 5).unwrap_err();
     assert!(!pool.is_usable());
 }
 
 #[tokio::test]
 async fn failed_start_is_not_repeated_at_once() {
     let mut pool = host_pool(|_, _| Command::new("/nonexistent/program"));
-    let refused = pool.attach(ProcessId(7)).unwrap_err();
+    let refused = pool.attach(ProcessId(7), 5).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::NotFound);
     pool.program = sleeper;
-    assert!(pool.attach(ProcessId(7)).is_err());
+    assert!(pool.attach(ProcessId(7), 5).is_err());
     assert!(!pool.is_running());
     tokio::time::pause();
     tokio::time::advance(RESTART_AFTER).await;
-    pool.attach(ProcessId(7)).unwrap();
+    pool.attach(ProcessId(7), 5).unwrap();
 }
 
 #[tokio::test]

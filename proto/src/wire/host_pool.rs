@@ -123,6 +123,8 @@ pub enum HostPoolOrder {
     Attach {
         /// Number that the controller has assigned to the process.
         process: u64,
+        /// Number of the process's container. It is the same for all processes of the container.
+        container: u64,
     },
     /// Sets the maximum amount of memory in the file of a process. If the file has more pages
     /// already, they stay.
@@ -238,7 +240,9 @@ impl HostPoolOrder {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            HostPoolOrder::Attach { process } => Writer::new(261).u64(process),
+            HostPoolOrder::Attach { process, container } => {
+                Writer::new(261).u64(process).u64(container)
+            }
             HostPoolOrder::Allow { process, bytes, kept_bytes } => {
                 Writer::new(262).u64(process).u64(bytes).u64(kept_bytes)
             }
@@ -255,7 +259,7 @@ impl HostPoolOrder {
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<HostPoolOrder, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
-            261 => Ok(HostPoolOrder::Attach { process: r.u64() }),
+            261 => Ok(HostPoolOrder::Attach { process: r.u64(), container: r.u64() }),
             262 => {
                 Ok(HostPoolOrder::Allow { process: r.u64(), bytes: r.u64(), kept_bytes: r.u64() })
             }
@@ -286,7 +290,7 @@ mod tests {
             assert_eq!(FromHostPool::decode(&message.encode()), Ok(message));
         }
         let orders = [
-            HostPoolOrder::Attach { process: 1 },
+            HostPoolOrder::Attach { process: 1, container: 2 },
             HostPoolOrder::Allow { process: 1, bytes: 1 << 40, kept_bytes: 3 },
             HostPoolOrder::Detach { process: 2 },
             HostPoolOrder::AllowDisk { process: 3, bytes: 1 << 40 },

@@ -97,12 +97,37 @@ fn no_process_reads_content_of_another() {
         fill(&owner);
         // The same process connects again, for example after a restart of the controller.
         let next = pool.attach(round);
-        pool.allow_now(round, BYTES);
+        pool.allow_now(round, 2 * BYTES);
         assert!(next.populate(0, BYTES));
         let mapping = Mapping::new(&next.file, 0, BYTES as usize).unwrap();
         assert!((0..BYTES as usize).step_by(STEP).all(|at| mapping.get(at) == 0), "a new file");
         drop((owner, mapping, next));
         read("its owner has ended");
     }
+    pool.end().unwrap();
+}
+
+/// A process that connects again and again, and keeps its earlier files, gets no more memory in total
+/// than it is allowed. The content of the earlier files stays.
+#[test]
+fn ended_files_count_for_their_container() {
+    const BYTES: u64 = 8 * MIB;
+    let pool = TestPool::strict();
+    let first = pool.attach_to(1, 7);
+    pool.allow_now(7, BYTES);
+    assert!(first.populate(0, BYTES - 2 * MIB));
+    // The process registers again with the controller, which gives it another number.
+    pool.order(HostPoolOrder::Detach { process: 7 }, None);
+    first.expect_end();
+    let second = pool.attach_to(1, 8);
+    pool.allow_now(8, BYTES);
+    assert!(second.populate(0, 2 * MIB), "the rest of what the container may use");
+    assert!(!second.populate(2 * MIB, 2 * MIB));
+    assert_eq!(first.allocated_bytes(), BYTES - 2 * MIB);
+    let other = pool.attach_to(2, 9);
+    pool.allow_now(9, BYTES);
+    assert!(other.populate(0, BYTES), "another container");
+    drop(first);
+    assert!(second.populate(0, BYTES), "the earlier file is closed");
     pool.end().unwrap();
 }

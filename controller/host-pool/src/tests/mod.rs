@@ -70,9 +70,14 @@ impl TestPool {
         socket::send(&self.controller, &order.encode(), along).unwrap();
     }
 
+    /// Attaches the only process of a container.
     fn attach(&self, process: u64) -> Agent {
+        self.attach_to(process, process)
+    }
+
+    fn attach_to(&self, container: u64, process: u64) -> Agent {
         let (socket, theirs) = pair();
-        self.order(HostPoolOrder::Attach { process }, Some(&theirs));
+        self.order(HostPoolOrder::Attach { process, container }, Some(&theirs));
         drop(theirs);
         let (frame, file) = socket::receive_with_descriptor(&socket).unwrap().unwrap();
         assert_eq!(FromHostPool::decode(&frame), Ok(FromHostPool::File));

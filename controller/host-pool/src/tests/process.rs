@@ -27,7 +27,7 @@ fn memory_is_charged_to_the_pools_cgroup() {
         .spawn()
         .unwrap();
     let (ours, theirs) = pair();
-    let attach = HostPoolOrder::Attach { process: 7 };
+    let attach = HostPoolOrder::Attach { process: 7, container: 7 };
     let allow = HostPoolOrder::Allow { process: 7, bytes: 64 * MIB, kept_bytes: 0 };
     socket::send(&controller, &attach.encode(), Some(&theirs)).unwrap();
     drop(theirs);
