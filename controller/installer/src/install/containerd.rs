@@ -15,6 +15,7 @@ use toml::{Table, Value};
 
 use super::{
     edit::ConfigEdit,
+    files,
     handler::{self, HandlerSpec},
     podman,
     record::AddedBlock,
@@ -449,12 +450,13 @@ impl ProgramRole {
 }
 
 fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
-    let shim = prefix.join("bin").join(SHIM);
+    let shims = files::places_of_program(prefix, SHIM);
     let look = |entry: io::Result<fs::DirEntry>| {
         let entry = entry.ok()?;
         let pid = entry.file_name().to_str()?.parse().ok()?;
         let exe = fs::read_link(entry.path().join("exe")).ok()?;
-        let behind = exe.as_os_str().as_bytes().strip_prefix(shim.as_os_str().as_bytes())?;
+        let exe = exe.as_os_str().as_bytes();
+        let behind = shims.iter().find_map(|shim| exe.strip_prefix(shim.as_os_str().as_bytes()))?;
         let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let role = ProgramRole::of(&argv);
         Some(ContainerdProgram { pid, role, replaced: !behind.is_empty() })
@@ -487,6 +489,29 @@ mod tests {
         assert_eq!(role("affinode-copier copier GPU-1"), ProgramRole::Helper);
         assert_eq!(role("affinode-host-pool host-pool /sys"), ProgramRole::Helper);
         assert_eq!(role("containerd-shim-affinode-v1 launch"), ProgramRole::Helper);
+    }
+
+    /// On ostree systems, /usr/local is a link to /var/usrlocal, and the kernel shows the resolved
+    /// path of a running program. An uninstallation must still see the shim.
+    #[test]
+    fn a_shim_below_a_linked_prefix_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let bin = root.path().join("usrlocal/bin");
+        fs::create_dir_all(&bin).unwrap();
+        let prefix = root.path().join("local");
+        std::os::unix::fs::symlink("usrlocal", &prefix).unwrap();
+        // Another process copies the program. If this process wrote the file, a child that another
+        // test forks could hold it open, and the kernel would not execute it (ETXTBSY).
+        let shim = bin.join(SHIM);
+        assert!(Command::new("cp").arg("/bin/sleep").arg(&shim).status().unwrap().success());
+        let mut child = Command::new(prefix.join("bin").join(SHIM)).arg("1000").spawn().unwrap();
+        let found = running_shims(&prefix);
+        fs::remove_file(&shim).unwrap();
+        let replaced = programs(&prefix).iter().map(|one| one.replaced).collect::<Vec<_>>();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, 1);
+        assert_eq!(replaced, [true], "the program's file is gone");
     }
 
     #[test]

@@ -206,6 +206,24 @@ pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     changes
 }
 
+/// Returns the paths under which /proc and command lines may name an installed program: its path
+/// below the prefix, and this path with symbolic links resolved. The kernel resolves the links. On
+/// some distributions /usr/local is a link to /var/usrlocal.
+pub fn places_of_program(prefix: &Path, name: &str) -> Vec<PathBuf> {
+    let bin = prefix.join("bin");
+    let named = bin.join(name);
+    // The folder is resolved on its own, because the program's file may be missing.
+    let folder = fs::canonicalize(&bin).map(|bin| bin.join(name));
+    let file = fs::canonicalize(&named);
+    let mut places = vec![named];
+    for place in [folder, file].into_iter().flatten() {
+        if !places.contains(&place) {
+            places.push(place);
+        }
+    }
+    places
+}
+
 /// Returns the path of a file with symbolic links resolved, and the path of the temporary file next
 /// to it.
 fn places_of(path: &Path) -> (PathBuf, PathBuf) {

@@ -105,8 +105,8 @@ fn text(prefix: &Path, name: &str) -> String {
 /// Counts the containers of Podman and CRI-O that run with the installed program, and the commands
 /// that run in these containers. Without the program, they could not be ended.
 pub fn running(prefix: &Path) -> usize {
-    let program = prefix.join("bin").join(RUNTIME);
-    processes_with(|argv| is_monitor(argv, &program))
+    let programs = files::places_of_program(prefix, RUNTIME);
+    processes_with(|argv| programs.iter().any(|program| is_monitor(argv, program)))
 }
 
 fn is_monitor(argv: &[u8], program: &Path) -> bool {
@@ -123,6 +123,12 @@ pub fn has_containerd() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::Read,
+        os::unix::process::CommandExt,
+        process::{Command, Stdio},
+    };
+
     use super::*;
     use affinode_proto::installation::PathsFile;
 
@@ -147,6 +153,28 @@ mod tests {
         assert!(!counts("/usr/bin/conmon -c 94f -r /usr/bin/crun -n trainer"));
         assert!(!counts("/usr/bin/podman -r /usr/local/bin/affinode-runtime"));
         assert!(!counts(""));
+    }
+
+    /// Podman may name the program by its path with links resolved.
+    #[test]
+    fn a_monitor_below_a_linked_prefix_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let bin = root.path().join("usrlocal/bin");
+        std::fs::create_dir_all(&bin).unwrap();
+        let prefix = root.path().join("local");
+        std::os::unix::fs::symlink("usrlocal", &prefix).unwrap();
+        let named = [prefix.join("bin"), bin].map(|bin| bin.join(RUNTIME));
+        for program in named {
+            let mut monitor = Command::new("sh");
+            monitor.arg0(MONITOR).args(["-c", "echo; read line", "-r"]).arg(&program);
+            let mut monitor = monitor.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+            // A process has no command line at the moment at which it is started.
+            monitor.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+            let found = running(&prefix);
+            monitor.kill().unwrap();
+            monitor.wait().unwrap();
+            assert_eq!(found, 1, "{}", program.display());
+        }
     }
 
     fn options(podman: PodmanRequest) -> InstallOptions {
