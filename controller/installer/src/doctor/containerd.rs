@@ -285,6 +285,28 @@ fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
 mod tests {
     use super::{super::CheckVerdict, *};
 
+    impl ContainerdProcess {
+        /// Creates the entry of a process that a test started in containerd's place. `argv` is the
+        /// command line with which its program prints the configuration.
+        pub(crate) fn simulated(
+            socket: PathBuf,
+            pid: u32,
+            config_file: PathBuf,
+            argv: Vec<OsString>,
+        ) -> ContainerdProcess {
+            ContainerdProcess {
+                socket,
+                pid,
+                program: "/nowhere/containerd".into(),
+                version: Err("simulated".into()),
+                config_file,
+                config: dump(pid, &argv),
+                environment: Vec::new(),
+                argv,
+            }
+        }
+    }
+
     #[test]
     fn versions_of_every_packager_are_parsed() {
         let judged = |said: &str| {

@@ -155,6 +155,12 @@ impl ContainerdNode {
         Ok(ContainerdNode { daemon: containerd::find(socket)? })
     }
 
+    /// Creates the node of a process that a test started in containerd's place.
+    #[cfg(test)]
+    pub(super) fn simulated(daemon: ContainerdProcess) -> ContainerdNode {
+        ContainerdNode { daemon }
+    }
+
     /// Finds the containerd that now serves the same socket, for example after a restart.
     pub fn again(&self) -> Result<ContainerdNode, NodeError> {
         ContainerdNode::find(Some(&self.daemon.socket))

@@ -192,6 +192,11 @@ impl ConfigEdit {
         Ok(())
     }
 
+    /// Returns whether all files have the content that they had before the edit.
+    pub fn is_undone(&self) -> bool {
+        self.changed().all(|file| read(&file.path).is_ok_and(|there| there == file.before))
+    }
+
     /// Restores the original content of the files.
     pub fn undo(&self) -> Result<(), EditError> {
         // A file that cannot be written must not prevent the others from being restored.

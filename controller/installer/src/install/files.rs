@@ -104,6 +104,21 @@ impl SourceFile {
         })
     }
 
+    /// Creates files that all have this content.
+    #[cfg(test)]
+    pub(super) fn simulated(content: &str) -> SourceFile {
+        let content: Arc<[u8]> = content.as_bytes().into();
+        SourceFile {
+            command: Arc::clone(&content),
+            shim: Arc::clone(&content),
+            library: content,
+            runtime: None,
+            folder: PathBuf::new(),
+            podman: PodmanPlan::LeftOut,
+            folders: None,
+        }
+    }
+
     /// Returns a copy of these files that also contains Podman's files, if `plan` requires them.
     ///
     /// # Errors

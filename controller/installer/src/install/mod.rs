@@ -239,9 +239,8 @@ pub fn enter(root: &Path) -> Result<(), InstallError> {
 ///
 /// [`InstallError`]: containerd's configuration is as before, unless the error states otherwise.
 pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
-    let name = &options.runtime_name;
-    check_name(name)?;
-    let mut lock = lock(options)?;
+    check_name(&options.runtime_name)?;
+    let lock = lock(options)?;
     let older = InstallRecord::read(&options.state_dir)?;
     let docker = DockerPlan::of(options, older.as_ref())?;
     let required = matches!(options.podman, PodmanRequest::Required(_));
@@ -259,13 +258,26 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     if docker::is_alone(&docker, podman, options, older.as_ref(), &node) {
         return docker::install_alone(&docker, options, source, lock, older);
     }
-    let node = node?;
+    install_on(&node?, &docker, options, source, lock, older)
+}
+
+/// Installs Affinode on a node on which containerd runs pods. `older` is the record of the present
+/// installation.
+fn install_on(
+    node: &ContainerdNode,
+    docker: &DockerPlan,
+    options: &InstallOptions,
+    source: &SourceFile,
+    mut lock: Option<InstallLock>,
+    older: Option<InstallRecord>,
+) -> Result<Steps, InstallError> {
+    let name = &options.runtime_name;
     if lock.is_some() {
-        heal(options, older.as_ref(), &node)?;
+        heal(options, older.as_ref(), node)?;
     }
     let before = node.dump()?;
     let restart = node.way(&options.restart);
-    let plan = plan::install(options, older.as_ref(), &node, &before)?;
+    let plan = plan::install(options, older.as_ref(), node, &before)?;
     let changes = files::plan(source, &options.prefix);
     let controllers = ControllerReplacement::of(options, &changes)?;
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
@@ -282,15 +294,21 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
     let targets = plan.edit.iter().flat_map(ConfigEdit::paths);
     lock.note_missing_folders(changes.iter().map(FileChange::to).chain(targets));
-    let mut record = InstallRecord::of(&options.prefix, source, older, &plan, &lock.made);
+    let mut record = InstallRecord::of(&options.prefix, source, older.clone(), &plan, &lock.made);
     record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
-    let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
-    let made = put(&change, &docker, &changes, &plan);
-    if made.is_err() && fresh {
-        remove_first(options, &changes, &record)?;
+    let change = InstallEffect { node, before: &before, restart: &restart, options };
+    if let Err(error) = put(&change, docker, &changes, &plan) {
+        if fresh {
+            remove_first(options, &changes, &record)?;
+        } else if let Some(older) = older.filter(|_| plan.is_undone()) {
+            record.revert(&older);
+            // If the record cannot be written, the next installation still keeps the handlers that
+            // containerd has loaded.
+            let _ = record.write(&options.state_dir);
+        }
+        return Err(error);
     }
-    made?;
     record.settle(&plan);
     record.write(&options.state_dir)?;
     controllers.make(options)?;
@@ -328,10 +346,7 @@ fn heal(
 ) -> Result<(), InstallError> {
     tidy(options, older)?;
     node.files().iter().try_for_each(|file| files::tidy(file))?;
-    let texts = || {
-        let unsettled = older.filter(|older| !older.settled).into_iter();
-        unsettled.flat_map(InstallRecord::blocks).flat_map(AddedBlock::texts)
-    };
+    let texts = || older.into_iter().flat_map(InstallRecord::unverified);
     let mut edit = ConfigEdit::of(texts().map(|added| added.path))?;
     texts().for_each(|added| edit.remove_text(&added));
     Ok(edit.make()?)
@@ -508,3 +523,6 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
 fn lock(options: &InstallOptions) -> Result<Option<InstallLock>, InstallError> {
     if options.dry_run { Ok(None) } else { InstallLock::take(&options.state_dir).map(Some) }
 }
+
+#[cfg(test)]
+mod tests;

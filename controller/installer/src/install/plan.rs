@@ -58,6 +58,11 @@ pub struct HandlerPlan {
 }
 
 impl HandlerPlan {
+    /// Returns whether containerd's files are as they were before the change.
+    pub fn is_undone(&self) -> bool {
+        self.edit.as_ref().is_none_or(ConfigEdit::is_undone)
+    }
+
     /// Returns the names of the wanted handler and of the handlers that the change removes.
     pub fn names(&self) -> Vec<String> {
         self.wanted.iter().chain(&self.gone).map(|spec| spec.name.clone()).collect()

@@ -26,7 +26,7 @@ pub fn exists(folder: &Path) -> bool {
 }
 
 /// Record of an installation: the installed files, and the handlers in containerd's configuration.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InstallRecord {
     version: u32,
@@ -45,6 +45,10 @@ pub struct InstallRecord {
     /// may need them.
     #[serde(default)]
     pub former: Vec<AddedBlock>,
+    /// Only while the installation is not completed: texts of the last completed installation,
+    /// which containerd has loaded.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    loaded: Vec<AddedText>,
 }
 
 /// Record of a handler in containerd's configuration, and of the texts that were added for it. The
@@ -161,7 +165,7 @@ fn ms(time: SystemTime) -> Option<u64> {
     u64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).ok()
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct InstalledFile {
     path: PathBuf,
@@ -211,6 +215,7 @@ impl InstallRecord {
         // changes none of containerd's files.
         let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
+        let loaded = older.as_ref().filter(|_| !settled).map(InstallRecord::loaded);
         let mut former = plan.former.clone();
         if let Some(older) = older {
             // Until a removal is complete, the record still lists the handlers that are removed.
@@ -223,12 +228,58 @@ impl InstallRecord {
             folders.splice(..0, older.folders);
         }
         let block = plan.block.clone();
-        InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
+        InstallRecord {
+            version: VERSION,
+            files,
+            folders,
+            settled,
+            containerd,
+            block,
+            former,
+            loaded: loaded.unwrap_or_default(),
+        }
+    }
+
+    /// Returns the texts of the last completed installation.
+    fn loaded(&self) -> Vec<AddedText> {
+        match self.settled {
+            true => self.blocks().flat_map(AddedBlock::texts).collect(),
+            false => self.loaded.clone(),
+        }
+    }
+
+    /// Returns the texts of an installation that was not completed. containerd may not start with
+    /// them. Texts of an earlier, completed installation are left out.
+    pub fn unverified(&self) -> impl Iterator<Item = AddedText> {
+        let texts = self.blocks().filter(|_| !self.settled).flat_map(AddedBlock::texts);
+        let is_loaded = |text: &AddedText| {
+            self.loaded.iter().any(|known| known.path == text.path && known.text == text.text)
+        };
+        texts.filter(move |text| !is_loaded(text))
+    }
+
+    /// Changes the record of a failed installation after all edits of containerd's files were
+    /// undone. The handlers are those of the earlier record. Each file may be the earlier file or
+    /// the new one.
+    pub fn revert(&mut self, older: &InstallRecord) {
+        self.settled = older.settled;
+        self.containerd.clone_from(&older.containerd);
+        self.block.clone_from(&older.block);
+        self.former.clone_from(&older.former);
+        self.loaded.clone_from(&older.loaded);
+        for file in &mut self.files {
+            let earlier = older.files.iter().find(|earlier| earlier.path == file.path);
+            let is_there = |sha256: &str| files::digest(&file.path).is_ok_and(|now| now == sha256);
+            if let Some(earlier) = earlier.filter(|earlier| is_there(&earlier.sha256)) {
+                file.sha256.clone_from(&earlier.sha256);
+            }
+        }
     }
 
     /// Records that all changes of the plan were made, so that the installation is complete.
     pub fn settle(&mut self, plan: &HandlerPlan) {
         self.settled = true;
+        self.loaded.clear();
         self.former.clone_from(&plan.former);
         if let Some(block) = self.block.as_mut().filter(|_| plan.edit.is_some()) {
             block.settle();

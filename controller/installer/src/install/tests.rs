@@ -1,0 +1,152 @@
+//! Tests of whole installations and uninstallations with a simulated containerd. Its process is a
+//! shell, and its configuration is a file that the shell prints.
+
+use std::{
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use toml::Table;
+
+use super::*;
+use crate::doctor::containerd::ContainerdProcess;
+
+const HANDLER: &str = "affinode";
+/// containerd's configuration before the installation.
+const CONFIG: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.runc.options]\nBinaryName = \"first\"\n";
+
+/// A machine with a simulated containerd, in a folder.
+struct Machine {
+    root: tempfile::TempDir,
+    shell: Child,
+}
+
+impl Machine {
+    fn new() -> Machine {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("config.toml"), CONFIG).unwrap();
+        fs::write(root.path().join("hook"), "").unwrap();
+        let mut shell = Command::new("bash");
+        let shell = shell.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
+        Machine { root, shell }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    fn config(&self) -> String {
+        fs::read_to_string(self.path("config.toml")).unwrap()
+    }
+
+    /// Makes containerd run a script each time before it prints its configuration. The script runs
+    /// in the folder of the machine. If it calls `exit 1`, containerd refuses its configuration.
+    fn hook(&self, script: &str) {
+        fs::write(self.path("hook"), script).unwrap();
+    }
+
+    fn containerd(&self) -> ContainerdNode {
+        let script = format!("cd '{}' && . ./hook && cat config.toml", self.root.path().display());
+        let argv = ["containerd", "-c", &script].map(Into::into);
+        let (socket, config) = (self.path("containerd.sock"), self.path("config.toml"));
+        let process = ContainerdProcess::simulated(socket, self.shell.id(), config, argv.to_vec());
+        ContainerdNode::simulated(process)
+    }
+
+    fn options(&self) -> InstallOptions {
+        InstallOptions {
+            containerd: None,
+            prefix: self.path("prefix"),
+            state_dir: self.path("state"),
+            folders: PathsFile::default(),
+            runtime_name: HANDLER.into(),
+            restart: RestartRequest::None,
+            docker: DockerRequest::Never,
+            podman: PodmanRequest::Never,
+            unit: UnitRequest::Never,
+            drain: Duration::ZERO,
+            dry_run: false,
+        }
+    }
+
+    /// Installs Affinode with files that have this content.
+    fn install(&self, content: &str) -> Result<Steps, InstallError> {
+        let options = self.options();
+        let (lock, older) = (lock(&options)?, self.record());
+        let source = SourceFile::simulated(content);
+        let docker = DockerPlan::LeftOut;
+        install_on(&self.containerd(), &docker, &options, &source, lock, older)
+    }
+
+    fn record(&self) -> Option<InstallRecord> {
+        InstallRecord::read(&self.path("state")).unwrap()
+    }
+
+    /// Changes the handler of the stock runtime, whose settings Affinode's handler copies. Returns
+    /// containerd's configuration.
+    fn change_stock_handler(&self) -> String {
+        let changed = self.config().replacen("\"first\"", "\"second\"", 1);
+        fs::write(self.path("config.toml"), &changed).unwrap();
+        changed
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.shell.kill();
+        let _ = self.shell.wait();
+    }
+}
+
+/// containerd refuses a configuration in which a second handler has the changed setting.
+const REFUSE_CHANGED: &str =
+    "if [ \"$(grep -c second config.toml)\" -ge 2 ]; then echo refused >&2; exit 1; fi";
+
+/// The stock handler changes, and containerd refuses the changed handler of Affinode. The handler
+/// with which containerd works must stay in its file, however often the installation is tried.
+#[test]
+fn failed_changes_keep_the_handler() {
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let changed = machine.change_stock_handler();
+    machine.hook(REFUSE_CHANGED);
+    for attempt in 1..=3 {
+        let error = machine.install("two").unwrap_err().to_string();
+        assert!(error.contains("refused"), "{error}");
+        assert_eq!(machine.config(), changed, "after attempt {attempt}");
+    }
+    let record = machine.record().unwrap();
+    assert!(record.settled, "containerd has loaded the handler of the record");
+    let (ours, others) = record.files().unwrap();
+    assert_eq!((ours.len(), others.len()), (3, 0), "the record lists the files that are there");
+    machine.hook("");
+    machine.install("two").unwrap();
+    let config: Table = machine.config().parse().unwrap();
+    let handler = handler::handler_of(&config, HANDLER).unwrap();
+    assert_eq!(handler["options"]["BinaryName"].as_str(), Some("second"));
+}
+
+/// An installer was killed after it had recorded a changed handler, and before it wrote the
+/// handler. The next installer must not remove the handler that containerd has loaded.
+#[test]
+fn a_killed_change_keeps_the_handler() {
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let changed = machine.change_stock_handler();
+    let (node, options) = (machine.containerd(), machine.options());
+    let older = machine.record();
+    let plan = plan::install(&options, older.as_ref(), &node, &node.dump().unwrap()).unwrap();
+    assert!(plan.edit.is_some());
+    let source = SourceFile::simulated("one");
+    for _ in 1..=2 {
+        let record = InstallRecord::of(&options.prefix, &source, machine.record(), &plan, &[]);
+        record.write(&options.state_dir).unwrap();
+        heal(&options, machine.record().as_ref(), &node).unwrap();
+        assert_eq!(machine.config(), changed);
+    }
+    // The handler that was not loaded yet is removed.
+    plan.edit.as_ref().unwrap().make().unwrap();
+    heal(&options, machine.record().as_ref(), &node).unwrap();
+    let config: Table = machine.config().parse().unwrap();
+    assert!(handler::handler_of(&config, HANDLER).is_none());
+}
