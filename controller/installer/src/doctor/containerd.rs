@@ -293,6 +293,7 @@ mod tests {
             pid: u32,
             config_file: PathBuf,
             argv: Vec<OsString>,
+            environment: &[u8],
         ) -> ContainerdProcess {
             ContainerdProcess {
                 socket,
@@ -301,7 +302,7 @@ mod tests {
                 version: Err("simulated".into()),
                 config_file,
                 config: dump(pid, &argv),
-                environment: Vec::new(),
+                environment: environment.to_vec(),
                 argv,
             }
         }

@@ -89,6 +89,17 @@ pub enum NodeError {
         /// Path of the edited file.
         path: PathBuf,
     },
+    /// containerd 1.x would not find the shim.
+    #[error(
+        "nothing was changed, because no pod of the handler would start: containerd 1.x finds a runtime only in its PATH, and the PATH of containerd (process {pid}) does not contain {}. Install with --prefix /usr/local, or add this folder to containerd's PATH (for example in its systemd unit), restart containerd and try again",
+        bin.display()
+    )]
+    NotInPath {
+        /// Pid of the containerd process.
+        pid: u32,
+        /// Folder of the installed shim.
+        bin: PathBuf,
+    },
     /// The new configuration would still contain a handler that was to be removed.
     #[error(
         "nothing was changed, because containerd's configuration would still contain handler {name} after the removal (see `containerd config dump`). Remove the handler by hand from the file that sets it, and try again"
@@ -187,6 +198,31 @@ impl ContainerdNode {
     /// it.
     pub fn files(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
+    }
+
+    /// Checks that containerd finds the shim that is or will be installed below `prefix`. `dump` is
+    /// containerd's whole configuration. Only containerd 1.x searches for the program of a handler:
+    /// in its PATH, and in the folder of its own program.
+    pub fn finds_shim(&self, prefix: &Path, dump: &Table) -> Result<(), NodeError> {
+        // Without a PATH, nothing is known about the folders.
+        let Some(path) = self.daemon.variable("PATH").filter(|_| handler::version(dump) <= 2)
+        else {
+            return Ok(());
+        };
+        let shims = files::places_of_program(prefix, SHIM);
+        let is_found = |folder: PathBuf| {
+            let resolved = fs::canonicalize(&folder).unwrap_or_else(|_| folder.clone());
+            // The folder may contain a link to the shim, or another copy of it.
+            [folder, resolved]
+                .iter()
+                .map(|folder| folder.join(SHIM))
+                .any(|shim| shims.contains(&shim) || fs::symlink_metadata(&shim).is_ok())
+        };
+        let beside = self.daemon.program.parent().map(Path::to_owned);
+        match std::env::split_paths(&path).chain(beside).any(is_found) {
+            true => Ok(()),
+            false => Err(NodeError::NotInPath { pid: self.daemon.pid, bin: prefix.join("bin") }),
+        }
     }
 
     /// Returns the configuration files that contain a handler of this name.

@@ -86,6 +86,7 @@ pub fn install(
     if verdict == HandlerVerdict::Foreign {
         return Err(BlockError::Taken(spec.name).into());
     }
+    node.finds_shim(&options.prefix, dump)?;
     let waits =
         verdict == HandlerVerdict::Absent && recorded.iter().any(|block| node.renders(block));
     let stays = waits || verdict == HandlerVerdict::Same;

@@ -19,6 +19,8 @@ const CONFIG: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".con
 struct Machine {
     root: tempfile::TempDir,
     shell: Child,
+    /// Environment of containerd. Each variable ends with a zero byte.
+    environment: String,
 }
 
 impl Machine {
@@ -28,7 +30,7 @@ impl Machine {
         fs::write(root.path().join("hook"), "").unwrap();
         let mut shell = Command::new("bash");
         let shell = shell.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
-        Machine { root, shell }
+        Machine { root, shell, environment: String::new() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -49,8 +51,15 @@ impl Machine {
         let script = format!("cd '{}' && . ./hook && cat config.toml", self.root.path().display());
         let argv = ["containerd", "-c", &script].map(Into::into);
         let (socket, config) = (self.path("containerd.sock"), self.path("config.toml"));
-        let process = ContainerdProcess::simulated(socket, self.shell.id(), config, argv.to_vec());
-        ContainerdNode::simulated(process)
+        let (pid, environment) = (self.shell.id(), self.environment.as_bytes());
+        let argv = argv.to_vec();
+        ContainerdNode::simulated(ContainerdProcess::simulated(
+            socket,
+            pid,
+            config,
+            argv,
+            environment,
+        ))
     }
 
     fn options(&self) -> InstallOptions {
@@ -149,4 +158,38 @@ fn a_killed_change_keeps_the_handler() {
     heal(&options, machine.record().as_ref(), &node).unwrap();
     let config: Table = machine.config().parse().unwrap();
     assert!(handler::handler_of(&config, HANDLER).is_none());
+}
+
+/// containerd 1.x searches for the shim in its PATH. If it cannot find the shim there, no pod would
+/// start, so the installation is refused. containerd 2 gets the path of the shim.
+#[test]
+fn containerd_1_needs_the_shim_in_its_path() {
+    let mut machine = Machine::new();
+    let old = CONFIG.replace("version = 3", "version = 2").replace("cri.v1.runtime", "grpc.v1.cri");
+    for (config, path, installs) in [
+        (&*old, Some("/usr/bin:/usr/local/bin"), false),
+        (&old, None, true),
+        (&old, Some("/usr/bin:ROOT/prefix/bin"), true),
+        (&old, Some("/usr/bin:ROOT/linked"), true),
+        (CONFIG, Some("/usr/bin:/usr/local/bin"), true),
+    ] {
+        fs::write(machine.path("config.toml"), config).unwrap();
+        let root = machine.root.path().display().to_string();
+        let variable = path.map(|path| format!("PATH={}\0", path.replace("ROOT", &root)));
+        machine.environment = variable.unwrap_or_default();
+        match machine.install("one") {
+            Ok(_) => assert!(installs, "{config}{path:?}"),
+            Err(error) => {
+                let error = error.to_string();
+                assert!(!installs, "{config}{path:?}: {error}");
+                assert!(error.contains(&format!("{root}/prefix/bin")), "{error}");
+                assert!(error.contains("--prefix /usr/local"), "{error}");
+                assert_eq!(machine.config(), config);
+                assert!(machine.record().is_none() && !machine.path("prefix").exists());
+            }
+        }
+        // The next round uses a folder that is linked to that of the shim.
+        let linked = machine.path("linked");
+        let _ = std::os::unix::fs::symlink(machine.path("prefix/bin"), linked);
+    }
 }
