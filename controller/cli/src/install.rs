@@ -139,7 +139,7 @@ pub struct UninstallArgs {
 /// status 1: something was changed or is missing, or nothing is installed.
 #[derive(Debug, clap::Args)]
 pub struct StatusArgs {
-    /// Format of the output.
+    /// Format of the output. json is null if nothing is installed.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
     /// Path of containerd's socket. Default: the socket that the installation used. Without an
@@ -286,21 +286,25 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
         drain: Duration::ZERO,
         dry_run: true,
     };
-    let Some(status) = install::status(&options)? else {
-        let folder = options.state_dir.display();
-        return Err(CliError::NotDone(format!("nothing is installed: no record in {folder}")));
-    };
-    match output {
-        OutputFormat::Json => {
-            serde_json::to_writer_pretty(&mut *out, &status)?;
+    let status = install::status(&options)?;
+    match (output, &status) {
+        // A program that reads the output distinguishes `null`, no installation, from a failure of
+        // this command, which prints nothing.
+        (OutputFormat::Json, status) => {
+            serde_json::to_writer_pretty(&mut *out, status)?;
             writeln!(out)?;
         }
-        OutputFormat::Yaml => serde_yaml_ng::to_writer(&mut *out, &status)?,
-        OutputFormat::Table | OutputFormat::Wide => print_status(out, &status)?,
+        (OutputFormat::Yaml, status) => serde_yaml_ng::to_writer(&mut *out, status)?,
+        (OutputFormat::Table | OutputFormat::Wide, Some(status)) => print_status(out, status)?,
+        (OutputFormat::Table | OutputFormat::Wide, None) => {}
     }
-    match status.in_place {
-        true => Ok(()),
-        false => Err(CliError::NotDone("the installation is incomplete or was changed".into())),
+    match status {
+        Some(InstallStatus { in_place: true, .. }) => Ok(()),
+        Some(_) => Err(CliError::NotDone("the installation is incomplete or was changed".into())),
+        None => {
+            let folder = options.state_dir.display();
+            Err(CliError::NotDone(format!("nothing is installed: no record in {folder}")))
+        }
     }
 }
 
@@ -432,4 +436,37 @@ fn print(out: &mut dyn Write, dry_run: bool, steps: &[String]) -> Result<(), Cli
         writeln!(out, "{step}")?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program that reads the output must distinguish a missing installation from a record that
+    /// cannot be read.
+    #[test]
+    fn status_without_an_installation_is_null() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = || {
+            let mut out = Vec::new();
+            let done = status(
+                &mut out,
+                StatusArgs {
+                    output: OutputFormat::Json,
+                    containerd: Some(folder.path().join("containerd.sock")),
+                    state_dir: folder.path().to_owned(),
+                    prefix: folder.path().to_owned(),
+                    host_root: None,
+                },
+            );
+            (String::from_utf8(out).unwrap(), done)
+        };
+        let (printed, done) = run();
+        assert_eq!(printed, "null\n");
+        assert!(matches!(done, Err(CliError::NotDone(_))), "{done:?}");
+        std::fs::write(folder.path().join("install.json"), "{").unwrap();
+        let (printed, done) = run();
+        assert_eq!(printed, "");
+        assert!(matches!(done, Err(CliError::Install(_))), "{done:?}");
+    }
 }

@@ -193,12 +193,7 @@ impl HostPaths {
     /// # Errors
     /// [`HostError`]: the command failed.
     pub async fn status(&self) -> Result<HandlerState, HostError> {
-        let output = self.run("status", &["-o", "json"], TIME).await?;
-        if output.stdout.is_empty() {
-            // `affinode status` prints nothing on a node without an installation.
-            return Ok(HandlerState::Missing);
-        }
-        let status: HostStatus = parse("status", &output.stdout)?;
+        let Some(status) = self.installed().await? else { return Ok(HandlerState::Missing) };
         let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
         let served = handler.serves();
         let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
@@ -208,6 +203,18 @@ impl HostPaths {
             true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
             _ => handler,
         })
+    }
+
+    /// Returns the status of the installation. `None`: nothing is installed.
+    ///
+    /// # Errors
+    /// [`HostError`]: the command failed, so nothing is known about the installation.
+    async fn installed(&self) -> Result<Option<HostStatus>, HostError> {
+        let output = self.run("status", &["-o", "json"], TIME).await?;
+        // The command also reports a failure if the installation is missing or was changed. Only
+        // an actual failure has no output.
+        let text = if output.stdout.is_empty() { succeeded(output)? } else { output.stdout };
+        parse("status", &text)
     }
 
     /// Returns the command that reads the node's GPUs with the installed program.
@@ -253,8 +260,7 @@ impl HostPaths {
     /// uninstaller waits for running containers, for at most the drain time. Does nothing on a node
     /// without an installation.
     async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
-        let output = self.run("status", &["-o", "json"], TIME).await?;
-        if output.stdout.is_empty() {
+        if self.installed().await?.is_none() {
             return Ok(());
         }
         let drain = humantime::format_duration(self.drain).to_string().replace(' ', "");

@@ -34,13 +34,16 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `lost`: the unit is missing.
 /// - `due`: an installation has steps to run.
 /// - `broken`: an installation fails.
+/// - `unreadable`: the record of the installation cannot be read.
 /// - `gpus`: the driver is loaded. The file contains its GPUs.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
 case "$*" in
   status*) if [ -e lost ]; then unit=missing; else unit=running; fi
-           [ ! -e served ] || echo '{"handler":{"state":"served"},"files":[],"unit":{"state":"'$unit'"}}' ;;
+           if [ -e unreadable ]; then echo "no valid record" >&2; exit 1; fi
+           if [ ! -e served ]; then echo null; exit 1; fi
+           echo '{"handler":{"state":"served"},"files":[],"unit":{"state":"'$unit'"}}' ;;
   "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
   install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
@@ -168,6 +171,17 @@ fn label_of_idle_gpus_needs_a_controller() {
     agent.api.patch(NODE, &since);
     agent.api.until("the removal of the label", |api| api.label(GPUS_IDLE).is_null());
     assert_eq!(agent.api.annotation(GPUS_IDLE_SINCE), "");
+}
+
+/// The record of the installation cannot be read. The agent must not report that Affinode was
+/// removed, because containerd still serves it.
+#[test]
+fn an_unreadable_record_is_not_a_removal() {
+    let agent = Agent::start(json!({ EXCLUDE: "true" }), &["served", "unreadable"], &[]);
+    agent.until_state("the reason", |state| !state.is_empty());
+    let state = agent.api.annotation(STATE);
+    assert!(state.contains("no valid record"), "{state}");
+    assert!(agent.has("served"));
 }
 
 #[test]
