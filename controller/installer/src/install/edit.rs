@@ -19,7 +19,6 @@ use super::{
 
 /// A text that the installation added to a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct AddedText {
     /// Path of the file.
     pub path: PathBuf,

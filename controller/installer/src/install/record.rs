@@ -6,7 +6,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned, de::Error as _};
 
 use super::{
     FileError, SourceFile,
@@ -18,6 +18,8 @@ use super::{
 use crate::doctor::programs::SHIM;
 
 const FILE: &str = "install.json";
+/// Version of the record. A release that adds a field which older releases may ignore does not
+/// change it. A release whose record older releases would misunderstand increases it.
 const VERSION: u32 = 1;
 
 /// Returns whether a folder contains a record.
@@ -25,9 +27,26 @@ pub fn exists(folder: &Path) -> bool {
     folder.join(FILE).exists()
 }
 
+/// Parses the JSON of a record. Fields that this release does not know are ignored, so that an
+/// older release can read the record after a rollback. Fails if the version of the record is
+/// greater than `version`.
+pub fn parse<T: DeserializeOwned>(text: &[u8], version: u32) -> Result<T, serde_json::Error> {
+    #[derive(Deserialize)]
+    struct VersionOnly {
+        version: u32,
+    }
+    match serde_json::from_slice(text)? {
+        VersionOnly { version: written } if written > version => {
+            Err(serde_json::Error::custom(format!(
+                "the record has version {written}, and this release reads version {version}: use the release that wrote it, or a newer one"
+            )))
+        }
+        VersionOnly { .. } => serde_json::from_slice(text),
+    }
+}
+
 /// Record of an installation: the installed files, and the handlers in containerd's configuration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct InstallRecord {
     version: u32,
     files: Vec<InstalledFile>,
@@ -54,7 +73,6 @@ pub struct InstallRecord {
 /// Record of a handler in containerd's configuration, and of the texts that were added for it. The
 /// text of a handler that existed already is empty.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct AddedBlock {
     /// Path of the file.
     pub path: PathBuf,
@@ -166,7 +184,6 @@ fn ms(time: SystemTime) -> Option<u64> {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct InstalledFile {
     path: PathBuf,
     sha256: String,
@@ -304,7 +321,7 @@ impl InstallRecord {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(RecordError::Io { action: "read", path, source }),
         };
-        match serde_json::from_slice(&text) {
+        match parse(&text, VERSION) {
             Ok(record) => Ok(Some(record)),
             Err(source) => Err(RecordError::Content { path, source }),
         }
@@ -349,5 +366,32 @@ impl InstallRecord {
         let (ours, others): (Vec<_>, Vec<_>) = known.into_iter().partition(|(_, same)| *same);
         let paths = |files: Vec<(PathBuf, bool)>| files.into_iter().map(|(path, _)| path).collect();
         Ok((paths(ours), paths(others)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After a rollback, an older release reads the record of a newer one. It must ignore fields
+    /// that it does not know, and refuse a record that it would misunderstand.
+    #[test]
+    fn a_record_of_a_newer_release_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let block = r#"{"path":"/c","runtime_name":"a","text":"","created":true,"new":1,
+                        "also":[{"path":"/d","text":"x","created":false,"new":1}]}"#;
+        let write = |version: u32| {
+            let text = format!(
+                r#"{{"version":{version},"files":[{{"path":"/x","sha256":"0","new":{{}}}}],
+                    "settled":true,"block":{block},"new":[1]}}"#
+            );
+            fs::write(folder.path().join(FILE), text).unwrap();
+            InstallRecord::read(folder.path())
+        };
+        let record = write(VERSION).unwrap().unwrap();
+        assert_eq!(record.blocks().flat_map(AddedBlock::texts).count(), 1);
+        assert_eq!(record.listed().next().unwrap().0, Path::new("/x"));
+        let RecordError::Content { source, .. } = write(VERSION + 1).unwrap_err() else { panic!() };
+        assert!(source.to_string().contains("version 2"), "{source}");
     }
 }

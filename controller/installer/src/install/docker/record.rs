@@ -9,14 +9,13 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::DockerError;
-use crate::install::files;
+use crate::install::{files, record};
 
 const FILE: &str = "docker.json";
 const VERSION: u32 = 1;
 
 /// Describes the change that the installation made in Docker's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct DockerRecord {
     version: u32,
     /// Path of dockerd's socket.
@@ -59,7 +58,7 @@ impl DockerRecord {
         let path = folder.join(FILE);
         let failed = |source| DockerError::Io { action: "read", path: path.clone(), source };
         match fs::read(&path) {
-            Ok(text) => Ok(Some(serde_json::from_slice(&text).map_err(|e| failed(e.into()))?)),
+            Ok(text) => Ok(Some(record::parse(&text, VERSION).map_err(|e| failed(e.into()))?)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(failed(source)),
         }
@@ -88,5 +87,24 @@ impl DockerRecord {
     /// Returns the path of the record's file in a folder.
     pub fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_docker_record_of_a_newer_release_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let [socket, file] = ["docker.sock", "daemon.json"].map(|name| folder.path().join(name));
+        let record = DockerRecord::new(&socket, &file, "affinode", None, "{}");
+        record.write(folder.path()).unwrap();
+        let path = DockerRecord::file(folder.path());
+        let text = fs::read_to_string(&path).unwrap().replacen('{', "{\"new\": [1],", 1);
+        fs::write(&path, &text).unwrap();
+        assert_eq!(DockerRecord::read(folder.path()).unwrap(), Some(record));
+        fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
+        assert!(DockerRecord::read(folder.path()).is_err());
     }
 }

@@ -9,14 +9,13 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::UnitError;
-use crate::install::files;
+use crate::install::{files, record};
 
 const FILE: &str = "controller-unit.json";
 const VERSION: u32 = 1;
 
 /// Record of the systemd unit that was installed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct UnitRecord {
     version: u32,
     /// Path of the unit's file.
@@ -47,7 +46,7 @@ impl UnitRecord {
         let path = UnitRecord::file(folder);
         let failed = |source| UnitError::Io { action: "read", path: path.clone(), source };
         match fs::read(&path) {
-            Ok(text) => Ok(Some(serde_json::from_slice(&text).map_err(|e| failed(e.into()))?)),
+            Ok(text) => Ok(Some(record::parse(&text, VERSION).map_err(|e| failed(e.into()))?)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(failed(source)),
         }

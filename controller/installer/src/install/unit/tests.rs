@@ -93,3 +93,15 @@ fn a_masked_unit_is_another_ones() {
     let plan = UnitPlan::of(&options(folder.path()), false);
     assert!(matches!(plan, Err(UnitError::Taken(_))), "{plan:?}");
 }
+
+#[test]
+fn a_unit_record_of_a_newer_release_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = settled(folder.path(), "text");
+    let path = UnitRecord::file(folder.path());
+    let text = fs::read_to_string(&path).unwrap().replacen('{', "{\"new\": [1],", 1);
+    fs::write(&path, &text).unwrap();
+    assert_eq!(UnitRecord::read(folder.path()).unwrap(), Some(record));
+    fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
+    assert!(UnitRecord::read(folder.path()).is_err());
+}
