@@ -106,8 +106,8 @@ impl SourceFile {
 
     /// Creates files that all have this content.
     #[cfg(test)]
-    pub(super) fn simulated(content: &str) -> SourceFile {
-        let content: Arc<[u8]> = content.as_bytes().into();
+    pub(super) fn simulated(content: &[u8]) -> SourceFile {
+        let content: Arc<[u8]> = content.into();
         SourceFile {
             command: Arc::clone(&content),
             shim: Arc::clone(&content),

@@ -5,7 +5,8 @@
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
 //!             then the controller: its unit is started, a controller of an earlier version is ended
-//! uninstall:  shims or jobs? ──> remove handler from every file ──> dump again ──> restart ──> unit ──> files ──> record
+//! uninstall:  shims or jobs? ──> remove handler from every file ──> dump again ──> restart
+//!             ──> shims or jobs? ──> unit ──> files ──> record
 //! ```
 //!
 //! The installer looks for the handler in containerd's whole configuration, not in one file. The
@@ -212,6 +213,13 @@ pub enum InstallError {
         if *.0 == 1 { "1 container or command of Podman or CRI-O is".to_owned() } else { format!("{} containers or commands of Podman or CRI-O are", .0) }
     )]
     Podman(usize),
+    /// A container or job started after the uninstallation had begun.
+    #[error(
+        "the handler was removed from containerd and the runtime from Docker, but a container or \
+         job started meanwhile, so the programs and the record stay. Run the same command again \
+         when it has ended"
+    )]
+    Late(#[source] Box<InstallError>),
     /// The folder contains no record of an installation.
     #[error(
         "no record of an installation in {}: nothing is installed, or it was installed with \
@@ -454,7 +462,7 @@ fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
 /// # Errors
 /// [`InstallError`]: nothing is installed, it is in use, or a file cannot be changed.
 pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
-    let mut lock = lock(options)?;
+    let lock = lock(options)?;
     let Some(record) = InstallRecord::read(&options.state_dir)? else {
         if lock.is_some() {
             tidy(options, None)?;
@@ -462,18 +470,36 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
     let folders = folders::of(options)?;
-    let run_dir = folders::run_dir(&folders);
-    let config = folders.config.unwrap_or_else(Config::path);
-    let host_pool = Config::load(&config).ok().map(|config| host_pool::cgroup_of(&config.memory));
-    match containerd::drain(&options.prefix, &run_dir, options.drain) {
-        (0, 0, 0) => {}
-        (0, 0, podman) => return Err(InstallError::Podman(podman)),
-        (0, jobs, _) => return Err(InstallError::Jobs(jobs)),
-        (shims, ..) => return Err(InstallError::InUse(shims)),
+    unused(options, &folders, options.drain)?;
+    let node = ContainerdNode::find(options.socket(Some(&record)));
+    uninstall_from(node, options, folders, lock, record)
+}
+
+/// Waits for at most `within` until no container and no job uses the installation.
+fn unused(
+    options: &InstallOptions,
+    folders: &PathsFile,
+    within: Duration,
+) -> Result<(), InstallError> {
+    match containerd::drain(&options.prefix, &folders::run_dir(folders), within) {
+        (0, 0, 0) => Ok(()),
+        (0, 0, podman) => Err(InstallError::Podman(podman)),
+        (0, jobs, _) => Err(InstallError::Jobs(jobs)),
+        (shims, ..) => Err(InstallError::InUse(shims)),
     }
+}
+
+/// Removes the installation of a record. `node` is the record's containerd, or the reason why it
+/// was not found. `folders` are the folders of the installation.
+fn uninstall_from(
+    node: Result<ContainerdNode, NodeError>,
+    options: &InstallOptions,
+    folders: PathsFile,
+    mut lock: Option<InstallLock>,
+    record: InstallRecord,
+) -> Result<Steps, InstallError> {
     let docker = DockerPlan::of_removal(&options.state_dir)?;
     let unit = UnitPlan::of_removal(&options.state_dir)?;
-    let node = ContainerdNode::find(options.socket(Some(&record)));
     let plan = plan::uninstall(options, &record, node.as_ref().ok())?;
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
     let mut steps = docker.steps();
@@ -503,6 +529,11 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         let rendered = node.config_file().ends_with(target::RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
+    // containerd may have started a shim until the handler was removed. From here on no container
+    // can start.
+    unused(options, &folders, Duration::ZERO).map_err(|error| InstallError::Late(error.into()))?;
+    let config = folders.config.unwrap_or_else(Config::path);
+    let host_pool = Config::load(&config).ok().map(|config| host_pool::cgroup_of(&config.memory));
     // The unit is removed before the program that it runs. No container is left that needs a
     // controller.
     unit.make(&options.state_dir)?;

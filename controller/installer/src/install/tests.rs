@@ -28,6 +28,7 @@ impl Machine {
         let root = tempfile::tempdir().unwrap();
         fs::write(root.path().join("config.toml"), CONFIG).unwrap();
         fs::write(root.path().join("hook"), "").unwrap();
+        fs::write(root.path().join("controller.toml"), "=").unwrap();
         let mut shell = Command::new("bash");
         let shell = shell.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
         Machine { root, shell, environment: String::new() }
@@ -67,7 +68,11 @@ impl Machine {
             containerd: None,
             prefix: self.path("prefix"),
             state_dir: self.path("state"),
-            folders: PathsFile::default(),
+            folders: PathsFile {
+                run_dir: Some(self.path("run")),
+                // This file is invalid, so no host pool of this machine is found.
+                config: Some(self.path("controller.toml")),
+            },
             runtime_name: HANDLER.into(),
             restart: RestartRequest::None,
             docker: DockerRequest::Never,
@@ -79,12 +84,20 @@ impl Machine {
     }
 
     /// Installs Affinode with files that have this content.
-    fn install(&self, content: &str) -> Result<Steps, InstallError> {
+    fn install(&self, content: impl AsRef<[u8]>) -> Result<Steps, InstallError> {
         let options = self.options();
         let (lock, older) = (lock(&options)?, self.record());
-        let source = SourceFile::simulated(content);
+        let source = SourceFile::simulated(content.as_ref());
         let docker = DockerPlan::LeftOut;
         install_on(&self.containerd(), &docker, &options, &source, lock, older)
+    }
+
+    fn uninstall(&self) -> Result<Steps, InstallError> {
+        let options = self.options();
+        let (lock, record) = (lock(&options)?, self.record().unwrap());
+        let folders = folders::of(&options)?;
+        unused(&options, &folders, options.drain)?;
+        uninstall_from(Ok(self.containerd()), &options, folders, lock, record)
     }
 
     fn record(&self) -> Option<InstallRecord> {
@@ -146,7 +159,7 @@ fn a_killed_change_keeps_the_handler() {
     let older = machine.record();
     let plan = plan::install(&options, older.as_ref(), &node, &node.dump().unwrap()).unwrap();
     assert!(plan.edit.is_some());
-    let source = SourceFile::simulated("one");
+    let source = SourceFile::simulated(b"one");
     for _ in 1..=2 {
         let record = InstallRecord::of(&options.prefix, &source, machine.record(), &plan, &[]);
         record.write(&options.state_dir).unwrap();
@@ -192,4 +205,41 @@ fn containerd_1_needs_the_shim_in_its_path() {
         let linked = machine.path("linked");
         let _ = std::os::unix::fs::symlink(machine.path("prefix/bin"), linked);
     }
+}
+
+/// containerd starts a shim while its configuration without the handler is read. The script waits
+/// until the process runs the shim's program.
+const START_SHIM: &str = r#"
+if ! grep -q affinode config.toml && [ ! -e pid ]; then
+    prefix/bin/containerd-shim-affinode-v1 1000 < /dev/null > /dev/null 2>&1 &
+    echo $! > pid
+    until [ "$(cat /proc/$!/comm)" = containerd-shim ]; do :; done
+fi
+"#;
+
+/// A container starts after the uninstallation has found no container. Its programs must stay, and
+/// the uninstallation can be repeated after its end.
+#[test]
+fn a_late_container_keeps_the_programs() {
+    let machine = Machine::new();
+    let program = fs::read("/bin/sleep").unwrap();
+    machine.install(&program).unwrap();
+    let shim = machine.path("prefix/bin/containerd-shim-affinode-v1");
+    // Another process writes the program again. The kernel executes no program that is open for
+    // writing, and a child of another test may have inherited the file from this process.
+    let copy = "cp \"$0\" \"$0.new\" && mv \"$0.new\" \"$0\"";
+    assert!(Command::new("sh").args(["-c", copy]).arg(&shim).status().unwrap().success());
+    machine.hook(START_SHIM);
+    let done = machine.uninstall();
+    let pid = fs::read_to_string(machine.path("pid")).unwrap();
+    let kept = shim.exists() && machine.record().is_some();
+    assert!(Command::new("kill").args(["-9", pid.trim()]).status().unwrap().success());
+    while fs::read_link(format!("/proc/{}/exe", pid.trim())).is_ok() {
+        std::thread::yield_now();
+    }
+    assert!(matches!(done, Err(InstallError::Late(_))), "{done:?}");
+    assert!(kept, "containerd needs the shim and its record");
+    assert_eq!(machine.config(), CONFIG, "no further container can start");
+    machine.uninstall().unwrap();
+    assert!(!shim.exists() && machine.record().is_none());
 }
