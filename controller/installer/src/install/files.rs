@@ -191,15 +191,35 @@ impl FileChange {
         self.replaces
     }
 
-    /// Writes a new file and renames it over the old file. Processes that run or map the old file
-    /// keep the old content.
-    pub fn make(&self) -> Result<(), FileError> {
-        let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
-        if let Some(folder) = self.to.parent() {
-            fs::create_dir_all(folder).map_err(failed)?;
-        }
-        replace(&self.to, &self.content, Some(self.mode)).map_err(failed)
+    /// Returns whether the file at the target has the new content.
+    pub fn is_made(&self) -> bool {
+        fs::read(&self.to).is_ok_and(|there| there == *self.content)
     }
+
+    /// Writes the new file next to its target.
+    fn stage(&self) -> Result<StagedFile, FileError> {
+        if let Some(folder) = self.to.parent() {
+            fs::create_dir_all(folder).map_err(|source| self.failed(source))?;
+        }
+        StagedFile::write(&self.to, &self.content, Some(self.mode))
+            .map_err(|source| self.failed(source))
+    }
+
+    fn failed(&self, source: io::Error) -> FileError {
+        FileError::Io { action: "write", path: self.to.clone(), source }
+    }
+}
+
+/// Writes all new files next to their targets, and then renames each over its old file. If one
+/// cannot be written, for example because the disk is full, no old file is replaced. Processes that
+/// run or map an old file keep its content.
+pub fn make(changes: &[FileChange]) -> Result<(), FileError> {
+    let staged: Vec<StagedFile> =
+        changes.iter().map(FileChange::stage).collect::<Result<_, _>>()?;
+    for (change, file) in changes.iter().zip(staged) {
+        file.put().map_err(|source| change.failed(source))?;
+    }
+    Ok(())
 }
 
 impl fmt::Display for FileChange {
@@ -264,20 +284,44 @@ pub fn remove_left(path: &Path) -> Result<(), FileError> {
 /// Writes a file completely or not at all. If `mode` is `None`, an existing file keeps its mode,
 /// and a new file gets the mode 0644.
 pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
-    let (path, fresh) = places_of(path);
-    let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
-    let mode = mode.or(there.ok()).unwrap_or(0o644);
-    let write = || {
-        let mut file =
-            fs::File::options().create(true).write(true).truncate(true).mode(mode).open(&fresh)?;
+    StagedFile::write(path, bytes, mode)?.put()
+}
+
+/// A complete new file next to its target. When this value is dropped, the new file is removed
+/// unless it was renamed.
+struct StagedFile {
+    fresh: PathBuf,
+    path: PathBuf,
+}
+
+impl StagedFile {
+    fn write(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<StagedFile> {
+        let (path, fresh) = places_of(path);
+        let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
+        let mode = mode.or(there.ok()).unwrap_or(0o644);
+        let staged = StagedFile { fresh, path };
+        let mut file = fs::File::options()
+            .create(true)
+            .write(true)
+            .truncate(true)
+            .mode(mode)
+            .open(&staged.fresh)?;
         file.set_permissions(fs::Permissions::from_mode(mode))?;
         file.write_all(bytes)?;
         file.sync_all()?;
-        fs::rename(&fresh, &path)
-    };
-    write().inspect_err(|_| {
-        let _ = fs::remove_file(&fresh);
-    })
+        Ok(staged)
+    }
+
+    /// Renames the new file over its target.
+    fn put(self) -> io::Result<()> {
+        fs::rename(&self.fresh, &self.path)
+    }
+}
+
+impl Drop for StagedFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.fresh);
+    }
 }
 
 /// Removes a file if it exists.
@@ -318,4 +362,32 @@ pub fn digest_of(content: &[u8]) -> String {
 
 fn read(path: &Path) -> Result<Vec<u8>, FileError> {
     fs::read(path).map_err(|source| FileError::Io { action: "read", path: path.to_owned(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The second file cannot be written, because its folder is a file. The first file must keep
+    /// its content, so that the installed files are of one version.
+    #[test]
+    fn all_files_are_replaced_or_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let shim = folder.path().join("shim");
+        fs::write(&shim, "old").unwrap();
+        let change = |to: &Path| FileChange {
+            content: b"new".as_slice().into(),
+            to: to.to_owned(),
+            mode: 0o755,
+            replaces: true,
+        };
+        let changes = [change(&shim), change(&shim.join("library"))];
+        let error = make(&changes).unwrap_err().to_string();
+        assert!(error.contains("shim/library"), "{error}");
+        assert_eq!(fs::read_to_string(&shim).unwrap(), "old");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
+        make(&changes[..1]).unwrap();
+        assert!(changes[0].is_made());
+        assert_eq!(fs::metadata(&shim).unwrap().permissions().mode() & 0o777, 0o755);
+    }
 }

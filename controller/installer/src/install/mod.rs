@@ -309,12 +309,15 @@ fn install_on(
     if let Err(error) = put(&change, docker, &changes, &plan) {
         if fresh {
             remove_first(options, &changes, &record)?;
-        } else if let Some(older) = older.filter(|_| plan.is_undone()) {
+            return Err(error);
+        }
+        if let Some(older) = older.filter(|_| plan.is_undone()) {
             record.revert(&older);
             // If the record cannot be written, the next installation still keeps the handlers that
             // containerd has loaded.
             let _ = record.write(&options.state_dir);
         }
+        controllers.make_after_failure(options, &changes);
         return Err(error);
     }
     record.settle(&plan);
@@ -387,9 +390,7 @@ fn put(
     changes: &[FileChange],
     plan: &HandlerPlan,
 ) -> Result<(), InstallError> {
-    for change in changes {
-        change.make()?;
-    }
+    files::make(changes)?;
     docker.make(&effect.options.state_dir)?;
     let made = match &plan.edit {
         Some(edit) => effect.edit(edit, plan),

@@ -57,6 +57,16 @@ impl ControllerReplacement {
         steps
     }
 
+    /// Replaces the controllers after a later step of the installation has failed, if programs of
+    /// the new version are already in place. New shims then do not meet a controller of the earlier
+    /// version.
+    pub fn make_after_failure(&self, options: &InstallOptions, changes: &[FileChange]) {
+        if changes.iter().any(FileChange::is_made) {
+            // The installation reports the first error. The next one plans this step again.
+            let _ = self.make(options);
+        }
+    }
+
     /// Starts or restarts the unit, and ends the controllers of the earlier version.
     ///
     /// # Errors

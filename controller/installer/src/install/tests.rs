@@ -2,6 +2,7 @@
 //! shell, and its configuration is a file that the shell prints.
 
 use std::{
+    io::Read,
     process::{Child, Command, Stdio},
     time::Duration,
 };
@@ -120,6 +121,13 @@ impl Drop for Machine {
     }
 }
 
+/// Makes another process write a program again. The kernel executes no program that is open for
+/// writing, and a child of another test may have inherited the file from this process.
+fn rewrite(program: &Path) {
+    let copy = "cp \"$0\" \"$0.new\" && mv \"$0.new\" \"$0\"";
+    assert!(Command::new("sh").args(["-c", copy]).arg(program).status().unwrap().success());
+}
+
 /// containerd refuses a configuration in which a second handler has the changed setting.
 const REFUSE_CHANGED: &str =
     "if [ \"$(grep -c second config.toml)\" -ge 2 ]; then echo refused >&2; exit 1; fi";
@@ -225,10 +233,7 @@ fn a_late_container_keeps_the_programs() {
     let program = fs::read("/bin/sleep").unwrap();
     machine.install(&program).unwrap();
     let shim = machine.path("prefix/bin/containerd-shim-affinode-v1");
-    // Another process writes the program again. The kernel executes no program that is open for
-    // writing, and a child of another test may have inherited the file from this process.
-    let copy = "cp \"$0\" \"$0.new\" && mv \"$0.new\" \"$0\"";
-    assert!(Command::new("sh").args(["-c", copy]).arg(&shim).status().unwrap().success());
+    rewrite(&shim);
     machine.hook(START_SHIM);
     let done = machine.uninstall();
     let pid = fs::read_to_string(machine.path("pid")).unwrap();
@@ -242,4 +247,30 @@ fn a_late_container_keeps_the_programs() {
     assert_eq!(machine.config(), CONFIG, "no further container can start");
     machine.uninstall().unwrap();
     assert!(!shim.exists() && machine.record().is_none());
+}
+
+/// The files of an upgrade are in place, and containerd then refuses the changed handler. The
+/// controller of the earlier version must be replaced nevertheless.
+#[test]
+fn a_failed_upgrade_replaces_the_controller() {
+    let machine = Machine::new();
+    machine.install(fs::read("/bin/bash").unwrap()).unwrap();
+    let shim = machine.path("prefix/bin/containerd-shim-affinode-v1");
+    rewrite(&shim);
+    // The script of the controller. The end of its input does not end it before SIGTERM does, which
+    // was sent before.
+    let script = "trap 'exit 7' TERM; echo; read line; exit 0";
+    fs::write(machine.path("controller"), script).unwrap();
+    let mut controller = Command::new(&shim);
+    controller.arg("controller").current_dir(machine.root.path());
+    let mut controller = controller.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    controller.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    machine.change_stock_handler();
+    machine.hook(REFUSE_CHANGED);
+    let done = machine.install("two");
+    // The controller's input ends.
+    let status = controller.wait().unwrap();
+    assert!(done.unwrap_err().to_string().contains("refused"));
+    assert_eq!(fs::read_to_string(&shim).unwrap(), "two");
+    assert_eq!(status.code(), Some(7), "the controller was told to end");
 }

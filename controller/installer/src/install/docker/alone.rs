@@ -70,11 +70,13 @@ pub fn install(
         InstallRecord::of(&options.prefix, source, older, &HandlerPlan::default(), &lock.made);
     record.settled = true;
     record.write(&options.state_dir)?;
-    let made = make(docker, &changes, options);
-    if made.is_err() && fresh {
-        remove_first(options, &changes, &record)?;
+    if let Err(error) = make(docker, &changes, options) {
+        match fresh {
+            true => remove_first(options, &changes, &record)?,
+            false => controllers.make_after_failure(options, &changes),
+        }
+        return Err(error);
     }
-    made?;
     controllers.make(options)?;
     Ok(steps)
 }
@@ -84,9 +86,7 @@ fn make(
     changes: &[FileChange],
     options: &InstallOptions,
 ) -> Result<(), InstallError> {
-    for change in changes {
-        change.make()?;
-    }
+    files::make(changes)?;
     Ok(docker.make(&options.state_dir)?)
 }
 
