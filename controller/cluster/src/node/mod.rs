@@ -371,9 +371,8 @@ impl NodeAgent<'_> {
         tracing::error!("node: cannot install Affinode: {why}");
         self.metrics.now(InstallState::Failed);
         Ok(match self.keeps_serving(was_labelled).await? {
-            true => format!(
-                "served as before, by the earlier version; this version was not installed: {why}"
-            ),
+            // The files may be those of this version already, with the earlier handler.
+            true => format!("served, but this version is not completely installed: {why}"),
             false => format!("not installed: {why}"),
         })
     }

@@ -194,7 +194,9 @@ fn an_excluded_node_is_never_installed() {
 #[test]
 fn a_failed_upgrade_keeps_the_label() {
     let agent = Agent::start(json!({ RUNTIME: "true" }), &["served", "due", "broken"], &[]);
-    agent.until_state("the failure", |state| state.starts_with("served as before"));
+    agent.until_state("the failure", |state| {
+        state.starts_with("served, but this version is not completely installed")
+    });
     assert!(agent.api.annotation(STATE).contains("no space left"));
     assert_eq!(agent.api.label(RUNTIME), "true", "pods still come to it");
 }
