@@ -218,16 +218,18 @@ pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
     while let Ok(1..) = stream.read(&mut bytes).await {}
 }
 
-/// Withdraws a container from the controller, if a controller runs, and removes the container's
-/// folder. The command `delete` uses this function, because it has no announcer task.
-pub fn withdraw(paths: &ShimPaths, key: &str) {
+/// Withdraws a container from the controller, if a controller runs and replies before `deadline`,
+/// and removes the container's folder. The command `delete` uses this function, because it has no
+/// announcer task.
+pub fn withdraw(paths: &ShimPaths, key: &str, deadline: std::time::Instant) {
     let folder = paths.container(key);
     if !folder.exists() {
         return;
     }
     let generation = folder.generation();
-    // If no controller runs, no list contains the container, so a failed call is ignored.
-    let _ = RpcCaller::control(&paths.control_socket())
+    // A failed call is ignored. If no controller runs, no list contains the container. A controller
+    // that does not reply in time notices later that containerd has removed the bundle.
+    let _ = RpcCaller::control_until(&paths.control_socket(), deadline)
         .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
     if let Err(error) = folder.remove(generation) {
         warn!("container {key}: cannot remove its folder in the run directory: {error}");

@@ -60,22 +60,29 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         Bundle::new(&flags.bundle)
     };
     let stock = RuncShim::find(&flags.publish_binary)?;
-    let orphans = match group_note(&bundle) {
-        Some(note) => end_dead_group(&bundle, &note),
+    delete_with(&stock, &ShimPaths::own(), flags, argv, &bundle, deadline)
+}
+
+fn delete_with(
+    stock: &RuncShim,
+    paths: &ShimPaths,
+    flags: &ShimFlags,
+    argv: &[OsString],
+    bundle: &Bundle,
+    deadline: Instant,
+) -> Result<u8, DeleteError> {
+    let orphans = match group_note(bundle) {
+        Some(note) => end_dead_group(bundle, &note),
         None => BTreeSet::new(),
     };
     let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
     let mut lent = LentBundles::default();
     let children: Vec<(&String, Child)> = orphans
         .iter()
-        .filter_map(|id| Some((id, delete_one(&stock, flags, &bundle, id, &mut lent)?)))
+        .filter_map(|id| Some((id, delete_one(stock, flags, bundle, id, &mut lent)?)))
         .collect();
     // containerd kills this process after 5 s, so the container's own clean-up comes first.
     let _ = process::wait(&mut own, deadline);
-    let paths = ShimPaths::own();
-    for id in std::iter::once(&flags.id).chain(&orphans) {
-        announce::withdraw(&paths, &container_key(&flags.namespace, id));
-    }
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
             warn!(
@@ -87,8 +94,12 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     let status = own.wait().map_err(DeleteError::Run)?;
     let own = status.success().then_some(&flags.id);
     let ids = own.into_iter().chain(&orphans).collect();
-    delete_what_is_left(&stock, flags, &bundle, ids, &mut lent, deadline);
+    delete_what_is_left(stock, flags, bundle, ids, &mut lent, deadline);
     drop(lent);
+    // A controller that does not reply must not take the time of the clean-up.
+    for id in std::iter::once(&flags.id).chain(&orphans) {
+        announce::withdraw(paths, &container_key(&flags.namespace, id), deadline);
+    }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
@@ -317,6 +328,40 @@ mod tests {
         assert!(!state.exists(), "runc has deleted the container");
         drop(lent);
         assert!(!pair.path().exists(), "the lent folder is gone");
+    }
+
+    /// The stock shim deletes the container only at its second attempt. Until then the container
+    /// must not be withdrawn, because a controller that does not reply would take the time that the
+    /// attempt needs.
+    #[test]
+    fn containers_are_withdrawn_last() {
+        const STOCK: &str = r#"#!/bin/sh
+            cd "$(dirname "$0")"
+            if [ -d run/containers/* ]; then echo there; else echo withdrawn; fi >> attempts
+            if [ -e raced ]; then rm -r runc/ns/pod; else : > raced; fi
+        "#;
+        let dir = tempfile::tempdir().unwrap();
+        let bundle = Bundle::new(dir.path().join("pod"));
+        fs::create_dir(bundle.path()).unwrap();
+        let options = format!(r#"{{"root":"{}"}}"#, dir.path().join("runc").display());
+        fs::write(bundle.path().join("options.json"), options).unwrap();
+        fs::create_dir_all(bundle.runc_state("ns", "pod")).unwrap();
+        let paths = ShimPaths {
+            run_dir: dir.path().join("run"),
+            lib_dir: dir.path().join("lib"),
+            config: dir.path().join("config.toml"),
+        };
+        let folder = paths.container(&container_key("ns", "pod"));
+        folder.make(1, b"").unwrap();
+        let stock = RuncShim::script(&dir.path().join("stock"), STOCK);
+        let flags = ShimFlags { namespace: "ns".into(), id: "pod".into(), ..ShimFlags::default() };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let argv = ["-id".into(), "pod".into(), "delete".into()];
+        let deleted = delete_with(&stock, &paths, &flags, &argv, &bundle, deadline);
+        assert_eq!(deleted.unwrap(), 0);
+        let attempts = fs::read_to_string(dir.path().join("attempts")).unwrap();
+        assert_eq!(attempts, "there\nthere\n");
+        assert!(!folder.exists());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use affinode_proto::api::control::{
     AnnounceRequest, AnnounceResponse, Announcement, WithdrawRequest, WithdrawResponse,
@@ -32,7 +32,7 @@ pub struct RpcCaller {
 #[derive(Debug, thiserror::Error)]
 pub enum RpcError {
     /// The connection could not be made, it broke, or the peer did not reply in time.
-    #[error("the connection failed, ended, or got no reply within {TIMEOUT:?}")]
+    #[error("the connection failed, ended, or got no reply in time (at most {TIMEOUT:?})")]
     Io(#[from] io::Error),
     /// The reply is not a ttrpc frame.
     #[error("the reply is not a ttrpc frame")]
@@ -56,18 +56,32 @@ impl RpcCaller {
     pub fn stock(path: &Path, task_version: i64) -> Result<RpcCaller, RpcError> {
         let service =
             if task_version >= 3 { "containerd.task.v3.Task" } else { "containerd.task.v2.Task" };
-        RpcCaller::connect(path, service)
+        RpcCaller::connect(path, service, TIMEOUT)
     }
 
     /// Connects to the controller.
     pub fn control(path: &Path) -> Result<RpcCaller, RpcError> {
-        RpcCaller::connect(path, CONTROL_SERVICE)
+        RpcCaller::connect(path, CONTROL_SERVICE, TIMEOUT)
     }
 
-    fn connect(path: &Path, service: &'static str) -> Result<RpcCaller, RpcError> {
+    /// Connects to the controller for calls that must end before `deadline`. Does not connect if
+    /// the deadline has passed.
+    pub fn control_until(path: &Path, deadline: Instant) -> Result<RpcCaller, RpcError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        }
+        RpcCaller::connect(path, CONTROL_SERVICE, left.min(TIMEOUT))
+    }
+
+    fn connect(
+        path: &Path,
+        service: &'static str,
+        timeout: Duration,
+    ) -> Result<RpcCaller, RpcError> {
         let stream = UnixStream::connect(path)?;
-        stream.set_read_timeout(Some(TIMEOUT))?;
-        stream.set_write_timeout(Some(TIMEOUT))?;
+        stream.set_read_timeout(Some(timeout))?;
+        stream.set_write_timeout(Some(timeout))?;
         Ok(RpcCaller { stream, service, next_stream: 1 })
     }
 

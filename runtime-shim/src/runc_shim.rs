@@ -85,9 +85,13 @@ impl RuncShim {
     /// Writes this script to `path`, and returns it in place of the stock shim, for a test.
     #[cfg(test)]
     pub fn script(path: &Path, text: &str) -> RuncShim {
-        use std::os::unix::fs::PermissionsExt;
-        std::fs::write(path, text).unwrap();
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let written = path.with_extension("text");
+        std::fs::write(&written, text).unwrap();
+        // The file is copied by `install`, in another process. If this process wrote the file, a
+        // child that another test forks at that time could hold it open for writing. The kernel
+        // does not execute such a file (ETXTBSY).
+        let mut install = Command::new("install");
+        assert!(install.args(["-m", "755"]).arg(written).arg(path).status().unwrap().success());
         RuncShim(path.to_owned())
     }
 
@@ -151,14 +155,8 @@ mod tests {
 
     fn script(text: &str) -> (tempfile::TempDir, RuncShim) {
         let dir = tempfile::tempdir().unwrap();
-        let (written, path) = (dir.path().join("text"), dir.path().join(NAME));
-        std::fs::write(&written, format!("#!/bin/sh\n{text}\n")).unwrap();
-        // The file is copied by `install`, in another process. If this process wrote the file, a
-        // child that another test forks at that time could hold it open for writing. The kernel
-        // does not execute such a file (ETXTBSY).
-        let mut install = Command::new("install");
-        assert!(install.args(["-m", "755"]).arg(written).arg(&path).status().unwrap().success());
-        (dir, RuncShim(path))
+        let shim = RuncShim::script(&dir.path().join(NAME), &format!("#!/bin/sh\n{text}\n"));
+        (dir, shim)
     }
 
     #[test]

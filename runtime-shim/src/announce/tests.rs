@@ -218,3 +218,19 @@ async fn garbage_replies_do_not_stop_announcing() {
     let mut fake = Fake { listener, connections: JoinSet::new() };
     assert_eq!(fake.answer(1).await, ["announce a"]);
 }
+
+/// `delete` has no time left. It must not wait for a controller that may not reply, but must remove
+/// the container's folder.
+#[test]
+fn without_time_only_the_folder_is_removed() {
+    let node = Node::new();
+    let paths = node.launcher().paths;
+    let folder = paths.container("a");
+    folder.make(1, b"").unwrap();
+    let controller = std::os::unix::net::UnixListener::bind(paths.control_socket()).unwrap();
+    controller.set_nonblocking(true).unwrap();
+    withdraw(&paths, "a", std::time::Instant::now());
+    let call = controller.accept().unwrap_err();
+    assert_eq!(call.kind(), std::io::ErrorKind::WouldBlock, "no call is made");
+    assert!(!folder.exists());
+}
