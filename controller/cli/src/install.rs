@@ -181,8 +181,8 @@ struct InstallPaths {
     /// unit. none: you restart containerd.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: RestartMode,
-    /// Systemd unit that runs containerd. Default: the unit of k3s or rke2 if one of them runs
-    /// containerd, otherwise containerd.
+    /// Systemd unit that runs containerd. Default: the unit to which containerd belongs, such as
+    /// k3s. If this unit is not known: containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
     /// Print what would be done, and change nothing.

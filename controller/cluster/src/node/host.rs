@@ -52,8 +52,8 @@ pub struct HostPaths {
     /// How containerd is restarted after an installation: systemd or none.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: String,
-    /// Name of the systemd unit that runs containerd. If omitted: k3s or rke2 if one of them runs
-    /// containerd, otherwise containerd.
+    /// Name of the systemd unit that runs containerd. If omitted: the unit to which containerd
+    /// belongs, such as k3s. If this unit is not known: containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
     /// Whether systemd keeps a controller running, on nodes with systemd. The option has an effect

@@ -34,9 +34,9 @@ const NOT_BOOTED: &str = "has not been booted with systemd";
 const BACK_WITHIN: Duration = Duration::from_secs(60);
 /// Default name of containerd's systemd unit.
 const UNIT: &str = "containerd";
-/// Names of the systemd units of k3s and rke2, which run a containerd. A dash and more text may
+/// Names of the systemd units of k3s, rke2 and k0s, which run a containerd. A dash and more text may
 /// follow, because the installer of k3s can name its unit `k3s-NAME`.
-const RANCHER: [&str; 2] = ["k3s", "rke2"];
+const DISTRIBUTIONS: [&str; 5] = ["k3s", "rke2", "k0s", "k0scontroller", "k0sworker"];
 /// Length of a clock tick in milliseconds. On this architecture, start times in /proc are counted
 /// in such ticks.
 const TICK_MS: u64 = 10;
@@ -48,8 +48,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 pub enum RestartRequest {
     /// systemd restarts containerd. It does not stop running shims.
     Systemd {
-        /// Name of the unit. The default is the unit of k3s or rke2 if containerd belongs to one,
-        /// else `containerd`.
+        /// Name of the unit. The default is the unit to which containerd belongs. If the unit is
+        /// not known, it is `containerd`.
         unit: Option<String>,
     },
     /// The installer does not restart containerd. The operator restarts it.
@@ -414,12 +414,23 @@ impl fmt::Display for RestartRequest {
     }
 }
 
-/// Returns the unit of k3s or rke2 to which a process belongs, from the content of
-/// /proc/PID/cgroup.
+/// Returns the systemd unit to which containerd belongs, from the content of /proc/PID/cgroup: the
+/// last service in its path, if this service runs a containerd. `None`: containerd was started by
+/// other means, for example in a user's session or by a test, which must not be restarted.
 fn unit_of(cgroups: &str) -> Option<&str> {
-    let segments = cgroups.lines().flat_map(|line| line.split('/'));
-    let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
-    segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
+    cgroups.lines().find_map(|line| {
+        let mut segments = line.rsplit('/');
+        let unit = segments.find(|unit| unit.ends_with(".service") || unit.ends_with(".scope"))?;
+        let unit = unit.strip_suffix(".service").filter(|unit| runs_containerd(unit))?;
+        // The systemd of a user has other units than that of the machine.
+        (!segments.any(|segment| segment.starts_with("user@"))).then_some(unit)
+    })
+}
+
+/// Returns whether a service of this name runs a containerd.
+fn runs_containerd(unit: &str) -> bool {
+    let name = unit.split('-').next().unwrap_or_default();
+    DISTRIBUTIONS.contains(&name) || unit.contains("containerd")
 }
 
 /// Waits for at most `within` until no shim of the installation, no job and no container of Podman
@@ -562,8 +573,26 @@ mod tests {
         assert_eq!(unit_of(v1), Some("k3s"));
         assert_eq!(unit_of("0::/system.slice/rke2-agent.service/containerd\n"), Some("rke2-agent"));
         assert_eq!(unit_of("0::/system.slice/k3s-lab.service\n"), Some("k3s-lab"));
-        assert_eq!(unit_of("0::/system.slice/containerd.service\n"), None);
-        assert_eq!(unit_of("0::/system.slice/k3sup.service\n"), None);
-        assert_eq!(unit_of("0::/user.slice/my-k3s.service\n"), None);
+        assert_eq!(unit_of("0::/system.slice/containerd.service\n"), Some("containerd"));
+        assert_eq!(unit_of("0::/system.slice/k0sworker.service\n"), Some("k0sworker"));
+        let microk8s = "0::/system.slice/snap.microk8s.daemon-containerd.service\n";
+        assert_eq!(unit_of(microk8s), Some("snap.microk8s.daemon-containerd"));
+        // A node in a container of Docker, such as that of kind.
+        let kind = "1:name=systemd:/system.slice/docker.service/x/system.slice/containerd.service";
+        assert_eq!(unit_of(kind), Some("containerd"));
+        // A user or another service started containerd. It must not be ended.
+        for session in [
+            "0::/user.slice/user-0.slice/session-3.scope\n",
+            "0::/system.slice/ssh.service/session-3.scope\n",
+            "0::/user.slice/user-1000.slice/user@1000.service/app.slice/k3s.service\n",
+            "0::/user.slice/user-1000.slice/user@1000.service\n",
+            "0::/system.slice/actions-runner.service\n",
+            "0::/system.slice/k3sup.service\n",
+            "0::/user.slice/my-k3s.service\n",
+            "0::/\n",
+            "",
+        ] {
+            assert_eq!(unit_of(session), None, "{session}");
+        }
     }
 }
