@@ -12,7 +12,7 @@ use tracing::warn;
 
 use crate::announce::Announcer;
 use crate::bundle::Bundle;
-use crate::create::{self, PreparedContainer};
+use crate::create;
 use crate::launch::Launcher;
 use crate::paths::{ShimPaths, container_key};
 use crate::proxy::TaskService;
@@ -63,19 +63,33 @@ impl Containers {
     }
 }
 
+/// Runs a step of a container's preparation in a thread that may block. After a panic it returns the
+/// default, so the container runs unmanaged.
+async fn blocking<T: Default + Send + 'static>(
+    id: &str,
+    step: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    tokio::task::spawn_blocking(step)
+        .await
+        .inspect_err(|error| warn!("container {id}: runs unmanaged: {error}"))
+        .unwrap_or_default()
+}
+
 impl TaskService for Containers {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
         self.members.borrow_mut().insert(request.id.clone());
         self.note_members();
-        let (id, request, start_settings_of) =
-            (&request.id, request.clone(), self.start_settings_of);
-        let prepare = move || create::prepare(&paths, &namespace, &request, start_settings_of);
-        let PreparedContainer { options, container } = tokio::task::spawn_blocking(prepare)
-            .await
-            .inspect_err(|error| warn!("container {id}: runs unmanaged: {error}"))
-            .unwrap_or_default();
-        if let Some(container) = container {
+        let (id, start_settings_of) = (&request.id, self.start_settings_of);
+        let (reads, manages) = (request.clone(), request.clone());
+        let (options, spec) = blocking(id, move || create::read(&reads)).await;
+        // The options are translated before, because the stock shim refuses those of the request. A
+        // panic while the container is edited must not lose them.
+        let manage =
+            move |spec| create::manage(&paths, &namespace, &manages, spec, start_settings_of);
+        if let Some(spec) = spec
+            && let Some(container) = blocking(id, move || manage(spec)).await
+        {
             self.announcer.add(container);
         }
         options
@@ -94,5 +108,54 @@ impl TaskService for Containers {
             self.note_members();
         }
         self.announcer.remove(container_key(&self.namespace, id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::paths::LIB_FILE;
+    use containerd_shim_protos::types::mount::Mount;
+
+    use super::*;
+    use crate::options::RUNC_OPTIONS;
+
+    /// The preparation of a container panics. Its options must be translated nevertheless, because
+    /// the stock shim would refuse those that containerd sends.
+    #[tokio::test]
+    async fn a_panic_keeps_the_translated_options() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["bundle", "image/etc", "lib"] {
+            std::fs::create_dir_all(path(name)).unwrap();
+        }
+        std::fs::write(path("lib").join(LIB_FILE), "ELF").unwrap();
+        let spec = serde_json::json!({
+            "process": { "args": ["sh"], "env": ["NVIDIA_VISIBLE_DEVICES=all"] },
+            "root": { "path": "rootfs" },
+            "linux": { "cgroupsPath": "kubepods.slice:cri-containerd:x" },
+        });
+        std::fs::write(path("bundle/config.json"), spec.to_string()).unwrap();
+        let paths =
+            ShimPaths { run_dir: path("run"), lib_dir: path("lib"), config: path("affinode.toml") };
+        let containers = Containers {
+            announcer: Announcer::spawn(Launcher::new(paths.clone())),
+            namespace: "ns".to_owned(),
+            start_settings_of: |_, _| panic!("a fault of the shim"),
+            paths,
+            bundle: Bundle::new(path("bundle")),
+            members: RefCell::default(),
+        };
+        let mut request = CreateTaskRequest::new();
+        request.id = "box".to_owned();
+        request.bundle = path("bundle").display().to_string();
+        request.rootfs.push(Mount {
+            type_: "bind".to_owned(),
+            source: path("image").display().to_string(),
+            options: vec!["rbind".to_owned(), "rw".to_owned()],
+            ..Mount::default()
+        });
+        let options = containers.create(&request).await.unwrap();
+        assert_eq!(options.type_url, RUNC_OPTIONS);
+        assert!(!containers.paths.container(&container_key("ns", "box")).exists());
     }
 }

@@ -83,9 +83,19 @@ pub fn prepare(
     request: &CreateTaskRequest,
     start_settings_of: StartSettingsOf,
 ) -> PreparedContainer {
+    let (options, spec) = read(request);
+    let container =
+        spec.and_then(|spec| manage(paths, namespace, request, spec, start_settings_of));
+    PreparedContainer { options, container }
+}
+
+/// Reads the spec of a container, and translates the options of its Create request. Returns options
+/// that replace those of the request, and the spec. It does not edit anything, so that a fault of
+/// [`manage`] leaves the options as the stock shim needs them.
+#[must_use]
+pub fn read(request: &CreateTaskRequest) -> (Option<Any>, Option<Value>) {
     let id = request.id.as_str();
-    let bundle = Bundle::new(&request.bundle);
-    let mut spec = match bundle.read_spec() {
+    let spec = match Bundle::new(&request.bundle).read_spec() {
         Ok(spec) => Some(spec),
         Err(error) => {
             warn!("container {id}: runs unmanaged: {}", report(&error));
@@ -98,21 +108,21 @@ pub fn prepare(
             warn!("container {id}: the runtime options cannot be read, and are passed to the stock shim unchanged: {}", report(error));
         })
         .unwrap_or_default();
-    let container = spec
-        .as_mut()
-        .and_then(|spec| manage(paths, namespace, request, &bundle, spec, start_settings_of));
-    PreparedContainer { options, container }
+    (options, spec)
 }
 
-fn manage(
+/// Adds Affinode to a container with a GPU. Returns the announcement of the container. `None`: the
+/// container runs unmanaged. Reads and writes files, so it may block.
+#[must_use]
+pub fn manage(
     paths: &ShimPaths,
     namespace: &str,
     request: &CreateTaskRequest,
-    bundle: &Bundle,
-    spec: &mut Value,
+    mut spec: Value,
     start_settings_of: StartSettingsOf,
 ) -> Option<Announcement> {
     let id = request.id.as_str();
+    let spec = &mut spec;
     let decision = spec::decide(spec);
     if let Some(warning) = decision.warning {
         warn!("container {id}: {warning}");
@@ -125,7 +135,8 @@ fn manage(
     claim_policy::add(&paths.run_dir, spec, &mut announcement);
     let folder = paths.container(&announcement.key);
     let settings = start_settings_of(&paths.config, &announcement);
-    match edit(paths, &folder, &announcement, settings, request, bundle, spec) {
+    let bundle = Bundle::new(&request.bundle);
+    match edit(paths, &folder, &announcement, settings, request, &bundle, spec) {
         Ok(()) => {
             info!(key = announcement.key, "container {id}: managed by Affinode");
             Some(announcement)
