@@ -503,6 +503,13 @@ fn uninstall_from(
     let unit = UnitPlan::of_removal(&options.state_dir)?;
     let plan = plan::uninstall(options, &record, node.as_ref().ok())?;
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
+    // Without containerd, the handlers cannot be removed. This must be known before Docker is
+    // changed.
+    let node = match node {
+        Err(error) if plan.edit.is_some() => return Err(error.into()),
+        node => node.ok(),
+    };
+    let before = node.as_ref().map(|node| removable(node, &plan)).transpose()?.flatten();
     let mut steps = docker.steps();
     steps.extend(plan.edit.iter().map(ConfigEdit::to_string));
     if plan.restarts {
@@ -519,16 +526,8 @@ fn uninstall_from(
     let Some(lock) = &mut lock else { return Ok(steps) };
     tidy(options, Some(&record))?;
     docker.make(&options.state_dir)?;
-    if let Some(edit) = &plan.edit {
-        let node = node?;
-        let before = node.dump()?;
-        let effect = InstallEffect { node: &node, before: &before, restart: &restart, options };
-        effect.edit(edit, &plan)?;
-    } else if let Ok(node) = &node {
-        // The file of k3s and rke2 may still contain the handler. At their next start they render
-        // the file again, without the handler.
-        let rendered = node.config_file().ends_with(target::RENDERED);
-        node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
+    if let (Some(edit), Some(node), Some(before)) = (&plan.edit, &node, &before) {
+        InstallEffect { node, before, restart: &restart, options }.edit(edit, &plan)?;
     }
     // containerd may have started a shim until the handler was removed. From here on no container
     // can start.
@@ -549,6 +548,21 @@ fn uninstall_from(
         let _ = fs::remove_dir(cgroup);
     }
     Ok(steps)
+}
+
+/// Checks that the handlers can be removed from containerd's configuration. Returns this
+/// configuration if files must be edited.
+fn removable(node: &ContainerdNode, plan: &HandlerPlan) -> Result<Option<toml::Table>, NodeError> {
+    if plan.edit.is_some() {
+        return node.dump().map(Some);
+    }
+    // The file of k3s and rke2 may still contain the handler. At their next start they render the
+    // file again, without the handler.
+    let rendered = node.config_file().ends_with(target::RENDERED);
+    match node.config() {
+        Ok(dump) if !rendered => gone(plan, &dump).map(|()| None),
+        _ => Ok(None),
+    }
 }
 
 /// Acquires the installer's lock, unless this is a dry run.

@@ -10,7 +10,7 @@ use std::{
 use toml::Table;
 
 use super::*;
-use crate::doctor::containerd::ContainerdProcess;
+use crate::doctor::containerd::{ContainerdAbsent, ContainerdProcess};
 
 const HANDLER: &str = "affinode";
 /// containerd's configuration before the installation.
@@ -94,11 +94,31 @@ impl Machine {
     }
 
     fn uninstall(&self) -> Result<Steps, InstallError> {
+        self.uninstall_from(Ok(self.containerd()))
+    }
+
+    fn uninstall_from(
+        &self,
+        node: Result<ContainerdNode, NodeError>,
+    ) -> Result<Steps, InstallError> {
         let options = self.options();
         let (lock, record) = (lock(&options)?, self.record().unwrap());
         let folders = folders::of(&options)?;
         unused(&options, &folders, options.drain)?;
-        uninstall_from(Ok(self.containerd()), &options, folders, lock, record)
+        uninstall_from(node, &options, folders, lock, record)
+    }
+
+    /// Registers the runtime in the file of a dockerd that does not run. Returns the file.
+    fn register_in_docker(&self) -> PathBuf {
+        let file = self.path("daemon.json");
+        let text = r#"{"runtimes":{"affinode":{"runtimeType":"io.containerd.affinode.v1"}}}"#;
+        fs::write(&file, text).unwrap();
+        let record = serde_json::json!({
+            "version": 1, "socket": self.path("docker.sock"), "config_file": file,
+            "runtime_name": HANDLER, "original": null, "written": text, "folders": [],
+        });
+        fs::write(self.path("state/docker.json"), record.to_string()).unwrap();
+        file
     }
 
     fn record(&self) -> Option<InstallRecord> {
@@ -273,4 +293,25 @@ fn a_failed_upgrade_replaces_the_controller() {
     assert!(done.unwrap_err().to_string().contains("refused"));
     assert_eq!(fs::read_to_string(&shim).unwrap(), "two");
     assert_eq!(status.code(), Some(7), "the controller was told to end");
+}
+
+/// containerd does not run, or refuses its configuration. An uninstallation cannot remove the
+/// handler, so it must not remove the runtime from Docker either.
+#[test]
+fn docker_stays_if_containerd_cannot_be_changed() {
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let (file, config) = (machine.register_in_docker(), machine.config());
+    let stopped = ContainerdAbsent::NoSocket(machine.path("containerd.sock"));
+    let before = fs::read_to_string(&file).unwrap();
+    let error = machine.uninstall_from(Err(stopped.into())).unwrap_err();
+    assert!(matches!(error, InstallError::Node(NodeError::Absent(_))), "{error}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), before);
+    machine.hook("echo refused >&2; exit 1");
+    let error = machine.uninstall().unwrap_err();
+    assert!(matches!(error, InstallError::Node(NodeError::Config(_))), "{error}");
+    assert_eq!((fs::read_to_string(&file).unwrap(), machine.config()), (before, config));
+    machine.hook("");
+    machine.uninstall().unwrap();
+    assert!(!file.exists() && machine.record().is_none());
 }
