@@ -156,12 +156,16 @@ impl DiskFile {
 
 impl Drop for DiskFile {
     fn drop(&mut self) {
-        if self.is_closed.load(Ordering::Acquire) {
-            // After an error, the file exists as long as the process keeps its descriptor.
-            let _ = rustix::fs::ftruncate(&self.files.writable, 0);
-        }
         let pieces = self.pieces.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.folder.give_back(pieces.len() as u64 * DISK_PIECE_BYTES);
+        let bytes = pieces.len() as u64 * DISK_PIECE_BYTES;
+        let is_empty = self.is_closed.load(Ordering::Acquire)
+            && rustix::fs::ftruncate(&self.files.writable, 0).is_ok();
+        if is_empty || bytes == 0 {
+            self.folder.give_back(bytes);
+        } else {
+            // The process may need the content.
+            self.folder.give_back_when_closed(&self.files.writable, bytes);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use rustix::{
     mount::{OpenTreeFlags, open_tree},
 };
 
-use crate::sys;
+use crate::{open_files::OpenFiles, sys};
 
 /// Beginning of the names that disk files have while they are being created.
 const NAME: &str = "affinode-disk-";
@@ -45,6 +45,8 @@ pub struct DiskFolder {
     max_bytes: u64,
     /// Size of the pieces of all disk files, in bytes.
     used_bytes: AtomicU64,
+    /// Files whose connections have ended.
+    open_files: OpenFiles,
     /// Number of files that were created.
     created: AtomicU64,
 }
@@ -79,6 +81,11 @@ impl DiskFolder {
             open_tree(&folder, "", flags).map_err(failed("clone the mount of the folder"))?;
         sys::make_read_only(&read_only)
             .map_err(failed("make a read-only mount (Linux 5.12 or later) of the folder"))?;
+        let open_files = OpenFiles::new().map_err(|source| DiskError {
+            step: "watch files in the folder",
+            path: path.to_owned(),
+            source,
+        })?;
         let names = Dir::read_from(&folder).map_err(failed("read the folder"))?;
         for entry in names.flatten() {
             if entry.file_name().to_bytes().starts_with(NAME.as_bytes()) {
@@ -92,6 +99,7 @@ impl DiskFolder {
             read_only,
             max_bytes,
             used_bytes: AtomicU64::new(0),
+            open_files,
             created: AtomicU64::new(0),
         })
     }
@@ -127,6 +135,7 @@ impl DiskFolder {
     /// Counts `bytes` more as used. Returns false if the maximum would be exceeded, or if less than
     /// a twentieth of the file system would stay free.
     pub fn take(&self, bytes: u64) -> bool {
+        self.give_back(self.open_files.closed_bytes());
         let has_room = rustix::fs::fstatvfs(&self.folder).is_ok_and(|found| {
             let unit = found.f_frsize;
             found.f_bavail.saturating_mul(unit)
@@ -141,9 +150,22 @@ impl DiskFolder {
         self.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
+    /// Counts `bytes` as free as soon as no process has the file open, which the caller is about to
+    /// close.
+    pub fn give_back_when_closed(&self, file: &OwnedFd, bytes: u64) {
+        if let Err(error) = self.open_files.add(file, bytes) {
+            tracing::warn!(
+                %error,
+                "cannot watch a disk file of an ended connection, so it does not count for the maximum size"
+            );
+            self.give_back(bytes);
+        }
+    }
+
     /// Returns the size of the pieces of all disk files, in bytes.
     #[cfg(test)]
     pub fn used_bytes(&self) -> u64 {
+        self.give_back(self.open_files.closed_bytes());
         self.used_bytes.load(Ordering::Relaxed)
     }
 }

@@ -33,6 +33,7 @@ mod disk_folder;
 mod disk_writers;
 mod ended_files;
 mod memory_file;
+mod open_files;
 mod pool;
 mod queue;
 mod serve;

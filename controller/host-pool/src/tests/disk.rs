@@ -188,3 +188,25 @@ fn folder_that_cannot_be_used_is_refused() {
     let proc = DiskFolder::open(std::path::Path::new("/proc/self"), 1 << 40);
     assert!(proc.is_err() || proc.is_ok_and(|folder| folder.create().is_err()));
 }
+
+/// The content of a process whose connection has ended takes space until the process closes its file.
+#[test]
+fn open_file_of_an_ended_connection_counts() {
+    let disk = start(2 * PIECE);
+    let first = disk.process(1, 1, 1);
+    let file = first.open_disk().unwrap();
+    assert!(first.store(0).is_some());
+    disk.pool.order(HostPoolOrder::Detach { process: 1 }, None);
+    first.expect_end();
+    let second = disk.process(2, 2, 2);
+    let _other = second.open_disk().unwrap();
+    assert!(second.store(0).is_some());
+    assert!(second.store(1).is_none(), "the maximum is reached");
+    drop((first, file));
+    let since = Instant::now();
+    // The thread of the ended connection closes its own descriptors.
+    while second.store(1).is_none() {
+        assert!(since.elapsed() < TOO_LONG);
+    }
+    disk.pool.end().unwrap();
+}
