@@ -71,7 +71,7 @@ impl Candidate {
     }
 }
 
-/// Chooses candidates that together free the missing VRAM. If all candidates together cannot free
+/// Chooses candidates that together free the missing VRAM, and none that is not needed. If all candidates together cannot free
 /// enough, the result depends on `partly`. If it is false, none is chosen. If it is true (the
 /// waiter has waited long), all candidates that free some of the missing VRAM are chosen.
 #[must_use]
@@ -86,7 +86,8 @@ pub fn choose(
     candidates.retain(|c| c.priority <= asker_priority);
     candidates
         .sort_by_cached_key(|c| (c.priority, std::cmp::Reverse(c.score(rule, now)), c.key.clone()));
-    let mut chosen = Vec::new();
+    let wanted = missing.clone();
+    let mut chosen: Vec<Candidate> = Vec::new();
     for candidate in candidates {
         let helps = |held: &&DeviceBytes| {
             held.bytes > 0 && missing.iter().any(|need| need.uuid == held.uuid && need.bytes > 0)
@@ -99,9 +100,37 @@ pub fn choose(
                 need.bytes = need.bytes.saturating_sub(held.bytes);
             }
         }
-        chosen.push(candidate.key);
+        chosen.push(candidate);
     }
-    if partly || missing.iter().all(|need| need.bytes == 0) { chosen } else { Vec::new() }
+    if missing.iter().all(|need| need.bytes == 0) {
+        spare(&mut chosen, &wanted);
+    } else if !partly {
+        chosen.clear();
+    }
+    chosen.into_iter().map(|candidate| candidate.key).collect()
+}
+
+/// Removes victims without which the others still free enough, the smallest first. A victim that was
+/// chosen early can be one: for example the context of an offloaded container, if a large container
+/// has to leave as well. Victims of a lower priority than others stay, because they go first.
+fn spare(chosen: &mut Vec<Candidate>, wanted: &[DeviceBytes]) {
+    let Some(highest) = chosen.iter().map(|victim| victim.priority).max() else { return };
+    let mut smallest_first: Vec<(u64, Key)> = chosen
+        .iter()
+        .filter(|victim| victim.priority == highest)
+        .map(|victim| (victim.bytes(), victim.key.clone()))
+        .collect();
+    smallest_first.sort();
+    for (_, key) in smallest_first {
+        let suffices = wanted.iter().all(|need| {
+            let others = chosen.iter().filter(|victim| victim.key != key);
+            let held = others.flat_map(|victim| &victim.holds).filter(|on| on.uuid == need.uuid);
+            held.map(|on| on.bytes).fold(0, u64::saturating_add) >= need.bytes
+        });
+        if suffices {
+            chosen.retain(|victim| victim.key != key);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -152,6 +181,23 @@ mod tests {
         assert_eq!(ask(true).len(), 1);
     }
 
+    /// The rule chooses a small container first, but a large one has to leave as well, and frees enough
+    /// alone.
+    #[test]
+    fn victim_that_is_not_needed_is_spared() {
+        let victims = |priority| {
+            let small = candidate(1, priority, 900, 900, 1);
+            let large = candidate(2, 0, 1, 1, 40);
+            let chosen = choose(vec![small, large], 0, bytes(30), VictimRule::Lru, 0, false);
+            chosen
+                .iter()
+                .map(|key| key.as_str().trim_start_matches('0').to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(victims(0), ["2"]);
+        assert_eq!(victims(-1), ["1", "2"], "a lower priority goes first");
+    }
+
     proptest! {
         /// Chooses victims from random candidates. No victim may have a priority above the
         /// waiter's. No candidate that stays may have a lower priority than a victim. All victims
@@ -171,6 +217,9 @@ mod tests {
                 prop_assert!(highest <= asker);
                 let freed: u64 = candidates.iter().filter(taken).map(Candidate::bytes).sum();
                 prop_assert!(freed >= need);
+                for victim in candidates.iter().filter(taken).filter(|c| c.priority == highest) {
+                    prop_assert!(freed - victim.bytes() < need, "a victim is not needed");
+                }
                 for spared in candidates.iter().filter(|c| !taken(c) && c.bytes() > 0) {
                     prop_assert!(spared.priority >= highest);
                 }
