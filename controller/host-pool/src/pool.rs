@@ -201,11 +201,13 @@ impl Pool {
 
     /// Ends a connection. Its thread then closes its socket and its file.
     pub(crate) fn end(&self, client: &Client) {
+        // Not with the lock, because the kernel may wait for others that use the file system.
+        let ended = client.memory.end();
         let mut state = self.lock();
         state.queue.remove(client.id);
         let removed = state.clients.remove(&client.id);
         if removed.is_some()
-            && let Ok(file_system) = client.memory.end()
+            && let Ok(file_system) = ended
         {
             state.ended_files.add(client.container, file_system);
         }
