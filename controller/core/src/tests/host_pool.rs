@@ -205,3 +205,18 @@ fn node_with_a_disk_prefers_the_pool() {
         assert_eq!(copies(&world), [to_pool], "disk: {disk}, disk_after: {disk_after_ms}");
     }
 }
+
+/// The pages of a copy that was given up stay, and must suffice for the next copy although the pool is
+/// full.
+#[test]
+fn pages_of_a_given_up_copy_are_used_again() {
+    let (mut world, id) = world(COPIED_BYTES - 1, Some(COPIED_BYTES));
+    world.begin_copy(AUTO, id);
+    world.fail = Some(Outcome::GivenUp);
+    world.work(id);
+    let agent = world.agents.get_mut(&id).unwrap();
+    (agent.kept, agent.notes) = (COPIED_BYTES, ProcessFlags::HOST_POOL);
+    world.host_pool_bytes = Some(0);
+    world.settle();
+    assert_eq!((world.state(AUTO), copies(&world)), (State::Offloaded, vec![true, true]));
+}
