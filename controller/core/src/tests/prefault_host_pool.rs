@@ -319,6 +319,22 @@ fn prefaulted_memory_is_not_freed_in_vain() {
     }
 }
 
+/// A prefaulted container that is to be offloaded too needs its memory itself.
+#[test]
+fn prefault_of_another_victim_is_not_ended() {
+    let mut pair = Contended::new(|_| {});
+    pair.rest(3_000);
+    pair.world.host_pool_bytes = Some(10);
+    let other = pair.world.running(OTHER, 200);
+    pair.world.ask_offload(OTHER, other);
+    pair.world.ask_offload(RESIDENT, pair.resident);
+    assert!(!pair.world.container(RESIDENT).goal.is_resident());
+    // The survey of the other one is answered first.
+    pair.world.answer_question();
+    let frees = |message: &ControllerMessage| *message == ControllerMessage::FreeHostMemory;
+    assert!(!pair.agent().inbox.iter().any(frees));
+}
+
 /// An offload often begins during the prefault of its container. The pages that are allocated already
 /// use up the host pool, and must not count as used by others.
 #[test]
