@@ -41,6 +41,9 @@ const STACK_BYTES: usize = 256 << 10;
 /// Reason why a process cannot be attached.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
+    /// The container has too many memory files of ended connections.
+    #[error("processes of its container keep too many memory files of earlier connections")]
+    Files,
     /// The memory file cannot be created.
     #[error(transparent)]
     File(#[from] CreateError),
@@ -112,6 +115,9 @@ impl Pool {
         if let Some(old) = self.find(process) {
             self.end(&old);
             self.let_go(old);
+        }
+        if !self.lock().ended_files.may_add(container) {
+            return Err(AttachError::Files);
         }
         let memory = MemoryFile::create()?;
         let mut state = self.lock();

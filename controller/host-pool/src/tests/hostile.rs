@@ -131,3 +131,28 @@ fn ended_files_count_for_their_container() {
     assert!(second.populate(0, BYTES), "the earlier file is closed");
     pool.end().unwrap();
 }
+
+/// A process that keeps a page in each of its earlier files gets no more files at last, so that the
+/// host pool has descriptors for others.
+#[test]
+fn number_of_ended_files_is_limited() {
+    let pool = TestPool::strict();
+    let kept: Vec<Agent> = (0..64)
+        .map(|process| {
+            let agent = pool.attach_to(1, process);
+            pool.allow_now(process, 512 * MIB);
+            assert!(agent.populate(0, 4096));
+            pool.order(HostPoolOrder::Detach { process }, None);
+            agent.expect_end();
+            agent
+        })
+        .collect();
+    let (socket, theirs) = pair();
+    pool.order(HostPoolOrder::Attach { process: 99, container: 1 }, Some(&theirs));
+    drop(theirs);
+    assert!(socket::receive_with_descriptor(&socket).unwrap().is_none(), "no file is sent");
+    drop(pool.attach_to(2, 99));
+    drop(kept);
+    drop(pool.attach_to(1, 99));
+    pool.end().unwrap();
+}
