@@ -105,7 +105,7 @@ pub enum SimulationError {
          please report it"
     )]
     Overcommitted,
-    /// A container has waited for VRAM for three hours of simulated time, in which no other event
+    /// A container has waited for VRAM for a day of simulated time, in which no other event
     /// happened.
     #[error(
         "a process waits for VRAM without end: check whether the policy prevents evictions (mode \

@@ -11,7 +11,7 @@ use super::{trace::TraceDefaults, *};
 const GIB: u64 = 1 << 30;
 const MARGIN: u64 = 512 << 20;
 
-fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> TraceLoad {
+pub(crate) fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> TraceLoad {
     TraceLoad {
         name: name.into(),
         vram_bytes: gib * GIB,

@@ -48,7 +48,7 @@ use super::{
 const POLL_MS: Millis = 500;
 /// The simulation fails if a container waits for VRAM for longer than this and no other event
 /// happens.
-const STUCK_MS: Millis = 3 * 3_600_000;
+const STUCK_MS: Millis = 86_400_000;
 /// Minimum time from a due query of the node to the next query about the same container. After any
 /// other event, the next query may be earlier.
 const AGAIN_MS: Millis = 5_000;
