@@ -74,8 +74,8 @@ impl HostPool {
         HostPool { cgroup, disk, child: None, started_at: None, program: child::command }
     }
 
-    /// Attaches a process of the container with this number to the host pool, and starts the host pool if it does not
-    /// run. Returns the socket end for the process.
+    /// Attaches a process of the container with this number to the host pool, and starts the host
+    /// pool if it does not run. Returns the socket end for the process.
     ///
     /// # Errors
     /// The host pool cannot be started, has been started shortly before and has ended, or does not

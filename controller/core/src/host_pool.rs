@@ -43,8 +43,8 @@ pub(super) fn may_use(node: &NodeState, key: &Key) -> bool {
 /// Whether the host pool is preferred to the container's own memory. It is preferred only if all
 /// CUDA contexts stay on the GPU. If contexts leave it too, a copier makes the restore faster, and
 /// a copier cannot read the host pool. On a node with a folder for disk files the host pool is
-/// preferred in any case, because content in own memory cannot move to disk. After a failed copy out to the host pool, the container's
-/// own memory is preferred for some time.
+/// preferred in any case, because content in own memory cannot move to disk. After a failed copy out
+/// to the host pool, the container's own memory is preferred for some time.
 pub(super) fn is_preferred(node: &NodeState, key: &Key) -> bool {
     let moves = offload_level::moves(node, key);
     let not_before = |c: &Container| c.offload_failures.host_pool_not_before;

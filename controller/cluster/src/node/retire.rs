@@ -77,8 +77,8 @@ pub enum RetireError {
     Pods,
 }
 
-/// Removes Affinode from all nodes of the installation, if all agents can remove it. If a node fails after
-/// that, the others install Affinode again.
+/// Removes Affinode from all nodes of the installation, if all agents can remove it. If a node fails
+/// after that, the others install Affinode again.
 ///
 /// # Errors
 /// [`RetireError`]: Affinode stays installed, or its removal is not complete.
