@@ -2,6 +2,9 @@
 //! container of the node at a time (`policy.disk_after`). At the restore, the library reads the
 //! content back itself.
 //!
+//! A step also begins earlier if host memory is full, so that a waiter for VRAM can get no turn
+//! ([`begin_for_waiter`]). Content of a container that waits for VRAM itself then moves too.
+//!
 //! ```text
 //! no step ──offloaded for `disk_after`: StoreOnDisk──> Ordered ──each process has begun──> Storing
 //!    ^                                                    │                                  │
@@ -18,6 +21,7 @@
 
 use affinode_proto::{
     event::EventKind,
+    state::State,
     wire::{Capabilities, ProcessFlags, copier::CHUNK_BYTES},
 };
 
@@ -51,6 +55,8 @@ pub(super) struct DiskSteps {
     failed_in_a_row: u32,
     /// Earliest time of the node's next step.
     not_before: Millis,
+    /// When content last moved to disk.
+    moved_at: Option<Millis>,
 }
 
 /// A move of one container's content to disk.
@@ -61,7 +67,18 @@ struct DiskStep {
     since: Millis,
     /// The processes that store content.
     processes: Vec<ProcessId>,
+    cause: StepCause,
     state: StepState,
+}
+
+/// Why content moves to disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StepCause {
+    /// The container has been offloaded for `policy.disk_after`. Its restore ends the step.
+    OffloadedForLong,
+    /// A waiter needs the host memory. The container may wait for VRAM too: only its turn ends the
+    /// step.
+    NeededByWaiter,
 }
 
 #[derive(Debug)]
@@ -87,17 +104,68 @@ enum StepResult {
     Ended,
 }
 
-/// Advances the disk step in progress, and begins the next one if there is none.
-pub(super) fn update(node: &mut NodeState) {
+/// Advances the disk step in progress, and begins the next one if there is none. Returns whether
+/// content of a container has moved to disk.
+pub(super) fn update(node: &mut NodeState) -> bool {
+    let mut has_moved = false;
     if let Some(mut step) = node.disk.current.take() {
         match advance(node, &mut step) {
             None => node.disk.current = Some(step),
-            Some(result) => finish(node, step, result),
+            Some(result) => {
+                has_moved = matches!(result, StepResult::Stored);
+                finish(node, step, result);
+            }
         }
     }
-    if node.settings.disk && node.disk.current.is_none() && node.clock.now >= node.disk.not_before {
-        node.disk.current = longest_offloaded(node).map(|key| begin(node, key));
+    if may_begin(node) {
+        let due = longest_offloaded(node);
+        node.disk.current = due.map(|key| begin(node, key, StepCause::OffloadedForLong));
     }
+    has_moved
+}
+
+/// Whether a step may begin now.
+pub(super) fn may_begin(node: &NodeState) -> bool {
+    node.settings.disk && node.disk.current.is_none() && node.clock.now >= node.disk.not_before
+}
+
+/// Whether host memory was found short after content last moved to disk. An earlier shortage does not
+/// show whether more content has to move. `short_at`: when host memory was found short.
+pub(super) fn is_short_since_last_move(node: &NodeState, short_at: Millis) -> bool {
+    node.disk.moved_at.is_none_or(|moved_at| short_at > moved_at)
+}
+
+/// Begins a step of a container because a waiter needs its host memory. The caller has checked
+/// [`may_begin`] and [`may_move_for_waiter`].
+pub(super) fn begin_for_waiter(node: &mut NodeState, key: Key) {
+    let step = begin(node, key, StepCause::NeededByWaiter);
+    node.disk.current = Some(step);
+}
+
+/// Whether the content of a container may move to disk because a waiter needs the host memory. The
+/// container may wait for VRAM itself, but VRAM must not be promised to it.
+pub(super) fn may_move_for_waiter(node: &NodeState, key: &Key) -> bool {
+    let permits = |c: &Container| {
+        c.policy.disk_after_ms > 0
+            && node.clock.now >= c.offload_failures.disk_not_before
+            && is_away(node, key, c)
+    };
+    node.registry.containers.get(key).is_some_and(permits)
+        && node.registry.processes.of(key).all(|(_, process)| may_store_while_called(process))
+        && node.registry.processes.of(key).any(|(_, process)| lacks_disk(process))
+}
+
+/// Content of a container that is not on disk, in bytes.
+pub(super) fn movable_bytes(node: &NodeState, key: &Key) -> u64 {
+    let in_memory = |p: &Process| p.content_bytes().saturating_sub(p.disk_bytes());
+    let processes = node.registry.processes.of(key);
+    processes.fold(0, |sum, (_, process)| sum.saturating_add(in_memory(process)))
+}
+
+/// Whether the container rests offloaded, or waits for VRAM that is not promised to it yet.
+fn is_away(node: &NodeState, key: &Key, container: &Container) -> bool {
+    let waits = container.shown.state == State::Queued;
+    container.rests_offloaded() || (waits && !node.admission.grants.contains_key(key))
 }
 
 /// Returns the container whose content is to move to disk next. Containers without a step so far
@@ -127,12 +195,17 @@ fn is_due(node: &NodeState, key: &Key, container: &Container) -> bool {
 
 /// Whether a process rests, and its content is in the host pool or it has none.
 fn may_store(process: &Process) -> bool {
+    let waiters = process.activity.counters.as_ref().map_or(0, |counters| counters.waiters);
+    waiters == 0 && may_store_while_called(process)
+}
+
+/// As [`may_store`], but calls of the process may wait for its restore.
+fn may_store_while_called(process: &Process) -> bool {
     let Some(counters) = &process.activity.counters else { return false };
     let rests = process.agent.connected
         && process.agent.phase.is_offloaded()
         && process.pending.is_none()
         && process.activity.counter_error.is_none()
-        && counters.waiters == 0
         && !process.is_partly_out();
     let is_in_pool = process.can(Capabilities::STORES_ON_DISK)
         && process.host_pool.was_used
@@ -151,7 +224,7 @@ fn shows(process: &Process, flags: ProcessFlags) -> bool {
 }
 
 /// Orders the processes of a container to store the content that is not on disk.
-fn begin(node: &mut NodeState, key: Key) -> DiskStep {
+fn begin(node: &mut NodeState, key: Key, cause: StepCause) -> DiskStep {
     let lacking = node.registry.processes.of(&key).filter(|(_, process)| lacks_disk(process));
     let mut waiting = Vec::new();
     for (process, data) in lacking {
@@ -162,7 +235,8 @@ fn begin(node: &mut NodeState, key: Key) -> DiskStep {
         waiting.push((process, shows(data, ProcessFlags::DISK_FAILED)));
     }
     let processes = waiting.iter().map(|(id, _)| *id).collect();
-    DiskStep { key, since: node.clock.now, processes, state: StepState::Ordered { waiting } }
+    let state = StepState::Ordered { waiting };
+    DiskStep { key, since: node.clock.now, processes, cause, state }
 }
 
 /// Returns the result of a step. `None`: the step is not over.
@@ -174,7 +248,11 @@ fn advance(node: &NodeState, step: &mut DiskStep) -> Option<StepResult> {
     let (Some(container), Some(processes)) = (container, processes) else {
         return Some(StepResult::Ended);
     };
-    if container.goal.is_resident() || !processes.iter().all(rests) {
+    let stays = match step.cause {
+        StepCause::OffloadedForLong => !container.goal.is_resident(),
+        StepCause::NeededByWaiter => is_away(node, &step.key, container),
+    };
+    if !stays || !processes.iter().all(rests) {
         return Some(StepResult::Ended);
     }
     let age_ms = node.clock.now.saturating_sub(step.since);
@@ -219,7 +297,7 @@ fn finish(node: &mut NodeState, step: DiskStep, result: StepResult) {
     let event = match &result {
         StepResult::Ended => return,
         StepResult::Stored => {
-            node.disk.failed_in_a_row = 0;
+            (node.disk.failed_in_a_row, node.disk.moved_at) = (0, Some(now));
             stored_event(node, &step)
         }
         StepResult::Failed(why) => {

@@ -6,21 +6,23 @@
 //!                                                               that fits into the free VRAM
 //! after 5 s:
 //!  ├── that container waits too ──> it is served before the first waiter (`passing`)
-//!  └── no call waits for it ──────> it is restored, and stays resident for 10 s
+//!  ├── no call waits for it ──────> it is restored, and stays resident for 10 s
+//!  └── no content fits ───────────> content moves to disk (`disk_step`), if the node has a disk
 //! then the holder is offloaded for the first waiter
 //! ```
 //!
 //! A restore without a call, in the second case, is called a relief. Only one holder is considered: if
-//! two must leave for the waiter and both lack host memory, nothing is restored.
+//! two must leave for the waiter and both lack host memory, nothing is restored or moved.
 
-use std::collections::BTreeSet;
+use std::{cmp::Reverse, collections::BTreeSet};
 
 use affinode_proto::{reason::Reason, state::State};
 
 use super::{
     DeviceBytes, Key, Millis, ProcessId,
     container::{Container, Goal, Offload},
-    host_memory::MemoryPool,
+    disk_step,
+    host_memory::{MemoryPlace, MemoryPool},
     kept_memory,
     ledger::margin_bytes,
     needs,
@@ -31,6 +33,9 @@ use super::{
 
 /// Time for which the first waiter must have waited. Most shortages of host memory end earlier.
 const HEAD_WAIT_MS: Millis = 5_000;
+/// Time for which the first waiter must have waited before content moves to disk, if another container
+/// may leave the GPU soon. Content that moves to disk comes back late.
+const OTHERS_WAIT_MS: Millis = 60_000;
 /// Minimum interval between two searches for the same waiter.
 const SEEK_MS: Millis = 100;
 /// Time for which a container that is restored to free host memory stays resident, from the decision.
@@ -87,15 +92,32 @@ fn freed_bytes(node: &NodeState, key: &Key, pool: &MemoryPool) -> u64 {
 /// Otherwise a waiter for VRAM would wait until the delays have passed. Each such offload begins
 /// with a survey, which takes time. Therefore only the oldest refusals are concerned.
 pub(super) fn permit_refused_offloads(node: &mut NodeState, processes: &[ProcessId]) {
-    const MAX_OFFLOADS: usize = 8;
-    const MIN_AGE_MS: Millis = 500;
-    let frees = |pool: &MemoryPool| {
+    let freed = |node: &NodeState, pool: &MemoryPool| {
         let mut freed = processes.iter().filter_map(|id| node.registry.processes.get(id));
         freed.any(|p| kept_memory::offloaded_bytes_in(p, &pool.place) > 0)
     };
+    const MIN_AGE_MS: Millis = 500;
+    permit_offloads_into(node, MIN_AGE_MS, freed);
+}
+
+/// Permits offloads at once that lacked memory of the host pool or of the node, because content of
+/// another container has moved from there to disk.
+pub(super) fn content_moved_to_disk(node: &mut NodeState) {
+    permit_offloads_into(node, 0, |_, pool| !matches!(pool.place, MemoryPlace::Cgroup(_)));
+}
+
+/// Permits offloads at once that lacked memory of a pool for which `is_freed` returns true, if this
+/// was found at least `min_age_ms` ago.
+fn permit_offloads_into(
+    node: &mut NodeState,
+    min_age_ms: Millis,
+    is_freed: impl Fn(&NodeState, &MemoryPool) -> bool,
+) {
+    const MAX_OFFLOADS: usize = 8;
+    let frees = |pool: &MemoryPool| is_freed(node, pool);
     let is_old = |c: &Container| {
         c.offload_failures.short_in_a_row > 0
-            && node.clock.now.saturating_sub(c.offload_failures.short_at) >= MIN_AGE_MS
+            && node.clock.now.saturating_sub(c.offload_failures.short_at) >= min_age_ms
     };
     let refused = node.registry.containers.iter().filter(|(_, c)| is_old(c));
     let mut refused: Vec<(Millis, Key)> = refused
@@ -137,7 +159,8 @@ pub(super) fn withdraw(node: &mut NodeState, key: &Key) {
 }
 
 /// Restores a container that no call waits for, if this frees enough host memory for the offload of
-/// a container whose VRAM the blocked waiter needs. `needs`: the VRAM that the waiter needs.
+/// a container whose VRAM the blocked waiter needs. If no container can be restored, moves content to
+/// disk. `needs`: the VRAM that the waiter needs.
 pub(super) fn relieve(node: &mut NodeState, waiter: &Key, needs: &[DeviceBytes]) {
     let now = node.clock.now;
     let Some(container) = node.registry.containers.get_mut(waiter) else { return };
@@ -151,7 +174,9 @@ pub(super) fn relieve(node: &mut NodeState, waiter: &Key, needs: &[DeviceBytes])
     if all.any(|c| now < c.resident_until) || !is_blocked(node, waiter, &uuids) {
         return;
     }
-    let Some((key, holder)) = find_relief(node, waiter, needs, &uuids) else { return };
+    let Some((key, holder)) = find_relief(node, waiter, needs, &uuids) else {
+        return move_to_disk(node, waiter, needs, &uuids);
+    };
     if let Some(holder) = node.registry.containers.get_mut(&holder) {
         holder.offload_failures.record_relief(now);
     }
@@ -179,7 +204,7 @@ fn find_relief(
         let holder = holders.find(|(holder, c)| {
             *holder != key
                 && frees_enough(node, key, c)
-                && makes_room(node, waiter, needs, key, holder)
+                && makes_room(node, waiter, needs, &needs::container_needs(node, key), holder)
         });
         holder.map(|(holder, _)| (*holder).clone())
     };
@@ -187,6 +212,63 @@ fn find_relief(
     let reliefs = keys.filter_map(|key| Some((key.clone(), helped(key)?)));
     reliefs.min_by_key(|(key, _)| {
         needs::container_needs(node, key).iter().map(|need| need.bytes).sum::<u64>()
+    })
+}
+
+/// Moves content of an offloaded container to disk, if the content of all containers that may move
+/// is what the offload of a holder lacks. Content that no call waits for moves first, and that of the
+/// first waiter last, because a restore from disk takes longer.
+fn move_to_disk(
+    node: &mut NodeState,
+    waiter: &Key,
+    needs: &[DeviceBytes],
+    uuids: &BTreeSet<String>,
+) {
+    let waits_long = node
+        .waiting_since(waiter)
+        .is_some_and(|began| node.clock.now.saturating_sub(began) >= OTHERS_WAIT_MS);
+    if !disk_step::may_begin(node) || (!waits_long && others_may_leave(node, waiter, uuids)) {
+        return;
+    }
+    let keys = node.registry.containers.keys();
+    let movable: Vec<&Key> = keys.filter(|key| disk_step::may_move_for_waiter(node, key)).collect();
+    let movable_bytes = movable
+        .iter()
+        .fold(0_u64, |sum, key| sum.saturating_add(disk_step::movable_bytes(node, key)));
+    let suffices = |pool: &MemoryPool| {
+        !matches!(pool.place, MemoryPlace::Cgroup(_))
+            && pool.free_bytes.saturating_add(movable_bytes) >= pool.need_bytes
+    };
+    let helps = short_holders(node, waiter, uuids).any(|(key, holder)| {
+        holder.short_of.iter().any(suffices)
+            && disk_step::is_short_since_last_move(node, holder.offload_failures.short_at)
+            && makes_room(node, waiter, needs, &[], key)
+    });
+    let turn = |key: &&Key| {
+        let container = node.registry.containers.get(*key);
+        let (priority, since) = container.map_or((0, 0), |c| (c.policy.priority, c.shown.since));
+        let waits_since = node.waiting_since(key);
+        (*key == waiter, waits_since.is_some(), priority, Reverse(waits_since), since)
+    };
+    let first = movable.into_iter().filter(|_| helps).min_by_key(turn).cloned();
+    if let Some(key) = first {
+        disk_step::begin_for_waiter(node, key);
+    }
+}
+
+/// Whether a container on these GPUs can be evicted for the waiter once it is unused, because its
+/// offload did not lack host memory.
+fn others_may_leave(node: &NodeState, waiter: &Key, uuids: &BTreeSet<String>) -> bool {
+    let priority = node.registry.containers.get(waiter).map_or(i32::MIN, |c| c.policy.priority);
+    node.registry.containers.iter().any(|(key, c)| {
+        key != waiter
+            && c.goal.is_resident()
+            && c.shown.state != State::Queued
+            && c.offload_failures.short_in_a_row == 0
+            && c.policy.priority <= priority
+            && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+            && overrides::permitted(node, key, false).is_ok()
+            && holds(node, key, uuids)
     })
 }
 
@@ -217,26 +299,25 @@ fn frees_enough(node: &NodeState, key: &Key, holder: &Container) -> bool {
         .any(|pool| freed_bytes(node, key, pool) >= pool.need_bytes.saturating_sub(pool.free_bytes))
 }
 
-/// Whether the waiter fits after the restore of `key` and the offload of `holder`.
+/// Whether the waiter fits after the offload of `holder`. `taken`: VRAM that a restore takes before.
 fn makes_room(
     node: &NodeState,
     waiter: &Key,
     needs: &[DeviceBytes],
-    key: &Key,
+    taken: &[DeviceBytes],
     holder: &Key,
 ) -> bool {
     let on = |all: &[DeviceBytes], uuid: &str| -> u64 {
         all.iter().filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
     };
-    let (taken, freed) =
-        (needs::container_needs(node, key), needs::vram_freed_by(node, holder, true));
+    let freed = needs::vram_freed_by(node, holder, true);
     needs.iter().all(|need| {
         let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid);
         gpu.is_some_and(|gpu| {
             let free_bytes = gpu.total_bytes.saturating_sub(gpu.used_bytes);
             let needed_bytes = need.bytes
                 + needs::margin_for(node, waiter)(gpu.total_bytes)
-                + on(&taken, &need.uuid);
+                + on(taken, &need.uuid);
             free_bytes + on(&freed, &need.uuid) >= needed_bytes
         })
     })

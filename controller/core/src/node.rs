@@ -22,7 +22,7 @@ use super::{
     Effect, Key, Millis, ProcessId, completions, connection_prewake,
     container::Goal,
     copier_use, copy_watch, disk_step, driver_limit, early_release, evaluate, grants, hints, holds,
-    host_pool, host_promises, idle, immediate,
+    host_pool, host_promises, host_relief, idle, immediate,
     input::{Input, SwapStatus},
     measurements, no_progress,
     node_state::{JournalClaim, NodeState},
@@ -281,7 +281,9 @@ fn tick(node: &mut NodeState) {
     immediate::check_terminations(node);
     pressure::look_at_pressure(node);
     copier_use::keep_copiers(node);
-    disk_step::update(node);
+    if disk_step::update(node) {
+        host_relief::content_moved_to_disk(node);
+    }
 }
 
 /// Decides and sends the next orders of each container in the list `resumed`.

@@ -2,6 +2,7 @@
 
 use affinode_proto::{
     event::EventKind,
+    reason::Reason,
     state::State,
     wire::{Capabilities, ProcessFlags, copier::CHUNK_BYTES},
 };
@@ -331,4 +332,114 @@ fn withdrawn_claim_gives_others_a_turn() {
     world.tick();
     let order: Vec<ProcessId> = world.stored.iter().map(|(id, _)| *id).collect();
     assert_eq!((order, kinds(&world)), (ids, vec![EventKind::StoredOnDisk; 2]));
+}
+
+/// The first two containers are offloaded. The third one has the rest of the GPU's VRAM and is idle,
+/// but its offload lacks host memory. `free_bytes`: free host memory.
+fn full(free_bytes: u64) -> (World, Vec<ProcessId>) {
+    const LARGE_BYTES: u64 = 600;
+    let (mut world, mut ids) = world(2);
+    world.limit_bytes = Some(LARGE_BYTES);
+    world.host_total = Some(2 * COPIED_BYTES + free_bytes);
+    ids.push(world.running(AUTO[2], LARGE_BYTES));
+    AUTO.iter().for_each(|n| world.container_mut(*n).policy.priority = 0);
+    world.take_unmanaged(TOTAL - world.used());
+    (0..500).for_each(|_| world.pass());
+    assert_eq!(world.container(AUTO[2]).shown.reason.0, Reason::HostMemory);
+    (world, ids)
+}
+
+/// Lets time pass, and stores content on disk as ordered, until no call of the process waits. Returns
+/// the passed time.
+fn store_until_woken(world: &mut World, id: ProcessId) -> Millis {
+    let (began, mut stored) = (world.now, world.stored.len());
+    while world.agents[&id].wants && world.now - began < 2 * MINUTE {
+        world.pass();
+        for (id, _) in world.stored.split_off(stored) {
+            world.agents.get_mut(&id).unwrap().begin_disk_step();
+            world.pass();
+            world.agents.get_mut(&id).unwrap().end_disk_step(1, false);
+            world.stored.push((id, CHUNK_BYTES));
+            stored = world.stored.len();
+        }
+    }
+    world.now - began
+}
+
+/// Host memory is full of content of containers that all wait. One of them is idle on the GPU. None
+/// could ever be restored without a move to disk.
+#[test]
+fn content_moves_if_no_waiter_gets_a_turn() {
+    let (mut world, ids) = full(300);
+    world.call(ids[0]);
+    world.tick_after(100);
+    world.call(ids[1]);
+    let wait_ms = store_until_woken(&mut world, ids[0]);
+    assert!((5_000..10_000).contains(&wait_ms), "{wait_ms} ms");
+    assert_eq!(world.stored, [(ids[1], CHUNK_BYTES)], "the first waiter's content stays in memory");
+    let wait_ms = store_until_woken(&mut world, ids[1]);
+    assert!(wait_ms < 10_000, "{wait_ms} ms");
+    assert_eq!(world.container(AUTO[2]).figures.offloads, 1);
+}
+
+#[test]
+fn content_without_a_call_moves_first() {
+    let (mut world, ids) = full(300);
+    world.call(ids[0]);
+    let wait_ms = store_until_woken(&mut world, ids[0]);
+    assert!((5_000..10_000).contains(&wait_ms), "{wait_ms} ms");
+    assert_eq!(world.stored, [(ids[1], CHUNK_BYTES)]);
+    assert_eq!(world.state(AUTO[1]), State::Offloaded);
+}
+
+/// The content of the other containers does not suffice, so that of the first waiter moves too.
+#[test]
+fn content_of_the_first_waiter_moves_last() {
+    let (mut world, ids) = full(100);
+    world.call(ids[0]);
+    let wait_ms = store_until_woken(&mut world, ids[0]);
+    assert!((5_000..20_000).contains(&wait_ms), "{wait_ms} ms");
+    assert_eq!(world.stored, [(ids[1], CHUNK_BYTES), (ids[0], CHUNK_BYTES)]);
+}
+
+#[test]
+fn content_moves_only_if_it_helps() {
+    let cases: [(&str, u64, Change); 4] = [
+        ("what may move does not suffice", 100, |world, _| {
+            world.container_mut(AUTO[1]).policy.disk_after_ms = 0;
+        }),
+        ("never", 300, |world, _| {
+            AUTO.iter().for_each(|n| world.container_mut(*n).policy.disk_after_ms = 0);
+        }),
+        ("no disk", 300, |world, _| world.node.state.settings.disk = false),
+        ("the holder has a higher priority", 300, |world, _| {
+            world.container_mut(AUTO[2]).policy.priority = 100;
+        }),
+    ];
+    for (case, free_bytes, change) in cases {
+        let (mut world, ids) = full(free_bytes);
+        change(&mut world, ids[0]);
+        world.call(ids[0]);
+        assert_eq!(store_until_woken(&mut world, ids[0]), 2 * MINUTE, "{case}");
+        assert_eq!(world.stored, [], "{case}");
+    }
+}
+
+/// A step for another waiter ends without a failure when the container itself gets its turn.
+#[test]
+fn turn_of_a_waiter_ends_its_step() {
+    let (mut world, ids) = full(300);
+    world.call(ids[0]);
+    world.tick_after(100);
+    world.call(ids[1]);
+    while world.stored.is_empty() {
+        world.pass();
+    }
+    world.agents.get_mut(&ids[1]).unwrap().begin_disk_step();
+    world.tick_after(MINUTE / 2);
+    assert_eq!((world.state(AUTO[1]), world.stopped.len()), (State::Queued, 0), "it goes on");
+    world.exit(ids[2]);
+    let wait_ms = store_until_woken(&mut world, ids[1]);
+    assert!(wait_ms < 5_000, "{wait_ms} ms");
+    assert_eq!(world.disk_events, []);
 }

@@ -18,10 +18,12 @@ use super::{
 
 impl World {
     /// Host memory that offloaded memory of the containers uses, in bytes, besides pages that they kept
-    /// before.
+    /// before. Content on disk uses none.
     fn host_used(&self) -> u64 {
-        let held =
-            |a: &Agent| (a.size - a.on_device() - a.local_memory_bytes()).saturating_sub(a.kept);
+        let held = |a: &Agent| match a.disk_chunks {
+            0 => (a.size - a.on_device() - a.local_memory_bytes()).saturating_sub(a.kept),
+            _ => 0,
+        };
         self.agents.values().map(held).sum()
     }
 
