@@ -74,7 +74,7 @@ pub(super) fn keep_copiers(node: &mut NodeState) {
     let mut effects = Vec::new();
     copiers.make_room(node.clock.now, &node.gpus.under_pressure, leaves, &mut effects);
     copiers.tick(node.clock.now, &mut effects);
-    if node.admission.grants.is_empty() {
+    if !node.admission.has_active_grant() {
         copiers.hold(false, &mut effects);
     }
     node.output.effects.append(&mut effects);

@@ -98,8 +98,10 @@ fn missing_vram(
         .registry
         .containers
         .iter()
-        .filter(|(_, c)| !c.goal.is_resident() && !c.rests_offloaded())
-        .map(|(key, _)| needs::vram_freed_by(node, key, false))
+        .filter(|(_, c)| !c.rests_offloaded())
+        .filter_map(|(key, c)| Some((c.goal.offload()?, needs::vram_freed_by(node, key, false))))
+        .filter(|(offload, freed)| is_in_time(node.clock.now, offload, freed))
+        .map(|(_, freed)| freed)
         .collect();
     let missing = |need: &DeviceBytes| {
         let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid)?;
@@ -122,6 +124,16 @@ fn missing_vram(
         Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
     };
     needs.iter().filter_map(missing).collect()
+}
+
+/// Whether an offload that frees this VRAM is still expected to end. A driver that hangs, or a process
+/// that never reports, must not prevent the eviction of others for ever.
+fn is_in_time(now: Millis, offload: &Offload, freed: &[DeviceBytes]) -> bool {
+    const LEAST_MS: Millis = 20_000;
+    const SLOWEST_BYTES_PER_MS: u64 = 1 << 20;
+    let bytes = freed.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
+    let longest_ms = LEAST_MS + bytes / SLOWEST_BYTES_PER_MS;
+    offload.requested_at.is_some_and(|at| now.saturating_sub(at) < longest_ms)
 }
 
 /// Whether a container may be evicted now. Either it is idle, or one of its own allocations waits

@@ -68,6 +68,9 @@ pub struct Grant {
     /// Whether the proof of free VRAM may be wrong, because other processes may have resumed their
     /// allocations since the grant began.
     pub doubted: bool,
+    /// Whether the other processes may allocate again although the restore has not ended. The grant
+    /// then only keeps its promise of VRAM.
+    pub is_released: bool,
     /// Number of times that the proof was repeated because a process registered meanwhile.
     pub restarts: u32,
     /// The waiting allocation that the grant serves: its process and its ticket. `None`: the grant
@@ -91,6 +94,7 @@ impl Grant {
             uuids,
             since,
             doubted: false,
+            is_released: false,
             restarts: 0,
             want: None,
             awaits_vram: false,

@@ -158,7 +158,10 @@ pub(super) fn enqueue(node: &mut NodeState, key: &Key) {
     };
     let (priority, lost) = (container.policy.priority, container.shown.state == State::Lost);
     if now >= container.restore_failures.not_before {
-        let since = node.alloc_wait_of(key).map_or(now, |(_, want)| want.since);
+        // A container that loses its place, for example because its context was evicted for another
+        // waiter, waits since its call.
+        let called = node.called_since(key).unwrap_or(now);
+        let since = node.alloc_wait_of(key).map_or(called, |(_, want)| want.since);
         node.admission.queue.enter(key, priority, since);
     }
     if !lost {

@@ -129,7 +129,8 @@ pub(super) fn hold(node: &mut NodeState, key: &Key, id: ProcessId) {
     // A process with a closed gate in the grant's own container cannot allocate: the grant is
     // for its restore.
     let own_waits = process.key == *key && process.agent.phase != Phase::Open;
-    if !process.agent.connected || own_waits || !may_take_of(process, &grant.uuids) {
+    let is_concerned = !grant.is_released && may_take_of(process, &grant.uuids);
+    if !process.agent.connected || own_waits || !is_concerned {
         return;
     }
     let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);

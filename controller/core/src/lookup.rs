@@ -68,9 +68,10 @@ impl NodeState {
             .collect()
     }
 
-    /// Whether no container waits for VRAM and no grant exists.
+    /// Whether no container waits for VRAM and no other one pauses for a grant.
     pub(super) fn is_settled(&self) -> bool {
-        self.admission.grants.is_empty() && self.admission.queue.in_order(self.clock.now).is_empty()
+        !self.admission.has_active_grant()
+            && self.admission.queue.in_order(self.clock.now).is_empty()
     }
 
     /// Processes of a container that an earlier controller's journal records and that have not

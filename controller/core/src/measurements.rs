@@ -91,7 +91,9 @@ pub(super) fn page(node: &mut NodeState, id: ProcessId, page: CounterSnapshot) {
         }
         container.usage.history.returned(pause);
     }
-    if container.goal.is_requested() && container.gives_way_to_calls() {
+    // The calls of a queued container wait for VRAM, also while its contexts are evicted.
+    let is_queued = container.shown.state == State::Queued;
+    if container.goal.is_requested() && container.gives_way_to_calls() && !is_queued {
         container.goal.become_resident();
     }
     let was_idle = container.shown.state == State::Idle;

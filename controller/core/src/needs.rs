@@ -1,6 +1,6 @@
 //! Calculates the VRAM that containers need and hold.
 
-use affinode_proto::wire::Phase;
+use affinode_proto::{reason::Reason, wire::Phase};
 
 use super::{
     DeviceBytes, GpuSample, Key, Millis, ProcessId,
@@ -156,15 +156,38 @@ pub(super) fn vram_freed_by(node: &NodeState, key: &Key, deep: bool) -> Vec<Devi
 /// VRAM of a GPU that no offload can free, in bytes. 0 if the GPU is not in the last NVML sample.
 /// See [`super::Node::unmovable_bytes`].
 pub(super) fn unmovable_bytes(node: &NodeState, uuid: &str) -> u64 {
+    unmovable_bytes_if(node, uuid, Reason::is_lasting)
+}
+
+/// VRAM of a GPU that no offload can free, in bytes. `is_lasting`: whether a container with this
+/// reason keeps its VRAM.
+fn unmovable_bytes_if(node: &NodeState, uuid: &str, is_lasting: fn(Reason) -> bool) -> u64 {
     let Some(gpu) = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid) else { return 0 };
     let movable = |process: &&Process| {
         let container = node.registry.containers.get(&process.key);
         let stays = process.agent.phase.is_offloaded() && process.keeps_context();
-        !stays && container.is_some_and(|c| !c.shown.reason.0.is_lasting())
+        !stays && container.is_some_and(|c| !is_lasting(c.shown.reason.0))
     };
     let held = node.registry.processes.values().filter(movable).flat_map(|p| &p.memory.vram);
     let movable_bytes: u64 = held.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum();
     gpu.used_bytes.saturating_sub(movable_bytes)
+}
+
+/// Whether the container could be served if all VRAM that offloads can free were free. `needs`: the
+/// VRAM that it needs on each GPU. A GPU without a sample counts as large enough.
+pub(super) fn may_ever_fit(node: &NodeState, key: &Key, needs: &[DeviceBytes]) -> bool {
+    // Restores of other containers can free host memory, also below a limit.
+    let is_lasting = |reason: Reason| reason.is_lasting() && !reason.is_host_shortage();
+    needs.iter().all(|need| {
+        let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid);
+        let resident = node.registry.processes.of(key);
+        let resident = resident.filter(|(_, process)| !process.agent.phase.is_offloaded());
+        let own = resident.flat_map(|(_, process)| &process.memory.vram);
+        let own_bytes: u64 = own.filter(|on| on.uuid == need.uuid).map(|on| on.bytes).sum();
+        let taken_bytes =
+            own_bytes.saturating_add(unmovable_bytes_if(node, &need.uuid, is_lasting));
+        gpu.is_none_or(|gpu| need.bytes <= gpu.total_bytes.saturating_sub(taken_bytes))
+    })
 }
 
 /// VRAM of the processes that were ordered to end and are still expected to exit in time.

@@ -126,6 +126,13 @@ pub(super) struct Admission {
     pub(super) last_proof: u64,
 }
 
+impl Admission {
+    /// Whether processes pause their allocations, or copiers their work, for a grant.
+    pub(super) fn has_active_grant(&self) -> bool {
+        self.grants.values().any(|grant| !grant.is_released)
+    }
+}
+
 /// What the controller has learned about the use of all containers, to predict their next use.
 #[derive(Debug, Default)]
 pub(super) struct UsePrediction {

@@ -29,10 +29,11 @@ use super::{
 /// Begins an offload with a survey of host memory and GPUs. No process is changed before the
 /// survey shows that the offload can succeed.
 pub(super) fn begin_offload(node: &mut NodeState, key: &Key, why: Reason, offload: Offload) {
+    let now = node.clock.now;
     let Some(container) = node.registry.containers.get_mut(key) else {
         return;
     };
-    container.goal = Goal::OffloadRequested(offload);
+    container.goal = Goal::OffloadRequested(Offload { requested_at: Some(now), ..offload });
     let in_vain = container.prewake.take().map(|prewake| prewake.why);
     container.usage.prewake_missed = in_vain == Some(Reason::Expected);
     container.cause = why;
@@ -195,7 +196,7 @@ fn copy_options(node: &NodeState, key: &Key, id: ProcessId) -> CopyOptions {
     CopyOptions {
         keep: container.policy.retain_host_copy && process.can(Capabilities::RETAINS_HOST_COPY),
         // A copier needs VRAM for its copy, so the copier may copy only while no grant exists.
-        then_checkpoint: node.admission.grants.is_empty()
+        then_checkpoint: !node.admission.has_active_grant()
             && process.prefault.ordered
             && copies_both
             && process.can(Capabilities::PREFAULTS),

@@ -94,6 +94,11 @@ pub(super) fn alloc_wait_began(
     let Some(process) = node.registry.processes.get(&id) else { return };
     let key = process.key.clone();
     let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
+    // A repeated message must not end the grant for the allocation.
+    let is_repeated = |want: &PendingAlloc| want.attempts == attempts && want.resumed_at.is_none();
+    if before.as_ref().is_some_and(is_repeated) {
+        return;
+    }
     // Either the process was ordered to try again and its attempt failed, or the message is
     // about another allocation.
     end_alloc_wait(node, id);
@@ -246,13 +251,15 @@ pub(super) fn end_alloc_wait(node: &mut NodeState, id: ProcessId) {
 }
 
 /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
-/// after the process was ordered to try again. If it is false, the grant for the attempt counts as
-/// wasted.
+/// after the process was ordered to try again. If it is false, a grant for the allocation counts as
+/// wasted, at any stage: other processes paused their allocations for it.
 fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     let Some(want) = process.alloc_wait.take() else { return };
     let key = process.key.clone();
-    if want.resumed_at.is_some()
+    let grant = node.admission.grants.get(&key);
+    let is_granted = grant.is_some_and(|grant| grant.want == Some((id, want.ticket)));
+    if (is_granted || want.resumed_at.is_some())
         && let Some(container) = node.registry.containers.get_mut(&key)
     {
         match quick {
@@ -266,7 +273,7 @@ fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
     // gate again.
     let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.agent.phase.is_offloaded());
-    if is_resident || want.resumed_at.is_some() {
+    if is_granted && (is_resident || want.resumed_at.is_some()) {
         grants::end_alloc_grant(node, &key);
     }
     if is_resident {

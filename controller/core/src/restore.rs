@@ -160,6 +160,7 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
         if only_restores {
             grants::close_grant(node, key);
         }
+        forget_offload(node, key);
         oom_wait::serve_alloc_wait(node, key);
         return;
     }
@@ -205,6 +206,23 @@ pub(super) fn finish_restore(node: &mut NodeState, key: &Key) {
     node.set_state(key, State::Active, reason, &detail, bytes, elapsed);
     node.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));
     requests::resume_offload_request(node, key);
+}
+
+/// Forgets what was recorded for the restore of a container that is resident without one: a call
+/// that waited for its gates, and the offload of a process that has restored itself.
+fn forget_offload(node: &mut NodeState, key: &Key) {
+    if let Some(container) = node.registry.containers.get_mut(key) {
+        container.wake_began = None;
+    }
+    let is_recorded = node.registry.processes.of(key).any(|(_, p)| p.memory.offloaded.is_some());
+    if is_recorded {
+        for id in node.members(key) {
+            if let Some(process) = node.registry.processes.get_mut(&id) {
+                process.memory.offloaded = None;
+            }
+        }
+        node.clear_journal(key);
+    }
 }
 
 /// Handles the report of a process that was not restored as ordered. The grant stays while other

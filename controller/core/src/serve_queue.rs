@@ -35,6 +35,8 @@ struct GpuClaims {
     taken: BTreeSet<String>,
     /// GPUs that an earlier waiter without a grant needs, with the key of that waiter.
     kept: Vec<(BTreeSet<String>, Key)>,
+    /// Whether a process is freeing VRAM by a copy out.
+    is_vram_released: bool,
 }
 
 impl GpuClaims {
@@ -55,7 +57,11 @@ pub(super) fn serve_queue(node: &mut NodeState) {
     if !node.gpus.samples.is_empty() && node.gpus.samples.iter().all(|gpu| granted(&gpu.uuid)) {
         return;
     }
-    let mut claims = GpuClaims { taken: taken_gpus(node), kept: Vec::new() };
+    let mut claims = GpuClaims {
+        taken: taken_gpus(node),
+        kept: Vec::new(),
+        is_vram_released: early_release::is_in_progress(node),
+    };
     let mut order = serving_order(node, &claims.taken);
     let gpus = node.gpus.samples.len();
     for key in order.drain(..) {
@@ -127,7 +133,7 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
     let fits = known
         && (needs::fits(node, &key, &needs, margin)
-            || early_release::fits(node, &key, &needs, margin));
+            || (claims.is_vram_released && early_release::fits(node, &key, &needs, margin)));
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
@@ -156,6 +162,10 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
         let needs = needs::needs_with(node, &key, want);
         claims.taken.extend(grants::promise(node, &key, needs, want));
         return;
+    }
+    // Other containers would be evicted in vain, and later waiters would wait for nothing.
+    if known && !immediate::is_urgent(node, &key) && !needs::may_ever_fit(node, &key, &needs) {
+        return show_waiting(node, &key, known);
     }
     // A waiter that may be served before the earlier waiters also evicts: possibly no other
     // waiter can evict the containers that block those earlier waiters.
@@ -311,21 +321,34 @@ pub(super) fn check_grants(node: &mut NodeState) {
                 container.restore_failures.has_wasted_a_turn(now);
             }
             grants::abort_grant(node, &key);
-        } else if (late || has_vram)
-            && let Some(mut grant) = node.admission.grants.remove(&key)
-        {
-            // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), or has
-            // stopped waiting for it, so the other processes may allocate again while it copies.
-            if has_vram {
-                // It counts as used now.
-                node.admission.ledger.release(&key);
-            }
-            holds::release_holds(node, &mut grant);
-            grant.uuids.clear();
-            grant.doubted = true;
-            node.admission.grants.insert(key, grant);
+        } else if late || has_vram {
+            release_grant(node, &key, has_vram);
         }
     }
+}
+
+/// Lets the other processes allocate again although a restore has not ended. The restore continues. It
+/// took its VRAM within its first 10 ms (40 GB, H200), or has stopped waiting for it. `has_vram`:
+/// whether NVML shows its VRAM as used.
+fn release_grant(node: &mut NodeState, key: &Key, has_vram: bool) {
+    // Otherwise the promise of a restore that never ends would count in addition to its VRAM.
+    if has_vram || has_all_its_vram(node, key) {
+        node.admission.ledger.release(key);
+    }
+    let Some(mut grant) = node.admission.grants.remove(key) else { return };
+    holds::release_holds(node, &mut grant);
+    grant.uuids.clear();
+    (grant.doubted, grant.is_released) = (true, true);
+    node.admission.grants.insert(key.clone(), grant);
+}
+
+/// Whether NVML shows the VRAM of all processes that the container's grant covers.
+fn has_all_its_vram(node: &NodeState, key: &Key) -> bool {
+    let Some(grant) = node.admission.grants.get(key).filter(|grant| grant.want.is_none()) else {
+        return false;
+    };
+    let mut covered = grant.covers.iter().filter_map(|id| node.registry.processes.get(id));
+    covered.all(|process| !process.agent.phase.is_offloaded() || has_its_vram(process))
 }
 
 /// Whether the restore of a granted container has all its VRAM, and still reads content from disk.
@@ -340,7 +363,7 @@ fn only_reads_disk(node: &NodeState, key: &Key) -> bool {
         && !grant.doubted
         && grant.want.is_none()
         && covered().any(reads_disk)
-        && covered().all(|process| !process.agent.phase.is_offloaded() || has_its_vram(process))
+        && has_all_its_vram(node, key)
 }
 
 /// Whether NVML shows that an offloaded process has as much VRAM again as before its offload. The

@@ -32,6 +32,9 @@ pub struct Offload {
     /// When the offload began. `None`: it is complete and counted, or an earlier controller began
     /// it.
     pub began: Option<Millis>,
+    /// When the offload, or the later eviction of the CUDA contexts, was requested. `None`: an earlier
+    /// controller requested it.
+    pub requested_at: Option<Millis>,
     /// Whether the offload also checkpoints the CUDA context, because another container needs the
     /// context's VRAM.
     pub evict_context: bool,
@@ -164,8 +167,7 @@ mod tests {
 
     #[test]
     fn offload_and_restore_end_each_other() {
-        let offload =
-            Offload { began: Some(1), evict_context: true, keeps_context: false, forced: true };
+        let offload = Offload { forced: true, ..Offload::deep(1) };
         let mut goal = Goal::OffloadRequested(offload);
         goal.proceed();
         assert_eq!(goal, Goal::Offloaded(offload));

@@ -434,8 +434,8 @@ fn grant_that_nothing_uses_ends() {
     assert!(world.process(waiter.id).alloc_wait.is_some(), "the allocation still waits");
 }
 
-/// An allocation waits for VRAM that an unmanaged process holds, and its library does not keep to
-/// the time limit of the wait. The restore of another container waits behind it. This restore must
+/// An allocation waits for VRAM of a container in use, and its library does not keep to the time
+/// limit of the wait. The restore of another container waits behind it. This restore must
 /// be served soon after the time limit.
 #[test]
 fn allocation_waits_no_longer_than_its_policy() {
@@ -446,8 +446,8 @@ fn allocation_waits_no_longer_than_its_policy() {
     assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
     let mut waiter = Liar::join(&mut world, Manner::Done);
     waiter.act(&mut world);
-    // The VRAM of an unmanaged process cannot be freed.
-    world.take_unmanaged(300);
+    let busy = world.running(2, 300);
+    world.agents.get_mut(&busy).unwrap().inflight = 1;
     let want = AgentMessage::AllocWait { ticket: 1, bytes: 800, uuid: [7; 16], attempts: 0 };
     world.feed(Input::Message(waiter.id, want));
     let called = world.now;

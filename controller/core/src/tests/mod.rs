@@ -33,5 +33,6 @@ mod thrash;
 mod tools;
 mod turns;
 mod vram_limit;
+mod waiters;
 mod witness;
 mod world;
