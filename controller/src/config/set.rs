@@ -23,7 +23,7 @@ const FILE: &str = "90-affinode-policy-set.toml";
 const HEADER: &str =
     "# Written by `affinode policy set`; `affinode policy unset` removes values.\n";
 
-/// Reason why `affinode policy set` changed nothing.
+/// Reason why `affinode policy set` failed. Only with [`SetError::Stored`] was anything changed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
     /// No policy setting has this name.
@@ -41,6 +41,9 @@ pub enum SetError {
         #[source]
         source: Box<toml::de::Error>,
     },
+    /// The change is stored, but the configuration could not be read after it.
+    #[error("the policy is stored, but the configuration cannot be read: run `affinode reload`")]
+    Stored(#[source] ConfigError),
     /// The file of `affinode policy set` cannot be read or written.
     #[error("the policy was not changed, because {path} cannot be read or written")]
     File {
@@ -54,11 +57,12 @@ pub enum SetError {
 
 /// Changes settings of `[policy]` for the configuration in `file`. Each change contains the name of
 /// a setting and its new value, both written as in a configuration file. An empty value removes the
-/// setting. The resulting configuration is checked before anything is written.
+/// setting. The resulting configuration is checked before anything is written. Returns the resulting
+/// configuration.
 ///
 /// # Errors
-/// [`SetError`]: nothing was changed.
-pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
+/// [`SetError`]: the change is invalid, or cannot be stored or read.
+pub fn set(file: &Path, changes: &[(String, String)]) -> Result<Config, SetError> {
     let folder = file.parent().unwrap_or(Path::new("/")).join("conf.d");
     let path = folder.join(FILE);
     let failed = |source| SetError::File { path: path.clone(), source };
@@ -99,7 +103,8 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
         file.sync_all()?;
         fs::rename(&fresh, &path)
     };
-    write().map_err(failed)
+    write().map_err(failed)?;
+    Config::load(file).map_err(SetError::Stored)
 }
 
 /// Converts a value from the command line to a TOML value. The value has no quotes, so its type is
@@ -141,8 +146,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();
-        set(&file, &change(&[("mode", "manual"), ("priority", "7"), ("prewake", "true")])).unwrap();
-        let config = Config::load(&file).unwrap();
+        let changes = change(&[("mode", "manual"), ("priority", "7"), ("prewake", "true")]);
+        let config = set(&file, &changes).unwrap();
         let policy = config.policy.policy();
         assert_eq!((policy.mode, policy.priority), (Mode::Manual, 7));
         assert!(policy.prewake && config.origins["mode"].ends_with(FILE));

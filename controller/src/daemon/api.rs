@@ -1,7 +1,7 @@
 //! Serves the control API on `<run dir>/control.sock`, and translates requests into commands for
 //! the actor.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{error::Error, path::Path, sync::Arc, time::Duration};
 
 use affinode_core::{Request, hints::Hint};
 use affinode_proto::{
@@ -21,14 +21,14 @@ use affinode_proto::{
 use async_trait::async_trait;
 use tokio::{
     net::UnixListener,
-    sync::{mpsc, oneshot},
+    sync::{Semaphore, mpsc, oneshot},
 };
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
 use super::DaemonError;
 use crate::{
     call_trace::{CallTraceBatch, CallTraceHub},
-    config::ReportSection,
+    config::{self, Config, ReportSection},
     error_chain,
     handle::{Command, EventLog},
     history::{NodeHistory, StoreError},
@@ -54,6 +54,7 @@ pub(super) struct ControlService {
     hub: Arc<CallTraceHub>,
     history: Option<Arc<NodeHistory>>,
     prices: ReportSection,
+    configuring: Arc<Semaphore>,
 }
 
 /// Serves the control API at its socket, to which only root may connect.
@@ -79,8 +80,20 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, text.into()))
 }
 
-fn refused(code: ttrpc::Code, error: &dyn std::error::Error) -> ttrpc::Error {
+fn refused(code: ttrpc::Code, error: &dyn Error) -> ttrpc::Error {
     failed(code, error_chain::chain(error))
+}
+
+fn ending() -> ttrpc::Error {
+    failed(ttrpc::Code::UNAVAILABLE, "the controller is shutting down; try again")
+}
+
+fn code_of(error: &StoreError) -> ttrpc::Code {
+    match error {
+        StoreError::Opening | StoreError::Closed => ttrpc::Code::UNAVAILABLE,
+        StoreError::NotOpen => ttrpc::Code::FAILED_PRECONDITION,
+        _ => ttrpc::Code::INTERNAL,
+    }
 }
 
 impl ControlService {
@@ -92,14 +105,38 @@ impl ControlService {
         history: Option<Arc<NodeHistory>>,
         prices: ReportSection,
     ) -> ControlService {
-        ControlService { calls, events, hub, history, prices }
+        let configuring = Arc::new(Semaphore::new(1));
+        ControlService { calls, events, hub, history, prices, configuring }
     }
 
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
-        let ending =
-            || failed(ttrpc::Code::UNAVAILABLE, "the controller is shutting down; try again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
+        answered.await.map_err(|_| ending())
+    }
+
+    /// Reads the configuration with `read`, and sends it to the actor in a command. The disk may be
+    /// slow, so a separate thread does both. If the client disconnects meanwhile, a stored change
+    /// is applied nevertheless. One such request runs at a time, so that the actor gets the
+    /// configurations in the order in which they were read.
+    async fn configure<T: Send + 'static, E: Error + Send + 'static>(
+        &self,
+        read: impl FnOnce() -> Result<Config, E> + Send + 'static,
+        command: impl FnOnce(Box<Config>, oneshot::Sender<T>) -> Command + Send + 'static,
+    ) -> ttrpc::Result<T> {
+        let permit = Arc::clone(&self.configuring).acquire_owned().await.map_err(|_| ending())?;
+        let (answer, answered) = oneshot::channel();
+        let calls = self.calls.clone();
+        let sent = tokio::task::spawn_blocking(move || {
+            let config = read()?;
+            // If the actor has ended, its channel and `answer` are closed.
+            let _ = calls.blocking_send(command(Box::new(config), answer));
+            drop(permit);
+            Ok::<_, E>(())
+        });
+        sent.await
+            .map_err(|_| failed(ttrpc::Code::INTERNAL, "cannot read the configuration"))?
+            .map_err(|error| refused(ttrpc::Code::FAILED_PRECONDITION, &error))?;
         answered.await.map_err(|_| ending())
     }
 
@@ -108,13 +145,13 @@ impl ControlService {
         read: impl FnOnce(&NodeHistory) -> Result<T, StoreError> + Send + 'static,
     ) -> ttrpc::Result<T> {
         let Some(history) = self.history.clone() else {
-            let why = "there is no history on disk: check history.dir in the configuration, and see the controller's log";
-            return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
+            return Err(refused(ttrpc::Code::FAILED_PRECONDITION, &StoreError::NotOpen));
         };
+        history.opened().await;
         // The disk may be slow, and the actor must not wait for it.
         match tokio::task::spawn_blocking(move || read(&history)).await {
             Ok(Ok(found)) => Ok(found),
-            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, error_chain::chain(&error))),
+            Ok(Err(error)) => Err(refused(code_of(&error), &error)),
             Err(_) => Err(failed(ttrpc::Code::INTERNAL, "cannot read the history")),
         }
     }
@@ -212,10 +249,8 @@ impl Control for ControlService {
     }
 
     async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {
-        let taken = self
-            .ask(Command::Reload)
-            .await?
-            .map_err(|error| refused(ttrpc::Code::FAILED_PRECONDITION, &error))?;
+        let read = || Config::load(&Config::path());
+        let taken = self.configure(read, Command::Reload).await?;
         let waits = taken.waits.iter().map(ToString::to_string).collect();
         Ok(ReloadResponse { changed: taken.changed, waits, ..ReloadResponse::default() })
     }
@@ -242,11 +277,11 @@ impl Control for ControlService {
         _: &TtrpcContext,
         request: SetPolicyRequest,
     ) -> ttrpc::Result<SetPolicyResponse> {
-        let changes = request.changes.into_iter().map(|c| (c.name, c.value)).collect();
-        let values = self
-            .ask(|answer| Command::SetPolicy(changes, answer))
-            .await?
-            .map_err(|error| refused(ttrpc::Code::FAILED_PRECONDITION, &error))?;
+        let changes: Vec<_> = request.changes.into_iter().map(|c| (c.name, c.value)).collect();
+        let stored = changes.clone();
+        let read = move || config::set(&Config::path(), &stored);
+        let apply = |config, answer| Command::SetPolicy(config, changes, answer);
+        let values = self.configure(read, apply).await?;
         Ok(SetPolicyResponse { values, ..SetPolicyResponse::default() })
     }
 
@@ -282,3 +317,6 @@ impl Control for ControlService {
         Ok(sums.priced(&self.prices).into())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -31,8 +31,8 @@ pub(super) fn call(actor: &mut NodeActor, command: Command) {
         Command::AutoOffload(on, who, answer) => {
             let _ = answer.send(overrides::auto_offload(actor, on, &who));
         }
-        Command::Reload(answer) => {
-            let _ = answer.send(policies::reload(actor));
+        Command::Reload(config, answer) => {
+            let _ = answer.send(policies::reload(actor, *config));
         }
         Command::Hint(name, hint, who, answer) => {
             let _ = answer.send(hints::hint(actor, &name, hint, &who));
@@ -40,8 +40,8 @@ pub(super) fn call(actor: &mut NodeActor, command: Command) {
         Command::Policy(name, answer) => {
             let _ = answer.send(policies::policy(actor, &name));
         }
-        Command::SetPolicy(changes, answer) => {
-            let _ = answer.send(policies::set_policy(actor, &changes));
+        Command::SetPolicy(config, changes, answer) => {
+            let _ = answer.send(policies::set_policy(actor, *config, &changes));
         }
         Command::Job(request, user, answer) => {
             let _ = answer.send(match jobs::job(actor, request, &user) {

@@ -126,7 +126,10 @@ fn start() -> Result<(), DaemonError> {
         .enable_all()
         .build()
         .map_err(DaemonError::Runtime)?;
-    runtime.block_on(serve::serve(run_dir, config))
+    let served = runtime.block_on(serve::serve(run_dir, config));
+    // Requests that read or write a file may still wait for the disk. The end does not.
+    runtime.shutdown_background();
+    served
 }
 
 /// Raises the soft limit of open files to the hard limit, because the controller needs three

@@ -5,19 +5,17 @@ use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
 use super::{actor::NodeActor, effects};
 use crate::{
-    config::{self, Config, ReloadedConfig},
+    config::{Config, ReloadedConfig},
     conversion,
-    handle::CommandError,
 };
 
-/// Reads the configuration again, and applies what can change while the controller runs.
-pub(super) fn reload(actor: &mut NodeActor) -> Result<ReloadedConfig, CommandError> {
-    let read = Config::load(&Config::path())?;
+/// Applies those values of a configuration that can change while the controller runs.
+pub(super) fn reload(actor: &mut NodeActor, read: Config) -> ReloadedConfig {
     let taken = actor.config.take(read);
     if taken.changed {
         effects::feed(actor, Input::Reconfigured(Box::new(actor.config.settings())));
     }
-    Ok(taken)
+    taken
 }
 
 /// Returns the policy of the container with this name, or of all containers if the name is empty.
@@ -28,13 +26,14 @@ pub(super) fn policy(actor: &NodeActor, name: &str) -> Result<PolicyResponse, Fi
     actor.node.find(name).map(|key| conversion::policies(&actor.node, Some(&key)))
 }
 
-/// Changes values of the node's policy permanently, and returns the resulting values.
+/// Applies a configuration in which values of the node's policy were changed, and returns these
+/// values.
 pub(super) fn set_policy(
     actor: &mut NodeActor,
+    read: Config,
     changes: &[(String, String)],
-) -> Result<Vec<PolicyValue>, CommandError> {
-    config::set(&Config::path(), changes)?;
-    reload(actor)?;
+) -> Vec<PolicyValue> {
+    reload(actor, read);
     let shown: Vec<String> = changes
         .iter()
         .map(|(name, value)| match value.as_str() {
@@ -45,5 +44,5 @@ pub(super) fn set_policy(
     actor.note(None, String::new(), format!("the node's policy was changed: {}", shown.join(", ")));
     let mut values = conversion::policies(&actor.node, None).node;
     values.retain(|value| changes.iter().any(|(name, _)| *name == value.name));
-    Ok(values)
+    values
 }

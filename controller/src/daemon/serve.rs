@@ -92,7 +92,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let stays = actor.config.jobs.enabled || socket_activation::supervised();
     let (events, prices) = (Arc::clone(&actor.events), actor.config.report.clone());
     let service = ControlService::new(calls.clone(), events, hub, show.history.clone(), prices);
-    let _sockets = ServedSockets::open(&mut actor, calls, service).await?;
+    let sockets = ServedSockets::open(&mut actor, calls, service).await?;
     let mut signals = EndSignals {
         terminate: signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?,
         interrupt: signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?,
@@ -103,7 +103,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     // From here on, commands get no response. Each caller that waits gets `ShuttingDown`, because
     // its channel is dropped.
     drop(inbox.commands);
-    show.end();
+    // The history may wait for the disk. Before that, the agents must see that this controller has
+    // ended, so that they restore themselves.
+    drop((sockets, actor));
+    show.end().await;
     Ok(())
 }
 
@@ -244,3 +247,6 @@ fn is_unused(actor: &mut NodeActor) -> bool {
     }
     actor.empty_since.elapsed() > LINGER
 }
+
+#[cfg(test)]
+mod tests;

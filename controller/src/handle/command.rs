@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::{
     agents::OutgoingFrame,
-    config::{ConfigError, ReloadedConfig, SetError},
+    config::{Config, ReloadedConfig},
     jobs,
 };
 
@@ -39,12 +39,6 @@ pub enum CommandError {
         #[source]
         source: io::Error,
     },
-    /// The configuration is invalid or cannot be read.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The change of the node's policy is invalid or cannot be stored.
-    #[error(transparent)]
-    Set(#[from] SetError),
 }
 
 /// A process whose CUDA calls can be traced. This value does not keep the connection of the
@@ -92,18 +86,19 @@ pub enum Command {
     /// Turns automatic offloads of the node on or off. The second value names the author of the
     /// request. The response tells whether the setting has changed, or why it cannot be stored.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, CommandError>>),
-    /// Reads the configuration again. The response tells whether a value has changed, and which
-    /// changes apply only when the controller starts next.
-    Reload(oneshot::Sender<Result<ReloadedConfig, CommandError>>),
+    /// Applies a configuration that was read again. The response tells whether a value has changed,
+    /// and which changes apply only when the controller starts next.
+    Reload(Box<Config>, oneshot::Sender<ReloadedConfig>),
     /// Reports that the container with this name is idle or busy (a hint). The third value names
     /// the author of the hint.
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, FindError>>),
     /// Returns the policy of the container with this name, or of all containers if the name is
     /// empty.
     Policy(String, oneshot::Sender<Result<PolicyResponse, FindError>>),
-    /// Changes values of the node's policy. An empty value removes the setting. The response has
-    /// the resulting values.
-    SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, CommandError>>),
+    /// Applies a configuration that was read again after these changes of the node's policy were
+    /// stored. An empty value means that the setting was removed. The response has the resulting
+    /// values.
+    SetPolicy(Box<Config>, Vec<(String, String)>, oneshot::Sender<Vec<PolicyValue>>),
     /// Requests a job (a program without a container) for a user.
     Job(jobs::JobRequest, jobs::JobUser, oneshot::Sender<jobs::JobReply>),
 }

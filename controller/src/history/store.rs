@@ -64,9 +64,21 @@ pub enum StoreError {
         #[source]
         source: io::Error,
     },
-    /// The writer thread cannot be started.
+    /// The history thread cannot be started.
     #[error("cannot start the thread that writes the history")]
     Thread(#[source] io::Error),
+    /// The history thread has not opened the file yet.
+    #[error("the history is still being opened; try again, and check the disk of history.dir")]
+    Opening,
+    /// The history thread could not open the file.
+    #[error(
+        "there is no history on disk: check history.dir in the configuration, and see the \
+         controller's log"
+    )]
+    NotOpen,
+    /// The history thread has closed the file.
+    #[error("the controller is shutting down; try again")]
+    Closed,
     /// The content of the file cannot be read or written.
     #[error("a read or write of the database in the history's folder (setting history.dir) failed")]
     Database(#[source] Box<redb::Error>),

@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     clock, error_chain,
+    history::StoreError,
     metrics::{DeliveryCounts, classic},
     schema,
 };
@@ -232,6 +233,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     let Ok(permit) = Arc::clone(&site.reads).acquire_owned().await else {
         return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is shutting down");
     };
+    history.opened().await;
     // The disk may be slow, and this thread serves other requests. If the client disconnects
     // meanwhile, the permit is held until the read has ended.
     let read = tokio::task::spawn_blocking(move || {
@@ -247,10 +249,16 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     });
     match read.await {
         Ok(Ok(reply)) => reply,
-        Ok(Err(error)) => {
-            reply::error(StatusCode::INTERNAL_SERVER_ERROR, &crate::error_chain::chain(&error))
-        }
+        Ok(Err(error)) => reply::error(status_of(&error), &error_chain::chain(&error)),
         Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "cannot read the history"),
+    }
+}
+
+fn status_of(error: &StoreError) -> StatusCode {
+    match error {
+        StoreError::Opening | StoreError::Closed => StatusCode::SERVICE_UNAVAILABLE,
+        StoreError::NotOpen => StatusCode::NOT_FOUND,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 

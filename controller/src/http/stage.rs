@@ -14,7 +14,7 @@ use crate::{
     call_trace::{CallSampler, CallTraceHub},
     config::{HttpSection, ListenAddress, ReportSection},
     handle::{Command, ControllerHandle, EventLog},
-    history::{NodeHistory, StoreLimits},
+    history::{NodeHistory, SpanStore, StoreLimits},
     metrics::{DeliveryCounts, Metrics},
     observe::{ViewHub, ViewObserver},
 };
@@ -80,7 +80,8 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
     let calls = Arc::new(CallTraceHub::default());
     tokio::spawn(CallSampler::new(door.clone(), Arc::clone(&calls)).run());
     let limits = StoreLimits { keep_ms: 3_600_000, max_bytes: 1 << 20 };
-    let history = NodeHistory::open(&folder.path().join("state"), limits).unwrap();
+    let file = folder.path().join("history.redb");
+    let history = NodeHistory::start(move || SpanStore::open(&file, limits), |_| {}).unwrap();
     let history = Some(Arc::new(history));
     let sources =
         DataSources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history };

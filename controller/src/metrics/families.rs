@@ -14,9 +14,12 @@ use prometheus_client::{
     registry::{Metric, Registry, Unit},
 };
 
-use super::labels::{
-    BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels,
-    ReasonedLabels, ResultLabels, StateLabels, UseLabels,
+use super::{
+    labels::{
+        BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels,
+        ReasonedLabels, ResultLabels, StateLabels, UseLabels,
+    },
+    late_counter::LateCounter,
 };
 
 type Sum = Counter<f64, AtomicU64>;
@@ -80,8 +83,8 @@ fn sizes() -> Histogram {
 pub struct ControllerMetrics {
     pub build: Family<BuildLabels, Gauge>,
     pub start_time: Share,
-    pub restarts: Counter,
-    pub unexpected_ends: Counter,
+    pub restarts: LateCounter,
+    pub unexpected_ends: LateCounter,
     pub auto_offload: Gauge,
     pub nvml_up: Gauge,
 }

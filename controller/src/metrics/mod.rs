@@ -9,6 +9,7 @@
 mod durations;
 mod families;
 mod labels;
+mod late_counter;
 mod reference;
 mod table;
 mod text_format;
@@ -142,18 +143,22 @@ impl Metrics {
     /// history, including this start (1 without a history).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
-        let table = MetricsTable::new();
-        table.controller.restarts.inc_by(starts.saturating_sub(1));
-        Metrics { table, inner: Mutex::default() }
+        let metrics = Metrics::before_history();
+        metrics.set_runs(ControllerRuns { starts, unexpected_ends: 0 });
+        metrics
     }
 
-    /// Creates the metrics of a controller. The numbers of controller starts and of unexpected ends
-    /// come from the history.
+    /// Creates the metrics of a controller whose history is not open yet. The numbers of restarts
+    /// and of unexpected ends have no series until [`Metrics::set_runs`].
     #[must_use]
-    pub fn with_runs(runs: ControllerRuns) -> Metrics {
-        let metrics = Metrics::new(runs.starts);
-        metrics.table.controller.unexpected_ends.inc_by(runs.unexpected_ends);
-        metrics
+    pub fn before_history() -> Metrics {
+        Metrics { table: MetricsTable::new(), inner: Mutex::default() }
+    }
+
+    /// Sets the numbers of controller starts and of unexpected ends, which come from the history.
+    pub fn set_runs(&self, runs: ControllerRuns) {
+        self.table.controller.restarts.set(runs.starts.saturating_sub(1));
+        self.table.controller.unexpected_ends.set(runs.unexpected_ends);
     }
 
     /// Counts an event in the metrics. If the event ends a move or a wait, also adds its duration.

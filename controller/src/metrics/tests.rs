@@ -75,7 +75,10 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
 /// Returns metrics after observations and events that change every metric.
 fn lived() -> Metrics {
     let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
-    let metrics = Metrics::with_runs(runs);
+    let metrics = Metrics::before_history();
+    let unknown = metrics.text(&Node::default(), DeliveryCounts::default()).unwrap();
+    assert!(!unknown.contains("restarts") && !unknown.contains("unexpected_ends"), "{unknown}");
+    metrics.set_runs(runs);
     for (at, what, held, offloaded) in [
         (1_000, "Active", 4, 0),
         (2_000, "Idle", 4, 0),
