@@ -41,6 +41,9 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 /// Maximum number of spans of the history in one response. A response with this many spans is far
 /// smaller than the maximum size of a message.
 const SPANS: usize = 1_000;
+/// Maximum number of reads of the history at a time. Each may need memory for the whole history.
+/// The HTTP API has a limit of its own, so that its clients do not delay `affinode report`.
+const READS: usize = 2;
 
 /// Text that an event shows as the author of a request, if the request came through the control
 /// API.
@@ -55,6 +58,7 @@ pub(super) struct ControlService {
     history: Option<Arc<NodeHistory>>,
     prices: ReportSection,
     configuring: Arc<Semaphore>,
+    reads: Arc<Semaphore>,
 }
 
 /// Serves the control API at its socket, to which only root may connect.
@@ -105,8 +109,8 @@ impl ControlService {
         history: Option<Arc<NodeHistory>>,
         prices: ReportSection,
     ) -> ControlService {
-        let configuring = Arc::new(Semaphore::new(1));
-        ControlService { calls, events, hub, history, prices, configuring }
+        let (configuring, reads) = (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(READS)));
+        ControlService { calls, events, hub, history, prices, configuring, reads }
     }
 
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
@@ -148,8 +152,14 @@ impl ControlService {
             return Err(refused(ttrpc::Code::FAILED_PRECONDITION, &StoreError::NotOpen));
         };
         history.opened().await;
-        // The disk may be slow, and the actor must not wait for it.
-        match tokio::task::spawn_blocking(move || read(&history)).await {
+        let permit = Arc::clone(&self.reads).acquire_owned().await.map_err(|_| ending())?;
+        // The disk may be slow, and the actor must not wait for it. If the client disconnects
+        // meanwhile, the permit is held until the read has ended.
+        let reading = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            read(&history)
+        });
+        match reading.await {
             Ok(Ok(found)) => Ok(found),
             Ok(Err(error)) => Err(refused(code_of(&error), &error)),
             Err(_) => Err(failed(ttrpc::Code::INTERNAL, "cannot read the history")),
@@ -290,17 +300,16 @@ impl Control for ControlService {
         _: &TtrpcContext,
         request: HistoryRequest,
     ) -> ttrpc::Result<HistoryResponse> {
-        let spans = self
+        let skip = usize::try_from(request.skip).unwrap_or(usize::MAX);
+        // Only the page leaves the read, because the rest must not outlive the read's permit.
+        let (spans, more) = self
             .read_history(move |history| {
-                history.spans(request.since_unix_ms, request.until_unix_ms, None)
+                let spans = history.spans(request.since_unix_ms, request.until_unix_ms, None)?;
+                let more = spans.len() > skip.saturating_add(SPANS);
+                let page = spans.iter().skip(skip).take(SPANS).map(serde_json::to_string);
+                Ok((page.collect::<Result<_, _>>().map_err(StoreError::Record)?, more))
             })
             .await?;
-        let skip = usize::try_from(request.skip).unwrap_or(usize::MAX);
-        let more = spans.len() > skip.saturating_add(SPANS);
-        let page = spans.iter().skip(skip).take(SPANS).map(serde_json::to_string);
-        let spans = page
-            .collect::<Result<_, _>>()
-            .map_err(|error| failed(ttrpc::Code::INTERNAL, error.to_string()))?;
         Ok(HistoryResponse { spans, more, ..HistoryResponse::default() })
     }
 

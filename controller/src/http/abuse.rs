@@ -4,13 +4,16 @@
 use std::{future::Future, task::Poll, time::Duration};
 
 use affinode_proto::api::control::Event;
-use tokio::net::UnixStream;
+use tokio::{io::AsyncReadExt, net::UnixStream};
 
 use super::{
     CALL_STREAMS, CONNECTIONS, READS, STREAMS, routes,
     stage::{KEY, run},
 };
-use crate::call_trace::{CallTraceBatch, ProcessCalls, RecordedCall};
+use crate::{
+    call_trace::{CallTraceBatch, ProcessCalls, RecordedCall},
+    schema::{Container, Node},
+};
 
 #[tokio::test]
 async fn strangers_are_refused_and_counted() {
@@ -175,4 +178,36 @@ async fn history_responses_are_limited() {
     assert_eq!(site.site.reads.available_permits(), 0);
     held.pop();
     assert_eq!(next.await.status(), 200);
+}
+
+/// Checks that a client keeps its permit for a history response until it has read the response. A
+/// response is larger than the buffers of its connection here.
+#[tokio::test]
+async fn slow_readers_keep_their_history_permits() {
+    let site = run(true, None);
+    let history = site.site.history.as_ref().unwrap();
+    history.opened().await;
+    let container = Container {
+        key: KEY.into(),
+        state: "Idle".into(),
+        reason: "x".repeat(4 << 20),
+        ..Container::default()
+    };
+    history.observe(&Node { containers: vec![container], ..Node::default() }, 1_000);
+    let mut held = Vec::new();
+    for _ in 0..READS {
+        let mut slow = site.open("/api/v1/history?since_ms=0", "").await;
+        assert!(slow.begins().await, "{}", slow.seen);
+        held.push(slow);
+    }
+    assert_eq!(site.site.reads.available_permits(), 0);
+    let mut reader = held.pop().unwrap();
+    let mut rest = Vec::new();
+    reader.stream.read_to_end(&mut rest).await.unwrap();
+    assert!(reader.seen.len() + rest.len() > 4 << 20, "the whole response arrives");
+    assert_eq!(site.ask("GET", "/api/v1/report?since_ms=0", "").await.0, 200);
+    held.clear();
+    // A closed connection returns its permit, too.
+    let all = site.site.reads.acquire_many(READS as u32).await;
+    assert!(all.is_ok());
 }

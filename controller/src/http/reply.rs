@@ -21,6 +21,9 @@ pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
 /// An HTTP response with a [`ReplyBody`].
 pub type Reply = Response<ReplyBody>;
 
+/// Size of the chunks in which a large response is written to its connection, in bytes.
+const CHUNK_BYTES: usize = 64 << 10;
+
 /// Content security policy of the dashboard: the page may load files of this server and connect to
 /// it, and no other page may frame it.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
@@ -65,34 +68,52 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// Attaches a permit of a limited resource to the response. The permit is released when the client
-/// has read the response or closed the connection.
-pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
-    reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
+/// Creates a response with one JSON value that may be large, and attaches a permit of a limited
+/// resource to it. The permit is released when the client has read all but about [`CHUNK_BYTES`] of
+/// the response, or has closed the connection.
+///
+/// # Errors
+/// The value cannot be written as JSON.
+pub fn large_json(
+    value: &impl Serialize,
+    permit: OwnedSemaphorePermit,
+) -> Result<Reply, serde_json::Error> {
+    let bytes = serde_json::to_vec(value)?;
+    Ok(with(StatusCode::OK, "application/json", ChunkedBody { bytes, sent: 0, _permit: permit }))
 }
 
-struct StreamPermit {
-    body: ReplyBody,
+/// A body that is sent in chunks. A body of one chunk would be dropped, with its permit, as soon as
+/// its connection holds the chunk, although the client has read nothing.
+struct ChunkedBody {
+    bytes: Vec<u8>,
+    sent: usize,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Body for StreamPermit {
+impl Body for ChunkedBody {
     type Data = Bytes;
     type Error = Infallible;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
+        _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let rest = &self.bytes[self.sent..];
+        if rest.is_empty() {
+            return Poll::Ready(None);
+        }
+        // A copy, because a part of `bytes` would keep all of its memory until it is written.
+        let chunk = Bytes::copy_from_slice(&rest[..rest.len().min(CHUNK_BYTES)]);
+        self.sent += chunk.len();
+        Poll::Ready(Some(Ok(Frame::data(chunk))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.sent == self.bytes.len()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        SizeHint::with_exact((self.bytes.len() - self.sent) as u64)
     }
 }
 

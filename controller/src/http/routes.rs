@@ -237,15 +237,17 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     // The disk may be slow, and this thread serves other requests. If the client disconnects
     // meanwhile, the permit is held until the read has ended.
     let read = tokio::task::spawn_blocking(move || {
-        let reply = match report {
-            Some(prices) => history
-                .report(since_ms, until_ms)
-                .map(|report| reply::json(StatusCode::OK, &report.priced(&prices))),
-            None => history
-                .spans(since_ms, until_ms, key.as_deref())
-                .map(|spans| reply::json(StatusCode::OK, &SpanQuery { spans })),
+        let written = match report {
+            Some(prices) => {
+                let report = history.report(since_ms, until_ms)?;
+                reply::large_json(&report.priced(&prices), permit)
+            }
+            None => {
+                let spans = history.spans(since_ms, until_ms, key.as_deref())?;
+                reply::large_json(&SpanQuery { spans }, permit)
+            }
         };
-        reply.map(|reply| reply::until_taken(reply, permit))
+        written.map_err(StoreError::Record)
     });
     match read.await {
         Ok(Ok(reply)) => reply,
