@@ -15,6 +15,9 @@ pub(super) fn call(actor: &mut NodeActor, command: Command) {
             let _ = answer.send(containers::announced(actor, *announcement));
         }
         Command::Withdraw(key, generation) => containers::withdrawn(actor, &key, generation),
+        Command::Ping(answer) => {
+            let _ = answer.send(());
+        }
         Command::List(answer) => {
             let _ = answer.send(list(actor));
         }

@@ -7,7 +7,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU64},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use affinode_core::{Input, Node};
@@ -15,6 +15,7 @@ use affinode_proto::paths;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::mpsc,
+    time::{Instant, sleep_until},
 };
 use ttrpc::r#async::Server;
 
@@ -64,6 +65,21 @@ struct ActorInbox {
     commands: mpsc::Receiver<Command>,
     copiers: mpsc::UnboundedReceiver<CopierMessage>,
     agents: mpsc::Receiver<AgentMail>,
+    /// Whether the last turn was a command.
+    had_command: bool,
+}
+
+/// What the actor does next.
+enum Turn {
+    End,
+    Finding(Input),
+    Command(Command),
+    Tick,
+    ReadLevels,
+    Copier(CopierMessage),
+    Agent(AgentMail),
+    /// Nothing but perhaps further commands waits.
+    OnlyCommands,
 }
 
 /// Streams of the signals that end the controller.
@@ -150,11 +166,11 @@ fn begin(
         busy: GpuUtilization::default(),
         sweep: GarbageCollector::new(run_dir),
         job_users: HashMap::new(),
-        empty_since: Instant::now(),
+        empty_since: std::time::Instant::now(),
         sent_pressure: None,
         dashboard: String::new(),
     };
-    Ok((ActorInbox { findings, commands, copiers, agents }, actor))
+    Ok((ActorInbox { findings, commands, copiers, agents, had_command: false }, actor))
 }
 
 /// Starts the threads that read GPUs, processes and host memory. They are separate threads, because
@@ -204,21 +220,49 @@ impl ServedSockets {
     }
 }
 
-/// Handles messages until a signal arrives. If `stays` is false, also returns when there was no
-/// container for the time [`LINGER`].
-async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
-    let mut next_tick = tokio::time::Instant::now();
-    loop {
-        let levels_due = actor.levels.due();
-        tokio::select! {
+impl ActorInbox {
+    /// Waits for what the actor must do next. The next tick is at `next_tick`, and the next reading
+    /// of the host memory at `levels_due`.
+    async fn next(
+        &mut self,
+        signals: &mut EndSignals,
+        next_tick: Instant,
+        levels_due: Option<Instant>,
+    ) -> Turn {
+        // Clients can keep the channel of commands full. After each command, everything else that
+        // is due has one turn.
+        let may_command = !self.had_command;
+        let turn = tokio::select! {
             // The channels are polled in this order. Agents come last: containers can keep their
             // channel full, and must not delay signals, readings, requests or ticks.
             biased;
-            _ = signals.terminate.recv() => break,
-            _ = signals.interrupt.recv() => break,
-            Some(finding) = inbox.findings.recv() => incoming::found(actor, finding),
-            Some(command) = inbox.commands.recv() => commands::call(actor, command),
-            () = tokio::time::sleep_until(next_tick) => {
+            _ = signals.terminate.recv() => Turn::End,
+            _ = signals.interrupt.recv() => Turn::End,
+            Some(finding) = self.findings.recv() => Turn::Finding(finding),
+            Some(command) = self.commands.recv(), if may_command => Turn::Command(command),
+            () = sleep_until(next_tick) => Turn::Tick,
+            () = sleep_until(levels_due.unwrap_or(next_tick)), if levels_due.is_some() => {
+                Turn::ReadLevels
+            }
+            Some(mail) = self.copiers.recv() => Turn::Copier(mail),
+            Some(mail) = self.agents.recv() => Turn::Agent(mail),
+            () = std::future::ready(()), if !may_command => Turn::OnlyCommands,
+        };
+        self.had_command = matches!(turn, Turn::Command(_));
+        turn
+    }
+}
+
+/// Handles messages until a signal arrives. If `stays` is false, also returns when there was no
+/// container for the time [`LINGER`].
+async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSignals, stays: bool) {
+    let mut next_tick = Instant::now();
+    loop {
+        match inbox.next(signals, next_tick, actor.levels.due()).await {
+            Turn::End => break,
+            Turn::Finding(finding) => incoming::found(actor, finding),
+            Turn::Command(command) => commands::call(actor, command),
+            Turn::Tick => {
                 tick::tick(actor);
                 if !stays && is_unused(actor) {
                     tracing::info!(
@@ -227,23 +271,22 @@ async fn run(actor: &mut NodeActor, inbox: &mut ActorInbox, signals: &mut EndSig
                     );
                     break;
                 }
-                next_tick = tokio::time::Instant::now() + actor.pause();
+                next_tick = Instant::now() + actor.pause();
             }
-            () = tokio::time::sleep_until(levels_due.unwrap_or(next_tick)), if levels_due.is_some() => {
-                actor.levels.read(actor.node.copies_in_progress());
-            }
-            Some(mail) = inbox.copiers.recv() => incoming::copier_said(actor, mail),
-            Some(mail) = inbox.agents.recv() => incoming::agent_said(actor, mail),
+            Turn::ReadLevels => actor.levels.read(actor.node.copies_in_progress()),
+            Turn::Copier(mail) => incoming::copier_said(actor, mail),
+            Turn::Agent(mail) => incoming::agent_said(actor, mail),
+            Turn::OnlyCommands => {}
         }
         // If a container now waits or moves, the next tick comes earlier than planned.
-        next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
+        next_tick = next_tick.min(Instant::now() + actor.pause());
     }
 }
 
 /// Returns whether the controller has had no container for longer than [`LINGER`].
 fn is_unused(actor: &mut NodeActor) -> bool {
     if !actor.listeners.is_empty() {
-        actor.empty_since = Instant::now();
+        actor.empty_since = std::time::Instant::now();
     }
     actor.empty_since.elapsed() > LINGER
 }

@@ -70,6 +70,8 @@ pub enum Command {
     Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, CommandError>>),
     /// Withdraws a container that was deleted. The values are the container's key and generation.
     Withdraw(String, u64),
+    /// Responds immediately, which shows that the actor handles commands.
+    Ping(oneshot::Sender<()>),
     /// Returns the state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
     /// Returns those processes of these containers that are connected to the controller. If the

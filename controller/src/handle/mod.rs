@@ -41,6 +41,14 @@ impl ControllerHandle {
         ControllerHandle { calls, events }
     }
 
+    /// Returns when the actor has responded, which shows that it handles commands.
+    ///
+    /// # Errors
+    /// [`ShuttingDown`]: the controller is shutting down.
+    pub async fn ping(&self) -> Result<(), ShuttingDown> {
+        self.ask(Command::Ping).await
+    }
+
     /// Returns the state of the node with all GPUs and containers.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Tests of HTTP requests that are invalid, too large or too many. The server must refuse or limit
 //! them, and count the refusals.
 
-use std::{future::Future, task::Poll, time::Duration};
+use std::{future::Future, sync::atomic::Ordering, task::Poll, time::Duration};
 
 use affinode_proto::api::control::Event;
 use tokio::{io::AsyncReadExt, net::UnixStream};
@@ -210,4 +210,12 @@ async fn slow_readers_keep_their_history_permits() {
     // A closed connection returns its permit, too.
     let all = site.site.reads.acquire_many(READS as u32).await;
     assert!(all.is_ok());
+}
+
+/// Checks that `/healthz`, which needs no token, does not make the actor list its containers.
+#[tokio::test]
+async fn a_health_check_makes_no_list() {
+    let site = run(true, Some("a-long-and-secret-token"));
+    assert_eq!(site.ask("GET", "/healthz", "").await.0, 200);
+    assert_eq!(site.pings.load(Ordering::Relaxed), 1);
 }

@@ -1,6 +1,12 @@
 //! An HTTP server for tests. It serves a Unix socket, with an actor whose answers are fixed.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use affinode_proto::api::control::{ActionResponse, Announcement, Container, ListResponse};
 use tokio::{
@@ -29,6 +35,8 @@ pub struct Running {
     pub metrics: Arc<Metrics>,
     pub calls: Arc<CallTraceHub>,
     pub site: Arc<AppState>,
+    /// Number of pings that the actor has received.
+    pub pings: Arc<AtomicUsize>,
 }
 
 /// Starts a server for a node with one container, which can be offloaded but not restored. The
@@ -48,9 +56,15 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
     let guard = HttpGuard::new(http).unwrap();
     let only_shows = (!may_act).then_some("this site is read-only");
     let (calls, mut asked) = mpsc::channel(64);
+    let pings = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&pings);
     tokio::spawn(async move {
         while let Some(call) = asked.recv().await {
             match call {
+                Command::Ping(answer) => {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    let _ = answer.send(());
+                }
                 Command::List(answer) => drop(answer.send(list())),
                 Command::Sights(_, answer) => drop(answer.send(Vec::new())),
                 Command::Act(_, request, answer) => {
@@ -89,7 +103,7 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
     let (bound, _) =
         HttpListener::bind(&ListenAddress::Unix(folder.path().join("s"))).unwrap().unwrap();
     tokio::spawn(serve(HttpListener::new(bound, None).unwrap(), Arc::clone(&site)));
-    Running { folder, events, metrics, calls, site }
+    Running { folder, events, metrics, calls, site, pings }
 }
 
 fn list() -> ListResponse {

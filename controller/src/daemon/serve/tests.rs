@@ -3,6 +3,7 @@ use std::{
     fs::{self, File},
 };
 
+use affinode_core::ProcessId;
 use affinode_proto::api::{control::ListRequest, control_ttrpc::ControlClient};
 use nix::sys::signal::{Signal as OsSignal, kill};
 use tokio::{io::AsyncReadExt, net::UnixStream};
@@ -10,6 +11,37 @@ use ttrpc::{r#async::Client, context::with_duration};
 
 use super::*;
 use crate::{history, sys};
+
+/// Checks that neither a full channel of commands nor a full channel of agents delays the other, and
+/// that neither delays ticks.
+#[tokio::test]
+async fn commands_and_agents_take_turns() {
+    let (_findings, findings) = mpsc::unbounded_channel();
+    let (calls, commands) = mpsc::channel(COMMANDS);
+    let (_of_copiers, copiers) = mpsc::unbounded_channel();
+    let (mail, agents) = mpsc::channel(INBOX);
+    let mut inbox = ActorInbox { findings, commands, copiers, agents, had_command: false };
+    // Another test sends SIGTERM to this process.
+    let no_signal = || signal(SignalKind::user_defined1()).unwrap();
+    let mut signals = EndSignals { terminate: no_signal(), interrupt: no_signal() };
+    for _ in 0..COMMANDS {
+        calls.try_send(Command::Withdraw(String::new(), 0)).unwrap();
+        mail.try_send(AgentMail::Detached(ProcessId(1))).unwrap();
+    }
+    let later = Instant::now() + Duration::from_secs(3_600);
+    let (mut of_clients, mut of_agents) = (0, 0);
+    for _ in 0..10 {
+        match inbox.next(&mut signals, later, None).await {
+            Turn::Command(_) => of_clients += 1,
+            Turn::Agent(_) => of_agents += 1,
+            _ => panic!("nothing else is due"),
+        }
+    }
+    assert_eq!((of_clients, of_agents), (5, 5));
+    assert!(matches!(inbox.next(&mut signals, later, None).await, Turn::Command(_)));
+    let past = Instant::now() - Duration::from_secs(1);
+    assert!(matches!(inbox.next(&mut signals, past, None).await, Turn::Tick));
+}
 
 /// Takes a lease on the history's file, so that an open of the file blocks until the lease is
 /// released.
