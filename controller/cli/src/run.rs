@@ -164,9 +164,14 @@ fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
         stream.set_write_timeout(Some(CONTROLLER_TIMEOUT))?;
         let mut text = serde_json::to_string(request)?;
         text.push('\n');
-        stream.write_all(text.as_bytes())?;
+        // The controller may refuse the job before it has read the request. The request then cannot
+        // be written, but there is a response.
+        let written = stream.write_all(text.as_bytes());
         let mut line = String::new();
-        BufReader::new((&stream).take(MAX_BYTES)).read_line(&mut line)?;
+        let read = BufReader::new((&stream).take(MAX_BYTES)).read_line(&mut line);
+        if line.is_empty() {
+            written.and(read)?;
+        }
         Ok(serde_json::from_str(&line)?)
     };
     answer().map_err(RunError::Answer)

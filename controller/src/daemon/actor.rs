@@ -17,7 +17,7 @@ use std::{
 
 use affinode_core::{Input, Key, Millis, Node, ProcessId, event::NodeEvent};
 use affinode_proto::{api::control::Event, event::EventKind, reason::Reason, state::State};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::{
     connection_polling::ConnectionPolling, gc::GarbageCollector, gpu_polling::GpuPolling,
@@ -72,6 +72,8 @@ pub(super) struct NodeActor {
     pub(super) started_unix_ms: i64,
     pub(super) busy: GpuUtilization,
     pub(super) sweep: GarbageCollector,
+    /// Users who may run jobs, for the socket for job requests.
+    pub(super) allowed_users: watch::Sender<Vec<String>>,
     /// For each job, the uid of the user who started it.
     pub(super) job_users: HashMap<Key, u32>,
     pub(super) empty_since: Instant,

@@ -32,6 +32,7 @@ mod policies;
 mod recall;
 mod serve;
 mod tick;
+mod user_count;
 mod viewers;
 mod vram;
 

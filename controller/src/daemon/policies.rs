@@ -13,6 +13,7 @@ use crate::{
 pub(super) fn reload(actor: &mut NodeActor, read: Config) -> ReloadedConfig {
     let taken = actor.config.take(read);
     if taken.changed {
+        actor.allowed_users.send_replace(actor.config.jobs.users.clone());
         effects::feed(actor, Input::Reconfigured(Box::new(actor.config.settings())));
     }
     taken

@@ -14,7 +14,7 @@ use affinode_core::{Input, Node};
 use affinode_proto::paths;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
-    sync::mpsc,
+    sync::{mpsc, watch},
     time::{Instant, sleep_until},
 };
 use ttrpc::r#async::Server;
@@ -145,6 +145,7 @@ fn begin(
         copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
         host_pool: HostPool::new(host_pool::cgroup_of(&config.memory), config.memory.disk()),
         in_host_pool: BTreeSet::new(),
+        allowed_users: watch::Sender::new(config.jobs.users.clone()),
         config,
         run_dir: run_dir.to_owned(),
         sockets: ActivationSockets::take(run_dir),
@@ -208,7 +209,8 @@ impl ServedSockets {
         let jobs = if actor.config.jobs.enabled {
             let socket = actor.run_dir.join(jobs::SOCKET);
             let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
-            let served = listener.and_then(|listener| job_socket::serve(listener, calls));
+            let allowed = actor.allowed_users.subscribe();
+            let served = listener.and_then(|listener| job_socket::serve(listener, calls, allowed));
             Some(served.map_err(DaemonError::file("cannot bind", &socket))?)
         } else {
             None

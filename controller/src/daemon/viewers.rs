@@ -7,7 +7,6 @@
 //! states the user of a connection, and the number of connections of each user is limited.
 
 use std::{
-    collections::HashMap,
     fs, io,
     os::unix::{
         fs::{PermissionsExt, chown},
@@ -15,7 +14,7 @@ use std::{
     },
     path::{Path, PathBuf},
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -39,7 +38,10 @@ use tokio::{
 };
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
-use super::api::ControlService;
+use super::{
+    api::ControlService,
+    user_count::{UserCount, UserPlace},
+};
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
 
 /// Maximum number of simultaneous connections of one user to the viewers' socket. The next
@@ -88,7 +90,7 @@ async fn admit(listener: net::UnixListener, path: PathBuf, group: String, servic
         let listener = UnixListener::from_std(listener)?;
         open_to(&path, gid_of(&group)?)?;
         let service = create_control(Arc::new(ViewService(service)));
-        let connections = stream::unfold((listener, ViewerCount::default()), accept);
+        let connections = stream::unfold((listener, UserCount::new(PER_USER, IN_ALL)), accept);
         let mut server =
             Server::new().add_listener(Listener::new(connections)).register_service(service);
         server.start().await.map_err(io::Error::other)?;
@@ -125,7 +127,7 @@ fn open_to(path: &Path, gid: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(0o660))
 }
 
-type ViewerListener = (UnixListener, ViewerCount);
+type ViewerListener = (UnixListener, UserCount);
 
 /// Accepts the next connection within the limits `PER_USER` and `IN_ALL`. Connections beyond the
 /// limits are closed.
@@ -154,48 +156,11 @@ async fn accept(
     }
 }
 
-/// Number of open connections of each user.
-#[derive(Clone, Debug, Default)]
-struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
-
-impl ViewerCount {
-    /// Adds a connection of a user to the count, and removes it when the returned value is dropped.
-    /// Returns `None` if this user, or all users together, already have the maximum number of
-    /// connections.
-    fn take(&self, uid: u32) -> Option<ViewerPlace> {
-        let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {
-            return None;
-        }
-        *users.entry(uid).or_default() += 1;
-        Some(ViewerPlace { count: self.clone(), uid })
-    }
-}
-
-/// A connection that is included in the count of its user. Dropping this value removes it from the
-/// count.
-#[derive(Debug)]
-struct ViewerPlace {
-    count: ViewerCount,
-    uid: u32,
-}
-
-impl Drop for ViewerPlace {
-    fn drop(&mut self) {
-        let mut users = self.count.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = users.get(&self.uid).map_or(0, |number| number - 1);
-        match left {
-            0 => drop(users.remove(&self.uid)),
-            left => drop(users.insert(self.uid, left)),
-        }
-    }
-}
-
 /// A viewer's connection. While it is open, it counts as a connection of its user.
 #[derive(Debug)]
 struct ViewerConnection {
     stream: UnixStream,
-    _place: ViewerPlace,
+    _place: UserPlace,
 }
 
 impl AsyncRead for ViewerConnection {

@@ -67,19 +67,6 @@ async fn a_viewer_looks_and_changes_nothing() {
 }
 
 #[test]
-fn connections_of_a_user_are_limited() {
-    let count = ViewerCount::default();
-    let mut places: Vec<_> = (0..PER_USER).map(|_| count.take(1).unwrap()).collect();
-    assert!(count.take(1).is_none());
-    places.extend((2..).map_while(|uid| count.take(uid)));
-    assert_eq!(places.len(), IN_ALL, "the connection of a further user is refused");
-    drop(places.swap_remove(0));
-    assert!(count.take(1).is_some() && count.take(2).is_some());
-    drop(places);
-    assert!(count.0.lock().unwrap().is_empty());
-}
-
-#[test]
 fn without_a_group_no_socket_is_left() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(paths::VIEW_SOCKET);

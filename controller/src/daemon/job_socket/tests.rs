@@ -1,0 +1,123 @@
+use std::{
+    io::{IoSlice, Read, Write},
+    mem::MaybeUninit,
+    os::unix::net::UnixStream,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+use super::*;
+use crate::{isolated_runtime::tests::LingeringTask, jobs::SOCKET};
+
+fn every_user() -> watch::Receiver<Vec<String>> {
+    watch::Sender::new(vec!["*".into()]).subscribe()
+}
+
+/// Checks that a descriptor whose close blocks delays only the thread of the job requests. The
+/// kernel closes unread descriptors in the thread that reads the message. The close of this
+/// test's descriptor waits until its peer has read all data, or for a timeout.
+#[test]
+fn a_sent_descriptor_delays_only_jobs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let listener = net::UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (calls, mut asked) = mpsc::channel(1);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let refuses = sys::refuse_descriptors(&listener).is_ok();
+    let _ward = runtime.block_on(async { serve(listener, calls, every_user()) }).unwrap();
+
+    let mut lingering = LingeringTask::new();
+    let hostile = UnixStream::connect(&path).unwrap();
+    let fds = [lingering.descriptor()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let parts = [IoSlice::new(b"{")];
+    let sent = rustix::net::sendmsg(&hostile, &parts, &mut control, SendFlags::empty());
+    assert_eq!(sent.is_err(), refuses);
+    if !refuses {
+        lingering.let_go();
+        // The close blocks the thread of the job requests. The thread of the test must not be
+        // blocked.
+        runtime.block_on(async {
+            while lingering.is_open() {
+                tokio::task::yield_now().await;
+            }
+        });
+        assert!(lingering.is_waited_for(), "it has waited");
+        return;
+    }
+    let mut asks = UnixStream::connect(&path).unwrap();
+    asks.write_all(b"{\"name\":\"train\"}\n").unwrap();
+    let Some(Command::Job(request, _, answer)) = asked.blocking_recv() else { panic!("no job") };
+    assert_eq!(request.name, "train");
+    answer.send(JobReply::Refused("no".into())).unwrap();
+    let mut said = String::new();
+    asks.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "{\"refused\":\"no\"}\n");
+}
+
+/// Number of connections that [`first_user_then_root`] has seen.
+static SEEN: AtomicUsize = AtomicUsize::new(0);
+/// Uid and gid of a user who has no name.
+const USER: (u32, u32) = (4711, 4711);
+
+/// Returns a user for the first connections, and root for the connection after them.
+fn first_user_then_root(_: &tokio::net::UnixStream) -> io::Result<(u32, u32)> {
+    let is_user = SEEN.fetch_add(1, Ordering::Relaxed) < AT_A_TIME;
+    Ok(if is_user { USER } else { (0, 0) })
+}
+
+#[tokio::test]
+async fn silent_users_delay_only_themselves() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let (calls, mut asked) = mpsc::channel(1);
+    let requests = JobRequests { calls, allowed: every_user() };
+    let listener = UnixListener::bind(&path).unwrap();
+    tokio::spawn(accept(listener, requests, first_user_then_root));
+    let mut silent = Vec::new();
+    for _ in 0..AT_A_TIME {
+        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+    }
+    let mut of_root = tokio::net::UnixStream::connect(&path).await.unwrap();
+    of_root.write_all(b"{\"name\":\"train\"}\n").await.unwrap();
+    let Some(Command::Job(_, user, _)) = asked.recv().await else { panic!("no job") };
+    assert_eq!(user.uid, 0);
+    let mut refused = 0;
+    for mut stream in silent.drain(PER_USER..) {
+        let mut said = String::new();
+        stream.read_to_string(&mut said).await.unwrap();
+        refused += usize::from(said.contains("of this user are in progress"));
+    }
+    assert_eq!(refused, AT_A_TIME - PER_USER);
+    // The other connections are still open, so their places were not needed.
+    for stream in silent {
+        let read = stream.try_read(&mut [0]);
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+}
+
+#[tokio::test]
+async fn an_unlisted_user_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let (calls, _asked) = mpsc::channel(1);
+    let (allowed, listed) = watch::channel(vec!["ana".to_owned()]);
+    let listener = UnixListener::bind(&path).unwrap();
+    let requests = JobRequests { calls, allowed: listed };
+    tokio::spawn(accept(listener, requests, |_| Ok(USER)));
+    let mut silent = tokio::net::UnixStream::connect(&path).await.unwrap();
+    let mut said = String::new();
+    silent.read_to_string(&mut said).await.unwrap();
+    assert!(said.contains("user 4711 may not run jobs"), "{said}");
+    // A reload of the configuration applies to the next request.
+    allowed.send_replace(vec!["4711".into()]);
+    let mut listed = tokio::net::UnixStream::connect(&path).await.unwrap();
+    listed.write_all(b"{}\n").await.unwrap();
+    let mut said = String::new();
+    listed.read_to_string(&mut said).await.unwrap();
+    assert!(said.contains("invalid request"), "{said}");
+}
