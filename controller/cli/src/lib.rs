@@ -160,6 +160,10 @@ enum CliError {
         #[source]
         source: ttrpc::Error,
     },
+    #[error(
+        "the controller did not finish the request within {limit_s} s, and may still do so: see `affinode ps` and `affinode events`"
+    )]
+    TimedOut { limit_s: u64 },
     #[error("the controller refused the request: {0}")]
     Refused(String),
     #[error("{0}")]

@@ -69,7 +69,7 @@ impl NodeSource {
             NodeReader::Local(local) => return Ok(local.read()),
             NodeReader::Controller(client) => client.list().await,
         };
-        if let Err(CliError::NoController { .. }) = &listed {
+        if let Err(CliError::NoController { .. } | CliError::TimedOut { .. }) = &listed {
             // The next reading connects again, or finds an empty node.
             self.reader = NodeReader::connect(&self.run_dir).await?;
         }
