@@ -3,7 +3,7 @@
 //! most two files exist.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
@@ -31,7 +31,7 @@ impl LogOutput {
     /// error is a regular file with a known path.
     #[must_use]
     pub fn standard_error() -> LogOutput {
-        let name = std::fs::read_link("/proc/self/fd/2").ok();
+        let name = fs::read_link("/proc/self/fd/2").ok();
         let same = |path: &PathBuf| -> Option<u64> {
             let (open, named) = (rustix::fs::fstat(io::stderr()).ok()?, path.metadata().ok()?);
             let regular =
@@ -81,12 +81,27 @@ impl Write for LogOutput {
     }
 }
 
-/// Renames the log file, and creates a new file with its name.
+/// Renames the log file, and creates a new file with its name. If this fails, the log file keeps its
+/// name, so that the next call can succeed.
 fn turn(path: &Path) -> io::Result<File> {
-    let mut before = path.as_os_str().to_owned();
-    before.push(".1");
-    std::fs::rename(path, before)?;
-    OpenOptions::new().create(true).append(true).mode(0o640).open(path)
+    let [before, fresh] = [".1", ".new"].map(|end| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(end);
+        PathBuf::from(name)
+    });
+    // A controller that was killed here may have left the file.
+    let _ = fs::remove_file(&fresh);
+    let file = OpenOptions::new().create_new(true).append(true).mode(0o640).open(&fresh)?;
+    match fs::rename(path, &before) {
+        // The log file was removed, but standard error still writes to it.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        renamed => renamed?,
+    }
+    if let Err(error) = fs::rename(&fresh, path) {
+        let _ = fs::rename(&before, path);
+        return Err(error);
+    }
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -106,12 +121,32 @@ mod tests {
     fn of_many_files_two_stay() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("controller.log");
-        std::fs::write(&path, "first").unwrap();
+        fs::write(&path, "first").unwrap();
         for words in ["second", "third"] {
             turn(&path).unwrap().write_all(words.as_bytes()).unwrap();
         }
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "third");
-        assert_eq!(std::fs::read_to_string(dir.path().join("controller.log.1")).unwrap(), "second");
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "third");
+        assert_eq!(fs::read_to_string(dir.path().join("controller.log.1")).unwrap(), "second");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_failed_turn_does_not_end_the_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("controller.log");
+        fs::write(&path, "first").unwrap();
+        // The new file cannot be created while a folder has its name.
+        let blocked = dir.path().join("controller.log.new");
+        fs::create_dir(&blocked).unwrap();
+        turn(&path).unwrap_err();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "first");
+        fs::remove_dir(&blocked).unwrap();
+        for words in ["second", "third"] {
+            turn(&path).unwrap().write_all(words.as_bytes()).unwrap();
+        }
+        assert_eq!(fs::read_to_string(dir.path().join("controller.log.1")).unwrap(), "second");
+        fs::remove_file(&path).unwrap();
+        turn(&path).unwrap().write_all(b"fourth").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "fourth");
     }
 }
