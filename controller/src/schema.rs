@@ -21,7 +21,7 @@ pub struct Node {
     pub controller_pid: u32,
     /// Time at which the controller started, in milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Reason why the GPUs cannot be read. `None` if they can be read.
+    /// Reason why NVML, or one of the GPUs, cannot be read. `None` if all GPUs can be read.
     pub gpu_error: Option<String>,
     /// Address of the dashboard. `None` if the dashboard is off.
     pub dashboard: Option<String>,

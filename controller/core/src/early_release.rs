@@ -123,7 +123,8 @@ pub(super) fn samples_for(node: &NodeState, key: &Key) -> Vec<GpuSample> {
 pub(super) fn take_vram(node: &mut NodeState, gpus: &[GpuSample]) {
     let now = node.clock.now;
     for process in node.registry.processes.values_mut().filter(|p| frees_vram(now, p)) {
-        process.memory.vram = vram_in(gpus, process.identity.pid);
+        let held = vram_in(gpus, process.identity.pid);
+        process.memory.set_vram(held, &node.gpus.unreadable);
     }
 }
 

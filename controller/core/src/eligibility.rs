@@ -79,8 +79,8 @@ pub(super) struct OffloadFacts<'a> {
     pub has_second_level: bool,
     /// Whether the operators' choices permit an offload. `Err`: the reason why not.
     pub permitted: Result<(), Reason>,
-    /// Why NVML could not be read. The VRAM in use is then unknown. `None`: the last reading
-    /// succeeded.
+    /// Why NVML, or a GPU of the container, could not be read. The VRAM in use is then unknown.
+    /// `None`: the last reading succeeded.
     pub gpu_error: Option<&'a str>,
     /// Facts about idleness. `None`: an operator or a container that waits for VRAM requests the
     /// offload, so idleness does not matter.

@@ -218,8 +218,13 @@ pub(super) fn take_gpus_of_unseen(node: &mut NodeState) {
     if node.registry.unclaimed_journal.is_empty() {
         return;
     }
-    let on_devices = node.gpus.samples.iter().flat_map(|gpu| &gpu.processes);
+    let gpus = &node.gpus;
+    let on_devices = gpus.samples.iter().flat_map(|gpu| &gpu.processes);
     for ((_, pid, _), claim) in &mut node.registry.unclaimed_journal {
+        // NVML does not show what the process holds on a GPU that could not be read.
+        if claim.offloaded.iter().any(|on| gpus.error_of(&on.uuid).is_some()) {
+            continue;
+        }
         let held = on_devices.clone().filter(|(other, _)| other == pid);
         claim.held_bytes = Some(held.map(|(_, bytes)| bytes).sum());
     }

@@ -75,6 +75,9 @@ pub struct GpuSample {
     pub processes: Vec<(u32, u64)>,
     /// Figures that are sent to offloaded processes that query NVML.
     pub figures: GpuFigures,
+    /// Why NVML cannot read this GPU. In that case only `index` and `uuid` are set, and `uuid` is
+    /// empty if it is unknown too. `None`: the sample is complete.
+    pub error: Option<String>,
 }
 
 /// Figures of a GPU that have no influence on decisions. A field is `None` if the driver does not
@@ -293,4 +296,17 @@ pub enum Input {
     Due(Key),
     /// The controller should make the decisions that are due for all containers.
     Tick,
+}
+
+impl Input {
+    /// The samples of GPUs in the input, if it has any.
+    pub(super) fn samples_mut(&mut self) -> Option<&mut Vec<GpuSample>> {
+        match self {
+            Input::Gpus(gpus)
+            | Input::Proven(_, _, gpus)
+            | Input::VramRead { gpus, .. }
+            | Input::Surveyed(_, Survey { gpus, .. }) => gpus.as_mut().ok(),
+            _ => None,
+        }
+    }
 }

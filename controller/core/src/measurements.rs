@@ -132,9 +132,17 @@ pub(super) fn gpus_read(node: &mut NodeState, gpus: Result<Vec<GpuSample>, Strin
     }
 }
 
+/// Moves the GPUs that could not be read out of a reading, and records them. All other functions
+/// therefore see only complete samples.
+pub(super) fn take_unreadable(node: &mut NodeState, gpus: &mut Vec<GpuSample>) {
+    node.gpus.unreadable = gpus.extract_if(.., |gpu| gpu.error.is_some()).collect();
+}
+
 /// Records the total and used memory of the GPUs. The recorded VRAM of each process does not
-/// change.
+/// change. A GPU without a new sample loses its old one, which could otherwise prove free VRAM on a
+/// GPU that has failed.
 pub(super) fn take_memory(node: &mut NodeState, gpus: &[GpuSample]) {
+    node.gpus.samples.retain(|known| gpus.iter().any(|gpu| gpu.uuid == known.uuid));
     node.gpus.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
     for gpu in gpus {
         match node.gpus.samples.iter_mut().find(|known| known.uuid == gpu.uuid) {
@@ -154,13 +162,13 @@ pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
     early_release::take_vram(node, gpus);
     for id in node.members(key) {
         let Some(process) = node.registry.processes.get_mut(&id) else { continue };
-        let pid = process.identity.pid;
-        process.memory.vram = early_release::vram_in(gpus, pid);
+        let held = early_release::vram_in(gpus, process.identity.pid);
+        process.memory.set_vram(held, &node.gpus.unreadable);
     }
 }
 
 /// Records the memory of GPUs and the VRAM of all processes. A process that is not in the
-/// sample has no VRAM.
+/// sample has no VRAM, except on GPUs that could not be read.
 pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
     let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
     for gpu in &gpus {
@@ -170,7 +178,8 @@ pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
         }
     }
     for process in node.registry.processes.values_mut() {
-        process.memory.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        let held = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        process.memory.set_vram(held, &node.gpus.unreadable);
     }
     node.gpus.freed_since_sample.clear();
     node.gpus.samples = gpus;

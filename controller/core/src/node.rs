@@ -109,7 +109,7 @@ impl Node {
     }
 }
 
-fn decide(node: &mut NodeState, now: Millis, input: Input) {
+fn decide(node: &mut NodeState, now: Millis, mut input: Input) {
     let silent_ms = now.saturating_sub(node.clock.now);
     node.clock.now = node.clock.now.max(now);
     if silent_ms > PROOF_TTL_MS {
@@ -129,6 +129,9 @@ fn decide(node: &mut NodeState, now: Millis, input: Input) {
             | Input::DriverLimited(..)
             | Input::Message(_, AgentMessage::AskVram { .. } | AgentMessage::VramTaken)
     );
+    if let Some(gpus) = input.samples_mut() {
+        measurements::take_unreadable(node, gpus);
+    }
     take(node, input);
     advance_resumed(node);
     if may_serve {

@@ -93,8 +93,11 @@ pub(super) struct NodeRegistry {
 /// The last NVML readings of the GPUs, and what was derived from them.
 #[derive(Debug, Default)]
 pub(super) struct GpuReadings {
-    /// The last sample of each GPU.
+    /// The last sample of each GPU that the last reading could read.
     pub(super) samples: Vec<GpuSample>,
+    /// The GPUs that the last reading could not read, each with the error. The UUID of such a GPU
+    /// is empty if it is unknown.
+    pub(super) unreadable: Vec<GpuSample>,
     /// Why the last reading failed. `None`: it succeeded.
     pub(super) error: Option<String>,
     /// Time of the last sample of all GPUs.
@@ -107,6 +110,17 @@ pub(super) struct GpuReadings {
     pub(super) under_pressure: BTreeSet<String>,
     /// The GPUs whose containers want more VRAM than the GPU has.
     pub(super) oversubscription: Oversubscription,
+}
+
+impl GpuReadings {
+    /// Why the last reading could not read this GPU. `None`: it could, or it does not list the GPU.
+    pub(super) fn error_of(&self, uuid: &str) -> Option<&str> {
+        let is_read = || self.samples.iter().any(|gpu| gpu.uuid == uuid);
+        let known = self.unreadable.iter().find(|gpu| gpu.uuid == uuid);
+        // A GPU without a UUID may be any GPU that was not read.
+        let unknown = || self.unreadable.iter().find(|gpu| gpu.uuid.is_empty() && !is_read());
+        known.or_else(unknown)?.error.as_deref()
+    }
 }
 
 /// The containers that wait for VRAM, and the promises and grants of VRAM.

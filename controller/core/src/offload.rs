@@ -121,6 +121,9 @@ pub(super) fn surveyed(node: &mut NodeState, key: &Key, survey: Survey) {
 /// of a process were unknown, so would be the VRAM that its restore needs. `Err`: the reason to
 /// refuse the offload.
 fn check_vram(node: &NodeState, key: &Key) -> Result<(), Refusal> {
+    if let Some(error) = offload_check::vram_error(node, key) {
+        return Err((Reason::VramUnknown, error.to_owned()));
+    }
     let unseen = |p: &Process| {
         let claims = p.activity.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
         !p.agent.phase.is_offloaded() && p.memory.vram.is_empty() && claims

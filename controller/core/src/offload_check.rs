@@ -34,10 +34,18 @@ pub(super) fn check_offload(node: &NodeState, key: &Key, asked: bool) -> Result<
         nothing_to_copy: offload_level::has_nothing_to_copy(node, key),
         has_second_level: offload_level::has_second_level(node, key),
         permitted: overrides::permitted(node, key, asked),
-        gpu_error: node.gpus.error.as_deref(),
+        gpu_error: vram_error(node, key),
         idle: (!asked).then(|| idle_facts(node, key)),
     };
     facts.check()
+}
+
+/// Why the VRAM of a container is unknown: NVML, or a GPU of the container, could not be read.
+/// `None`: its VRAM is known.
+pub(super) fn vram_error<'n>(node: &'n NodeState, key: &Key) -> Option<&'n str> {
+    let held = || node.registry.processes.of(key).flat_map(|(_, p)| &p.memory.vram);
+    let of_gpu = || held().find_map(|on| node.gpus.error_of(&on.uuid));
+    node.gpus.error.as_deref().or_else(of_gpu)
 }
 
 fn process_facts<'a>(

@@ -145,7 +145,8 @@ fn may_wait(
         return Err(OomWaitRefusal::Attempts);
     }
     let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid);
-    if gpu.is_none() && !node.gpus.samples.is_empty() {
+    let is_readable = node.gpus.error_of(uuid).is_none();
+    if gpu.is_none() && is_readable && !node.gpus.samples.is_empty() {
         return Err(OomWaitRefusal::UnknownGpu(uuid.to_owned()));
     }
     // Without a sample, the size of the GPU is unknown. `check_alloc_wait` then checks it

@@ -12,8 +12,8 @@ use affinode_proto::{
 };
 
 use super::{
-    GpuSample, Key, Millis, ProcessId, early_release, eviction, grant::Stage, grants, holds,
-    host_relief, immediate, ledger::margin_bytes, measurements, migration, needs,
+    DeviceBytes, GpuSample, Key, Millis, ProcessId, early_release, eviction, grant::Stage, grants,
+    holds, host_relief, immediate, ledger::margin_bytes, measurements, migration, needs,
     node_state::NodeState, oom_wait, passing, process::Process,
 };
 
@@ -129,6 +129,11 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let known = knows_gpus(node);
     let want = needs::alloc_wait_beside_restore(node, &key);
     let needs = needs::needs_with(node, &key, want);
+    // A waiter for a GPU that was not read cannot be served, and delays no waiter for its other
+    // GPUs.
+    if known && let Some(why) = unread_gpu(node, &needs) {
+        return show_unknown(node, &key, why);
+    }
     let margin = needs::margin_for(node, &key);
     let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
     let fits = known
@@ -181,11 +186,30 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
 }
 
 fn show_waiting(node: &mut NodeState, key: &Key, known: bool) {
+    match node.gpus.error.clone() {
+        error if !known => show_unknown(node, key, error.unwrap_or_default()),
+        _ => show_reason(node, key, (Reason::WaitingForVram, String::new())),
+    }
+}
+
+fn show_unknown(node: &mut NodeState, key: &Key, why: String) {
+    show_reason(node, key, (Reason::VramUnknown, why));
+}
+
+fn show_reason(node: &mut NodeState, key: &Key, reason: (Reason, String)) {
     let waits = |c: &&mut super::container::Container| c.shown.state == State::Queued;
     if let Some(container) = node.registry.containers.get_mut(key).filter(waits) {
-        let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
-        container.shown.reason = (reason, node.gpus.error.clone().unwrap_or_default());
+        container.shown.reason = reason;
     }
+}
+
+/// Why the VRAM of a GPU in `needs` is unknown although other GPUs were read. `None`: the VRAM of
+/// all these GPUs is known.
+fn unread_gpu(node: &NodeState, needs: &[DeviceBytes]) -> Option<String> {
+    let is_read = |uuid: &str| node.gpus.samples.iter().any(|gpu| gpu.uuid == uuid);
+    let need = needs.iter().find(|need| !is_read(&need.uuid))?;
+    let missing = || format!("NVML does not list the GPU {}", need.uuid);
+    Some(node.gpus.error_of(&need.uuid).map_or_else(missing, str::to_owned))
 }
 
 /// Whether a container waits only for a restore, not for an allocation, and needs only GPUs in

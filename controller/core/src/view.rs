@@ -76,10 +76,15 @@ impl Node {
         &self.state.gpus.samples
     }
 
-    /// Why the last reading of NVML failed. `None`: it succeeded.
+    /// Why the last reading of NVML failed, or why it could not read some of the GPUs. `None`: it
+    /// read all GPUs.
     #[must_use]
-    pub fn gpu_error(&self) -> Option<&str> {
-        self.state.gpus.error.as_deref()
+    pub fn gpu_error(&self) -> Option<String> {
+        let gpus = &self.state.gpus;
+        let unreadable: Vec<&str> =
+            gpus.unreadable.iter().filter_map(|gpu| gpu.error.as_deref()).collect();
+        let of_some = || (!unreadable.is_empty()).then(|| unreadable.join("; "));
+        gpus.error.clone().or_else(of_some)
     }
 
     /// VRAM that offloaded processes released on a GPU, in bytes.

@@ -249,7 +249,7 @@ pub(super) fn limit_bytes(node: &NodeState, key: &Key) -> u64 {
 
 /// Returns the VRAM that a container may still use on a GPU under its limit, in bytes. Pending
 /// bytes are not subtracted. `UNLIMITED_VRAM_BYTES`: the limit does not apply to this GPU. `None`:
-/// NVML cannot be read.
+/// NVML, or this GPU, cannot be read.
 fn unpromised_bytes(
     node: &NodeState,
     key: &Key,
@@ -257,6 +257,9 @@ fn unpromised_bytes(
     gpus: Result<Vec<GpuSample>, String>,
 ) -> Option<u64> {
     let gpus = gpus.ok()?;
+    if node.gpus.error_of(uuid).is_some() {
+        return None;
+    }
     // NVML reports the VRAM of whole GPUs only, not of parts (MIG).
     let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid && !gpu.mig) else {
         return Some(UNLIMITED_VRAM_BYTES);

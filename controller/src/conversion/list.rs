@@ -19,7 +19,7 @@ pub fn list(node: &Node, now: Millis, unix_ms: i64) -> control::ListResponse {
             .containers()
             .map(|(key, c)| list_container(node, key, c, now, unix_ms))
             .collect(),
-        gpu_error: node.gpu_error().unwrap_or_default().to_owned(),
+        gpu_error: node.gpu_error().unwrap_or_default(),
         auto_offload: node.overrides().auto_offload,
         ..control::ListResponse::default()
     }

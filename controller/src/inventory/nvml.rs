@@ -2,6 +2,7 @@
 //! failure. A driver that is loaded or reloaded later is therefore found.
 
 use std::{
+    collections::BTreeMap,
     ffi::CStr,
     time::{Duration, Instant},
 };
@@ -65,42 +66,47 @@ pub struct NvmlDevices {
     /// the driver is too old.
     memory_limits: Option<MemoryLimits>,
     failed: Option<(Instant, String)>,
+    known: KnownDevices,
 }
 
 impl NvmlDevices {
     /// Creates a reader that knows where the library is. Does not open the library yet.
     #[must_use]
     pub fn new(library: DriverLibrary) -> NvmlDevices {
-        NvmlDevices { library, nvml: None, memory_limits: None, failed: None }
+        let known = KnownDevices::default();
+        NvmlDevices { library, nvml: None, memory_limits: None, failed: None, known }
     }
 
-    /// Reads every GPU. Includes its processes and utilization if `whole` is true.
+    /// Reads every GPU. Includes its processes and utilization if `whole` is true. The sample of a
+    /// GPU that cannot be read, for example because it has fallen off the bus, has the error.
     ///
     /// # Errors
-    /// NVML cannot be read. The text has the reason.
+    /// NVML or all GPUs cannot be read. The text has the reason.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
-        self.attempt(|nvml| {
-            (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
-        })
+        let readings = self.attempt(|nvml| {
+            read_each(nvml.device_count()?, |index| read_device(nvml, index, whole))
+        })?;
+        Ok(self.known.samples(readings))
     }
 
     /// Reads which processes used a GPU recently. `now_us` is the time in microseconds since 1970.
-    /// A GPU whose utilization cannot be read (MIG, no permission, not supported) has no samples.
+    /// A GPU whose utilization cannot be read (lost, MIG, no permission, not supported) has no
+    /// samples.
     ///
     /// # Errors
-    /// NVML cannot be read. The text has the reason.
+    /// NVML or all GPUs cannot be read. The text has the reason.
     pub fn read_work(&mut self, now_us: u64) -> Result<Vec<Work>, String> {
-        self.attempt(|nvml| {
-            let mut work = Vec::new();
-            for index in 0..nvml.device_count()? {
-                let device = nvml.device_by_index(index)?;
-                let uuid = device.uuid()?;
-                let samples = device.process_utilization_stats(now_us.saturating_sub(RECENT_US));
-                let samples = samples.unwrap_or_default();
-                work.extend(samples.iter().filter_map(|sample| work_of(sample, &uuid, now_us)));
-            }
-            Ok(work)
-        })
+        let read = |nvml: &Nvml, index| {
+            let device = nvml.device_by_index(index)?;
+            let uuid = device.uuid()?;
+            let samples = device.process_utilization_stats(now_us.saturating_sub(RECENT_US));
+            let samples = samples.unwrap_or_default();
+            let work = samples.iter().filter_map(|sample| work_of(sample, &uuid, now_us));
+            Ok(work.collect::<Vec<Work>>())
+        };
+        let readings =
+            self.attempt(|nvml| read_each(nvml.device_count()?, |index| read(nvml, index)))?;
+        Ok(readings.into_iter().flat_map(Result::unwrap_or_default).collect())
     }
 
     /// Checks whether the driver enforces VRAM limits of cgroups.
@@ -170,6 +176,78 @@ impl NvmlDevices {
     }
 }
 
+/// Reads each of `count` GPUs. One lost GPU must not prevent the readings of the others.
+///
+/// # Errors
+/// No GPU can be read. NVML itself is then probably at fault, so it is opened again.
+fn read_each<T>(
+    count: u32,
+    read: impl FnMut(u32) -> Result<T, NvmlError>,
+) -> Result<Vec<Result<T, NvmlError>>, NvmlError> {
+    let mut readings: Vec<_> = (0..count).map(read).collect();
+    match readings.iter().any(Result::is_ok) {
+        false if count > 0 => Err(readings.remove(0).err().unwrap_or(NvmlError::Unknown)),
+        _ => Ok(readings),
+    }
+}
+
+/// What the earlier readings showed. NVML does not return the UUID of a lost GPU.
+#[derive(Debug, Default)]
+struct KnownDevices {
+    /// UUID of each GPU by its index.
+    uuids: BTreeMap<u32, String>,
+    /// Error of each GPU that the last reading could not read, by its index.
+    errors: BTreeMap<u32, String>,
+}
+
+impl KnownDevices {
+    /// Returns a sample for each reading, in the order of the indexes. Logs a GPU that cannot be
+    /// read once, and not at each reading.
+    fn samples(&mut self, readings: Vec<Result<GpuSample, NvmlError>>) -> Vec<GpuSample> {
+        let read = readings.iter().flatten();
+        self.uuids.extend(read.map(|gpu| (gpu.index, gpu.uuid.clone())));
+        let is_read: Vec<String> = readings.iter().flatten().map(|gpu| gpu.uuid.clone()).collect();
+        let samples: Vec<GpuSample> = (0..)
+            .zip(readings)
+            .map(|(index, reading)| {
+                reading.unwrap_or_else(|error| {
+                    // The indexes may have changed since the UUID was read.
+                    let uuid = self.uuids.get(&index).filter(|uuid| !is_read.contains(uuid));
+                    unreadable(index, uuid.cloned().unwrap_or_default(), &error)
+                })
+            })
+            .collect();
+        self.log(&samples);
+        samples
+    }
+
+    fn log(&mut self, samples: &[GpuSample]) {
+        for gpu in samples {
+            let before = match &gpu.error {
+                Some(error) => self.errors.insert(gpu.index, error.clone()),
+                None => self.errors.remove(&gpu.index),
+            };
+            match (&gpu.error, before) {
+                (Some(error), before) if before.as_ref() != Some(error) => {
+                    tracing::error!("gpu {}: containers on it are not moved: {error}", gpu.index);
+                }
+                (None, Some(_)) => tracing::info!("gpu {}: NVML can read it again", gpu.index),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Returns the sample of a GPU that cannot be read.
+fn unreadable(index: u32, uuid: String, error: &NvmlError) -> GpuSample {
+    let named = if uuid.is_empty() { String::new() } else { format!(" ({uuid})") };
+    let why = format!(
+        "NVML cannot read GPU {index}{named}: {error}; look for Xid errors of this GPU in the \
+         kernel's log"
+    );
+    GpuSample { index, uuid, error: Some(why), ..GpuSample::default() }
+}
+
 /// Converts a utilization sample of NVML into the work of its process. Returns `None` if the sample
 /// is empty or old, because NVML can return such samples.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
@@ -230,6 +308,40 @@ mod tests {
         {
             assert_eq!(has_memory_limits(version), has_limits, "{version}");
         }
+    }
+
+    fn sample(index: u32) -> GpuSample {
+        GpuSample { index, uuid: format!("GPU-{index}"), ..GpuSample::default() }
+    }
+
+    fn read_with_lost(known: &mut KnownDevices, lost: &[u32]) -> Vec<GpuSample> {
+        let read = |index| match lost.contains(&index) {
+            true => Err(NvmlError::GpuLost),
+            false => Ok(sample(index)),
+        };
+        known.samples(read_each(3, read).unwrap())
+    }
+
+    #[test]
+    fn lost_gpu_does_not_hide_the_others() {
+        let mut known = KnownDevices::default();
+        // The UUID is unknown until the GPU was read once.
+        let gpus = read_with_lost(&mut known, &[1]);
+        assert_eq!((gpus[0].clone(), gpus[2].clone()), (sample(0), sample(2)));
+        assert_eq!((gpus[1].index, gpus[1].uuid.as_str()), (1, ""));
+        assert_eq!(read_with_lost(&mut known, &[]), [sample(0), sample(1), sample(2)]);
+        let gpus = read_with_lost(&mut known, &[1]);
+        assert_eq!((gpus[0].clone(), gpus[2].clone()), (sample(0), sample(2)));
+        assert_eq!(gpus[1].uuid, "GPU-1");
+        let error = gpus[1].error.as_ref().unwrap();
+        assert!(error.contains("GPU 1 (GPU-1)") && error.contains("fell off the bus"), "{error}");
+    }
+
+    #[test]
+    fn error_of_all_gpus_is_an_error_of_nvml() {
+        let lost = |_| Err::<GpuSample, _>(NvmlError::GpuLost);
+        assert!(matches!(read_each(2, lost), Err(NvmlError::GpuLost)));
+        assert!(read_each(0, lost).unwrap().is_empty());
     }
 
     #[test]

@@ -18,10 +18,10 @@ pub struct GpuUtilization {
 }
 
 impl GpuUtilization {
-    /// Records a reading of the utilization of all GPUs.
+    /// Records a reading of the utilization of all GPUs. A GPU that could not be read has none.
     pub fn note(&mut self, now: Millis, gpus: &[GpuSample]) {
         self.devices.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
-        for gpu in gpus {
+        for gpu in gpus.iter().filter(|gpu| gpu.error.is_none()) {
             let readings = self.devices.entry(gpu.uuid.clone()).or_default();
             readings.push_back((now, gpu.utilization_percent));
             // One reading from before the window is kept, because the next reading counts for the

@@ -113,7 +113,7 @@ impl ControllerMetrics {
                  off)",
             ),
             nvml_up: registry
-                .add("nvml_up", "Whether NVML can read the GPUs of the node (1: yes, 0: no)"),
+                .add("nvml_up", "Whether NVML can read all GPUs of the node (1: yes, 0: no)"),
         }
     }
 }

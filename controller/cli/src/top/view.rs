@@ -69,9 +69,8 @@ fn nothing(node: &schema::Node) -> &'static str {
 }
 
 fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
-    if let Some(error) = &node.gpu_error {
-        return vec![Line::from(format!("GPUs cannot be read: {}", format::safe(error)))];
-    }
+    let error = |error| Line::from(format!("GPUs cannot be read: {}", format::safe(error)));
+    let error = node.gpu_error.as_deref().map(error);
     let bar_width = usize::from(width.saturating_sub(70)).clamp(10, 40);
     let line = |gpu: &schema::Gpu| {
         let total = gpu.vram_total_bytes.max(1);
@@ -93,7 +92,7 @@ fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
             )),
         ])
     };
-    node.gpus.iter().map(line).collect()
+    node.gpus.iter().map(line).chain(error).collect()
 }
 
 fn row(c: &schema::Container, now_ms: i64) -> Row<'static> {

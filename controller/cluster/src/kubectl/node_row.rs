@@ -12,11 +12,11 @@ const WHY_CHARS: usize = 300;
 /// Health of a node, as the replies of its agent and controller show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum NodeHealth {
-    /// The controller replies and can read the node's GPUs.
+    /// The controller replies and can read all GPUs of the node.
     Serving,
     /// The agent replies, but no controller runs. A controller starts with the first GPU container.
     Resting,
-    /// The controller replies but can read no GPU.
+    /// The controller replies but cannot read all GPUs of the node.
     Troubled,
     /// The agent reports that containerd does not serve the runtime.
     NotServed,

@@ -2,7 +2,10 @@
 
 use affinode_proto::wire::Phase;
 
-use super::super::{DeviceBytes, input::SwapStatus};
+use super::super::{
+    DeviceBytes,
+    input::{GpuSample, SwapStatus},
+};
 
 /// The VRAM that a process holds, and the VRAM that it released at its offload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -44,6 +47,14 @@ impl ProcessMemory {
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.vram.iter().map(|d| d.bytes).sum()
+    }
+
+    /// Replaces the VRAM that the process holds. On a GPU that could not be read, the process keeps
+    /// the VRAM of the last sample of that GPU.
+    pub fn set_vram(&mut self, held: Vec<DeviceBytes>, unreadable: &[GpuSample]) {
+        let before = std::mem::replace(&mut self.vram, held);
+        let is_unread = |on: &DeviceBytes| unreadable.iter().any(|gpu| gpu.uuid == on.uuid);
+        self.vram.extend(before.into_iter().filter(is_unread));
     }
 
     /// VRAM that the process had when its offload began. `None`: the process is not offloaded, or

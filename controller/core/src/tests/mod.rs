@@ -18,6 +18,7 @@ mod host_pool;
 mod immediate;
 mod in_part;
 mod kept_memory;
+mod lost_gpu;
 mod migration;
 mod no_progress;
 mod nvml;

@@ -5,18 +5,25 @@ use affinode_proto::reason::Reason;
 
 use super::{
     super::{
-        Effect, Input,
+        Effect, GpuSample, Input,
         harness::{HostReading, Reading, answer},
         host_memory::SurveyedMemory,
     },
     world::{Host, World},
 };
 
+/// Error of a GPU that cannot be read.
+pub(super) const LOST: &str = "the GPU is lost";
+
 /// State of the simulated NVML and of the surveys.
 #[derive(Default)]
 pub(super) struct Nvml {
     /// Whether every reading fails with an error.
     pub(super) fails: bool,
+    /// The GPU for which readings have only an error.
+    pub(super) unreadable: Option<usize>,
+    /// The GPU that readings do not list.
+    pub(super) unlisted: Option<usize>,
     /// Whether every survey reports too little host memory for an offload.
     pub(super) no_host_memory: bool,
     /// The result that is not delivered yet, and the request for it. `None` in place of a request:
@@ -28,8 +35,20 @@ impl World {
     fn reading(&self) -> Reading {
         match self.nvml.fails {
             true => Err("NVML does not answer".into()),
-            false => Ok(self.gpus()),
+            false => Ok(self.read_gpus()),
         }
+    }
+
+    fn read_gpus(&self) -> Vec<GpuSample> {
+        let mut gpus = self.gpus();
+        if let Some(lost) = self.nvml.unreadable {
+            let (uuid, error) = (gpus[lost].uuid.clone(), Some(LOST.to_owned()));
+            gpus[lost] = GpuSample { uuid, error, ..GpuSample::default() };
+        }
+        if let Some(lost) = self.nvml.unlisted {
+            gpus.remove(lost);
+        }
+        gpus
     }
 
     /// Reads NVML for the oldest open request, or for a tick if no request is open. The result is
