@@ -16,8 +16,8 @@ const GPU_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two readings of the GPUs while a container waits for VRAM or is being moved.
 const HURRIED_GPU_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Runs one tick: reads counters, GPUs, hints and connections, lets the core decide, and removes
-/// containers that have ended.
+/// Runs one tick: checks whether NVML responds, reads counters, GPUs, hints and connections, lets
+/// the core decide, and removes containers that have ended.
 pub(super) fn tick(actor: &mut NodeActor) {
     let ids: Vec<ProcessId> = actor.node.connected().collect();
     for id in ids {
@@ -26,6 +26,10 @@ pub(super) fn tick(actor: &mut NodeActor) {
     let sample_interval = Duration::from_millis(actor.config.timing.sample_interval);
     // While a container waits or moves, decisions need fresh readings of VRAM.
     let hurry = actor.pause() < sample_interval;
+    if let Some(error) = actor.inventory.stall() {
+        tracing::error!("controller: no container is moved meanwhile: {error}");
+        effects::feed(actor, Input::Gpus(Err(error)));
+    }
     if actor.readings.is_due(if hurry { HURRIED_GPU_INTERVAL } else { GPU_INTERVAL }) {
         actor.ask_gpus();
     }

@@ -14,11 +14,13 @@ pub mod nvml;
 pub mod own_cgroup;
 pub mod process;
 pub mod process_utilization;
+mod queries;
 pub mod utilization;
 
 use std::{
     path::{Path, PathBuf},
-    sync::mpsc,
+    sync::Arc,
+    time::Duration,
 };
 
 use affinode_core::{
@@ -31,6 +33,10 @@ use affinode_proto::reason::Reason;
 use crate::driver_library::DriverLibrary;
 use driver_limits::DriverLimits;
 use memory::MemoryRules;
+use queries::QueryQueue;
+
+/// Time after which a query without an answer shows that NVML does not respond.
+const UNANSWERED: Duration = Duration::from_secs(5);
 
 /// A request to the thread that reads GPUs and host memory.
 #[derive(Debug)]
@@ -75,15 +81,16 @@ pub enum InventoryQuery {
     },
 }
 
-/// Handle of the thread that reads GPUs and host memory.
+/// Handle of the thread that reads GPUs and host memory. The thread ends when it is dropped.
 #[derive(Debug)]
 pub struct Inventory {
-    questions: mpsc::Sender<InventoryQuery>,
+    queries: Arc<QueryQueue>,
 }
 
 impl Inventory {
     /// Starts the thread that reads GPUs and host memory. The thread calls `tell` with the result
-    /// of each request, in the order of the requests.
+    /// of each request, in the order of the requests. If several proofs of one container wait, only
+    /// the last one has a result.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -94,21 +101,51 @@ impl Inventory {
         run_dir: &Path,
         tell: impl Fn(Input) + Send + 'static,
     ) -> std::io::Result<Inventory> {
-        let (questions, asked) = mpsc::channel();
         let mut limits = DriverLimits::new(run_dir);
+        let mut nvml = nvml::NvmlDevices::new(library);
+        Inventory::start_with(
+            move |query| answer(&mut nvml, &mut limits, rules, &pool_cgroup, query),
+            tell,
+        )
+    }
+
+    /// Starts the thread with the function that answers a query.
+    fn start_with(
+        mut answer: impl FnMut(InventoryQuery) -> Input + Send + 'static,
+        tell: impl Fn(Input) + Send + 'static,
+    ) -> std::io::Result<Inventory> {
+        let queries = Arc::new(QueryQueue::default());
+        let asked = Arc::clone(&queries);
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
-            let mut nvml = nvml::NvmlDevices::new(library);
-            for question in asked {
-                tell(answer(&mut nvml, &mut limits, rules, &pool_cgroup, question));
+            while let Some(query) = asked.next() {
+                let input = answer(query);
+                asked.answered();
+                tell(input);
             }
         })?;
-        Ok(Inventory { questions })
+        Ok(Inventory { queries })
     }
 
     /// Sends a request to the thread. The thread passes the result to the function `tell`.
-    pub fn ask(&self, question: InventoryQuery) {
-        // The thread runs until the last sender is dropped, so this cannot fail.
-        let _ = self.questions.send(question);
+    pub fn ask(&self, query: InventoryQuery) {
+        self.queries.push(query);
+    }
+
+    /// Returns an error for the core if the oldest request has had no answer for 5 s, because a
+    /// call of NVML blocks or is very slow. Returns it once for each request. The next answer shows
+    /// that NVML responds again.
+    pub fn stall(&self) -> Option<String> {
+        let waited = self.queries.overdue(UNANSWERED)?;
+        let seconds = waited.as_secs();
+        Some(format!(
+            "NVML has not answered for {seconds} s; check whether nvidia-smi answers on this node"
+        ))
+    }
+}
+
+impl Drop for Inventory {
+    fn drop(&mut self) {
+        self.queries.close();
     }
 }
 
@@ -117,9 +154,9 @@ fn answer(
     limits: &mut DriverLimits,
     rules: MemoryRules,
     pool_cgroup: &Path,
-    question: InventoryQuery,
+    query: InventoryQuery,
 ) -> Input {
-    match question {
+    match query {
         InventoryQuery::Gpus => Input::Gpus(nvml.read(true)),
         InventoryQuery::Prove { key, number, with_processes } => {
             Input::Proven(key, number, nvml.read(with_processes))
@@ -192,10 +229,42 @@ fn host_pools(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use affinode_core::host_memory::{HostPoolAllowance, MemoryPlace};
     use affinode_proto::wire::copier::CHUNK_BYTES;
 
     use super::*;
+
+    /// A call that blocks stands in for NVML. The queue must not grow meanwhile, and no proof that
+    /// is out of date may be read afterwards.
+    #[test]
+    fn blocked_nvml_is_noticed() {
+        let (release, released) = mpsc::channel();
+        let (found, findings) = mpsc::channel();
+        let answer = move |query| {
+            released.recv().unwrap();
+            match query {
+                InventoryQuery::Prove { key, number, .. } => Input::Proven(key, number, Ok(vec![])),
+                _ => Input::Gpus(Ok(vec![])),
+            }
+        };
+        let tell = move |input| found.send(input).unwrap();
+        let inventory = Inventory::start_with(answer, tell).unwrap();
+        inventory.ask(InventoryQuery::Gpus);
+        for number in 0..1_000 {
+            let key = Key::parse(&"a".repeat(32)).unwrap();
+            inventory.ask(InventoryQuery::Prove { key, number, with_processes: false });
+        }
+        assert!(inventory.queries.overdue(Duration::ZERO).is_some());
+        assert_eq!(inventory.queries.overdue(Duration::ZERO), None, "it is reported once");
+        release.send(()).unwrap();
+        assert!(matches!(findings.recv(), Ok(Input::Gpus(Ok(_)))));
+        release.send(()).unwrap();
+        assert!(matches!(findings.recv(), Ok(Input::Proven(_, 999, Ok(_)))));
+        drop(inventory);
+        assert!(findings.recv().is_err(), "the thread has ended");
+    }
 
     /// What a process has allocated since the core's last reading must be added to its need. What
     /// it had before must not be added again, although a retained copy makes its need smaller.
