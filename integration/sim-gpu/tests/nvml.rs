@@ -23,6 +23,9 @@ fn nvml_shows_what_the_driver_knows() {
     let node = Node::start(&["--gpus", "2", "--vram-mib", "256"]);
     // SAFETY: no other thread of this test binary reads the environment.
     unsafe { std::env::set_var("AFFINODE_SIM_SOCKET", node.socket()) };
+    let faults = tempfile::tempdir().unwrap();
+    // SAFETY: no other thread of this test binary reads the environment.
+    unsafe { std::env::set_var("AFFINODE_SIM_NVML_FAULTS", faults.path()) };
     let nvml = init().unwrap();
     assert_eq!(nvml.device_count().unwrap(), 2);
     assert_eq!(nvml.sys_driver_version().unwrap(), "580.0-simulated");
@@ -38,6 +41,12 @@ fn nvml_shows_what_the_driver_knows() {
     assert_eq!(device.pci_info().unwrap().bus_id, "00000000:01:00.0");
     assert!(device.is_in_persistent_mode().unwrap());
     assert!(matches!(device.mig_mode(), Err(NvmlError::NotSupported)));
+    let lost = faults.path().join("lost-0");
+    std::fs::write(&lost, "").unwrap();
+    assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
+    assert!(matches!(device.memory_info(), Err(NvmlError::GpuLost)));
+    assert!(nvml.device_by_index(1).unwrap().memory_info().is_ok());
+    std::fs::remove_file(&lost).unwrap();
     let capability = device.cuda_compute_capability().unwrap();
     assert_eq!((capability.major, capability.minor), (9, 0));
     assert!(device.running_compute_processes().unwrap().is_empty());

@@ -42,6 +42,7 @@ mod matrix;
 mod no_progress;
 mod nvidia_toolkit;
 mod nvml;
+mod nvml_faults;
 mod offload;
 mod on_oom;
 mod podman;

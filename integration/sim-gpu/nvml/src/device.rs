@@ -94,11 +94,9 @@ const NO_INSTANCE: u32 = u32::MAX;
 
 nvml_api! {
     fn [nvmlDeviceGetHandleByIndex nvmlDeviceGetHandleByIndex_v2] (number: u32, device: Out<Device>) {
-        let number = number as usize;
-        if number >= gpus()?.len() {
-            return Err(INVALID_ARGUMENT);
-        }
-        put(device, number + 1)
+        let found = number as Device + 1;
+        gpu(found)?;
+        put(device, found)
     }
     fn nvmlDeviceGetHandleByUUID(uuid: Text, device: Out<Device>) {
         let uuid = uuid.get().map_err(|_| INVALID_ARGUMENT)?;

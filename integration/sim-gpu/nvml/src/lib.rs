@@ -27,6 +27,7 @@ const NOT_FOUND: Return = 6;
 const INSUFFICIENT_SIZE: Return = 7;
 const DRIVER_NOT_LOADED: Return = 9;
 const FUNCTION_NOT_FOUND: Return = 13;
+const GPU_IS_LOST: Return = 15;
 const ARGUMENT_VERSION_MISMATCH: Return = 25;
 
 macro_rules! nvml_api {

@@ -10,14 +10,14 @@ use affinode_sim_protocol::{
 };
 
 use crate::{
-    DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND,
+    DRIVER_NOT_LOADED, GPU_IS_LOST, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND,
     NOT_SUPPORTED, Outcome, UNINITIALIZED,
 };
 
 /// Number of calls of `nvmlInit` minus those of `nvmlShutdown`.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// Interval at which a checkpointed process checks whether it is unlocked.
+/// Interval at which a blocked call checks whether it may continue.
 const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 
 /// NVML's handle of a device, `nvmlDevice_t`. It is the device's index plus one, so that it is
@@ -28,6 +28,11 @@ pub type Device = usize;
 /// lock the process during a request. If the process is locked during a request, this library
 /// aborts the process, because it is unknown what the real driver would do.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
+
+/// Environment variable with the path of a folder whose files are faults. While the file `lost-N`
+/// exists, the GPU with index N has fallen off the bus. While the file `blocked` exists, no call
+/// returns.
+const FAULTS_ENV: &str = "AFFINODE_SIM_NVML_FAULTS";
 
 /// Simulates the function `nvmlInit`.
 pub fn init() -> Outcome {
@@ -59,7 +64,13 @@ pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
 /// Returns the present state of one GPU.
 pub fn gpu(device: Device) -> Outcome<GpuSnapshot> {
     let index = index(device)?;
-    gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)
+    let gpu = gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)?;
+    if has_fault(&format!("lost-{index}")) { Err(GPU_IS_LOST) } else { Ok(gpu) }
+}
+
+/// Returns whether the test has set a fault.
+fn has_fault(name: &str) -> bool {
+    std::env::var_os(FAULTS_ENV).is_some_and(|folder| PathBuf::from(folder).join(name).exists())
 }
 
 /// Returns the index of the device to which a handle refers.
@@ -94,6 +105,9 @@ pub fn wait_until_unlocked() {
 /// Requests the present state of all GPUs from the daemon.
 fn ask() -> Outcome<Vec<GpuSnapshot>> {
     wait_until_unlocked();
+    while has_fault("blocked") {
+        std::thread::sleep(POLL);
+    }
     let slow_ms = std::env::var(SLOW_ENV).ok().and_then(|text| text.parse().ok());
     if let Some(slow_ms) = slow_ms {
         std::thread::sleep(std::time::Duration::from_millis(slow_ms));

@@ -36,6 +36,7 @@ pub extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
         crate::INSUFFICIENT_SIZE => c"Insufficient Size",
         crate::DRIVER_NOT_LOADED => c"Driver Not Loaded",
         crate::FUNCTION_NOT_FOUND => c"Function Not Found",
+        crate::GPU_IS_LOST => c"GPU is lost",
         crate::ARGUMENT_VERSION_MISMATCH => c"Argument version mismatch",
         _ => c"Unknown Error",
     };
