@@ -213,7 +213,7 @@ impl AgentHandle {
     /// Reads and decodes the counters once.
     ///
     /// # Errors
-    /// [`CounterReadError`]: the container truncated the file or overwrote its content.
+    /// [`CounterReadError`]: the container overwrote the content of the file, or it cannot be read.
     pub fn read_page(
         &self,
         buffer: &mut [u8; PAGE_BYTES],

@@ -10,7 +10,7 @@ use affinode_proto::wire::counters::PAGE_BYTES;
 use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::{
     event::{PollFd, PollFlags},
-    fs::FileType,
+    fs::{FileType, SealFlags},
     process::{Pid, PidfdFlags},
 };
 
@@ -19,6 +19,8 @@ use crate::inventory::process;
 /// Value of `f_type` for tmpfs (`linux/magic.h`). The counter file must be a memfd, and the kernel
 /// keeps memfds on a tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// Maximum memory of a counter file in bytes. The kernel may store a small file in a huge page.
+const MAX_PAGE_MEMORY_BYTES: u64 = 2 << 20;
 
 /// Reason why the controller refused a process that connected.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +49,13 @@ pub enum PeerError {
     /// pipe, a file on FUSE, a file on huge pages, or a file of another size.
     #[error("the counter file is not a memfd of {PAGE_BYTES} bytes")]
     NotAPage,
+    /// The size of the counter file can change, or the file has memory beyond its size. When the
+    /// controller closes the file, the kernel frees its memory, which takes 0.1 s for each GiB.
+    #[error(
+        "the counter file is not sealed against changes of its size, or has memory beyond its \
+         size; Affinode's library seals it, so use the library of this installation"
+    )]
+    NotSealed,
 }
 
 /// Result of an identification: the identity of the process, the lead of its clock, and its pidfd.
@@ -88,7 +97,8 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
 /// Returns the counter file from the descriptors that came with a Hello.
 ///
 /// # Errors
-/// [`PeerError`]: there is not exactly one descriptor, or it is not a memfd of the right size.
+/// [`PeerError`]: there is not exactly one descriptor, or it is not a sealed memfd of the right
+/// size.
 pub fn page(descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     let [page]: [OwnedFd; 1] = descriptors
         .try_into()
@@ -104,7 +114,15 @@ pub fn page(descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
     let memory = u64::try_from(system.f_type).is_ok_and(|magic| magic == TMPFS_MAGIC);
     let fits = usize::try_from(stat.st_size).is_ok_and(|size| size == PAGE_BYTES);
-    if regular && memory && fits { Ok(File::from(page)) } else { Err(PeerError::NotAPage) }
+    if !(regular && memory && fits) {
+        return Err(PeerError::NotAPage);
+    }
+    // The seals come first: afterwards, the file can get no more memory.
+    let seals = rustix::fs::fcntl_get_seals(&page).map_err(io)?;
+    let memory_blocks = rustix::fs::fstat(page.as_fd()).map_err(io)?.st_blocks;
+    let is_small = u64::try_from(memory_blocks).is_ok_and(|n| n <= MAX_PAGE_MEMORY_BYTES / 512);
+    let is_sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL);
+    if is_sealed && is_small { Ok(File::from(page)) } else { Err(PeerError::NotSealed) }
 }
 
 /// Returns whether a file is in memory, as a memfd is. The check reads the file's seals, which only
@@ -119,10 +137,37 @@ mod tests {
 
     use super::*;
 
-    fn memfd(bytes: usize) -> OwnedFd {
-        let fd = rustix::fs::memfd_create("page", MemfdFlags::CLOEXEC).unwrap();
+    const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+    fn unsealed(bytes: usize) -> OwnedFd {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("page", flags).unwrap();
         rustix::fs::ftruncate(&fd, bytes as u64).unwrap();
         fd
+    }
+
+    fn memfd(bytes: usize) -> OwnedFd {
+        let fd = unsealed(bytes);
+        rustix::fs::fcntl_add_seals(&fd, SEALS).unwrap();
+        fd
+    }
+
+    /// A process could otherwise fill the file after the check, up to its memory limit, and make
+    /// the actor free all that memory.
+    #[test]
+    fn page_of_unlimited_memory_is_refused() {
+        assert!(matches!(page(vec![unsealed(PAGE_BYTES)]), Err(PeerError::NotSealed)));
+        for left_out in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
+            let fd = unsealed(PAGE_BYTES);
+            rustix::fs::fcntl_add_seals(&fd, SEALS.difference(left_out)).unwrap();
+            assert!(matches!(page(vec![fd]), Err(PeerError::NotSealed)), "{left_out:?}");
+        }
+        // Memory beyond the end of the file is not part of its size.
+        let fd = unsealed(PAGE_BYTES);
+        let keep_size = rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&fd, keep_size, 0, 2 * MAX_PAGE_MEMORY_BYTES).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, SEALS).unwrap();
+        assert!(matches!(page(vec![fd]), Err(PeerError::NotSealed)));
     }
 
     #[test]

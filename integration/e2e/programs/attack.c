@@ -3,6 +3,7 @@
  * connections than the controller accepts. The arguments are a Hello message in hex, any other message in hex, and the
  * size of the counters in bytes. The program prints "ready" and never ends. */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -65,8 +66,8 @@ static void say_hello(int fd, int page)
 static void *talk(void *argument)
 {
     unsigned seed = (unsigned)(uintptr_t)argument;
-    int page = memfd_create("affinode-page", MFD_CLOEXEC);
-    if (ftruncate(page, (off_t)page_bytes) != 0)
+    int page = memfd_create("affinode-page", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (ftruncate(page, (off_t)page_bytes) != 0 || fcntl(page, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         return NULL;
     unsigned char *bytes = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, page, 0);
     /* Magic word, version and number of slots, as in the library's own page of counters. */

@@ -70,8 +70,8 @@ static size_t drain(int fd, size_t *bytes)
 
 static void lie(unsigned seed, int reads, int ready)
 {
-    int page = memfd_create("affinode-page", MFD_CLOEXEC);
-    if (ftruncate(page, (off_t)page_bytes) != 0)
+    int page = memfd_create("affinode-page", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (ftruncate(page, (off_t)page_bytes) != 0 || fcntl(page, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         exit(3);
     unsigned char *bytes = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, page, 0);
     memcpy(bytes, "AFNPAGE\0", 8);
