@@ -1,8 +1,8 @@
 //! Restores the state that an earlier controller stored on disk: operator overrides, journal
 //! records, jobs and containers.
 
-use affinode_core::{Input, JournalStep};
-use affinode_proto::paths;
+use affinode_core::{Input, JournalStep, event::NodeEvent};
+use affinode_proto::{event::EventKind, paths, reason::Reason};
 
 use super::{
     DaemonError,
@@ -10,6 +10,8 @@ use super::{
     containers, effects, jobs,
 };
 use crate::{
+    clock::unix_ms,
+    conversion,
     inventory::{memory, process},
     overrides,
 };
@@ -20,13 +22,7 @@ pub(super) fn recall(actor: &mut NodeActor) -> Result<(), DaemonError> {
     if let Ok(own) = process::identity(std::process::id()) {
         effects::feed(actor, Input::Started(own.start_ticks));
     }
-    match overrides::read(&actor.run_dir) {
-        Ok(overrides) => effects::feed(actor, Input::Overridden(overrides)),
-        Err(error) => {
-            tracing::warn!(%error, "controller: cannot read the operator overrides in {}, so none apply",
-                actor.run_dir.display())
-        }
-    }
+    recall_overrides(actor);
     // The journal is read before any socket is served. A restore that the earlier controller
     // ordered may still be running, and its VRAM must not be promised to another container.
     let folder = actor.run_dir.join(paths::JOURNAL_DIR);
@@ -34,6 +30,17 @@ pub(super) fn recall(actor: &mut NodeActor) -> Result<(), DaemonError> {
     jobs::recall_jobs(actor);
     containers::recall_containers(actor);
     Ok(())
+}
+
+/// Applies the operator overrides of the earlier controller.
+fn recall_overrides(actor: &mut NodeActor) {
+    let (overrides, why_off) = overrides::recall(&actor.run_dir);
+    effects::feed(actor, Input::Overridden(overrides));
+    if let Some(text) = why_off {
+        tracing::error!("controller: {text}");
+        let event = NodeEvent::new(EventKind::Request, text).because(Reason::AutoOff);
+        actor.events.add(conversion::event_of(event), unix_ms());
+    }
 }
 
 /// Reads the journal of an earlier controller, and informs the core of each offloaded process that
