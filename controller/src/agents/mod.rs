@@ -43,7 +43,7 @@ use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
 use crate::copier;
 
 pub use listener::AgentListener;
-pub(crate) use rate_limit::RefusalLog;
+pub(crate) use rate_limit::{RateLimit, RefusalLog};
 
 /// Maximum number of messages that wait to be sent to an agent. If there are more, the controller
 /// closes the agent's connection.

@@ -26,7 +26,8 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    fn new((at_once, per_second): (u32, u32)) -> RateLimit {
+    /// Creates a limit: size of a burst, then number per second.
+    pub fn new((at_once, per_second): (u32, u32)) -> RateLimit {
         let interval = Duration::from_secs(1) / per_second;
         let ahead = interval * at_once;
         RateLimit { ahead, interval, paid: Mutex::new(Instant::now()) }
@@ -52,6 +53,11 @@ impl RateLimit {
             *paid = next;
         }
         there
+    }
+
+    /// Whether no token is missing, so that the limit equals a new one.
+    pub fn is_full(&self) -> bool {
+        *self.paid.lock().unwrap_or_else(PoisonError::into_inner) <= Instant::now()
     }
 }
 

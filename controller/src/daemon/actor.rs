@@ -20,8 +20,8 @@ use affinode_proto::{api::control::Event, event::EventKind, reason::Reason, stat
 use tokio::sync::{mpsc, watch};
 
 use super::{
-    connection_polling::ConnectionPolling, gc::GarbageCollector, gpu_polling::GpuPolling,
-    pending_commands::PendingCommands,
+    connection_polling::ConnectionPolling, event_limits::EventLimits, gc::GarbageCollector,
+    gpu_polling::GpuPolling, pending_commands::PendingCommands,
 };
 use crate::{
     agents::{AgentHandle, AgentListener, AgentMail},
@@ -68,6 +68,7 @@ pub(super) struct NodeActor {
     pub(super) journal: Journal,
     pub(super) unclaimed: UnclaimedEntry,
     pub(super) events: Arc<EventLog>,
+    pub(super) event_limits: EventLimits,
     pub(super) commands: PendingCommands,
     pub(super) started_unix_ms: i64,
     pub(super) busy: GpuUtilization,
@@ -100,13 +101,19 @@ impl NodeActor {
         }
     }
 
-    /// Logs an event, and adds it to the event list of the APIs.
+    /// Logs an event, and adds it to the event list of the APIs. Events of a container above its
+    /// rate limit are only counted.
     pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
             // The move has changed the use of VRAM. The dashboard shows this after a new reading of
             // the GPUs.
             self.ask_gpus();
         }
+        let Some(omission) = self.event_limits.admit(&event) else { return };
+        omission.into_iter().chain([event]).for_each(|event| self.record(event));
+    }
+
+    fn record(&self, event: Event) {
         tracing::info!(
             container = event.container,
             kind = event.kind,

@@ -15,6 +15,7 @@ mod connection_polling;
 mod containers;
 mod copiers;
 mod effects;
+mod event_limits;
 mod frontend;
 mod gc;
 mod gpu_polling;

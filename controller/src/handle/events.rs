@@ -1,7 +1,7 @@
 //! Stores the controller's latest events for all readers.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -11,6 +11,9 @@ use tokio::sync::Notify;
 
 /// Number of events that are kept. Older events are removed.
 const KEPT: usize = 10_000;
+/// Number of events of one container that are kept. A container that causes many events therefore
+/// does not remove the events of others.
+const KEPT_OF_CONTAINER: usize = 1_000;
 /// Maximum number of events in one response.
 const BATCH: usize = 1_000;
 
@@ -24,7 +27,31 @@ pub struct EventLog {
 #[derive(Debug, Default)]
 struct EventLogState {
     events: VecDeque<Event>,
+    /// Number of events in the ring, by the key of their container.
+    of_containers: HashMap<String, usize>,
     last: u64,
+}
+
+impl EventLogState {
+    /// Makes room for an event of this container. The event of the node itself has no key.
+    fn make_room(&mut self, key: &str) {
+        let has_share = |n: &usize| *n >= KEPT_OF_CONTAINER && !key.is_empty();
+        let removed = if self.of_containers.get(key).is_some_and(has_share) {
+            let oldest = self.events.iter().position(|event| event.key == key);
+            oldest.and_then(|oldest| self.events.remove(oldest))
+        } else if self.events.len() == KEPT {
+            self.events.pop_front()
+        } else {
+            None
+        };
+        let Some(removed) = removed else { return };
+        if let Some(left) = self.of_containers.get_mut(&removed.key) {
+            *left -= 1;
+            if *left == 0 {
+                self.of_containers.remove(&removed.key);
+            }
+        }
+    }
 }
 
 impl EventLog {
@@ -34,9 +61,8 @@ impl EventLog {
             let mut inner = self.lock();
             inner.last += 1;
             let sequence = inner.last;
-            if inner.events.len() == KEPT {
-                inner.events.pop_front();
-            }
+            inner.make_room(&event.key);
+            *inner.of_containers.entry(event.key.clone()).or_default() += 1;
             inner.events.push_back(Event { sequence, unix_ms, ..event });
         }
         self.added.notify_waiters();
@@ -92,6 +118,22 @@ mod tests {
         let last = KEPT as u64 + 5;
         assert!(log.after(last, Duration::ZERO).await.is_empty());
         assert_eq!(log.after(last + 1000, Duration::ZERO).await[0].sequence, 6);
+    }
+
+    #[test]
+    fn one_container_does_not_remove_events_of_others() {
+        let log = EventLog::default();
+        let event = |key: &str| Event { key: key.into(), ..Event::default() };
+        log.add(event("quiet"), 1);
+        (0..KEPT).for_each(|_| log.add(event("loud"), 1));
+        let events: Vec<Event> = log.lock().events.iter().cloned().collect();
+        assert_eq!((events.len(), events[0].key.as_str()), (1 + KEPT_OF_CONTAINER, "quiet"));
+        assert_eq!(events.last().map(|event| event.sequence), Some(KEPT as u64 + 1));
+        // The events of many containers still fill the ring, and the counts stay right.
+        (0..2 * KEPT).for_each(|n| log.add(event(&(n % 20).to_string()), 1));
+        let inner = log.lock();
+        assert_eq!((inner.events.len(), inner.of_containers.len()), (KEPT, 20));
+        assert_eq!(inner.of_containers.values().sum::<usize>(), KEPT);
     }
 
     #[tokio::test]
