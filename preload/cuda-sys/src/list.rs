@@ -17,7 +17,7 @@ macro_rules! hooked_functions {
                 cuCoredumpDeregisterStartCallback cuCoredumpGetAttribute
                 cuCoredumpGetAttributeGlobal cuCoredumpRegisterCompleteCallback
                 cuCoredumpRegisterStartCallback cuCoredumpSetAttribute cuCoredumpSetAttributeGlobal
-                cuCtxAttach cuCtxDetach cuCtxDisablePeerAccess cuCtxGetApiVersion
+                cuCtxDisablePeerAccess cuCtxGetApiVersion
                 cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetExecAffinity cuCtxGetFlags
                 cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange
                 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetFlags
@@ -223,8 +223,9 @@ macro_rules! hooked_functions {
                 cuMemPoolSetAccess
             }
             Memory {
-                cuCtxDestroy cuCtxDestroy_v2 cuCtxFromGreenCtx cuDevicePrimaryCtxRelease
-                cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
+                cuCtxAttach cuCtxDestroy cuCtxDestroy_v2 cuCtxDetach cuCtxFromGreenCtx
+                cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset
+                cuDevicePrimaryCtxReset_v2
                 cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2
                 cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
                 cuMemMap cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy

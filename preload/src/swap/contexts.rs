@@ -142,6 +142,31 @@ pub(super) unsafe extern "C" fn ctx_destroy(context: usize) -> u32 {
     ends(|| Some(context), || call!(ctx_destroy(context)), || true)
 }
 
+/// Wrapper of `cuCtxAttach`, which adds a reference to the current context. No context may end
+/// during the call. Otherwise `ctx_detach` could count the references before this one is recorded.
+pub(super) unsafe extern "C" fn ctx_attach(context: *mut usize, flags: u32) -> u32 {
+    with_pool(|_| {
+        let code = call!(ctx_attach(context, flags));
+        if code == result::SUCCESS {
+            // SAFETY: the driver has just written the context there.
+            SWAP.attached.add(unsafe { *context });
+        }
+        code
+    })
+}
+
+/// Wrapper of `cuCtxDetach`, which releases a reference to a context. A context has one reference
+/// from its creation, and one from each `cuCtxAttach`. It ends with the last reference.
+pub(super) unsafe extern "C" fn ctx_detach(context: usize) -> u32 {
+    let has_ended = || {
+        // If a reference was not recorded, the context may still exist, and its memory must stay.
+        !SWAP.attached.remove(context)
+            && SWAP.attached.is_complete()
+            && !primary_contexts().any(|primary| primary == context)
+    };
+    ends(|| Some(context), || call!(ctx_detach(context)), has_ended)
+}
+
 fn is_primary_active(device: i32) -> bool {
     let (mut flags, mut active) = (0, 0);
     let code = call!(primary_get_state(device, &raw mut flags, &raw mut active));
@@ -175,3 +200,6 @@ pub(super) unsafe extern "C" fn primary_release(device: i32) -> u32 {
     let has_ended = || !is_primary_active(device);
     ends(|| primary_context(device), || call!(primary_release(device)), has_ended)
 }
+
+#[cfg(test)]
+mod tests;

@@ -129,6 +129,10 @@ macro_rules! later_functions {
 }
 
 later_functions! {
+    /// `cuCtxAttach`, deprecated since CUDA 4.0.
+    ctx_attach = b"cuCtxAttach" (*mut usize, u32);
+    /// `cuCtxDetach`, deprecated since CUDA 4.0.
+    ctx_detach = b"cuCtxDetach" (usize);
     /// `cuCtxRecordEvent`, available as of CUDA 12.5.
     ctx_record_event = b"cuCtxRecordEvent" (usize, usize);
     /// `cuCtxGetLimit`, available as of CUDA 3.1.

@@ -101,6 +101,10 @@ struct Device {
     awaited: Vec<usize>,
     /// Stack of the contexts that are pushed now, above [`CONTEXT`].
     current: Vec<usize>,
+    /// References that were added to contexts, one entry for each.
+    attached: Vec<usize>,
+    /// Contexts that have ended. They must not be made current again.
+    ended: BTreeSet<usize>,
     /// Stack limits of contexts, in bytes. A context that is not in the map has [`STACK_LIMIT`].
     limits: BTreeMap<usize, usize>,
     /// Number of event queries that will still report running work. Each such query reduces the
@@ -154,6 +158,14 @@ impl Fake {
     /// Contexts for which an event was recorded, in order.
     pub fn awaited(&self) -> Vec<usize> {
         device(|device| device.awaited.clone())
+    }
+
+    /// Creates a context with this handle, and makes it current.
+    pub fn create_context(&self, context: usize) {
+        device(|device| {
+            device.ended.remove(&context);
+            device.current.push(context);
+        });
     }
 
     /// The stack limit of a context.
@@ -285,6 +297,12 @@ impl Device {
         self.current.last().copied().unwrap_or(CONTEXT)
     }
 
+    /// Ends a context. As in the real driver, it is then no longer current.
+    fn end_context(&mut self, context: usize) {
+        self.current.retain(|current| *current != context);
+        self.ended.insert(context);
+    }
+
     fn content(&self, slot: (u64, u64)) -> u64 {
         self.contents.get(&slot).copied().unwrap_or(FRESH)
     }
@@ -371,7 +389,7 @@ fn set<T>(place: *mut T, value: T) -> Option<()> {
 }
 
 functions! {
-    "cuCtxGetCurrent" ctx_get_current(context: *mut usize) |_, context| set(context, CONTEXT);
+    "cuCtxGetCurrent" ctx_get_current(context: *mut usize) |device, context| set(context, device.current_context());
     "cuCtxGetDevice" ctx_get_device(device: *mut i32) |_, device| set(device, DEVICE);
     "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
     "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, which: i32, _device: i32) |_, value, which, _| {
@@ -545,6 +563,8 @@ functions! {
     };
     "cuCtxSynchronize" ctx_synchronize() |_| Some(());
     "cuCtxPushCurrent_v2" ctx_push_current(context: usize) |device, context| {
+        // The real driver ends the process when such a context is popped (H200, driver 580.159).
+        assert!(!device.ended.contains(&context), "a context is made current after its end");
         device.pushed.push(context);
         device.current.push(context);
         Some(())
@@ -571,7 +591,22 @@ functions! {
         device.primary_holds = device.primary_holds.checked_sub(1)?;
         Some(())
     };
-    "cuCtxDestroy_v2" ctx_destroy(_context: usize) |_, _| Some(());
+    "cuCtxDestroy_v2" ctx_destroy(context: usize) |device, context| {
+        device.end_context(context);
+        Some(())
+    };
+    "cuCtxAttach" ctx_attach(context: *mut usize, _flags: u32) |device, context, _| {
+        let current = device.current_context();
+        device.attached.push(current);
+        set(context, current)
+    };
+    "cuCtxDetach" ctx_detach(context: usize) |device, context| {
+        match device.attached.iter().position(|attached| *attached == context) {
+            Some(place) => drop(device.attached.remove(place)),
+            None => device.end_context(context),
+        }
+        Some(())
+    };
     "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
     "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {
         let name = device.name() as usize;

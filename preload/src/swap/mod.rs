@@ -174,6 +174,8 @@ struct SwapState {
     anchored: [AtomicUsize; 16],
     /// Contexts that the application has created, without primary contexts.
     contexts: ValueList,
+    /// A context for each reference that the application has added to it by `cuCtxAttach`.
+    attached: ValueList,
     /// Streams that are being captured into a graph now.
     captures: ValueList,
     /// Contexts whose local memory is released.
@@ -205,6 +207,7 @@ static SWAP: SwapState = SwapState {
     disk: DiskJob::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
     contexts: ValueList::new(),
+    attached: ValueList::new(),
     captures: ValueList::new(),
     limits: ReleasedLimits::none(),
 };

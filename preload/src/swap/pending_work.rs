@@ -74,7 +74,7 @@ impl ValueList {
         ValueList { slots: [const { AtomicUsize::new(0) }; SLOTS], missed: AtomicUsize::new(0) }
     }
 
-    fn add(&self, value: usize) {
+    pub(super) fn add(&self, value: usize) {
         let take = |slot: &AtomicUsize| {
             slot.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
@@ -83,12 +83,12 @@ impl ValueList {
         }
     }
 
-    /// Removes one occurrence of the value, if the list contains it.
-    fn remove(&self, value: usize) {
+    /// Removes one occurrence of the value. Returns false if the list does not contain it.
+    pub(super) fn remove(&self, value: usize) -> bool {
         let free = |slot: &AtomicUsize| {
             slot.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
-        let _ = self.slots.iter().any(free);
+        value != 0 && self.slots.iter().any(free)
     }
 
     fn values(&self) -> impl Iterator<Item = usize> {
@@ -96,7 +96,7 @@ impl ValueList {
     }
 
     /// Whether the list contains every value that was to be added.
-    fn is_complete(&self) -> bool {
+    pub(super) fn is_complete(&self) -> bool {
         self.missed.load(Ordering::Acquire) == 0
     }
 }
@@ -142,11 +142,15 @@ pub(super) fn note_unseen(number: u32) {
     if BEGINNINGS.iter().any(|function| *function as u32 + 1 == number) {
         SWAP.contexts.missed.fetch_add(1, Ordering::AcqRel);
     }
+    if number == Function::cuCtxAttach as u32 + 1 {
+        SWAP.attached.missed.fetch_add(1, Ordering::AcqRel);
+    }
 }
 
-/// Removes a context that has ended from the list of contexts.
+/// Removes a context that has ended from the list of contexts, and all of its references.
 pub(super) fn context_ends(context: usize) {
     SWAP.contexts.remove(context);
+    while SWAP.attached.remove(context) {}
 }
 
 /// Events that were recorded for contexts, each with its context.

@@ -39,6 +39,8 @@ stand_ins! {
     cuIpcCloseMemHandle ipc::ipc_close_mem_handle;
     cuCtxDestroy_v2 contexts::ctx_destroy;
     cuCtxDestroy contexts::ctx_destroy;
+    cuCtxAttach contexts::ctx_attach;
+    cuCtxDetach contexts::ctx_detach;
     cuDevicePrimaryCtxReset_v2 contexts::primary_reset;
     cuDevicePrimaryCtxReset contexts::primary_reset;
     cuDevicePrimaryCtxRelease_v2 contexts::primary_release;

@@ -35,8 +35,10 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        for list in [&SWAP.contexts, &SWAP.captures] {
-            list.values().for_each(|value| list.remove(value));
+        for list in [&SWAP.contexts, &SWAP.attached, &SWAP.captures] {
+            list.values().for_each(|value| {
+                list.remove(value);
+            });
             list.missed.store(0, Ordering::Relaxed);
         }
     }

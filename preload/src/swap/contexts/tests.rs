@@ -1,0 +1,107 @@
+use super::super::alloc_wrappers::mem_alloc;
+use super::super::fake_driver::CONTEXT;
+use super::super::pending_work::tests::{OTHER, Process};
+use super::super::pending_work::{GpuWork, wait};
+use super::super::prefault::tests::{forget_all, options};
+use super::super::{copy_out, hook};
+use super::*;
+
+const BYTES: usize = 4 << 20;
+
+/// Test process with a second context, which is current and contains swappable memory. Its memory
+/// is freed after the test.
+struct World {
+    process: Process,
+}
+
+impl World {
+    fn new() -> World {
+        let world = World { process: Process::new() };
+        SWAP.in_use.store(1, Ordering::Release);
+        SWAP.wanted.store(1, Ordering::Release);
+        world.process.add_context(OTHER);
+        world.process.fake.create_context(OTHER);
+        let mut address = 0;
+        // SAFETY: the address is that of a local variable.
+        assert_eq!(unsafe { mem_alloc(&raw mut address, BYTES) }, result::SUCCESS);
+        assert_eq!(world.swappable(), [OTHER]);
+        world
+    }
+
+    /// The contexts of all swappable allocations.
+    fn swappable(&self) -> Vec<usize> {
+        locked(|table| table.iter().map(|one| one.piece.context).collect())
+    }
+
+    /// Waits for the work of all contexts, and copies all swappable memory to host memory. The fake
+    /// driver ends the test if an ended context is used.
+    fn offload(&self) {
+        let done = || panic!("the work is done");
+        assert_eq!(wait(done), GpuWork::Done);
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        SWAP.wanted.store(0, Ordering::Release);
+        forget_all();
+    }
+}
+
+fn attach() {
+    let mut context = 0;
+    // SAFETY: the address is that of a local variable.
+    assert_eq!(unsafe { ctx_attach(&raw mut context, 0) }, result::SUCCESS);
+    assert_eq!(context, OTHER);
+}
+
+fn detach(context: usize) {
+    // SAFETY: the argument is a number.
+    assert_eq!(unsafe { ctx_detach(context) }, result::SUCCESS);
+}
+
+#[test]
+fn detached_context_is_not_used_again() {
+    let world = World::new();
+    detach(OTHER);
+    assert_eq!(world.swappable(), []);
+    assert_eq!(world.process.fake.held().mappings, 0, "the library frees its memory");
+    world.offload();
+    assert_eq!(world.process.fake.awaited(), [CONTEXT]);
+}
+
+/// A context with a further reference still exists after `cuCtxDetach`, with all of its memory.
+#[test]
+fn attached_context_outlives_detach() {
+    let world = World::new();
+    attach();
+    detach(OTHER);
+    assert_eq!(world.swappable(), [OTHER]);
+    detach(OTHER);
+    assert_eq!(world.swappable(), []);
+    world.offload();
+}
+
+/// The end of a context ends all references to it. The next context may have the same handle.
+#[test]
+fn destroyed_context_leaves_no_reference() {
+    let world = World::new();
+    attach();
+    // SAFETY: the argument is a number.
+    assert_eq!(unsafe { ctx_destroy(OTHER) }, result::SUCCESS);
+    assert_eq!((world.swappable(), SWAP.attached.remove(OTHER)), (vec![], false));
+}
+
+/// If the library did not see a `cuCtxAttach`, a context may still exist after `cuCtxDetach`. Its
+/// memory must then stay.
+#[test]
+fn unseen_attach_keeps_memory_at_detach() {
+    let world = World::new();
+    SWAP.in_use.store(0, Ordering::Release);
+    let (number, _) = hook::find(b"cuCtxAttach").unwrap();
+    super::super::stand_in(number, 0x4000_0000);
+    SWAP.in_use.store(1, Ordering::Release);
+    detach(OTHER);
+    assert_eq!(world.swappable(), [OTHER]);
+}
