@@ -17,6 +17,9 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use affinode_cuda_sys::hook::Function;
 
+use crate::hook_table::HookEntry;
+use crate::libcuda::CachedFunction;
+
 /// Number of devices that are cached, from ordinal 0 on.
 const MAX_DEVICES: usize = 16;
 /// Maximum size of a cached result.
@@ -61,13 +64,31 @@ enum ConstantQuery {
     Text(u64, usize),
 }
 
+/// Returns the function that a hook calls, if its results are cached. The name of the hook does not
+/// show the version of `cuDeviceTotalMem`: `cuGetProcAddress` returns `cuDeviceTotalMem_v2` for the
+/// name without a version. The two versions write results of different sizes.
+fn function_of(entry: &HookEntry) -> Option<Function> {
+    static OLD: CachedFunction = CachedFunction::new(b"cuDeviceTotalMem");
+    static NEW: CachedFunction = CachedFunction::new(b"cuDeviceTotalMem_v2");
+    let is = |function: &CachedFunction| function.address() == Some(entry.real());
+    let named = |function: &&Function| **function as u32 + 1 == entry.number();
+    match FUNCTIONS.iter().find(named)? {
+        Function::cuDeviceTotalMem if is(&NEW) || !is(&OLD) => Some(Function::cuDeviceTotalMem_v2),
+        function => Some(*function),
+    }
+}
+
 /// Returns the cache entry of a call, and the addresses to which the call writes its results.
 /// Returns `None` if results of this function are not cached.
-fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
-    let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
+fn question(
+    entry: &HookEntry,
+    arguments: &[u64; 6],
+) -> Option<(&'static CachedConstant, ConstantQuery)> {
+    let function = function_of(entry)?;
+    let row = FUNCTIONS.iter().position(|known| *known == function)?;
     let [a, b, c, ..] = *arguments;
     let one = |bytes| ConstantQuery::Values([(a, bytes), (0, 0)]);
-    let (device, wanted) = match FUNCTIONS.get(row)? {
+    let (device, wanted) = match function {
         Function::cuDeviceGetCount => (0, one(4)),
         Function::cuDeviceGetName | Function::cuDeviceGetPCIBusId => {
             (c, ConstantQuery::Text(a, usize::try_from(b as i32).ok()?))
@@ -87,13 +108,13 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
     is_whole.then_some((answer, wanted))
 }
 
-/// Stores the results of a driver call in the cache. `number` identifies the driver's function.
+/// Stores the results of a driver call in the cache. `entry` is the function's hook.
 ///
 /// # Safety
-/// `arguments` must be those of a call of the driver's function `number`. The call must have just
+/// `arguments` must be those of a call of the function of `entry`. The call must have just
 /// succeeded.
-pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
-    let Some((answer, wanted)) = question(number, arguments) else { return };
+pub unsafe fn remember(entry: &HookEntry, arguments: &[u64; 6]) {
+    let Some((answer, wanted)) = question(entry, arguments) else { return };
     let order = Ordering::Acquire;
     if answer.state.compare_exchange(EMPTY, BUSY, order, Ordering::Relaxed).is_err() {
         return;
@@ -134,13 +155,13 @@ unsafe fn length(at: u64, room: usize) -> Option<usize> {
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
-/// Writes the cached results of a driver call to the caller's addresses. `number` identifies the
-/// driver's function. Returns false if no result is cached, or the caller's buffer is too small.
+/// Writes the cached results of a driver call to the caller's addresses. `entry` is the function's
+/// hook. Returns false if no result is cached, or the caller's buffer is too small.
 ///
 /// # Safety
-/// `arguments` must be those of a call of the driver's function `number`.
-pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
-    let Some((answer, wanted)) = question(number, arguments) else { return false };
+/// `arguments` must be those of a call of the function of `entry`.
+pub unsafe fn answer(entry: &HookEntry, arguments: &[u64; 6]) -> bool {
+    let Some((answer, wanted)) = question(entry, arguments) else { return false };
     if answer.state.load(Ordering::Acquire) != KNOWN {
         return false;
     }
@@ -172,10 +193,12 @@ pub fn forget() {
 
 #[cfg(test)]
 mod tests {
+    use affinode_cuda_sys::hook::Class;
+
     use super::*;
 
-    fn number(function: Function) -> u32 {
-        function as u32 + 1
+    fn hook_of(function: Function) -> HookEntry {
+        HookEntry::exported(function as u32 + 1, Class::Constant)
     }
 
     fn text(at: &mut [u8], device: u64) -> [u64; 6] {
@@ -186,7 +209,7 @@ mod tests {
     /// share the cache.
     #[test]
     fn answers_are_kept_and_given_by_device() {
-        let name = number(Function::cuDeviceGetName);
+        let name = &hook_of(Function::cuDeviceGetName);
         let mut said = *b"A GPU\0......";
         let (mut asked, mut cut) = ([0xff_u8; 8], [0_u8; 4]);
         // SAFETY: the buffers have these sizes, and each text ends inside its buffer.
@@ -208,7 +231,7 @@ mod tests {
                 assert!(!answer(name, &text(&mut asked, device)), "{device}");
             }
         }
-        let capability = number(Function::cuDeviceComputeCapability);
+        let capability = &hook_of(Function::cuDeviceComputeCapability);
         let (mut major, mut minor) = (9_i32, 7_i32);
         let arguments = [&raw mut major as u64, &raw mut minor as u64, 0, 0, 0, 0];
         // SAFETY: the arguments are the addresses of two integers.
@@ -219,7 +242,7 @@ mod tests {
             assert_eq!((major, minor), (9, 7));
             assert!(!answer(capability, &[0; 6]), "the addresses are null");
             assert!(
-                !answer(number(Function::cuInit), &arguments),
+                !answer(&hook_of(Function::cuInit), &arguments),
                 "the results of this function are not cached"
             );
             forget();

@@ -256,7 +256,7 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     end_limit(frame, class);
     if frame.result as u32 == result::SUCCESS && class == Class::Constant {
         // SAFETY: these are the arguments of a call of this function that succeeded.
-        unsafe { constants::remember(entry.number(), &frame.arguments) };
+        unsafe { constants::remember(entry, &frame.arguments) };
     }
     // Add the hazards while the call is still counted, so that no gate closes before they are
     // known.
@@ -360,8 +360,7 @@ fn end_limit(frame: &mut HookFrame, class: Class) {
 /// addresses, so that the call need not reach the driver.
 fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
     // SAFETY: these are the arguments of a call of this function.
-    entry.class() == Class::Constant
-        && unsafe { constants::answer(entry.number(), &frame.arguments) }
+    entry.class() == Class::Constant && unsafe { constants::answer(entry, &frame.arguments) }
 }
 
 /// Whether a function without a wrapper in this library may take handles of physical memory. This

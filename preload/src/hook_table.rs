@@ -70,6 +70,11 @@ impl HookEntry {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
+    /// Address of the real function. 0 if it is not known yet.
+    pub fn real(&self) -> usize {
+        self.real.load(Ordering::Acquire)
+    }
+
     /// Adds this entry to [`EXPORTED_WAITS`], the table of exported functions that wait for GPU
     /// work. Returns false if the table is full.
     fn is_noted(&'static self) -> bool {

@@ -253,11 +253,19 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
             (second, Some(place.location_id))
         }
         b"cuDevicePrimaryCtxRetain" => (0, Some(second as i32)),
-        b"cuCtxCreate" => match name {
-            b"cuCtxCreate_v4" => (0, Some(fourth as i32)),
-            b"cuCtxCreate_v3" => (0, Some(fifth as i32)),
-            _ => (0, Some(third as i32)),
-        },
+        b"cuCtxCreate" => {
+            // The name does not show the version: `cuGetProcAddress` returns a later function for
+            // the name without a version.
+            static V3: CachedFunction = CachedFunction::new(b"cuCtxCreate_v3");
+            static V4: CachedFunction = CachedFunction::new(b"cuCtxCreate_v4");
+            let is = |function: &CachedFunction| function.address() == Some(entry.real());
+            let device = match () {
+                () if is(&V4) => fourth,
+                () if is(&V3) => fifth,
+                () => third,
+            };
+            (0, Some(device as i32))
+        }
         b"cuArrayCreate"
         | b"cuArray3DCreate"
         | b"cuMipmappedArrayCreate"

@@ -50,3 +50,30 @@ fn device_count_never_asked_before_waits() {
     assert_eq!(client.answer(), DEVICES);
     client.finish();
 }
+
+/// `cuGetProcAddress` returns the 64-bit function for the name `cuDeviceTotalMem`, `dlsym` the 32-bit
+/// function. Each must get the bytes that it would write itself.
+#[test]
+fn memory_size_is_whole_while_offloaded() {
+    const WHOLE: i64 = 0x23_0000_4000;
+    const LOWER_HALF: i64 = 0x5a5a_5a5a_0000_4000;
+    let of_address = [("total cuDeviceTotalMem", WHOLE)];
+    let of_symbols = [("total cuDeviceTotalMem", LOWER_HALF), ("total cuDeviceTotalMem_v2", WHOLE)];
+    for (route, cases) in [("proc2", &of_address[..]), ("dlopen", &of_symbols)] {
+        let controller = Controller::new();
+        let path = controller.path();
+        let mut client = Client::start(Build::Glibc, route, &[("AFFINODE_SOCKET", &path)]);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        let ask = |client: &mut Client| {
+            for (command, bytes) in cases {
+                assert_eq!(client.ask(command), *bytes, "{route} {command}");
+            }
+        };
+        ask(&mut client);
+        agent.done(&OFFLOAD);
+        ask(&mut client);
+        agent.done(&BRING_BACK);
+        client.finish();
+    }
+}

@@ -391,7 +391,7 @@ fn set<T>(place: *mut T, value: T) -> Option<()> {
 functions! {
     "cuCtxGetCurrent" ctx_get_current(context: *mut usize) |device, context| set(context, device.current_context());
     "cuCtxGetDevice" ctx_get_device(device: *mut i32) |_, device| set(device, DEVICE);
-    "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
+    "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], device: i32) |_, uuid, device| set(uuid, [device as u8; 16]);
     "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, which: i32, _device: i32) |_, value, which, _| {
         // The device's host memory is on node 0, and the device supports every feature.
         set(value, match which {
@@ -590,6 +590,13 @@ functions! {
     "cuDevicePrimaryCtxRelease_v2" primary_release(_device: i32) |device, _| {
         device.primary_holds = device.primary_holds.checked_sub(1)?;
         Some(())
+    };
+    "cuCtxCreate_v4" ctx_create_v4(
+        context: *mut usize, _parameters: usize, _flags: u32, _device: i32
+    ) |device, context, _, _, _| {
+        let name = device.name() as usize;
+        device.current.push(name);
+        set(context, name)
     };
     "cuCtxDestroy_v2" ctx_destroy(context: usize) |device, context| {
         device.end_context(context);

@@ -21,6 +21,7 @@
 //   short <n>            the next n allocations find no memory
 //   table <id>           asks for the private table with this id, 32 hexadecimal digits
 //   devices              how many devices there are, times 100, and the length of the first one's name
+//   total <function>     calls it with a variable whose bytes are all 0x5a, answers the variable
 //   memory free|total    what cuMemGetInfo says
 //   callback             starts a call that blocks, then calls back cuCtxSynchronize
 //   same <f>             whether two look-ups give the same address
@@ -147,6 +148,13 @@ static int devices(void)
 	if (get_count(&count) || get_name(name, (int)sizeof name, 0))
 		return -1;
 	return 100 * count + (int)strlen(name);
+}
+
+static long total(const char *name)
+{
+	uint64_t bytes = 0x5a5a5a5a5a5a5a5a;
+	Call call = look_up(name);
+	return call(&bytes, 0) ? -1 : (long)bytes;
 }
 
 static pthread_barrier_t barrier;
@@ -302,6 +310,8 @@ int main(int argc, char **argv)
 			run_short(count);
 		} else if (!strncmp(line, "memory ", 7)) {
 			answer = memory_info(line[7] == 't');
+		} else if (sscanf(line, "total %63s", name) == 1) {
+			answer = total(name);
 		} else if (!strncmp(line, "devices", 7)) {
 			answer = devices();
 		} else if (sscanf(line, "table %63s", name) == 1) {

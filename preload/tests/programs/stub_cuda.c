@@ -124,6 +124,9 @@ EXPORT CUresult cuCtxGetDevice(int *device) { *device = 3; return 0; }
 EXPORT CUresult cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, 0x40 + device, 16); return 0; }
 EXPORT CUresult cuDeviceGetCount(int *count) { *count = 3; return touch(); }
 EXPORT CUresult cuDeviceGetName(char *name, int length, int device) { strncpy(name, "stub", length); return touch(); }
+// The 32-bit version, and the version that `cuGetProcAddress` returns for the same name.
+EXPORT CUresult cuDeviceTotalMem(uint32_t *bytes, int device) { *bytes = 0x4000; return touch(); }
+EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 0x2300004000; return touch(); }
 EXPORT CUresult cuMemAllocManaged(uint64_t *at, size_t bytes, unsigned flags) { *at = 1; return touch(); }
 EXPORT CUresult cuCtxEnablePeerAccess(void *peer, unsigned flags) { return touch(); }
 EXPORT CUresult cuFutureCall(void) { return touch(); }
@@ -221,7 +224,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
 static const struct { const char *name; void *function; } names[] = {
 	NAME(cuInit), NAME(cuDriverGetVersion), NAME(cuCtxSynchronize), NAME(cuStreamQuery), NAME(cuEventQuery),
 	NAME(cuMemAllocManaged), NAME(cuMemGetInfo_v2), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuGetExportTable), NAME(cuDeviceGetCount),
-	NAME(cuDeviceGetName), NAME(cuStubBlock),
+	NAME(cuDeviceGetName), {"cuDeviceTotalMem", cuDeviceTotalMem_v2}, NAME(cuStubBlock),
 	NAME(cuStubCallback), NAME(cuLaunchKernel), NAME(cuStubDoubles), {"cuMemAlloc", cuMemAlloc_v2},
 };
 

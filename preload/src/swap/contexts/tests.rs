@@ -1,10 +1,12 @@
 use super::super::alloc_wrappers::mem_alloc;
-use super::super::fake_driver::CONTEXT;
+use super::super::fake_driver::{self, CONTEXT};
 use super::super::pending_work::tests::{OTHER, Process};
 use super::super::pending_work::{GpuWork, wait};
 use super::super::prefault::tests::{forget_all, options};
 use super::super::{copy_out, hook};
 use super::*;
+use crate::hook_table::HookEntry;
+use crate::oom_wait;
 
 const BYTES: usize = 4 << 20;
 
@@ -104,4 +106,21 @@ fn unseen_attach_keeps_memory_at_detach() {
     SWAP.in_use.store(1, Ordering::Release);
     detach(OTHER);
     assert_eq!(world.swappable(), [OTHER]);
+}
+
+/// The arguments of a call are those of the function that the hook calls, although the hook may have
+/// the name of an earlier version.
+#[test]
+fn device_of_new_context_is_read_by_version() {
+    let _process = Process::new();
+    let (number, class) = hook::find(b"cuCtxCreate").unwrap();
+    let uuid_of = |real: usize| {
+        let entry: &HookEntry = Box::leak(Box::new(HookEntry::exported(number, class)));
+        assert_eq!(entry.resolve(|_| Some(real)), Some(real));
+        // SAFETY: this function reads no memory at the arguments of a call that creates a context.
+        unsafe { oom_wait::request(entry, &[0, 1, 2, 3, 4, 5]) }.map(|want| want.uuid)
+    };
+    let latest = fake_driver::function(b"cuCtxCreate_v4").unwrap();
+    assert_eq!(uuid_of(latest), Some([3; 16]));
+    assert_eq!(uuid_of(0x4000_0000), Some([2; 16]));
 }
