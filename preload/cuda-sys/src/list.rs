@@ -83,7 +83,7 @@ macro_rules! hooked_functions {
                 cuGraphicsResourceGetMappedPointer cuGraphicsResourceGetMappedPointer_v2
                 cuGraphicsResourceSetMapFlags cuGraphicsResourceSetMapFlags_v2
                 cuGraphicsSubResourceGetMappedArray cuGraphicsUnmapResources
-                cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
+                cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource
                 cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
                 cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuKernelGetAttribute
                 cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount cuKernelGetParamInfo
@@ -225,9 +225,9 @@ macro_rules! hooked_functions {
             Memory {
                 cuCtxAttach cuCtxDestroy cuCtxDestroy_v2 cuCtxDetach cuCtxFromGreenCtx
                 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset
-                cuDevicePrimaryCtxReset_v2
-                cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2
-                cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
+                cuDevicePrimaryCtxReset_v2 cuGreenCtxDestroy cuIpcCloseMemHandle cuMemFree
+                cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2 cuMemGetAddressRange
+                cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
                 cuMemMap cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy
                 cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolTrimTo cuMemRelease
                 cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute cuStreamBeginCapture

@@ -300,8 +300,8 @@ pub unsafe extern "C" fn mem_get_handle_for_range(
 }
 
 /// Wrapper of `cuCtxFromGreenCtx`. If the call succeeds, the library makes no further allocation
-/// swappable (copyable to host memory by the library itself). The reason is that no hook sees the
-/// end of a green context.
+/// swappable (copyable to host memory by the library itself). The reason is that an allocation may
+/// outlive the green context in which it is made.
 pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {

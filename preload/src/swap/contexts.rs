@@ -6,7 +6,8 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 use affinode_cuda_sys::result;
 
 use super::alloc_wrappers::release;
-use super::allocations::{AllocationPiece, AllocationTables, Allocations};
+use super::allocations::{Allocation, AllocationPiece, AllocationTables, Allocations};
+use super::staging::StagingPool;
 use super::vmm::blocks;
 use super::{
     DEVICES, SWAP, addresses, count, driver::call, loader_lock, local_memory, locked, pending_work,
@@ -93,14 +94,7 @@ fn ends(
             let code = end();
             ended = code == result::SUCCESS && has_ended();
             if ended {
-                pending_work::context_ends(context);
-                local_memory::context_ends(context);
-                pool.context_ends(context);
-                stream_pools::context_ends(context, before);
-                let order = Ordering::Relaxed;
-                for place in &SWAP.anchored {
-                    let _ = place.compare_exchange(context, 0, order, order);
-                }
+                forget(pool, context, before);
             }
             code
         })
@@ -110,7 +104,8 @@ fn ends(
     if ended {
         blocks(|blocks| blocks.context_ends(context, before));
     }
-    while ended && let Some(bytes) = locked(|table| outlives(table, of_it)) {
+    let of_pool = |allocation: &Allocation| allocation.pool != 0 && of_it(&allocation.piece);
+    while ended && let Some(bytes) = locked(|table| outlives(table, of_pool)) {
         count(-(bytes as i64));
     }
     while ended && let Some(one) = locked(|table| table.remove(|a| of_it(&a.piece))) {
@@ -126,14 +121,25 @@ fn ends(
     code
 }
 
-/// Handles one allocation from a memory pool whose context has ended. Memory of a pool outlives its
-/// context (measured, H200, driver 580.159), but no context is left in which the library could copy
-/// it. So the function marks the allocation to stay on the device, and sets its context to 0.
-/// Returns the number of bytes that are no longer swappable. `None`: the context has no such
-/// allocation left.
-fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
-    let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
-    let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
+/// Removes a context that ended at the time `before` from all lists of contexts. The caller must
+/// hold [`SwapState::unused_lock`](super::SwapState).
+fn forget(pool: &mut StagingPool, context: usize, before: u64) {
+    pending_work::context_ends(context);
+    local_memory::context_ends(context);
+    pool.context_ends(context);
+    stream_pools::context_ends(context, before);
+    let order = Ordering::Relaxed;
+    for place in &SWAP.anchored {
+        let _ = place.compare_exchange(context, 0, order, order);
+    }
+}
+
+/// Handles one allocation that outlives its context. Memory of a pool does so (measured, H200,
+/// driver 580.159), but no context is left in which the library could copy it. So the function marks
+/// the allocation to stay on the device, and sets its context to 0. Returns the number of bytes that
+/// are no longer swappable. `None`: `of_it` is true for no allocation.
+fn outlives(table: &mut Allocations, of_it: impl Fn(&Allocation) -> bool) -> Option<u64> {
+    let piece = &mut table.iter_mut().find(|allocation| of_it(allocation))?.piece;
     piece.context = 0;
     Some(if core::mem::replace(&mut piece.stays, true) { 0 } else { piece.bytes })
 }
@@ -165,6 +171,30 @@ pub(super) unsafe extern "C" fn ctx_detach(context: usize) -> u32 {
             && !primary_contexts().any(|primary| primary == context)
     };
     ends(|| Some(context), || call!(ctx_detach(context)), has_ended)
+}
+
+/// Wrapper of `cuGreenCtxDestroy`. Before the green context ends, the function waits for the work
+/// that unused memory of stream pools waits for in it, and destroys the events there.
+pub(super) unsafe extern "C" fn green_ctx_destroy(green: usize) -> u32 {
+    with_pool(|pool| {
+        let mut context = 0;
+        if call!(ctx_from_green(&raw mut context, green)) != result::SUCCESS {
+            return call!(green_ctx_destroy(green));
+        }
+        SWAP.unused_lock.hold(|| {
+            stream_pools::end_marks(context);
+            let before = tables(AllocationTables::now);
+            let code = call!(green_ctx_destroy(green));
+            if code == result::SUCCESS {
+                forget(pool, context, before);
+                let of_it = |allocation: &Allocation| allocation.piece.context == context;
+                while let Some(bytes) = locked(|table| outlives(table, of_it)) {
+                    count(-(bytes as i64));
+                }
+            }
+            code
+        })
+    })
 }
 
 fn is_primary_active(device: i32) -> bool {

@@ -162,6 +162,8 @@ later_functions! {
     ctx_synchronize_v2 = b"cuCtxSynchronize_v2" (usize);
     /// `cuCtxFromGreenCtx`, available as of CUDA 12.4.
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
+    /// `cuGreenCtxDestroy`, available as of CUDA 12.4.
+    green_ctx_destroy = b"cuGreenCtxDestroy" (usize);
 }
 
 /// Calls a function of the driver. The function exists, because [`is_complete`] was checked before

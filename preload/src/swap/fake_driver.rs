@@ -105,6 +105,8 @@ struct Device {
     attached: Vec<usize>,
     /// Contexts that have ended. They must not be made current again.
     ended: BTreeSet<usize>,
+    /// The contexts of streams, by stream. All other streams are in [`CONTEXT`].
+    contexts_of_streams: BTreeMap<usize, usize>,
     /// Stack limits of contexts, in bytes. A context that is not in the map has [`STACK_LIMIT`].
     limits: BTreeMap<usize, usize>,
     /// Number of event queries that will still report running work. Each such query reduces the
@@ -166,6 +168,11 @@ impl Fake {
             device.ended.remove(&context);
             device.current.push(context);
         });
+    }
+
+    /// Puts a stream into a context.
+    pub fn put_stream(&self, stream: usize, context: usize) {
+        device(|device| device.contexts_of_streams.insert(stream, context));
     }
 
     /// The stack limit of a context.
@@ -614,6 +621,11 @@ functions! {
         }
         Some(())
     };
+    "cuCtxFromGreenCtx" ctx_from_green(context: *mut usize, green: usize) |_, context, green| set(context, green);
+    "cuGreenCtxDestroy" green_ctx_destroy(green: usize) |device, green| {
+        device.end_context(green);
+        Some(())
+    };
     "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
     "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {
         let name = device.name() as usize;
@@ -662,7 +674,9 @@ functions! {
     "cuMemPoolSetAttribute" pool_set_attribute(_pool: usize, _which: u32, _value: *mut core::ffi::c_void) |_, _, _, _| Some(());
     "cuMemPoolSetAccess" pool_set_access(_pool: usize, _access: *const MemAccessDesc, _many: usize) |_, _, _, _| Some(());
     "cuMemPoolTrimTo" pool_trim_to(_pool: usize, _bytes: usize) |_, _, _| Some(());
-    "cuStreamGetCtx" stream_get_context(_stream: *mut core::ffi::c_void, context: *mut usize) |_, _, context| set(context, CONTEXT);
+    "cuStreamGetCtx" stream_get_context(stream: *mut core::ffi::c_void, context: *mut usize) |device, stream, context| {
+        set(context, device.contexts_of_streams.get(&(stream as usize)).copied().unwrap_or(CONTEXT))
+    };
     "cuStreamGetId" stream_get_id(stream: *mut core::ffi::c_void, id: *mut u64) |_, stream, id| set(id, stream as u64);
     "cuStreamIsCapturing" stream_is_capturing(_stream: *mut core::ffi::c_void, status: *mut u32) |_, _, status| set(status, 0);
 }

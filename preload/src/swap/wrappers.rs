@@ -55,6 +55,7 @@ stand_ins! {
     cuMemGetAllocationPropertiesFromHandle vmm::mem_get_property;
     cuMemMapArrayAsync vmm::mem_map_array;
     cuMemMapArrayAsync_ptsz vmm::mem_map_array_ptsz;
+    cuGreenCtxDestroy contexts::green_ctx_destroy;
     cuCtxFromGreenCtx alloc_wrappers::ctx_from_green;
     cuMemFreeAsync stream_pools::mem_free_async;
     cuMemFreeAsync_ptsz stream_pools::mem_free_async_ptsz;

@@ -24,6 +24,13 @@ pub struct CompletionMark {
     pub context: usize,
 }
 
+impl CompletionMark {
+    /// Whether the mark has an event in this context.
+    pub fn is_in(&self, context: usize) -> bool {
+        self.event != 0 && self.context == context
+    }
+}
+
 /// A piece of memory that the application has freed in a stream. The GPU no longer uses the piece
 /// once the stream's work before the mark has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -327,6 +334,13 @@ impl PoolCache {
     /// Removes and returns the oldest piece, even if its work has not ended.
     pub fn take_any(&mut self) -> Option<FreePiece> {
         self.take_out(|_| true)
+    }
+
+    /// Takes the mark of one piece whose mark is in a context, and returns it with the time at which
+    /// the piece was freed. Until [`Self::has_ended`] is called, no allocation gets this piece.
+    pub fn take_mark(&mut self, context: usize) -> Option<(u64, CompletionMark)> {
+        let one = self.unused.iter_mut().find(|one| one.mark.is_in(context))?;
+        Some((one.since, core::mem::take(&mut one.mark)))
     }
 
     /// Records that a context has ended. Each piece that was freed before the time `before` and has

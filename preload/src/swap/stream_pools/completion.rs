@@ -213,6 +213,27 @@ pub fn clear() {
     });
 }
 
+/// Waits for the work before each mark in a context that is about to end, and destroys the marks'
+/// events. The caller must hold `unused_lock`.
+pub fn end_marks(context: usize) {
+    relaxed(|| {
+        while let Some((since, mark)) = tables(|tables| tables.cache.take_mark(context)) {
+            in_context(context, || call!(event_synchronize(mark.event)));
+            forget(mark);
+            tables(|tables| tables.cache.has_ended(since));
+        }
+        let of_allocation = || {
+            tables(|tables| {
+                let mut marks = tables.allocations.iter_mut().map(|one| &mut one.mark);
+                marks.find(|mark| mark.is_in(context)).map(core::mem::take)
+            })
+        };
+        while let Some(mark) = of_allocation() {
+            forget(mark);
+        }
+    });
+}
+
 /// Frees the unused pieces of a context that has ended. `before` is the time of its end. The caller
 /// must hold `unused_lock`.
 pub fn context_ends(context: usize, before: u64) {

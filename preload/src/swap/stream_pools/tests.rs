@@ -217,6 +217,33 @@ fn free_ignores_mark_of_ending_context() {
     assert_eq!(swappable.fake.pushed(), []);
 }
 
+/// Memory that was freed in a stream of a green context waits for work in that context. After the
+/// end of the green context, no call may be made in it. The fake driver ends the test otherwise.
+#[test]
+fn ended_green_context_is_not_used_again() {
+    const GREEN: usize = CONTEXT + 2;
+    let green_stream = core::ptr::without_provenance_mut(0x51);
+    let swappable = SwapDevice::new();
+    swappable.fake.put_stream(0x51, GREEN);
+    let [first, second] = [swappable.allocate(), swappable.allocate()];
+    // SAFETY: all arguments are numbers.
+    let freed = unsafe { mem_free_async(first, green_stream) };
+    assert_eq!((freed, swappable.fake.events()), (result::SUCCESS, 1));
+    // An allocation in use has the mark of its memory if this memory was freed in a stream before.
+    let mut event = 0;
+    assert_eq!(call!(event_create(&raw mut event, 0)), result::SUCCESS);
+    let mark = CompletionMark { event, context: GREEN };
+    locked(|table| table.at(second).unwrap().mark = mark);
+    // SAFETY: the argument is a number.
+    assert_eq!(unsafe { super::super::contexts::green_ctx_destroy(GREEN) }, result::SUCCESS);
+    assert_eq!(swappable.fake.events(), 0);
+    settle(true);
+    // SAFETY: all arguments are numbers.
+    assert_eq!(unsafe { mem_free_async(second, stream()) }, result::SUCCESS);
+    settle(true);
+    assert_eq!(swappable.fake.held().mappings, 0);
+}
+
 /// A failed free must leave all fields of the table entry unchanged, including its creation time
 /// and its mark.
 #[test]
