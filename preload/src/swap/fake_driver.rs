@@ -7,6 +7,7 @@
 //! request. A test can make any of its functions fail. Memory must not be unmapped while a copy from
 //! it is in progress.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::Mutex;
@@ -101,6 +102,10 @@ struct Device {
     awaited: Vec<usize>,
     /// Stack of the contexts that are pushed now, above [`CONTEXT`].
     current: Vec<usize>,
+    /// Whether a thread of the application is capturing a stream in the mode GLOBAL.
+    captures: bool,
+    /// Whether a call has invalidated that capture.
+    capture_is_invalid: bool,
     /// References that were added to contexts, one entry for each.
     attached: Vec<usize>,
     /// Contexts that have ended. They must not be made current again.
@@ -121,6 +126,11 @@ struct Device {
     /// Functions that will fail once, each with the number of calls that succeed before the
     /// failure.
     fails: Vec<(&'static str, usize)>,
+}
+
+thread_local! {
+    /// Stream capture mode of the calling thread. A new thread has the mode GLOBAL.
+    static CAPTURE_MODE: Cell<u32> = const { Cell::new(0) };
 }
 
 static DEVICE_STATE: Mutex<Option<Device>> = Mutex::new(None);
@@ -168,6 +178,16 @@ impl Fake {
             device.ended.remove(&context);
             device.current.push(context);
         });
+    }
+
+    /// Begins the capture of a stream in the mode GLOBAL.
+    pub fn begin_capture(&self) {
+        device(|device| device.captures = true);
+    }
+
+    /// Whether a call has invalidated the capture that a test has begun.
+    pub fn is_capture_invalid(&self) -> bool {
+        device(|device| device.capture_is_invalid)
     }
 
     /// Puts a stream into a context.
@@ -302,6 +322,15 @@ impl Device {
 
     fn current_context(&self) -> usize {
         self.current.last().copied().unwrap_or(CONTEXT)
+    }
+
+    /// Checks that a call which is unsafe during a capture may be made. `None`: a stream is being
+    /// captured, and the calling thread's mode protects the capture. The capture is invalid then.
+    fn may_disturb_captures(&mut self) -> Option<()> {
+        const RELAXED: u32 = 2;
+        let is_refused = self.captures && CAPTURE_MODE.get() != RELAXED;
+        self.capture_is_invalid |= is_refused;
+        (!is_refused).then_some(())
     }
 
     /// Ends a context. As in the real driver, it is then no longer current.
@@ -538,9 +567,12 @@ functions! {
         set(address, at)
     };
     "cuMemFree_v2" mem_free(address: u64) |device, address| device.own.remove(&address).map(drop);
-    "cuModuleLoadData" module_load(module: *mut usize, _image: *const core::ffi::c_void) |_, module, _| set(module, 1);
+    "cuModuleLoadData" module_load(module: *mut usize, _image: *const core::ffi::c_void) |device, module, _| {
+        device.may_disturb_captures()?;
+        set(module, 1)
+    };
     "cuModuleGetFunction" module_get(function: *mut usize, _module: usize, _name: *const core::ffi::c_char) |_, function, _, _| set(function, 1);
-    "cuModuleUnload" module_unload(_module: usize) |_, _| Some(());
+    "cuModuleUnload" module_unload(_module: usize) |device, _| device.may_disturb_captures();
     "cuLaunchKernel" launch(
         _kernel: usize, _x: u32, _y: u32, _z: u32, _bx: u32, _by: u32, _bz: u32, _shared: u32,
         _stream: *mut core::ffi::c_void, arguments: *mut *mut core::ffi::c_void,
@@ -626,7 +658,10 @@ functions! {
         device.end_context(green);
         Some(())
     };
-    "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
+    "cuThreadExchangeStreamCaptureMode" exchange_mode(mode: *mut u32) |_, mode| {
+        // SAFETY: the code under test passes a place for the mode.
+        set(mode, CAPTURE_MODE.replace(unsafe { mode.read() }))
+    };
     "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {
         let name = device.name() as usize;
         device.events.insert(name);

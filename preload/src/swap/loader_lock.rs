@@ -25,6 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::result;
 
+use super::copy::relax_captures;
 use super::digest;
 use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
@@ -142,6 +143,9 @@ unsafe extern "C" fn run(_: *mut c_void) -> *mut c_void {
     let load = &PROCESS.module_load;
     loop {
         if load.change(WAITING, LOADING) {
+            // Otherwise the load would invalidate a capture of the application: the unload of a
+            // module returns error 900 then (H200, driver 580.159).
+            relax_captures();
             if !is_loaded()
                 && digest::load_once(load.context.load(Ordering::SeqCst)) == result::SUCCESS
             {

@@ -59,6 +59,17 @@ fn load_that_was_given_up_is_taken_up_again() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT + 1]);
 }
 
+/// The first load must not invalidate a capture of the application.
+#[test]
+fn load_does_not_invalidate_a_capture() {
+    let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let fake = Fake::new();
+    set_loaded(false);
+    fake.begin_capture();
+    assert!(load_ahead_within(CONTEXT, 60_000));
+    assert!(is_loaded() && !fake.is_capture_invalid());
+}
+
 /// No digest may be computed after a failed load of the module. The agent's own load would then be
 /// the first load, and could wait for the loader's lock.
 #[test]
