@@ -16,7 +16,9 @@
 //! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has ended. When the driver locks
 //! the process, it waits for all work. From the lock until the process is resident again, no work
 //! can run, so a poll returns SUCCESS without a call into the driver. A poll does not request a
-//! restore, because a framework polls even when it is idle.
+//! restore, because a framework polls even when it is idle. If the process shares events with other
+//! processes, a poll of an event waits like any other call, because another process may have
+//! recorded the event.
 //!
 //! # Calls inside calls
 //!
@@ -49,7 +51,7 @@
 use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::{
-    hook::{self, Class},
+    hook::{self, Class, Function},
     result,
 };
 use affinode_proto::wire::{Hazards, counters::Gate};
@@ -211,7 +213,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
                 frame.result = result::SUCCESS.into();
                 return ThunkAction::Answered;
             }
-            Some(slot) if is_poll(page, entry.class()) => {
+            Some(slot) if is_poll(page, entry.class()) && !may_concern_others(entry) => {
                 if page.is_finished() {
                     slot.polls.fetch_add(1, Ordering::Relaxed);
                     frame.result = result::SUCCESS.into();
@@ -257,6 +259,9 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     if frame.result as u32 == result::SUCCESS && class == Class::Constant {
         // SAFETY: these are the arguments of a call of this function that succeeded.
         unsafe { constants::remember(entry, &frame.arguments) };
+    }
+    if frame.result as u32 == result::SUCCESS && shares_event(entry) {
+        PROCESS.shares_events.store(1, Ordering::Release);
     }
     // Add the hazards while the call is still counted, so that no gate closes before they are
     // known.
@@ -446,6 +451,20 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
 /// `cuCtxSynchronize` several times a second (H200, driver 580.159), although the program is idle.
 fn is_poll(page: &CounterPage, class: Class) -> bool {
     class == Class::Poll || (class == Class::Sync && page.hazards().intersects(Hazards::TOOLS))
+}
+
+/// Whether a successful call of this function shares an event with another process.
+fn shares_event(entry: &HookEntry) -> bool {
+    const SHARES: [Function; 2] = [Function::cuIpcGetEventHandle, Function::cuIpcOpenEventHandle];
+    SHARES.iter().any(|function| *function as u32 + 1 == entry.number())
+}
+
+/// Whether a call may concern work of another process: it is about an event, and the process shares
+/// events. Then the call must reach the driver, although all work of this process has ended.
+fn may_concern_others(entry: &HookEntry) -> bool {
+    const OF_EVENTS: [Function; 2] = [Function::cuEventQuery, Function::cuEventSynchronize];
+    PROCESS.shares_events.load(Ordering::Acquire) == 1
+        && OF_EVENTS.iter().any(|function| *function as u32 + 1 == entry.number())
 }
 
 fn uncount(place: SlotLocation, class: Class) {

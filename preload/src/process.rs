@@ -45,6 +45,9 @@ pub struct Process {
     registering_tid: AtomicU32,
     /// Hook number of the call that arrived last at the closed gate.
     pub waiting_hook: AtomicU32,
+    /// 1 once the process has shared an event with another process, or opened an event of another
+    /// process.
+    pub shares_events: AtomicU32,
     /// State of the allocation that waits for free VRAM, if there is one.
     pub oom_wait: OomWaiter,
     /// The limit of the container's VRAM.
@@ -67,6 +70,7 @@ pub static PROCESS: Process = Process {
     agent_tid: AtomicU32::new(0),
     registering_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
+    shares_events: AtomicU32::new(0),
     oom_wait: OomWaiter::new(),
     vram_limit: VramLimit::new(),
     nvml: nvml::NvmlCallCount::new(),

@@ -394,6 +394,27 @@ fn poll_while_closing_waits_for_lock() {
     agent.done(&[Action::Unlock, Action::Open]);
 }
 
+/// Another process may have recorded an event that it shares with this process. A poll of an event
+/// must then reach the driver. A poll of a stream concerns only work of this process.
+#[test]
+fn poll_of_shared_event_restores() {
+    for share in ["cuIpcGetEventHandle", "cuIpcOpenEventHandle"] {
+        let controller = Controller::new();
+        let mut client = registered(&controller, "dlopen");
+        let mut agent = controller.welcome();
+        assert_eq!(client.ask(share), 0);
+        // The agent refuses a checkpoint of such a process.
+        agent.done(&[CLOSE, LOCK]);
+        assert_eq!((client.ask("cuStreamQuery"), agent.page().waiters), (0, 0));
+        let made = client.ask("count");
+        client.send("cuEventQuery");
+        assert_eq!(agent.wake().1, 1, "{share}");
+        agent.done(&[Action::Unlock, Action::Open]);
+        assert_eq!((client.answer(), client.ask("count")), (0, made + 1));
+        client.finish();
+    }
+}
+
 /// The driver has failed to restore the process. Calls must return an error on each path through
 /// the library. None may reach the driver, which would end the process. The process must send one
 /// notice, and must not be moved again.
