@@ -11,7 +11,7 @@
 //!
 //! Both tasks are created like those of `vfork`, but on their own stacks. They share the memory of
 //! this process, because copying the page tables of a large process takes seconds. They have their
-//! own descriptors. Their thread pointer is that of the agent, so they may only make system calls.
+//! own descriptors and signal handlers. Their thread pointer is that of the agent, so they may only make system calls.
 
 use core::ffi::{CStr, c_char};
 
@@ -73,6 +73,8 @@ pub fn output_of<'o>(
 unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
     const SIGCHLD: usize = 17;
     task::die_with_parent();
+    // The application may ignore SIGCHLD. The kernel would then reap the program itself.
+    task::reset_handler(SIGCHLD);
     // SAFETY: `output_of` made the job, and its thread sleeps until this task has ended.
     let job = unsafe { &mut *job.cast::<ChildJob<'_>>() };
     let Ok(pipe) = task::pipe() else {

@@ -29,6 +29,7 @@ mod number {
     pub const POLL: usize = 7;
     pub const MMAP: usize = 9;
     pub const MUNMAP: usize = 11;
+    pub const RT_SIGACTION: usize = 13;
     pub const RT_SIGPROCMASK: usize = 14;
     pub const PREAD64: usize = 17;
     pub const ACCESS: usize = 21;

@@ -126,6 +126,23 @@ fn self_restore_does_not_read_environment() {
     }
 }
 
+/// If the application ignores SIGCHLD, the kernel reaps its children. The agent must nevertheless
+/// get the result of `nvidia-smi`.
+#[test]
+fn self_restore_works_with_sigchld_ignored() {
+    const SIGCHLD: &str = "17";
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    std::fs::write(folder.path().join("free"), ROOM).unwrap();
+    let (path, tools) = (controller.path(), support::nvidia_smi(folder.path()));
+    let environment = [("AFFINODE_SOCKET", &*path), ("PATH", &*tools), ("CLIENT_IGNORE", SIGCHLD)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    drop((agent, controller));
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
 #[test]
 fn silent_controller_is_not_needed() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());

@@ -74,6 +74,16 @@ pub fn kill(child: i32) {
     let _ = plain(number::KILL, [child as usize, SIGKILL, 0, 0, 0, 0]);
 }
 
+/// Sets the default action of a signal. Must be called only in a task that has its own table of
+/// signal handlers, such as a task of [`spawn`].
+pub fn reset_handler(signal: usize) {
+    const MASK_BYTES: usize = 8;
+    // struct sigaction of the kernel: handler, flags, restorer and mask, all 0.
+    let default = [0_u64; 4];
+    let args = [signal, default.as_ptr() as usize, 0, MASK_BYTES, 0, 0];
+    let _ = plain(number::RT_SIGACTION, args);
+}
+
 /// Makes the kernel end the calling task when the thread that created it ends.
 pub fn die_with_parent() {
     const PR_SET_PDEATHSIG: usize = 1;

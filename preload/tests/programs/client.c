@@ -6,6 +6,7 @@
 //                        CLIENT_STACK=<bytes>: the stack of threads whose creator does not choose
 //                        CLIENT_DENY=<number>[:<first argument>]: that system call fails with ENOSYS
 //                        CLIENT_KILL=<number>: that system call ends the process
+//                        CLIENT_IGNORE=<number>: that signal is ignored
 //   <function>           calls it, answers its result
 //   fork <function>      calls it in a forked child, answers the child's result
 //   forkwait <function>  the same, and the child lives on until it has read a line
@@ -254,6 +255,8 @@ int main(int argc, char **argv)
 		sscanf(getenv("CLIENT_DENY"), "%d:%d", &number, &command);
 		deny(number, command, 0);
 	}
+	if (getenv("CLIENT_IGNORE"))
+		signal(atoi(getenv("CLIENT_IGNORE")), SIG_IGN);
 	if (getenv("CLIENT_KILL"))
 		deny(atoi(getenv("CLIENT_KILL")), -1, 1);
 #ifndef LINKED
