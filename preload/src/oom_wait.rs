@@ -17,7 +17,7 @@
 //! allocation that fails meanwhile waits until the state is FREE.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_cuda_sys::{
@@ -41,6 +41,8 @@ pub struct OomWaiter {
     wait_ms: AtomicU32,
     /// Id of the thread whose allocation waits. 0 if none waits.
     owner: AtomicU32,
+    /// Address of the waiting call's frame on the owner's stack. 0: unknown, or none waits.
+    frame: AtomicUsize,
     state: AtomicU32,
     attempts: AtomicU32,
     ticket: AtomicU64,
@@ -74,6 +76,7 @@ impl OomWaiter {
         OomWaiter {
             wait_ms: AtomicU32::new(0),
             owner: AtomicU32::new(0),
+            frame: AtomicUsize::new(0),
             state: AtomicU32::new(FREE),
             attempts: AtomicU32::new(0),
             ticket: AtomicU64::new(0),
@@ -127,18 +130,32 @@ impl OomWaiter {
     /// Makes the calling thread the owner: the thread whose allocation is reported to the
     /// controller. If another thread is the owner, first waits until that thread's wait has ended,
     /// but not beyond the time `until_us`. Returns false if that time has passed, or if the calling
-    /// thread is the owner already.
-    fn take(&self, tid: u32, until_us: u64) -> bool {
+    /// thread is the owner already. `frame` is the address of the call's frame on the stack.
+    fn take(&self, tid: u32, frame: usize, until_us: u64) -> bool {
+        let is_taken = self.take_ownership(tid, frame, until_us);
+        if is_taken {
+            self.frame.store(frame, Ordering::Relaxed);
+        }
+        is_taken
+    }
+
+    fn take_ownership(&self, tid: u32, frame: usize, until_us: u64) -> bool {
         loop {
             let owner =
                 match self.owner.compare_exchange(0, tid, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => return true,
                     Err(owner) => owner,
                 };
-            // This thread is the owner already if a signal handler has interrupted its waiting
-            // allocation and allocates too.
+            if owner == tid {
+                // This thread is the owner already in two cases. In the first, a signal handler has
+                // interrupted its waiting allocation and allocates too. The handler's frames are
+                // below the waiting call on the stack. In the second, the thread has left the
+                // waiting call by `siglongjmp`. The wait of that call has then ended.
+                let owners = self.frame.load(Ordering::Relaxed);
+                return owners != 0 && frame >= owners;
+            }
             let left_us = until_us.saturating_sub(sys::now_us());
-            if owner == tid || left_us == 0 {
+            if left_us == 0 {
                 return false;
             }
             // A thread that ended during its wait is still registered as the owner.
@@ -191,6 +208,7 @@ impl OomWaiter {
             self.served.store(self.ticket.load(Ordering::Relaxed), Ordering::Relaxed);
         }
         self.state.store(FREE, Ordering::Release);
+        self.frame.store(0, Ordering::Relaxed);
         self.owner.store(0, Ordering::Release);
         sys::futex_wake_all(&self.owner);
         process::poke_agent();
@@ -285,7 +303,8 @@ pub unsafe fn request(entry: &HookEntry, arguments: &[u64; 6]) -> Option<AllocRe
 ///
 /// Must be called after the call has returned and is no longer counted. `until_us` is the time at
 /// which the wait ends. The caller sets it to 0 before the first attempt. This function then stores
-/// the time, and the caller passes the same value after each repetition.
+/// the time, and the caller passes the same value after each repetition. The value must be on the
+/// caller's stack, because its address shows whether a call is nested.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,
@@ -299,12 +318,12 @@ pub fn settle(
         }
         return false;
     };
-    let tid = sys::gettid();
+    let (tid, frame) = (sys::gettid(), core::ptr::from_ref(until_us) as usize);
     let mut attempts = 0;
     if first {
         let wait_us = u64::from(waiter.wait_ms.load(Ordering::Relaxed)) * 1_000;
         *until_us = sys::now_us() + wait_us;
-        if !waiter.take(tid, *until_us) {
+        if !waiter.take(tid, frame, *until_us) {
             return false;
         }
     } else {
@@ -460,8 +479,36 @@ mod tests {
     #[test]
     fn nested_allocation_fails_at_once() {
         let waiter = waiter(60_000);
-        assert!(waiter.take(sys::gettid(), u64::MAX));
-        assert!(!settle(&waiter, Some(WANT), OOM, &mut 0));
+        let mut frames = [0; 2];
+        let [nested, outer] = &mut frames;
+        assert!(waiter.take(sys::gettid(), core::ptr::from_ref(outer) as usize, u64::MAX));
+        assert!(!settle(&waiter, Some(WANT), OOM, nested));
+    }
+
+    /// A thread that has left a waiting call by `siglongjmp` can wait for its next allocation.
+    #[test]
+    fn wait_after_abandoned_wait_has_new_ticket() {
+        let waiter = waiter(60_000);
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| {
+                let mut frames = [0; 2];
+                let [left, next] = &mut frames;
+                assert!(waiter.take(sys::gettid(), core::ptr::from_ref(left) as usize, u64::MAX));
+                waiter.ask(WANT, 0);
+                let again = settle(&waiter, Some(WANT), OOM, next);
+                (again, settle(&waiter, None, 0, next))
+            });
+            let second = loop {
+                match asked(&waiter) {
+                    case if case.ticket == 1 && !caller.is_finished() => std::thread::yield_now(),
+                    case => break case,
+                }
+            };
+            waiter.answer(second.ticket, true);
+            assert_eq!(caller.join().unwrap(), (true, false));
+            assert_eq!((second.ticket, waiter.case()), (2, None));
+            assert!(waiter.was_served(second.ticket));
+        });
     }
 
     #[test]
@@ -471,8 +518,8 @@ mod tests {
         while sys::thread_lives(dead) {
             std::thread::yield_now();
         }
-        assert!(waiter.take(dead, u64::MAX));
-        assert!(waiter.take(sys::gettid(), u64::MAX));
+        assert!(waiter.take(dead, 0, u64::MAX));
+        assert!(waiter.take(sys::gettid(), 0, u64::MAX));
     }
 
     #[test]
