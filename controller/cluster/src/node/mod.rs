@@ -34,6 +34,7 @@ mod pod_condition;
 pub mod pod_events;
 mod pods;
 mod reload;
+mod removal_request;
 pub mod retire;
 mod rollout;
 mod watch;
@@ -44,7 +45,7 @@ use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
 use clap::{ArgAction, Args};
 use futures_util::StreamExt;
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
 use kube::{
     Api, Client, ResourceExt,
     core::PartialObjectMeta,
@@ -62,9 +63,10 @@ use self::{
     idle_label::IdleLabel,
     node_events::NodeEvents,
     node_labels::{
-        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, OFFER_GPUS, READY, RETIRE,
-        RETIRED, RUNTIME, STATE,
+        AGENT, CERTIFICATE, EXCLUDED, NOT_RETIRED, NodeLabels, OFFER_GPUS, READY, RETIRE,
+        RETIRE_UNTIL, RETIRED, RUNTIME, STATE,
     },
+    removal_request::{has_expired_request, is_excluded, requested_removal},
     rollout::RolloutSlots,
     watch::ControllerWatch,
 };
@@ -271,8 +273,16 @@ impl NodeAgent<'_> {
             return Ok(LOOK_EVERY);
         }
         let labelled = node.labels().contains_key(RUNTIME);
-        if let Some(wanted) = requested_removal(&node, ours) {
+        let now = Timestamp::now();
+        if let Some(wanted) = requested_removal(&node, ours, now) {
             return self.retire(&node, wanted, labelled).await;
+        }
+        if has_expired_request(&node, ours, now) {
+            tracing::warn!(
+                "node: the uninstaller neither finished nor withdrew its request in time, so \
+                 Affinode stays installed"
+            );
+            self.node_labels.clear_request(&node).await?;
         }
         self.may_offer = !leaves_gpus(&node);
         self.sharing.read(self.may_offer).await;
@@ -594,26 +604,6 @@ enum NodeTrouble {
     NoSlot,
 }
 
-/// Returns the state that the uninstaller or an operator has requested for the node: [`READY`],
-/// [`RETIRED`] or [`EXCLUDED`]. `None`: no removal is requested, so Affinode stays installed.
-fn requested_removal(node: &PartialObjectMeta<Node>, ours: &str) -> Option<&'static str> {
-    let asked = node.annotations().get(RETIRE);
-    if asked == Some(&node_labels::may_go(ours)) {
-        Some(READY)
-    } else if asked == Some(&node_labels::must_go(ours)) {
-        Some(RETIRED)
-    } else if is_excluded(node) {
-        Some(EXCLUDED)
-    } else {
-        None
-    }
-}
-
-/// Returns whether an operator excluded the node from Affinode.
-fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
-    node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
-}
-
 /// Returns whether an operator left the GPUs of the node to another program.
 fn leaves_gpus(node: &PartialObjectMeta<Node>) -> bool {
     node.labels().get(OFFER_GPUS).is_some_and(|value| value == "false")
@@ -643,7 +633,7 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
             match node {
                 Ok(node) => {
                     let now = (
-                        node.annotations().get(RETIRE).cloned(),
+                        [RETIRE, RETIRE_UNTIL].map(|name| node.annotations().get(name).cloned()),
                         is_excluded(&node),
                         leaves_gpus(&node),
                     );

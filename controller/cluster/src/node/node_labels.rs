@@ -25,6 +25,9 @@ pub const STATE: &str = "affinode.io/state";
 /// returns, to ask whether Affinode can be removed. Then it sets the value that [`must_go`]
 /// returns, to request the removal.
 pub const RETIRE: &str = "affinode.io/retire";
+/// Annotation with the time until which the uninstaller's request applies, in the format of RFC
+/// 3339. Without this annotation, the request applies until it is withdrawn.
+pub const RETIRE_UNTIL: &str = "affinode.io/retire-until";
 /// Annotation with the VRAM of idle containers that could be offloaded now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
 /// Annotation with the VRAM that offloaded containers have freed, in bytes.
@@ -44,7 +47,8 @@ pub const GPU_SHARING: &str = "affinode.io/gpu-sharing";
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 /// All annotations that the agent sets, except [`GPUS_IDLE_SINCE`] and [`GPU_SHARING`], which belong
 /// to labels.
-pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
+pub const ANNOTATIONS: [&str; 7] =
+    [AGENT, STATE, RETIRE, RETIRE_UNTIL, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// Value of [`STATE`] when Affinode can be removed, because no container of the runtime runs.
 pub const READY: &str = "ready to be removed";
@@ -130,6 +134,20 @@ impl NodeLabels {
         let values: serde_json::Map<String, Value> =
             values.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
         self.merge(json!({ "annotations": values })).await
+    }
+
+    /// Removes the uninstaller's request from the node object, as it was read. If the object has
+    /// changed since, the request stays, because it may be a newer one.
+    ///
+    /// # Errors
+    /// If the API server does not reply, or returns an error other than a conflict.
+    pub async fn clear_request(&self, read: &PartialObjectMeta<Node>) -> kube::Result<()> {
+        let none = json!({ RETIRE: null, RETIRE_UNTIL: null });
+        let version = &read.metadata.resource_version;
+        match self.merge(json!({ "resourceVersion": version, "annotations": none })).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
+            done => done,
+        }
     }
 
     async fn merge(&self, metadata: Value) -> kube::Result<()> {

@@ -6,13 +6,19 @@
 //!                                   │ some run, or timeout             │ one failed          └──> pods' labels, nodes' annotations removed
 //!                                   └──> requests withdrawn, exit 1   └──> the same; agents install again
 //! ```
+//!
+//! Each request has a time limit. If this program is killed, the agents continue after the limit as
+//! if the removal had not been requested.
 
 use std::time::Duration;
 
 use clap::Args;
-use k8s_openapi::api::{
-    apps::v1::DaemonSet,
-    core::v1::{Node, Pod},
+use k8s_openapi::{
+    api::{
+        apps::v1::DaemonSet,
+        core::v1::{Node, Pod},
+    },
+    jiff::{SignedDuration, Timestamp},
 };
 use kube::{
     Api, Client, ResourceExt,
@@ -22,7 +28,8 @@ use tokio::time::Instant;
 
 use super::{
     node_labels::{
-        AGENT, ANNOTATIONS, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED, STATE, may_go, must_go,
+        AGENT, ANNOTATIONS, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRE_UNTIL, RETIRED, STATE,
+        may_go, must_go,
     },
     pod_condition::LABEL,
     pods,
@@ -30,6 +37,10 @@ use super::{
 use crate::error_chain;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Time for which a request applies after the deadline of the removal. In this time the agents end,
+/// or the requests are withdrawn. The time also exceeds the difference between the clocks of two
+/// nodes.
+const REQUEST_MARGIN: SignedDuration = SignedDuration::from_mins(1);
 /// Number of pods per request to the API server.
 const PAGE: u32 = 100;
 /// Maximum number of nodes that an error names.
@@ -93,26 +104,21 @@ pub fn run(options: &RetireOptions) -> Result<(), RetireError> {
 }
 
 async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
-    let client = Client::try_default().await?;
+    remove_all(Client::try_default().await?, options).await
+}
+
+async fn remove_all(client: Client, options: &RetireOptions) -> Result<(), RetireError> {
     let deadline = Instant::now() + options.timeout;
+    let until = request_end(options.timeout);
     let names: Vec<String> =
         ours(&client, options).await?.iter().map(ResourceExt::name_any).collect();
     tracing::info!("requesting the removal of Affinode from {} nodes", names.len());
-    for name in &names {
-        let wish = [
-            // Replaces the state that an earlier request left.
-            (STATE, Some("removal requested".to_owned())),
-            (RETIRE, Some(may_go(&options.installation))),
-        ];
-        NodeLabels::new(client.clone(), name).annotate(&wish).await?;
-    }
-    if let Err(error) = taken_off(&client, options, &names, deadline).await {
+    if let Err(error) = taken_off(&client, options, &names, &until, deadline).await {
         for name in &names {
-            let taken_back =
-                NodeLabels::new(client.clone(), name).annotate(&[(RETIRE, None)]).await;
-            if let Err(error) = taken_back {
+            let none = [(RETIRE, None), (RETIRE_UNTIL, None)];
+            if let Err(error) = annotate(&client, name, &none).await {
                 tracing::warn!(
-                    "node {name}: cannot remove annotation {RETIRE}: {}",
+                    "node {name}: cannot remove annotation {RETIRE}, which applies until {until}: {}",
                     error_chain::chain(&error)
                 );
             }
@@ -132,6 +138,27 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     Ok(())
 }
 
+/// Returns the time until which the agents follow a request of this removal, in the format of RFC
+/// 3339.
+fn request_end(timeout: Duration) -> String {
+    let time = SignedDuration::try_from(timeout).unwrap_or(SignedDuration::MAX);
+    let time = time.saturating_add(REQUEST_MARGIN);
+    let end = Timestamp::now().saturating_add(time).unwrap_or(Timestamp::MAX);
+    Timestamp::from_second(end.as_second()).unwrap_or(end).to_string()
+}
+
+/// Sets annotations of a node. A node that no longer exists is no error.
+async fn annotate(
+    client: &Client,
+    name: &str,
+    values: &[(&str, Option<String>)],
+) -> kube::Result<()> {
+    match NodeLabels::new(client.clone(), name).annotate(values).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+        done => done,
+    }
+}
+
 /// Returns the names of the nodes that agents of this installation manage.
 async fn ours(
     client: &Client,
@@ -145,22 +172,35 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-/// Waits until all nodes report that Affinode can be removed. Then requests the removal, and waits
-/// until all nodes have completed it. No node is changed before that request.
+/// Asks all nodes whether Affinode can be removed, and waits until all have agreed. Then requests the
+/// removal, and waits until all nodes have completed it. No node is changed before that request.
 async fn taken_off(
     client: &Client,
     options: &RetireOptions,
     names: &[String],
+    until: &str,
     deadline: Instant,
 ) -> Result<(), RetireError> {
+    for name in names {
+        let wish = [
+            // Replaces the state that an earlier request left.
+            (STATE, Some("removal requested".to_owned())),
+            (RETIRE, Some(may_go(&options.installation))),
+            (RETIRE_UNTIL, Some(until.to_owned())),
+        ];
+        annotate(client, name, &wish).await?;
+    }
     all_say(READY, client, options, deadline).await?;
     tracing::info!(
         "all nodes: no container of Affinode runs, so the agents now get the request to remove \
          Affinode"
     );
     for name in names {
-        let wish = [(RETIRE, Some(must_go(&options.installation)))];
-        NodeLabels::new(client.clone(), name).annotate(&wish).await?;
+        let wish = [
+            (RETIRE, Some(must_go(&options.installation))),
+            (RETIRE_UNTIL, Some(until.to_owned())),
+        ];
+        annotate(client, name, &wish).await?;
     }
     all_say(RETIRED, client, options, deadline).await
 }
@@ -241,3 +281,6 @@ async fn agents_gone(
         tokio::time::sleep(LOOK_EVERY).await;
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -23,6 +23,8 @@ const EXCLUDE: &str = "affinode.io/exclude";
 const OFFER_GPUS: &str = "affinode.io/offer-gpus";
 const GPUS_IDLE: &str = "affinode.io/gpus-idle";
 const GPUS_IDLE_SINCE: &str = "affinode.io/gpus-idle-since";
+const RETIRE: &str = "affinode.io/retire";
+const RETIRE_UNTIL: &str = "affinode.io/retire-until";
 const STATE: &str = "affinode.io/state";
 const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
@@ -159,6 +161,25 @@ fn a_label_removes_affinode_from_one_node() {
     agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: null } } }));
     agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
     assert!(agent.has("served"));
+}
+
+/// The uninstaller was killed, so it does not withdraw its request. The agent must follow the
+/// request only until its time limit, and then serve the runtime again.
+#[test]
+fn expired_removal_request_is_cleared() {
+    let agent = Agent::start(json!({ RUNTIME: "true" }), &["served"], &[]);
+    let request = |until: &str| {
+        let annotations = json!({ RETIRE: "system/affinode now", RETIRE_UNTIL: until });
+        json!({ "metadata": { "annotations": annotations } })
+    };
+    agent.api.patch(NODE, &request("2999-01-01T00:00:00Z"));
+    agent.until_state("the removal", |state| state == "retired");
+    assert!(agent.api.label(RUNTIME).is_null(), "no further pod comes to it");
+    agent.api.patch(NODE, &request("2020-01-01T00:00:00Z"));
+    agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
+    agent.until_state("the installation", |state| state == "served");
+    let left = [RETIRE, RETIRE_UNTIL].map(|name| agent.api.annotation(name));
+    assert_eq!(left, [const { String::new() }; 2]);
 }
 
 /// An earlier agent has set the label of idle GPUs. The node has no controller, so that nothing is
