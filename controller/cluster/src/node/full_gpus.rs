@@ -29,12 +29,17 @@ struct GpuState {
 #[derive(Debug, Default)]
 pub struct FullGpus {
     gpus: BTreeMap<String, GpuState>,
+    /// Whether there was a reading. The first one sets the states of its GPUs at once, because the
+    /// agent may have started while a GPU was full.
+    has_reading: bool,
 }
 
 impl FullGpus {
     /// Records a reading at the time `now` on a monotonic clock. Returns the UUIDs of the GPUs that
-    /// are full now. A GPU that the reading does not contain is not full.
+    /// are full now. A GPU that the reading does not contain is not full. The first reading counts at
+    /// once, and later ones after [`SETTLE_TIME`].
     pub fn update(&mut self, now: Duration, reading: &[Gpu]) -> BTreeSet<String> {
+        let is_first = !std::mem::replace(&mut self.has_reading, true);
         self.gpus.retain(|uuid, _| reading.iter().any(|gpu| gpu.uuid == *uuid));
         for gpu in reading {
             let state = self.gpus.entry(gpu.uuid.clone()).or_default();
@@ -47,7 +52,7 @@ impl FullGpus {
                 continue;
             }
             let since = *state.contradicted_since.get_or_insert(now);
-            if now.saturating_sub(since) >= SETTLE_TIME {
+            if is_first || now.saturating_sub(since) >= SETTLE_TIME {
                 *state = GpuState { is_full: is_above, contradicted_since: None };
             }
         }
@@ -75,6 +80,7 @@ mod tests {
     /// each of them.
     fn states(readings: &[(u64, u64)]) -> Vec<bool> {
         let mut full = FullGpus::default();
+        assert!(full.update(Duration::ZERO, &[]).is_empty());
         let after = |(seconds, unmovable): &(u64, u64)| {
             full.update(Duration::from_secs(*seconds), &reading(*unmovable)).contains(GPU)
         };
@@ -101,11 +107,19 @@ mod tests {
     }
 
     #[test]
+    fn first_reading_counts_at_once() {
+        let mut full = FullGpus::default();
+        assert!(full.update(Duration::ZERO, &reading(90)).contains(GPU));
+        let after =
+            |full: &mut FullGpus, seconds| full.update(Duration::from_secs(seconds), &reading(0));
+        assert!(after(&mut full, 1).contains(GPU));
+        assert!(after(&mut full, 31).is_empty());
+    }
+
+    #[test]
     fn gpu_without_a_reading_is_not_full() {
         let mut full = FullGpus::default();
-        for seconds in [0, 30] {
-            full.update(Duration::from_secs(seconds), &reading(100));
-        }
+        full.update(Duration::ZERO, &reading(100));
         assert!(full.update(Duration::from_secs(31), &[]).is_empty());
         assert!(full.update(Duration::from_secs(32), &reading(100)).is_empty(), "it begins again");
     }

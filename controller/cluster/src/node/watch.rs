@@ -43,6 +43,9 @@ const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
 /// Number of attempts without a reply from a controller after which the node is considered to have
 /// none.
 const MAX_SILENT_ATTEMPTS: u32 = 3;
+/// Time after the start of the agent in which a controller must report GPUs before the node is
+/// considered to have none that are full.
+const FIRST_READING_TIMEOUT: Duration = Duration::from_secs(20);
 /// Minimum time that a CUDA call must wait for VRAM before the wait is published, in milliseconds.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
@@ -68,7 +71,7 @@ pub struct ControllerWatch {
     /// `conditions`.
     full_gpus: FullGpus,
     loads: GpuLoads,
-    conditions: watch::Sender<GpuConditions>,
+    conditions: watch::Sender<Option<GpuConditions>>,
     started: Instant,
     /// Number of attempts in a row to which no controller replied.
     silent_attempts: u32,
@@ -105,9 +108,10 @@ impl ControllerWatch {
         }
     }
 
-    /// Returns a channel with the conditions of the GPUs.
+    /// Returns a channel with the conditions of the GPUs. `None`: they are unknown, because the agent
+    /// has just started.
     #[must_use]
-    pub fn gpu_conditions(&self) -> watch::Receiver<GpuConditions> {
+    pub fn gpu_conditions(&self) -> watch::Receiver<Option<GpuConditions>> {
         self.conditions.subscribe()
     }
 
@@ -142,7 +146,9 @@ impl ControllerWatch {
             let answer = control.events(with_duration(WAIT + ANSWER), &request).await?;
             let list = control.list(with_duration(ANSWER), &ListRequest::default()).await?;
             self.silent_attempts = 0;
-            self.judge_gpus(&list);
+            if self.has_gpus(&list) {
+                self.judge_gpus(&list);
+            }
             self.idle.update(Some(&list)).await;
             self.know(&list);
             for event in answer.events {
@@ -161,15 +167,28 @@ impl ControllerWatch {
         }
     }
 
+    /// Returns whether the conditions of the GPUs can be determined from a reading. The first reading
+    /// must contain GPUs, unless there is none for [`FIRST_READING_TIMEOUT`], because a controller that
+    /// has just started has not read the GPUs yet.
+    fn has_gpus(&self, reading: &ListResponse) -> bool {
+        reading.gpus.iter().any(|gpu| gpu.vram_total_bytes > 0)
+            || self.conditions.borrow().is_some()
+            || self.started.elapsed() >= FIRST_READING_TIMEOUT
+    }
+
     /// Determines the conditions of the GPUs from a reading, and sends a change.
     fn judge_gpus(&mut self, reading: &ListResponse) {
         let now = self.started.elapsed();
         let full = self.full_gpus.update(now, &reading.gpus);
         let judged = GpuConditions { full, loads: self.loads.update(now, reading) };
         self.conditions.send_if_modified(|known| {
-            for uuid in judged.full.difference(&known.full) {
-                tracing::warn!("GPU {uuid}: full of VRAM that no offload can free");
+            let known_full = known.as_ref().map(|known| &known.full);
+            for uuid in &judged.full {
+                if known_full.is_none_or(|known| !known.contains(uuid)) {
+                    tracing::warn!("GPU {uuid}: full of VRAM that no offload can free");
+                }
             }
+            let judged = Some(judged);
             let changed = *known != judged;
             *known = judged;
             changed

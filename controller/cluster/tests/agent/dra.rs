@@ -1,6 +1,7 @@
 //! Tests the node agent as a DRA driver. The test acts as the kubelet.
 
 mod claims;
+mod full;
 mod kills;
 mod kubelet;
 mod registration;

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
 mod api;
+mod controller;
 mod device_plugin;
 mod dra;
 mod gpu_sharing;

@@ -107,7 +107,7 @@ pub struct DevicePlugin {
     lookup: CdiLookup,
     factor: OversubscriptionFactor,
     offer: watch::Receiver<SeatOffer>,
-    conditions: watch::Receiver<GpuConditions>,
+    conditions: watch::Receiver<Option<GpuConditions>>,
     lister: PodResourcesLister,
     link: KubeletLink,
 }
@@ -121,7 +121,7 @@ impl DevicePlugin {
         options: &DevicePluginOptions,
         dra: &DraOptions,
         places: &HostPaths,
-        conditions: watch::Receiver<GpuConditions>,
+        conditions: watch::Receiver<Option<GpuConditions>>,
     ) -> Result<Option<(DevicePlugin, SeatControl)>, DevicePluginError> {
         if !options.device_plugin {
             return Ok(None);

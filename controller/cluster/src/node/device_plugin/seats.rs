@@ -52,8 +52,9 @@ pub struct SeatedGpu {
     pub seats: u32,
     /// Reason why the seats are not offered. `None`: they are offered.
     pub fault: Option<GpuFault>,
-    /// Numbers of the seats that stay offered although the GPU is full of VRAM that no offload can
-    /// free: the seats that pods have. `None`: the GPU is not full, so all seats are offered.
+    /// Numbers of the seats that stay offered although the GPU is full, or may be full, of VRAM that no
+    /// offload can free: the seats that pods have. `None`: the GPU is not full, so all seats are
+    /// offered.
     pub kept_seats: Option<BTreeSet<u32>>,
 }
 
@@ -97,13 +98,11 @@ impl SeatList {
         (self.gpus[at].seat_id(number) == id).then_some((at, number))
     }
 
-    /// Withdraws the free seats of the GPUs with these UUIDs, which are full. `taken` contains the
-    /// identities of the seats that pods have.
-    pub fn close(&mut self, full: &BTreeSet<String>, taken: &BTreeSet<String>) {
+    /// Withdraws the free seats of the GPUs that are full, or may be full. `is_full` gets the UUID of a
+    /// GPU. `taken` contains the identities of the seats that pods have.
+    pub fn close(&mut self, is_full: impl Fn(&str) -> bool, taken: &BTreeSet<String>) {
         let seats = taken.iter().filter_map(|id| self.find(id)).collect::<Vec<_>>();
-        for (at, gpu) in
-            self.gpus.iter_mut().enumerate().filter(|(_, gpu)| full.contains(&gpu.uuid))
-        {
+        for (at, gpu) in self.gpus.iter_mut().enumerate().filter(|(_, gpu)| is_full(&gpu.uuid)) {
             let own = seats.iter().filter(|(of, _)| *of == at).map(|(_, number)| *number);
             gpu.kept_seats = Some(own.collect());
         }

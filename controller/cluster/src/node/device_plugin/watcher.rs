@@ -64,8 +64,9 @@ pub struct SeatWatcher<R, T> {
     pub factor: OversubscriptionFactor,
     /// Whether the seats are offered to the kubelet.
     pub offer: watch::Receiver<SeatOffer>,
-    /// Conditions of the GPUs. Free seats of full GPUs are not offered.
-    pub conditions: watch::Receiver<GpuConditions>,
+    /// Conditions of the GPUs. Free seats of full GPUs are not offered. `None`: the conditions are
+    /// unknown, so no free seat is offered.
+    pub conditions: watch::Receiver<Option<GpuConditions>>,
     /// Channel to which the list of seats is sent after each change.
     pub seats: watch::Sender<SeatList>,
     /// Pauses between two readings.
@@ -95,39 +96,42 @@ where
         let mut readings = SeatReadings::default();
         loop {
             let offer = *self.offer.borrow_and_update();
-            let full = self.conditions.borrow().full.clone();
+            let full = full_gpus(self.conditions.borrow().as_ref());
             if offer == SeatOffer::Offered {
                 // A driver that hangs must not delay a withdrawal.
                 let mut changes = self.offer.clone();
                 tokio::select! {
-                    () = self.read(&full, &mut readings) => {}
+                    () = self.read(full.as_ref(), &mut readings) => {}
                     changed = changes.changed() => if changed.is_err() { return } else { continue },
                 }
             }
             let served = offer == SeatOffer::Offered;
             let mut fresh = readings.known.seats(self.factor, served, |gpu| self.lookup.find(gpu));
-            fresh.close(&full, &readings.taken);
+            match &full {
+                Some(full) => fresh.close(|uuid| full.contains(uuid), &readings.taken),
+                None => fresh.close(|_| true, &readings.taken),
+            }
             let sound = readings.failures == 0 && fresh.gpus.iter().all(|gpu| gpu.fault.is_none());
             if !sound {
                 readings.gpus_read = None;
             }
             let settled = sound && fresh.gpus.iter().all(|gpu| gpu.kept_seats.is_none());
-            self.publish(fresh);
+            self.publish(fresh, full.is_some());
             let rest = if settled || !served { self.pace.usual } else { self.pace.retry };
             tokio::select! {
                 () = tokio::time::sleep(rest) => {}
                 changed = self.offer.changed() => if changed.is_err() { return },
-                () = changes_from(&mut self.conditions, &full) => {}
+                () = changes_from(&mut self.conditions, full.as_ref()) => {}
             }
         }
     }
 
-    /// Reads the GPUs if that is due and, if a GPU is full, the seats that pods have.
-    async fn read(&mut self, full: &BTreeSet<String>, readings: &mut SeatReadings) {
+    /// Reads the GPUs if that is due and, if a GPU is full or may be full, the seats that pods have.
+    async fn read(&mut self, full: Option<&BTreeSet<String>>, readings: &mut SeatReadings) {
         if readings.gpus_read.is_none_or(|at| at.elapsed() >= self.pace.usual) {
             self.read_gpus(readings).await;
         }
-        if full.is_empty() {
+        if full.is_some_and(BTreeSet::is_empty) {
             readings.taken.clear();
             return;
         }
@@ -160,7 +164,8 @@ where
         }
     }
 
-    fn publish(&self, fresh: SeatList) {
+    /// Sends the list of seats if it has changed. `is_known`: whether it is known which GPUs are full.
+    fn publish(&self, fresh: SeatList, is_known: bool) {
         self.seats.send_if_modified(|known| {
             if *known == fresh {
                 return false;
@@ -171,7 +176,7 @@ where
                 fresh.gpus.len()
             );
             for gpu in &fresh.gpus {
-                report(known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid), gpu);
+                report(known.gpus.iter().find(|earlier| earlier.uuid == gpu.uuid), gpu, is_known);
             }
             *known = fresh;
             true
@@ -179,16 +184,26 @@ where
     }
 }
 
+/// Returns the UUIDs of the GPUs that are full. `None`: they are unknown.
+fn full_gpus(conditions: Option<&GpuConditions>) -> Option<BTreeSet<String>> {
+    conditions.map(|conditions| conditions.full.clone())
+}
+
 /// Waits until other GPUs are full than those in `full`.
-async fn changes_from(conditions: &mut watch::Receiver<GpuConditions>, full: &BTreeSet<String>) {
-    if conditions.wait_for(|now| now.full != *full).await.is_err() {
+async fn changes_from(
+    conditions: &mut watch::Receiver<Option<GpuConditions>>,
+    full: Option<&BTreeSet<String>>,
+) {
+    let is_other = |now: &Option<GpuConditions>| now.as_ref().map(|now| &now.full) != full;
+    if conditions.wait_for(is_other).await.is_err() {
         // The node agent ends.
         std::future::pending().await
     }
 }
 
-/// Logs a change of what is offered of a GPU. `earlier` is the GPU in the list before.
-fn report(earlier: Option<&SeatedGpu>, gpu: &SeatedGpu) {
+/// Logs a change of what is offered of a GPU. `earlier` is the GPU in the list before. `is_known`:
+/// whether it is known which GPUs are full.
+fn report(earlier: Option<&SeatedGpu>, gpu: &SeatedGpu, is_known: bool) {
     let uuid = &gpu.uuid;
     match &gpu.fault {
         Some(fault) if earlier.is_none_or(|it| it.fault.as_ref() != Some(fault)) => {
@@ -200,12 +215,18 @@ fn report(earlier: Option<&SeatedGpu>, gpu: &SeatedGpu) {
         _ => {}
     }
     match (earlier.is_some_and(|it| it.kept_seats.is_some()), gpu.kept_seats.is_some()) {
+        (false, true) if !is_known => tracing::info!(
+            "device plugin: the free seats of GPU {uuid} are not offered yet, because the controller \
+             has not reported yet whether the GPU is full"
+        ),
         (false, true) => tracing::warn!(
             "device plugin: the free seats of GPU {uuid} are not offered, because the GPU is full of \
              VRAM that no offload can free"
         ),
         (true, false) => {
-            tracing::info!("device plugin: the GPU {uuid} is not full any more");
+            tracing::info!(
+                "device plugin: the free seats of GPU {uuid} are offered, because it is not full"
+            );
         }
         _ => {}
     }

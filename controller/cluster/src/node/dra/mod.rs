@@ -195,7 +195,7 @@ impl DraDriver {
         places: &HostPaths,
         client: &Client,
         node: &str,
-        conditions: watch::Receiver<GpuConditions>,
+        conditions: watch::Receiver<Option<GpuConditions>>,
     ) -> Option<(DraDriver, DraControl)> {
         if !options.dra {
             return None;

@@ -105,8 +105,9 @@ pub struct SlicePublisher {
     pub gpus: watch::Sender<NodeGpus>,
     /// Channel to which the health of the devices is sent after each reading.
     pub health: watch::Sender<HealthRecord>,
-    /// Conditions of the GPUs that the slice shows.
-    pub conditions: watch::Receiver<GpuConditions>,
+    /// Conditions of the GPUs that the slice shows. `None`: they are unknown, so the slice keeps those
+    /// that it shows.
+    pub conditions: watch::Receiver<Option<GpuConditions>>,
     /// Whether the slice has been deleted after a request to withdraw the GPUs. The value becomes
     /// false again when the GPUs are to be published.
     pub withdrawn: watch::Sender<bool>,
@@ -174,7 +175,7 @@ impl SlicePublisher {
         };
         let mut demanded = self.demand.clone();
         tokio::select! {
-            brought = tokio::time::timeout(REQUESTS_TIMEOUT, self.bring_to(wanted.as_deref())) => {
+            brought = tokio::time::timeout(REQUESTS_TIMEOUT, self.bring_to(wanted)) => {
                 brought.map_err(|_| PublishError::Late)??;
             }
             // The requests are for what is no longer wanted. The next comparison begins with a list.
@@ -208,7 +209,8 @@ impl SlicePublisher {
         };
         self.failures = 0;
         self.gpu_count = count_gone(&mut node, self.gpu_count);
-        let devices = slice::devices(&node, self.factor, &self.conditions.borrow_and_update());
+        let conditions = self.conditions.borrow_and_update().clone().unwrap_or_default();
+        let devices = slice::devices(&node, self.factor, &conditions);
         let names = devices.iter().map(|device| device.name.clone()).collect();
         self.report_health(&names, &lost_text(&node));
         self.know(node);
@@ -234,9 +236,17 @@ impl SlicePublisher {
 
     /// Compares the node's slices with the wanted devices, and makes the next change that brings
     /// the slices to this state. If `wanted` is `None`, the slices are deleted.
-    async fn bring_to(&mut self, wanted: Option<&[Device]>) -> Result<(), PublishError> {
+    async fn bring_to(&mut self, mut wanted: Option<Vec<Device>>) -> Result<(), PublishError> {
         let api = self.slices();
         let found = api.list(&ListParams::default().fields(&self.selector())).await?.items;
+        if let Some(devices) = wanted.as_mut().filter(|_| self.conditions.borrow().is_none()) {
+            if found.is_empty() {
+                // A GPU may be full, so no GPU is offered before the conditions are known.
+                return Ok(());
+            }
+            slice::keep_conditions(devices, &found);
+        }
+        let wanted = wanted.as_deref();
         if self.is_altered_form(&found, wanted) {
             return Ok(());
         }

@@ -29,6 +29,9 @@ const MAX_ATTRIBUTE: usize = 64;
 /// Key of the taint of a GPU that is full of VRAM that no offload can free.
 pub const FULL_TAINT: &str = "gpu.affinode.io/full";
 
+/// Name of the attribute with the class of load.
+const LOAD: &str = "load";
+
 /// The node that owns a ResourceSlice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SliceOwner {
@@ -75,6 +78,22 @@ pub fn devices(
         ..device(node, gpu, factor, conditions.loads.get(&gpu.uuid).copied().unwrap_or_default())
     };
     whole.take(MAX_DEVICES).map(device).collect()
+}
+
+/// Gives the devices the taints and the classes of load that they have in these slices, because the
+/// conditions of the GPUs are unknown.
+pub fn keep_conditions(devices: &mut [Device], slices: &[ResourceSlice]) {
+    let known = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+    for known in known {
+        let Some(device) = devices.iter_mut().find(|device| device.name == known.name) else {
+            continue;
+        };
+        device.taints = without_times(std::slice::from_ref(known)).remove(0).taints;
+        let load = known.attributes.as_ref().and_then(|attributes| attributes.get(LOAD));
+        if let (Some(load), Some(attributes)) = (load, device.attributes.as_mut()) {
+            attributes.insert(LOAD.to_owned(), load.clone());
+        }
+    }
 }
 
 /// The taint of a GPU that is full of VRAM that no offload can free. Running pods continue.
@@ -169,7 +188,7 @@ fn attributes(node: &NodeGpus, gpu: &GpuFacts, load: GpuLoad) -> BTreeMap<String
         ("type", Some(text("gpu"))),
         ("uuid", Some(text(&gpu.uuid))),
         ("index", Some(index)),
-        ("load", Some(text(load.as_str()))),
+        (LOAD, Some(text(load.as_str()))),
         ("productName", Some(text(&gpu.name))),
         ("brand", gpu.brand.as_deref().map(text)),
         ("architecture", gpu.architecture.as_deref().map(text)),

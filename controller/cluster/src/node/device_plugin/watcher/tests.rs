@@ -13,7 +13,7 @@ type Driver = Arc<Mutex<Option<NodeGpus>>>;
 struct Watched {
     driver: Driver,
     offer: watch::Sender<SeatOffer>,
-    conditions: watch::Sender<GpuConditions>,
+    conditions: watch::Sender<Option<GpuConditions>>,
     /// The seats that pods have. `None`: the kubelet does not answer.
     taken: Arc<Mutex<Option<Vec<&'static str>>>>,
     seats: watch::Receiver<SeatList>,
@@ -26,7 +26,7 @@ async fn watched(uuids: &[&str], test: impl AsyncFnOnce(Watched)) {
     let driver: Driver = Arc::new(Mutex::new(Some(reading(uuids))));
     let (offer, offered) = watch::channel(SeatOffer::default());
     let (sender, seats) = watch::channel(SeatList::default());
-    let (conditions, conditions_of_gpus) = watch::channel(GpuConditions::default());
+    let (conditions, conditions_of_gpus) = watch::channel(Some(GpuConditions::default()));
     let taken: Arc<Mutex<Option<Vec<&'static str>>>> = Arc::default();
     let answer = Arc::clone(&taken);
     let source = Arc::clone(&driver);
@@ -62,7 +62,7 @@ impl Watched {
     /// Reports the GPUs that are full.
     fn fill(&self, uuids: &[&str]) {
         let full = uuids.iter().map(|uuid| (*uuid).to_owned()).collect();
-        self.conditions.send_replace(GpuConditions { full, ..GpuConditions::default() });
+        self.conditions.send_replace(Some(GpuConditions { full, ..GpuConditions::default() }));
     }
 
     /// Sets the seats that pods have.
@@ -132,6 +132,20 @@ async fn full_gpu_is_closed_without_an_answer() {
     .await;
 }
 
+/// The agent has just started. Until the controller reports, a GPU may be full.
+#[tokio::test]
+async fn free_seats_wait_for_the_first_conditions() {
+    watched(&["GPU-a", "GPU-b"], async |mut node| {
+        node.conditions.send_replace(None);
+        node.take(Some(vec!["GPU-a::1"]));
+        node.offer.send_replace(SeatOffer::Offered);
+        node.until(&[LOST[0], BOTH[1], LOST[2], LOST[3]]).await;
+        node.fill(&["GPU-a"]);
+        node.until(&[LOST[0], BOTH[1], BOTH[2], BOTH[3]]).await;
+    })
+    .await;
+}
+
 /// A GPU is full. The kubelet is asked again and again, but the GPUs are read only once.
 #[tokio::test]
 async fn full_gpu_is_not_read_more_often() {
@@ -139,7 +153,7 @@ async fn full_gpu_is_not_read_more_often() {
     let (_offer, offered) = watch::channel(SeatOffer::Offered);
     let full = BTreeSet::from(["GPU-a".to_owned()]);
     let (_conditions, conditions) =
-        watch::channel(GpuConditions { full, ..GpuConditions::default() });
+        watch::channel(Some(GpuConditions { full, ..GpuConditions::default() }));
     let (asked, mut questions) = watch::channel(0);
     let reads = std::cell::Cell::new(0);
     let watcher = SeatWatcher {

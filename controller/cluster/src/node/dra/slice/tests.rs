@@ -1,3 +1,4 @@
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use serde_json::json;
 
 use super::*;
@@ -89,6 +90,21 @@ fn load_of_a_gpu_is_an_attribute() {
     );
     assert_eq!(load.unwrap().string.as_deref(), Some("busy"));
     assert_eq!(devices[1], idle[1]);
+}
+
+/// An agent that has just started does not know the conditions of the GPUs.
+#[test]
+fn unknown_conditions_stay_as_published() {
+    let loads = [(gpu(0).uuid, GpuLoad::Busy)].into();
+    let conditions = GpuConditions { loads, ..conditions_of_full(&gpu(0)) };
+    let before = devices(&node(vec![gpu(0)]), "2".parse().unwrap(), &conditions);
+    let mut found = published(&before, "s", 3);
+    let stored = &mut found.spec.devices.as_mut().unwrap()[0];
+    stored.taints.as_mut().unwrap()[0].time_added = Some(Time(Timestamp::UNIX_EPOCH));
+    let mut wanted = offered(vec![gpu(0), gpu(1)]);
+    let new = wanted[1].clone();
+    keep_conditions(&mut wanted, &[found]);
+    assert_eq!(wanted, [before[0].clone(), new]);
 }
 
 #[test]
