@@ -17,13 +17,21 @@ use kube::{
     },
 };
 
+use tokio::time::Instant;
+
 use super::decide::{ClaimName, Claims};
 use crate::error_chain::{self, ApiError};
 
 /// Maximum number of claims that are read for one pod. The Kubernetes API has the same limit.
 const CLAIMS: usize = 32;
-/// Time limit for reading all claims of a pod. The API server waits during this time.
-const TIME: Duration = Duration::from_secs(2);
+/// Time limit for reading all claims of a pod. The API server waits during this time. It is below the
+/// `timeoutSeconds` of the MutatingWebhookConfiguration, so that the reply still arrives in time.
+const TIME: Duration = Duration::from_millis(1750);
+/// Time for which a claim or template that does not exist is read again. A manifest can have it
+/// after the pod.
+const APPEARANCE_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Pause before a claim or template that does not exist is read again.
+const REREAD_INTERVAL: Duration = Duration::from_millis(150);
 
 /// What the webhook knows of the cluster. It watches the RuntimeClass and requests claims one by
 /// one.
@@ -64,22 +72,38 @@ impl ClusterState {
         self.class.get(&ObjectRef::new(&self.name))
     }
 
-    /// Reads these claims and returns the device classes of each.
+    /// Reads these claims and returns the device classes of each. Waits a short time for those that do
+    /// not exist yet.
     pub async fn claims(&self, namespace: &str, names: Vec<ClaimName>) -> Claims {
         let mut claims: Claims = names.iter().map(|name| (name.clone(), None)).collect();
         let read = async {
-            for name in names.into_iter().take(CLAIMS) {
-                match self.claim(namespace, &name).await {
-                    Ok(devices) => {
-                        claims.insert(name, Some(classes(devices)));
-                    }
-                    Err(error) => {
-                        let error = ApiError(error);
-                        tracing::warn!(
-                            "{name} of namespace {namespace}: cannot read this object: {error}"
-                        );
+            let began = Instant::now();
+            let mut left: Vec<ClaimName> = names.into_iter().take(CLAIMS).collect();
+            loop {
+                let mut missing = Vec::new();
+                for name in left {
+                    match self.claim(namespace, &name).await {
+                        Ok(devices) => {
+                            claims.insert(name, Some(classes(devices)));
+                        }
+                        Err(kube::Error::Api(status))
+                            if status.code == 404 && began.elapsed() < APPEARANCE_TIMEOUT =>
+                        {
+                            missing.push(name);
+                        }
+                        Err(error) => {
+                            let error = ApiError(error);
+                            tracing::warn!(
+                                "{name} of namespace {namespace}: cannot read this object: {error}"
+                            );
+                        }
                     }
                 }
+                if missing.is_empty() {
+                    break;
+                }
+                left = missing;
+                tokio::time::sleep(REREAD_INTERVAL).await;
             }
         };
         if tokio::time::timeout(TIME, read).await.is_err() {
@@ -123,3 +147,6 @@ fn classes(devices: Option<DeviceClaim>) -> Vec<String> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;
