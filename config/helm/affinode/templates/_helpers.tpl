@@ -73,8 +73,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.devicePlugin.enabled }}
 {{- $resources = append $resources .Values.devicePlugin.resourceName | uniq }}
 {{- end }}
-{{- if and .Values.dra.enabled .Values.dra.extendedResourceName }}
-{{- $resources = append $resources .Values.dra.extendedResourceName | uniq }}
+{{- if .Values.dra.enabled }}
+{{- /* By this name, Kubernetes lets pods request devices of each class, since 1.36 by default. */}}
+{{- $resources = append $resources "deviceclass.resource.kubernetes.io/gpu.affinode.io" | uniq }}
+{{- with .Values.dra.extendedResourceName }}
+{{- $resources = append $resources . | uniq }}
+{{- end }}
 {{- end }}
 {{- toJson $resources }}
 {{- end }}

@@ -55,6 +55,23 @@ fn pods_of_the_extended_resource_are_gpu_pods() {
     assert!(webhook.contains("--device-class=gpu.affinode.io"), "{webhook}");
 }
 
+/// Kubernetes lets pods request devices of any class by a resource with the name of the class.
+#[test]
+fn pods_of_the_implicit_resource_are_gpu_pods() {
+    let name = "deviceclass.resource.kubernetes.io/gpu.affinode.io";
+    for (dra, expected) in [(true, true), (false, false)] {
+        let values = format!("dra: {{enabled: {dra}}}");
+        let Some(rendered) = render(&values) else { return };
+        let policy = rendered.get("MutatingAdmissionPolicy", "affinode")["spec"].to_string();
+        assert_eq!(policy.contains(&format!("name == '{name}'")), expected, "{policy}");
+        let older = render_for(OLDER, &values).unwrap().unwrap();
+        let webhook = older.get("Deployment", "affinode-webhook")["spec"].to_string();
+        assert_eq!(webhook.contains(&format!("--resource={name}")), expected, "{webhook}");
+        let calls = older.get("MutatingWebhookConfiguration", "affinode-webhook").to_string();
+        assert_eq!(calls.contains(&format!("name == '{name}'")), expected, "{calls}");
+    }
+}
+
 #[test]
 fn api_servers_without_the_api_are_refused() {
     let Some(refused) = render_for("1.33.0", "dra: {enabled: true}") else { return };
