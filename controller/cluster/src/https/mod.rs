@@ -1,13 +1,21 @@
 //! The HTTPS server of this program, with limits on connections, bytes and time.
 //!
 //! ```text
-//!  connection ──> one of the allowed connections ──> handshake ──> requests, one at a time ──> [`HttpsSite`]
+//!  connection ──> one of the connections of all clients ──> one of those of its address ──> handshake ──> requests, one at a time ──> [`HttpsSite`]
 //! ```
 
 pub mod authz;
 pub mod tls;
 
-use std::{convert::Infallible, error::Error, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    error::Error,
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use hyper::{
     Request, Response,
@@ -37,6 +45,9 @@ pub struct HttpsLimits {
     /// Maximum number of connections at the same time. Further connections wait in the kernel's
     /// queue.
     pub connections: usize,
+    /// Maximum number of connections at the same time from one address, so that a client that opens
+    /// connections and sends nothing does not exclude other clients. Further connections are closed.
+    pub connections_per_address: usize,
     /// Time limit for the TLS handshake.
     pub handshake: Duration,
     /// Time limit for the head of a request, and for an idle connection between two requests.
@@ -78,12 +89,13 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 /// Accepts and serves connections until the async runtime ends.
 pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
     let connections = Arc::new(Semaphore::new(S::LIMITS.connections));
+    let addresses = Arc::new(AddressCounts::default());
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
             return;
         };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, address) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // The process probably has no free descriptor. Connections that close release their
                 // descriptors.
@@ -95,11 +107,55 @@ pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
                 continue;
             }
         };
+        let most = S::LIMITS.connections_per_address;
+        let Some(counted) = addresses.count(address.ip().to_canonical(), most) else {
+            tracing::debug!(
+                "https server: a connection was closed, because {} has {most} connections already",
+                address.ip()
+            );
+            continue;
+        };
         let site = Arc::clone(&site);
         tokio::spawn(async move {
             converse(stream, &*site).await;
-            drop(permit);
+            drop((permit, counted));
         });
+    }
+}
+
+/// Number of open connections of each address.
+#[derive(Default)]
+struct AddressCounts(Mutex<HashMap<IpAddr, usize>>);
+
+impl AddressCounts {
+    /// Counts one more connection of this address until the returned value is dropped. `None`: the
+    /// address has `most` connections already.
+    fn count(self: &Arc<Self>, address: IpAddr, most: usize) -> Option<CountedConnection> {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry(address).or_default();
+        if *count >= most {
+            return None;
+        }
+        *count += 1;
+        Some(CountedConnection { counts: Arc::clone(self), address })
+    }
+}
+
+/// One connection in the count of its address.
+struct CountedConnection {
+    counts: Arc<AddressCounts>,
+    address: IpAddr,
+}
+
+impl Drop for CountedConnection {
+    fn drop(&mut self) {
+        let mut counts = self.counts.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.address);
+            }
+        }
     }
 }
 
@@ -127,3 +183,6 @@ pub async fn answer_all<S: HttpsSite>(stream: impl AsyncRead + AsyncWrite + Unpi
         tracing::debug!(%error, "https server: the connection to a client ended early");
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -71,7 +71,13 @@ pub struct AuthProxy {
 
 impl HttpsSite for AuthProxy {
     type Body = UnsyncBoxBody<Bytes, hyper::Error>;
-    const LIMITS: HttpsLimits = HttpsLimits { connections: 128, handshake: TIME, head: TIME };
+    const LIMITS: HttpsLimits = HttpsLimits {
+        connections: 128,
+        // The kubelet's probes share the connections with all pods of the cluster.
+        connections_per_address: 16,
+        handshake: TIME,
+        head: TIME,
+    };
 
     fn papers(&self) -> Option<Arc<ServerConfig>> {
         self.shown.fresh_config()

@@ -114,6 +114,8 @@ impl HttpsSite for WebhookServer {
     // so no API server uses a connection that the webhook is closing.
     const LIMITS: HttpsLimits = HttpsLimits {
         connections: 256,
+        // A proxy between API servers and pods can give all of them one address.
+        connections_per_address: 256,
         handshake: Duration::from_secs(10),
         head: Duration::from_secs(150),
     };

@@ -115,6 +115,7 @@ impl HttpsSite for Agent {
     type Body = Full<Bytes>;
     const LIMITS: HttpsLimits = HttpsLimits {
         connections: 64,
+        connections_per_address: 64,
         handshake: Duration::from_secs(20),
         head: Duration::from_secs(20),
     };

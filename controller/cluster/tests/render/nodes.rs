@@ -31,6 +31,17 @@ node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
     assert_eq!(agents(&rendered)["nodeSelector"]["pool"], "a");
 }
 
+/// A probe waits for a place among the agent's connections. A liveness probe that fails restarts the
+/// agent.
+#[test]
+fn probes_of_agents_have_time() {
+    let Some(rendered) = render("{}") else { return };
+    let agent = &agents(&rendered)["containers"][0];
+    for probe in ["readinessProbe", "livenessProbe"] {
+        assert_eq!(agent[probe]["timeoutSeconds"], 5, "{probe}");
+    }
+}
+
 #[test]
 fn agents_find_every_kind_of_gpu_node() {
     let Some(rendered) = render("{}") else { return };
