@@ -99,7 +99,10 @@ impl PodStatusWriter {
         for (name, shown) in &mut self.shown {
             if pods.contains_key(name) {
                 shown.seen_ms = now_ms;
-            } else if now_ms - shown.seen_ms >= GONE_MS && due.len() < MAX_CONCURRENT_WRITES {
+            } else if now_ms - shown.seen_ms >= GONE_MS
+                && due.len() < MAX_CONCURRENT_WRITES
+                && self.allowance.take(&name.uid, now_ms)
+            {
                 due.push(ConditionChange::Clear(name.clone()));
             }
         }

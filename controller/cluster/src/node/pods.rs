@@ -33,7 +33,8 @@ impl Pods {
     }
 
     /// Writes the conditions that have changed. A write that fails is repeated at a later call.
-    /// `EventRateLimiter` limits how often the condition of a pod is set. Failed attempts count.
+    /// `EventRateLimiter` limits how often the condition of a pod is set or
+    /// removed. Failed attempts count.
     pub async fn show(&mut self, list: &ListResponse) {
         let now_ms = Timestamp::now().as_millisecond();
         for change in self.board.due(list, now_ms) {

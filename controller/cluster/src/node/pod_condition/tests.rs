@@ -141,6 +141,18 @@ fn frequent_changes_are_rate_limited() {
     assert_eq!(told, [("a".into(), Some(State::Offloaded))], "after {last:?}");
 }
 
+/// The API server refuses the removal of a condition. It must not be requested at each call.
+#[test]
+fn failing_clear_is_rate_limited() {
+    let mut board = PodStatusWriter::default();
+    write(&mut board, &list(&[container("a", "main", State::Active)]), NOW);
+    let minutes = 30;
+    let attempts: usize = (0..minutes * 60)
+        .map(|second| board.due(&list(&[]), NOW + GONE_MS + second * 1000).len())
+        .sum();
+    assert!((20..=40).contains(&attempts), "{attempts} attempts in {minutes} minutes");
+}
+
 proptest! {
     #[test]
     fn writes_are_bounded_for_any_input(
