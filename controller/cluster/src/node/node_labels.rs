@@ -150,6 +150,18 @@ impl NodeLabels {
         }
     }
 
+    /// Removes all labels and annotations that agents set.
+    ///
+    /// # Errors
+    /// If the API server does not reply, or returns an error.
+    pub async fn clear(&self) -> kube::Result<()> {
+        let labels = json!({ RUNTIME: null, GPUS_IDLE: null, GPUS_OFFERED_BY: null });
+        let names = ANNOTATIONS.into_iter().chain([GPUS_IDLE_SINCE, GPU_SHARING]);
+        let annotations: serde_json::Map<String, Value> =
+            names.map(|name| (name.to_owned(), Value::Null)).collect();
+        self.merge(json!({ "labels": labels, "annotations": annotations })).await
+    }
+
     async fn merge(&self, metadata: Value) -> kube::Result<()> {
         let patch = Patch::Merge(json!({ "metadata": metadata }));
         self.api.patch_metadata(&self.name, &PatchParams::default(), &patch).await.map(|_| ())

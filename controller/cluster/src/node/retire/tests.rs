@@ -1,5 +1,5 @@
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     convert::Infallible,
     sync::{Arc, Mutex, MutexGuard},
 };
@@ -10,6 +10,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::node::node_labels::ANNOTATIONS;
 
 const OURS: &str = "system/affinode";
 const SET: &str = "/apis/apps/v1/namespaces/system/daemonsets/affinode-node";
@@ -26,7 +27,10 @@ struct State {
     /// Nodes whose agents refuse, and the reason.
     refusals: BTreeMap<String, String>,
     has_agents: bool,
-    requests: Vec<String>,
+    /// Whether the pods of the agents do not end after the deletion of their DaemonSet.
+    has_stuck_pods: bool,
+    /// Nodes from which Affinode was removed.
+    removed: BTreeSet<String>,
     /// Actions at the next request that begins with this text. An action can return the HTTP status
     /// of a failure.
     actions: Vec<(String, Action)>,
@@ -88,7 +92,6 @@ impl State {
     }
 
     fn answer(&mut self, line: &str, sent: &Value) -> (u16, Value) {
-        self.requests.push(line.to_owned());
         if let Some(at) = self.actions.iter().position(|(text, _)| line.starts_with(text)) {
             let (_, action) = self.actions.remove(at);
             if let Some(status) = action(self) {
@@ -98,13 +101,22 @@ impl State {
         let (method, path) = line.split_once(' ').unwrap();
         match (method, path) {
             ("GET", "/api/v1/nodes") => (200, list(self.nodes.values().cloned().collect())),
-            ("GET", SET) if self.has_agents => {
-                let metadata = json!({ "name": "affinode-node", "uid": "set" });
+            ("GET", SET) if self.has_agents || self.has_stuck_pods => {
+                let ends = (!self.has_agents).then_some("2026-11-27T12:00:00Z");
+                let metadata =
+                    json!({ "name": "affinode-node", "uid": "set", "deletionTimestamp": ends });
                 (200, json!({ "kind": "DaemonSet", "apiVersion": "apps/v1", "metadata": metadata }))
             }
             ("DELETE", SET) if self.has_agents => {
                 self.has_agents = false;
                 (200, json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
+            }
+            ("GET", "/api/v1/namespaces/system/pods") if self.has_stuck_pods => {
+                let owner = json!({
+                    "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "affinode-node",
+                    "uid": "set",
+                });
+                (200, list(vec![json!({ "metadata": { "ownerReferences": [owner] } })]))
             }
             ("GET", "/api/v1/namespaces/system/pods" | "/api/v1/pods") => (200, list(Vec::new())),
             ("PATCH", _) => self.patch(path.trim_start_matches("/api/v1/nodes/"), sent),
@@ -123,6 +135,9 @@ impl State {
             _ => "served",
         };
         if self.has_agents {
+            if state == RETIRED {
+                self.removed.insert(name.to_owned());
+            }
             let refused = self.refusals.get(name).filter(|_| state != "served");
             annotations[STATE] =
                 refused.map_or(state.into(), |why| format!("{NOT_RETIRED}{why}").into());
@@ -141,7 +156,7 @@ fn list(items: Vec<Value>) -> Value {
 fn failure(code: u16) -> (u16, Value) {
     let answer = json!({
         "kind": "Status", "apiVersion": "v1", "status": "Failure",
-        "reason": "Test", "message": "test", "code": code,
+        "reason": if code == 404 { "NotFound" } else { "Test" }, "message": "test", "code": code,
     });
     (code, answer)
 }
@@ -195,4 +210,80 @@ async fn failed_first_request_withdraws_the_others() {
     assert!(matches!(error, RetireError::Cluster(_)), "{error}");
     assert!(cluster.annotation("a", RETIRE).is_null());
     assert!(cluster.lock().has_agents);
+}
+
+#[tokio::test(start_paused = true)]
+async fn deleted_node_is_no_error() {
+    let cluster = Cluster::with(&["a", "b"]);
+    cluster.at("PATCH /api/v1/nodes/b", |state| {
+        state.nodes.remove("b");
+        None
+    });
+    cluster.retire().await.unwrap();
+    assert!(cluster.annotation("a", AGENT).is_null());
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_cleanup_is_completed_by_a_second_run() {
+    let cluster = Cluster::with(&["a", "b", "c"]);
+    cluster.at("DELETE", |state| {
+        state.actions.push(("PATCH /api/v1/nodes/b".into(), Box::new(|_| Some(500))));
+        None
+    });
+    let error = cluster.retire().await.unwrap_err();
+    assert!(matches!(error, RetireError::Cluster(_)), "{error}");
+    let agent_of = |node| cluster.annotation(node, AGENT);
+    assert_eq!(
+        [agent_of("a"), agent_of("b"), agent_of("c")],
+        [json!(null), OURS.into(), json!(null)]
+    );
+    cluster.retire().await.unwrap();
+    assert!(agent_of("b").is_null());
+}
+
+#[tokio::test(start_paused = true)]
+async fn ending_agents_are_not_asked_again() {
+    let cluster = Cluster::with(&["a"]);
+    cluster.lock().has_stuck_pods = true;
+    let error = cluster.retire().await.unwrap_err();
+    assert!(matches!(error, RetireError::Pods), "{error}");
+    cluster.at("GET /api/v1/namespaces/system/pods", |state| {
+        state.has_stuck_pods = false;
+        None
+    });
+    cluster.retire().await.unwrap();
+    assert!(cluster.annotation("a", AGENT).is_null());
+}
+
+#[tokio::test(start_paused = true)]
+async fn node_that_joins_is_asked_too() {
+    let cluster = Cluster::with(&["a"]);
+    cluster.at("PATCH /api/v1/nodes/a", |state| {
+        state.join("b");
+        None
+    });
+    cluster.retire().await.unwrap();
+    assert_eq!(cluster.lock().removed, ["a", "b"].map(str::to_owned).into());
+    assert!(cluster.annotation("b", AGENT).is_null());
+}
+
+#[tokio::test(start_paused = true)]
+async fn node_deleted_after_the_agents_is_no_error() {
+    let cluster = Cluster::with(&["a", "b"]);
+    cluster.at("DELETE", |state| {
+        let remove = |state: &mut State| state.nodes.remove("a").and(None);
+        state.actions.push(("PATCH /api/v1/nodes/a".into(), Box::new(remove)));
+        None
+    });
+    cluster.retire().await.unwrap();
+    assert!(cluster.annotation("b", AGENT).is_null());
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_deletion_of_agents_withdraws() {
+    let cluster = Cluster::with(&["a"]);
+    cluster.at("DELETE", |_| Some(500));
+    cluster.retire().await.unwrap_err();
+    assert!(cluster.annotation("a", RETIRE).is_null());
+    assert_eq!(cluster.annotation("a", AGENT), OURS);
 }
