@@ -18,6 +18,7 @@
 // A function that fits on one screen can be read at once.
 #![cfg_attr(not(test), deny(clippy::too_many_lines))]
 
+mod api_client;
 pub mod check;
 pub mod cli;
 mod error_chain;

@@ -12,6 +12,7 @@ use tokio::{
 use tokio_rustls::rustls::crypto;
 
 use crate::{
+    api_client,
     error_chain::ApiError,
     https::{self, tls::TlsError},
     node::device_plugin::DevicePluginError,
@@ -90,7 +91,7 @@ pub fn run<F: Future<Output = Result<(), ServiceError>>>(
 /// # Errors
 /// [`ServiceError::Cluster`]: there is neither a service account nor a kubeconfig.
 pub async fn client() -> Result<Client, ServiceError> {
-    Client::try_default().await.map_err(|error| ServiceError::Cluster(ApiError(error)))
+    api_client::connect().await.map_err(|error| ServiceError::Cluster(ApiError(error)))
 }
 
 /// Binds the TCP port of a service.

@@ -38,7 +38,7 @@ use super::{
     pod_condition::LABEL,
     pods,
 };
-use crate::error_chain;
+use crate::{api_client, error_chain};
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Time for which a request applies after the deadline of the removal. In this time the agents end,
@@ -112,7 +112,7 @@ pub fn run(options: &RetireOptions) -> Result<(), RetireError> {
 }
 
 async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
-    remove_all(Client::try_default().await?, options).await
+    remove_all(api_client::connect().await?, options).await
 }
 
 async fn remove_all(client: Client, options: &RetireOptions) -> Result<(), RetireError> {
