@@ -1,6 +1,6 @@
 /* Does one thing that makes, or could make, a checkpoint unsafe.
  *
- *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|exit [MIB]
+ *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|detach|exit [MIB]
  *
  * It fills MIB (default 16) of memory, creates the hazard, and prints "ready". For each line on stdin it verifies all
  * its memory, including the hazard's (reply "verify" with "ok"). It ends when stdin ends.
@@ -11,6 +11,7 @@
  *   ipc-export   a handle that no process opens
  *   pinned       4 MiB of pinned host memory, used for copies
  *   async        4 MiB by cuMemAllocAsync
+ *   detach       a context that cuCtxDetach has ended, with 4 MiB of memory
  *   exit         ends at the first line, while another of its threads makes a call; its last exit handler lingers */
 #include "client.h"
 
@@ -120,6 +121,19 @@ static CUresult peer_access(void)
     return synchronize();
 }
 
+/* Creates a second context with memory, and ends it as PyCUDA does. */
+static CUresult detach(void)
+{
+    CUcontext context;
+    CUdeviceptr memory;
+    CUresult (*create)(CUcontext *, unsigned, CUdevice) = cuda_function("cuCtxCreate_v2");
+    CUresult (*end)(CUcontext) = cuda_function("cuCtxDetach");
+    TRY(create(&context, 0, client.device));
+    TRY(client.cuda.mem_alloc(&memory, MORE_BYTES));
+    TRY(end(context));
+    return client.cuda.ctx_set(client.context);
+}
+
 static CUresult do_thing(const char *kind, int handles)
 {
     more_bytes = MORE_BYTES;
@@ -130,6 +144,8 @@ static CUresult do_thing(const char *kind, int handles)
     }
     if (strcmp(kind, "peer") == 0)
         return peer_access();
+    if (strcmp(kind, "detach") == 0)
+        return detach();
     if (strcmp(kind, "ipc-import") == 0) {
         struct ipc_handle handle;
         CUdeviceptr imported;

@@ -1,6 +1,7 @@
 //! Hazards that depend on the kind of memory that a CUDA process uses. If a checkpoint cannot
 //! restore this kind of memory, the controller must refuse the offload before any driver call.
-//! Otherwise the container must be offloaded.
+//! Otherwise the container must be offloaded. A context that has ended is a hazard for the library's
+//! own copy, which must make no call in it.
 
 use anyhow::Result;
 
@@ -11,25 +12,28 @@ use super::{
 use crate::{testbed::Testbed, worker::Worker};
 
 /// Kinds of memory that the hazards use. Each entry has a name, the argument of `hazards.c` that
-/// selects the kind, and the reason for which the offload must be refused. The reason is `None` if
-/// the container must be offloaded.
-const KINDS: [(&str, &str, Option<&str>); 6] = [
-    ("managed memory", "managed", Some("managed-memory")),
-    ("peer access between GPUs", "peer", Some("peer-access")),
-    ("legacy IPC, imported", "ipc-import", Some("shared-memory")),
-    ("legacy IPC, exported only", "ipc-export", Some("shared-memory")),
-    ("pinned host memory", "pinned", None),
-    ("cuMemAllocAsync", "async", None),
+/// selects the kind, the engine for which it is a hazard, and the reason for which the offload must
+/// be refused. The reason is `None` if the container must be offloaded.
+const KINDS: [(&str, &str, &str, Option<&str>); 7] = [
+    ("managed memory", "managed", "checkpoint", Some("managed-memory")),
+    ("peer access between GPUs", "peer", "checkpoint", Some("peer-access")),
+    ("legacy IPC, imported", "ipc-import", "checkpoint", Some("shared-memory")),
+    ("legacy IPC, exported only", "ipc-export", "checkpoint", Some("shared-memory")),
+    ("pinned host memory", "pinned", "checkpoint", None),
+    ("cuMemAllocAsync", "async", "checkpoint", None),
+    ("context ended by cuCtxDetach", "detach", "copy", None),
 ];
 
 pub fn cases() -> Vec<Case> {
     KINDS
         .iter()
-        .map(|(name, what, reason)| Case::new(name, move |world| play(world, what, *reason)))
+        .map(|(name, what, engine, reason)| {
+            Case::new(name, move |world| play(world, what, engine, *reason))
+        })
         .collect()
 }
 
-fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
+fn play(world: &Testbed, what: &str, engine: &str, reason: Option<&str>) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", what))?;
     let ready = bare.worker.receive()?;
     if what == "peer" && ready.result != 0 {
@@ -40,8 +44,7 @@ fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
     let without = bare.cycle(world)?;
     bare.kill(world)?;
 
-    // The engine is set because these hazards affect only the driver's checkpoint.
-    let spec = kind(what, what).annotation("affinode.io/engine", "checkpoint");
+    let spec = kind(what, what).annotation("affinode.io/engine", engine);
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;
     let with = match reason {

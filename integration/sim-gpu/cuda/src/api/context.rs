@@ -35,6 +35,11 @@ cuda_api! {
         let context = d.contexts().find(context)?;
         d.destroy_context(context)
     }
+    // The context has no other references, because `cuCtxAttach` is not simulated.
+    Work 4000 fn cuCtxDetach(context: Handle) |d, _z| {
+        let context = d.contexts().find(context)?;
+        d.destroy_context(context)
+    }
     Instant 4000 fn cuCtxSetCurrent(context: Handle) |d, _z| {
         let context = if context == 0 { None } else { Some(d.contexts().find(context)?) };
         set(context);
